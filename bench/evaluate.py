@@ -1,0 +1,111 @@
+"""Score a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.lanes=1``.
+
+Lanes, segment and span are part of a number. Each call appends one row with its protocol to ``evaluations.jsonl`` of the run
+folder, with a curve of bits per byte against context: windows that start cold, so that byte n of a window has n bytes of
+context. ``context.png`` draws it.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from bench.check import CONF
+from harness.cli import run_command
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
+def main(cfg: DictConfig) -> None:
+    from harness import data, folder, runtime, settings
+    from harness.build import plan_run
+    from harness.record import plain
+
+    folder_path = Path(cfg.run)
+    saved, best = _saved(folder_path)
+    own = OmegaConf.load(folder_path / "config.yaml")
+    own.runtime = cfg.runtime
+    own.trust = own.trust if cfg.trust is None else cfg.trust
+    if cfg.split not in ("train", "valid", "test"):
+        raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
+    plan = plan_run(own)
+    protocol = {
+        key: plan.protocol()[key] if cfg.eval[key] is None else cfg.eval[key] for key in ("lanes", "segment", "span")
+    }
+    protocol = {key: settings.checked(value, int, key=f"eval.{key}") for key, value in protocol.items()}
+    limit = settings.checked(cfg.eval.bytes, int | None, key="eval.bytes")
+    device = runtime.start(plan.runtime)
+    corpus = data.load(**plan.data)
+    if corpus.sha256 != saved["data"]["sha256"]:
+        raise ValueError(f"data: the run read {saved['data']['sha256']}, now it is {corpus.sha256}")
+    model = _model(plan, best, protocol["span"]).to(device.device)
+    row = _score(model, corpus.splits[cfg.split][:limit], device, protocol)
+    capped = limit is not None and limit < len(corpus.splits[cfg.split])
+    row = {"kind": "evaluation", "split": cfg.split, "protocol": protocol | {"bytes": limit if capped else None}, **row}
+    row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
+    row |= {"trained_source": saved["source"], "source": folder.source_digest(plan.trust), "commit": folder.commit()}
+    row |= {"weights_bytes_seen": best["bytes"], **device.describe()}
+    with (folder_path / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+    _show(row, folder_path)
+
+
+def _saved(path: Path) -> tuple[dict, dict]:
+    """Provenance and best weights of a run folder."""
+    from harness import checkpoint
+    from harness.record import RECORD, read_rows
+
+    best = path / checkpoint.FOLDER / checkpoint.BEST
+    if not best.exists() or not (path / RECORD).exists():
+        raise ValueError(f"run={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
+    return read_rows(path / RECORD)[0], checkpoint.load(best)
+
+
+def _model(plan, best: dict, span: int):
+    model = plan.make_model()
+    model.load_state_dict(best["model"])
+    model.project_()
+    if span != plan.model.span:
+        for _, sublayer in model.sublayers():
+            sublayer.set_span(span)
+    return model
+
+
+def _score(model, split, device, protocol: dict) -> dict:
+    """Bits per byte of the stream, of windows with context 512, and by context."""
+    from harness.step import score_context, score_stream, score_windows
+
+    score = score_stream(model, split, runtime=device, lanes=protocol["lanes"], segment=protocol["segment"], look=True)
+    return {
+        "bits_per_byte": score.bits_per_byte,
+        "nats_per_byte": score.bits_per_byte * math.log(2),
+        "context_512_bits_per_byte": score_windows(model, split, runtime=device).bits_per_byte,
+        "context_curve": score_context(model, split, runtime=device, longest=2 * protocol["span"]),
+        "bytes": len(score.nats),
+        "block_nats": score.blocks(),
+        "metrics": model.metrics(score.seen),
+    }
+
+
+def _show(row: dict, path: Path) -> None:
+    from harness.figures import draw_context
+
+    p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
+    print(f"{row['variant']}, seed {row['seed']}, {row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored")
+    print(
+        f"  {row['bits_per_byte']:.4f}{mark} bits per byte with lanes {p['lanes']}, segment {p['segment']}, span {p['span']}"
+    )
+    print(f"  {row['context_512_bits_per_byte']:.4f}{mark} bits per byte with context 512")
+    for point in row["context_curve"]:
+        print(
+            f"  {point['bits_per_byte']:.4f} with {point['from_bytes']:>5} to {point['to_bytes']:>5} bytes of context"
+        )
+    if mark:
+        print(f"* first {p['bytes']:,} bytes only")
+    drawn = draw_context(row["context_curve"], path=path / "context.png", label=f"{row['variant']}, seed {row['seed']}")
+    print(f"appended to {path / 'evaluations.jsonl'}, drawn in {drawn}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,238 @@
+"""The only place that turns configuration into objects: everything is checked here, before anything is read or written.
+
+    plan = plan_run(cfg)              # values, and partials of classes; ValueError names key, value and what is allowed
+    model = plan.make_model()         # from the run's seed
+
+Below this module there are only plain arguments.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from torch.optim import Optimizer
+
+from harness import settings
+from harness.budget import Budget, Schedule
+from harness.groups import assign
+from harness.model import LanguageModel, Layers
+from harness.optim import Optimizers
+from harness.settings import checked, parse
+from harness.targets import resolve
+from variants.contract import Place, Position, Sublayer
+
+VARIANT_KEYS = ("name", "layers", "at", "groups")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run as it was asked for.
+
+    ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
+    keyword arguments of ``harness.data.load``.
+    """
+
+    config: dict
+    variant: str
+    layers: Layers
+    scheme: Callable[..., Position]
+    optim: dict
+    groups: dict
+    model: settings.ModelSettings
+    batch: settings.BatchSettings
+    eval: settings.EvalSettings
+    checkpoint: settings.CheckpointSettings
+    start: settings.StartSettings
+    runtime: settings.RuntimeSettings
+    budget: Budget
+    data: dict
+    record: settings.RecordSettings
+    wandb: settings.WandbSettings
+    seed: int
+    outputs: Path
+    force: bool
+    reuse: str
+    trust: tuple[str, ...]
+
+    def make_model(self) -> LanguageModel:
+        """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
+        m, pool = self.model, {}
+        common = {
+            "d_model": m.d_model,
+            "n_layers": m.layers,
+            "heads": m.heads,
+            "span": m.span,
+            "attend_self": m.attend_self,
+        }
+        common |= {
+            "cache": m.cache,
+            "dropout": m.dropout,
+            "path": self.runtime.path,
+            "scheme": self.scheme,
+            "pool": pool,
+        }
+        own = ("norm", "norm_after", "tied", "head_bias", "embedding_std", "embedding_scale", "embedding_dropout")
+        model = LanguageModel(
+            self.layers,
+            lambda layer: Place(layer=layer, **common),
+            vocabulary=self.data["vocabulary"],
+            head_zero_init=m.head_zero_init,
+            **{name: getattr(m, name) for name in own},
+        )
+        pool.clear()  # sharing ends with the build
+        return model
+
+    def make_optimizers(self, model: LanguageModel) -> Optimizers:
+        """The optimizers of a model built by ``make_model``."""
+        o = self.optim
+        groups = assign(model, default=o["default"], matrices=o["matrices"], groups=self.groups)
+        return Optimizers(groups, lr=o["lr"], schedule=Schedule(**o["schedule"]), clip=o["clip"])
+
+    def protocol(self) -> dict:
+        """How bits per byte are scored: part of the number."""
+        e = self.eval
+        return {
+            "lanes": e.lanes,
+            "segment": e.segment,
+            "span": self.model.span,
+            "bytes": e.bytes,
+            "vocabulary": self.data["vocabulary"],
+            "drop_newlines": self.data["drop_newlines"],
+        }
+
+
+def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False) -> Plan:
+    """Check a composed configuration whole.
+
+    Args:
+        cfg: what Hydra composed from ``conf/train.yaml`` and the command line.
+        trusted: packages named in ``hydra.searchpath``, trusted beside ``trust``.
+        sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
+
+    Raises:
+        ValueError: naming the key, the value and what is allowed.
+    """
+    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    config.pop("hydra", None)
+    trust = _trust(config["trust"]) + trusted
+    model = parse(settings.ModelSettings, config["model"], key="model")
+    runtime = parse(settings.RuntimeSettings, config["runtime"], key="runtime")
+    record = parse(settings.RecordSettings, config["record"], key="record")
+    if sweeping:
+        config["data"] = config["data"] | {"fallback": None}
+    plan = Plan(
+        config=config,
+        variant=checked(config["variant"].get("name"), str, key="variant.name"),
+        layers=_layers(config["variant"], model.layers, trust),
+        scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
+        optim=_optim(config["optim"], trust),
+        groups=_groups(config["variant"].get("groups") or {}, trust),
+        model=model,
+        batch=parse(settings.BatchSettings, config["batch"], key="batch"),
+        eval=parse(settings.EvalSettings, config["eval"], key="eval"),
+        checkpoint=parse(settings.CheckpointSettings, config["checkpoint"], key="checkpoint"),
+        start=parse(settings.StartSettings, config["start"], key="start"),
+        runtime=runtime,
+        budget=_budget(config["budget"], model.default_bytes),
+        data=config["data"],
+        record=record,
+        wandb=parse(settings.WandbSettings, record.wandb, key="record.wandb"),
+        seed=checked(config["seed"], int, key="seed"),
+        outputs=Path(checked(config["outputs"], str, key="outputs")),
+        force=checked(config["force"], bool, key="force"),
+        reuse=checked(config["reuse"], str, key="reuse"),
+        trust=trust,
+    )
+    if plan.batch.accumulate > plan.batch.lanes:
+        raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.lanes={plan.batch.lanes}")
+    return plan
+
+
+def _trust(names: object) -> tuple[str, ...]:
+    """Modules of the user's own, importable from the folder where the command was typed."""
+    names = [names] if isinstance(names, str) else names or []
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(
+                f"trust={name}: cannot be imported ({error}); run from its folder or set PYTHONPATH"
+            ) from error
+    return tuple(names)
+
+
+def _layers(variant: Mapping[str, object], n_layers: int, trust: tuple[str, ...]) -> Layers:
+    """For each layer, the sublayers' names and partials, as ``layers`` and ``at`` say."""
+    nodes = {name: node for name, node in variant.items() if name not in VARIANT_KEYS}
+    for name, node in nodes.items():
+        if not isinstance(node, Mapping) or "_target_" not in node:
+            raise ValueError(f"variant.{name}={node}: no such key; allowed are {', '.join(VARIANT_KEYS)} and sublayers")
+    makes = {name: resolve(node, key=f"variant.{name}", kind=Sublayer, trust=trust) for name, node in nodes.items()}
+
+    def chosen(names: object, key: str) -> dict[str, Callable[[Place], Sublayer]]:
+        if not isinstance(names, list) or not names or len(set(names)) < len(names):
+            raise ValueError(f"{key}={names}: must be a list of different sublayers, of {', '.join(makes)}")
+        for name in names:
+            if name not in makes:
+                raise ValueError(f"{key}={names}: there is no sublayer {name}; allowed are {', '.join(makes)}")
+        return {name: makes[name] for name in names}
+
+    layers = [chosen(variant.get("layers"), "variant.layers") for _ in range(n_layers)]
+    for place, names in (variant.get("at") or {}).items():
+        if not isinstance(place, int) or not -n_layers <= place < n_layers:
+            raise ValueError(
+                f"variant.at.{place}: allowed are {-n_layers} to {n_layers - 1}, with model.layers={n_layers}"
+            )
+        layers[place] = chosen(names, f"variant.at.{place}")
+    return layers
+
+
+def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
+    allowed = ("lr", "default", "matrices", "clip", "schedule")
+    for name in node:
+        if name not in allowed:
+            raise ValueError(f"optim.{name}: no such key; allowed are {', '.join(allowed)}")
+    matrices = node["matrices"]
+    if matrices is not None:
+        make = resolve(matrices["optimizer"], key="optim.matrices.optimizer", kind=Optimizer, trust=trust)
+        matrices = {**matrices, "optimizer": make}
+    default = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
+    return {**node, "default": default, "matrices": matrices}
+
+
+def _groups(node: Mapping[str, Mapping[str, object]], trust: tuple[str, ...]) -> dict:
+    """The variant's parameter groups, with their optimizers as partials."""
+    found = {}
+    for name, group in node.items():
+        key = f"variant.groups.{name}.optimizer"
+        own = group.get("optimizer")
+        found[name] = {**group, "optimizer": own and resolve(own, key=key, kind=Optimizer, trust=trust)}
+    return found
+
+
+def _budget(node: Mapping[str, object], default_bytes: int) -> Budget:
+    allowed = ("bytes", "seconds", "steps", "flops")
+    for name in node:
+        if name not in allowed:
+            raise ValueError(f"budget.{name}: no such key; allowed are {', '.join(allowed)}")
+    return Budget(**node, default_bytes=default_bytes)
+
+
+def hydra_facts() -> dict[str, object]:
+    """Keywords of ``plan_run`` that only Hydra knows: packages the user put on the search path, and whether this is a job of a sweep."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    sources = [
+        s for s in hydra.runtime.config_sources if s.provider == "hydra.searchpath in main" and s.schema == "pkg"
+    ]
+    return {
+        "trusted": tuple(s.path.partition(".")[0] for s in sources),
+        "sweeping": hydra.mode == RunMode.MULTIRUN,
+    }

@@ -1,0 +1,40 @@
+"""The user's cache folder: what was downloaded or unpacked once, for all projects and runs of this user."""
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/attention-windtunnel``, or the same below ``~/.cache``. May not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-windtunnel"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold ``<path>.lock`` alone among all processes; says so in one line if it has to wait. OSError if it cannot."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"data: waiting for another process that fetches {path}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def write_whole(path: Path, content: bytes | bytearray | memoryview) -> None:
+    """Write a file so that others see all of it or nothing. OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    passing = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with passing.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())  # before the rename: a crash must not leave a name on missing bytes
+        os.replace(passing, path)
+    finally:
+        passing.unlink(missing_ok=True)

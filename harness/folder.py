@@ -1,0 +1,178 @@
+"""Run folders: which run this is, whether it was run already, and who is running it now.
+
+``outputs/<variant>-s<seed>-<hash>/``. The hash covers the resolved configuration, less what cannot change a number, and the
+source: edited code is another run, and a stale number is never shown. The same command again finds its folder, resumes an
+unfinished run and returns a finished one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from harness import checkpoint
+from harness.record import RECORD, SUMMARY, read_rows
+
+NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def config_hash(config: Mapping[str, object]) -> str:
+    """SHA-256 of a resolved configuration, less what cannot change a number."""
+    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def source_digest(trust: tuple[str, ...] = ()) -> str:
+    """SHA-256 of all code that can change a number: ours, and every module that the user named."""
+    files = [ROOT / "train.py", *sorted((ROOT / "variants").rglob("*.py")), *sorted((ROOT / "harness").rglob("*.py"))]
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    for module in trust:
+        found = find_spec(module)
+        if found is None or found.origin is None:
+            raise ValueError(f"trust={module}: there is no such module; it must be importable from here")
+        origin = Path(found.origin)
+        for path in sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]:
+            digest.update(f"{module}/{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def commit() -> str | None:
+    """The commit of the working tree, with ``-dirty`` where files differ from it, or None outside git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a run is: two runs of equal identity give equal numbers.
+
+    Attributes:
+        variant, seed: for the folder's name.
+        config, source: digests.
+        data: SHA-256 of the corpus; device, precision: kinds. These must agree for a folder to be used again.
+    """
+
+    variant: str
+    seed: int
+    config: str
+    source: str
+    data: str
+    device: str
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-s{self.seed}-{hashlib.sha256((self.config + self.source).encode()).hexdigest()[:8]}"
+
+
+class RunFolder:
+    """The folder of one run, held alone.
+
+    Attributes:
+        path: the folder.
+        summary: of the finished run that may be returned, or None.
+        checkpoint: to resume from, or None.
+        note: one line about an older run of the same configuration, or empty.
+
+    Raises:
+        ValueError: the folder cannot be written, belongs to other data, device or precision, or is in use.
+    """
+
+    def __init__(self, outputs: Path, identity: Identity, *, force: bool = False, reuse: str = "source"):
+        if reuse not in ("source", "config"):
+            raise ValueError(f"reuse={reuse}: allowed are source, config")
+        self.path, self.identity, self.note, self._lock = outputs / identity.name, identity, "", None
+        older = [path for path in _same_config(outputs, identity) if path != self.path]
+        finished = [path for path in older if _summary(path)]
+        if reuse == "config" and finished and not _summary(self.path) and not force:
+            self.path = finished[-1]
+        elif older and not (self.path / RECORD).exists():
+            self.note = f"the source changed since {older[-1]}: this is a new run in {self.path}"
+        self._must_agree()
+        self.summary = None if force else _summary(self.path)
+        self.checkpoint = None if force else checkpoint.newest(self.path)
+
+    def hold(self) -> None:
+        """Create the folder, take it for this process, and point ``latest`` at it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - held until release
+        except OSError as error:
+            raise ValueError(f"outputs={self.path.parent}: cannot be written ({error.strerror})") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.seek(0)
+            raise ValueError(
+                f"outputs={self.path.parent}: {self.path.name} is held by {self._lock.read().strip()}"
+            ) from error
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        self._lock.flush()
+        latest = self.path.parent / "latest"
+        passing = self.path.parent / f".latest.{os.getpid()}"
+        passing.symlink_to(self.path.name)
+        passing.replace(latest)
+
+    def clear(self) -> None:
+        """Forget an earlier run: rows, checkpoints and summary."""
+        for path in [self.path / SUMMARY, self.path / RECORD, *(self.path / checkpoint.FOLDER).glob("*.pt")]:
+            path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._lock:
+            self._lock.close()
+
+    def _must_agree(self) -> None:
+        row = _provenance(self.path)
+        if row is None:
+            return
+        now = {
+            "data.sha256": self.identity.data,
+            "device_kind": self.identity.device,
+            "precision": self.identity.precision,
+        }
+        then = {"data.sha256": row["data"]["sha256"], "device_kind": row["device_kind"], "precision": row["precision"]}
+        differ = [f"{key} was {then[key]}, is {now[key]}" for key in now if then[key] != now[key]]
+        if differ:
+            raise ValueError(f"outputs={self.path.parent}: {self.path.name} was run otherwise: {'; '.join(differ)}")
+
+
+def _summary(path: Path) -> dict | None:
+    try:
+        found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if found.get("status") == "finished" else None
+
+
+def _provenance(path: Path) -> dict | None:
+    try:
+        rows = read_rows(path / RECORD)
+    except (OSError, ValueError):
+        return None
+    return rows[0] if rows else None
+
+
+def _same_config(outputs: Path, identity: Identity) -> list[Path]:
+    """Run folders of the same configuration, the oldest first."""
+    found = [p for p in outputs.glob(f"{identity.variant}-s{identity.seed}-*") if (p / RECORD).exists()]
+    same = [p for p in found if (_provenance(p) or {}).get("config_hash") == identity.config]
+    return sorted(same, key=lambda p: (p / RECORD).stat().st_mtime)

@@ -1,0 +1,32 @@
+"""One integer hash for everything that must be the same on every machine, whatever numpy or torch is installed.
+
+Keys are chained through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", 2014): a value depends on its keys alone, so nothing has to be saved to resume, and any part can be
+made without the parts before it.
+"""
+
+import numpy as np
+
+_WORD = 2**64 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def integer_hash(*keys: int | np.ndarray) -> np.ndarray:
+    """Hash integers to 64 bits.
+
+    Args:
+        keys: Python integers (taken modulo 2^64) or arrays of non-negative integers; they broadcast.
+
+    Returns:
+        uint64 array in the broadcast shape, ``[1]`` if every key is a Python integer.
+    """
+    state = np.zeros(1, np.uint64)  # arrays wrap around silently, numpy scalars would warn
+    for key in keys:
+        word = np.array([key & _WORD], np.uint64) if isinstance(key, int) else key.astype(np.uint64)
+        state = (state + _GOLDEN) ^ word
+        state = (state ^ (state >> np.uint64(30))) * _FIRST
+        state = (state ^ (state >> np.uint64(27))) * _SECOND
+        state = state ^ (state >> np.uint64(31))
+    return state

@@ -1,0 +1,197 @@
+"""Everything around the loop of ``train.py``: before it, what may be returned or resumed; in it, when and what to record;
+after it, the best weights' scores, the summary, the figures and the closing table."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import yaml
+from omegaconf import DictConfig
+
+from harness import checkpoint, data, folder, runtime, summary
+from harness.build import Plan, hydra_facts, plan_run
+from harness.figures import draw_figures
+from harness.memory import PeakMemory
+from harness.progress import Progress as Shown
+from harness.record import Record, find_comparable, read_rows, write_summary
+from harness.run import Run, begin_from
+from harness.table import print_closing_table
+from harness.wandb_run import WandbRun
+
+
+def prepare(cfg: DictConfig, *, command: str) -> "Job":
+    """Check, read and build everything; nothing is written before all of it stands.
+
+    Raises:
+        ValueError: a user's mistake, in one message.
+    """
+    plan = plan_run(cfg, **hydra_facts())
+    device = runtime.start(plan.runtime)
+    peak = PeakMemory(device.device)
+    corpus = data.load(**plan.data)
+    identity = folder.Identity(
+        variant=plan.variant,
+        seed=plan.seed,
+        config=folder.config_hash(plan.config),
+        source=folder.source_digest(plan.trust),
+        data=corpus.sha256,
+        device=device.device.type,
+        precision=device.precision,
+    )
+    place = folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
+    run = None if place.summary else Run(plan, corpus, device)
+    if run is not None and place.checkpoint is None:
+        begin_from(run)
+    return Job(plan, place, run, peak=peak, command=command)
+
+
+class Job:
+    """One command's work on one run folder.
+
+    Attributes:
+        run: the run, or None where an earlier one is finished and is returned.
+        earlier: the finished run's summary, or None.
+    """
+
+    def __init__(self, plan: Plan, place: folder.RunFolder, run: Run | None, *, peak: PeakMemory, command: str):
+        self.plan, self.folder, self.run, self.command = plan, place, run, command
+        self.earlier = place.summary
+        self._peak = peak
+        self._saved_seconds = time.monotonic()
+        self._last_bits = float("nan")
+
+    def earlier_result(self) -> float | None:
+        """Show the finished run of this very configuration and source, and return its objective."""
+        print(f"finished before: {self.folder.path} (force=true runs it again)")
+        print_closing_table(self.earlier, others=find_comparable(self.plan.outputs, summary=self.earlier))
+        return self.earlier["valid_bits_per_byte"]
+
+    @contextmanager
+    def opened(self) -> Iterator[Shown]:
+        """The folder is held, record and W&B are open, the run stands where its checkpoint left it; yields progress."""
+        with ExitStack() as stack:
+            self.folder.hold()
+            stack.callback(self.folder.release)
+            rows = self._restore()
+            text = yaml.safe_dump(self.plan.config, sort_keys=False)
+            (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
+            self._record = stack.enter_context(Record(self.folder.path, rows=rows))
+            w = self.plan.wandb
+            self._wandb = WandbRun(
+                self.folder.path,
+                config=self.plan.config,
+                mode=w.mode,
+                project=w.project,
+                entity=w.entity,
+                name=self.folder.path.name,
+                group=w.group,
+                tags=tuple(w.tags),
+                id=self.run.wandb_id,
+                every_seconds=w.every_seconds,
+            )
+            stack.enter_context(self._wandb)
+            self.run.wandb_id = self._wandb.id
+            if not rows:
+                whose = summary.identity(self.run, self.folder.identity, command=self.command)
+                self.append({"kind": "provenance", **whose, "config": self.plan.config})
+            self._peak.reset()
+            yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds))
+
+    def _restore(self) -> int:
+        """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
+        run, rows = self.run, 0
+        if self.folder.checkpoint is None:
+            self.folder.clear()
+        else:
+            content = checkpoint.load(self.folder.checkpoint)
+            run.restore(content)
+            rows = content["rows"]
+        verb = f"resuming at {run.spent.bytes:,} bytes" if rows else "training"
+        print(f"{verb}: {self.folder.path}  |  {run.corpus.label()}  |  {run.path}, {run.runtime.precision}")
+        if self.folder.note:
+            print(self.folder.note)
+        return rows
+
+    def append(self, row: dict) -> None:
+        """A row for the record and for W&B."""
+        row = self._record.append(row)
+        self._last_bits = row.get("bits_per_byte") or self._last_bits
+        self._wandb.log(row)
+
+    def standing(self) -> dict:
+        """For the progress line."""
+        spent = self.run.spent
+        return {
+            "fraction": self.run.fraction,
+            "bytes_seen": spent.bytes,
+            "bits_per_byte": self.run.recent_bits(self._last_bits),
+            "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9),
+        }
+
+    def validation_due(self, before: float) -> bool:
+        """Whether the last step, begun at fraction ``before``, crossed a mark of ``eval.every``; the end has its own."""
+        every, now = self.plan.eval.every, self.run.fraction
+        return every > 0 and not self.run.finished and int(now / every + 1e-9) > int(before / every + 1e-9)
+
+    def validate(self, progress: Shown) -> None:
+        """Score the beginning of valid, and keep the weights if they are the best so far."""
+        run, limit = self.run, self.plan.eval.progress_bytes
+        score = run.score("valid", limit=limit)
+        bits, capped = score.bits_per_byte, run.capped("valid", limit)
+        row = {"kind": "valid", **run.place(), "bits_per_byte": bits, "capped_bytes": limit if capped else None}
+        self.append(row | {"metrics": run.model.metrics(score.seen)})
+        progress.evaluated(split="valid", bits_per_byte=bits, bytes_seen=run.spent.bytes, capped=capped)
+        if not bits >= run.best_bits:
+            run.best_bits = bits
+            checkpoint.save_best(self.folder.path, {"model": run.model.state_dict(), "bytes": run.spent.bytes})
+
+    def checkpoint_due(self) -> bool:
+        c = self.plan.checkpoint
+        by_steps = c.every_steps is not None and self.run.spent.steps % c.every_steps == 0
+        return by_steps or (c.every_seconds is not None and time.monotonic() - self._saved_seconds >= c.every_seconds)
+
+    def save(self) -> None:
+        """A checkpoint that agrees with the rows written so far."""
+        content = self.run.content(rows=self._record.rows)
+        checkpoint.save(self.folder.path, content, step=self.run.spent.steps, keep=self.plan.checkpoint.keep)
+        self._saved_seconds = time.monotonic()
+
+    def finish(self, progress: Shown) -> dict:
+        """The last validation, the best weights' scores on whole splits, the summary and the figures."""
+        run, plan = self.run, self.plan
+        found = summary.identity(run, self.folder.identity, command=self.command)
+        found |= summary.costs(run, peak=self._peak.read())
+        self.validate(progress)
+        best = checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
+        run.take_weights(best["model"])
+        found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(run.model.metrics({}))}
+        found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
+        for split in ("valid", "test") if plan.eval.test else ("valid",):
+            row, part = summary.final_score(run, split)
+            self.append(row)
+            for key in ("compressors", "capped"):
+                part[key] = found[key] | part[key]
+            found |= part
+            bits, capped = row["bits_per_byte"], bool(row["capped_bytes"])
+            progress.evaluated(split=f"final {split}", bits_per_byte=bits, bytes_seen=best["bytes"], capped=capped)
+        found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
+        found["status"] = "finished"
+        write_summary(self.folder.path, summary=found)
+        self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
+        return found
+
+    def _figures(self, found: dict) -> list:
+        return draw_figures(
+            read_rows(self._record.path),
+            folder=self.folder.path,
+            label=f"{self.plan.variant}, seed {self.plan.seed}: {self.run.corpus.label()}",
+            compressors=found["compressors"]["valid"],
+            span_limit=self.plan.model.span,
+        )
+
+    def show(self, found: dict) -> None:
+        """The closing table, beside earlier runs that compare, and how to sync W&B."""
+        print_closing_table(found, others=find_comparable(self.plan.outputs, summary=found))
+        print(f"run folder: {self.folder.path}")
+        if self._wandb.hint:
+            print(self._wandb.hint)

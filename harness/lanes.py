@@ -1,0 +1,154 @@
+"""In which order bytes are read: lanes for training, lanes and windows for scoring.
+
+A pair is an input byte and the byte after it, the target: a split of n bytes has n - 1 pairs, and pair i is bytes i
+and i + 1. Everything is a pure function of the split, an integer position and the seed, so that a run resumes from
+one integer and every variant reads the same bytes in the same order.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.hashing import integer_hash
+
+_RING, _WINDOW = 1, 2  # first key of the hash, so that the two kinds of draws are unrelated
+
+Segment = tuple[Tensor, Tensor, Tensor]
+"""Inputs int64 ``[L, T]``, targets int64 ``[L, T]``, and mask bool ``[L, T]``: which of the pairs are to be scored."""
+
+
+class Lanes:
+    """The training stream: B streams ("lanes") read side by side, T bytes a step.
+
+    With ``carry`` the split is a ring of n bytes, cut into B lanes of n // B bytes, which are read segment after
+    segment so that state can be carried. A lane holds ``steps_per_turn`` whole segments; then a new turn begins: the
+    whole ring is shifted by an offset drawn from the seed and the turn, and state must be dropped. What one turn leaves
+    out (less than a segment a lane) another turn reads. Where the ring closes, the first byte follows the last.
+
+    Without ``carry`` each step reads B windows at places drawn from the seed, the step and the lane.
+
+    Args:
+        split: uint8 ``[n]``.
+        lanes: B, at least 1; ``batch.lanes``.
+        segment: T in bytes, at least 1; ``batch.segment``.
+        seed: another seed is another order.
+        carry: whether consecutive steps continue the same streams.
+
+    Raises:
+        ValueError: if a lane (or without ``carry`` the split) has fewer than T + 1 bytes.
+    """
+
+    def __init__(self, split: Tensor, *, lanes: int, segment: int, seed: int, carry: bool = True):
+        _check_counts(**{"batch.lanes": lanes, "batch.segment": segment})
+        lane_bytes = len(split) // lanes if carry else len(split)
+        if lane_bytes <= segment:
+            needed = (segment + 1) * (lanes if carry else 1)
+            raise ValueError(
+                f"batch.lanes={lanes} and batch.segment={segment} need {needed:,} bytes to train on, the train split "
+                f"of data has {len(split):,}: allowed is a longer corpus, fewer lanes or a shorter segment"
+            )
+        self.split, self.lanes, self.segment, self.seed, self.carry = split, lanes, segment, seed, carry
+        self.lane_bytes = lane_bytes
+        self.steps_per_turn = lane_bytes // segment
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Targets in one step, B x T."""
+        return self.lanes * self.segment
+
+    def begins(self, position: int) -> bool:
+        """Whether the streams of step ``position`` do not continue those of the step before: start without state."""
+        return not self.carry or position % self.steps_per_turn == 0
+
+    def batch(self, position: int) -> tuple[Tensor, Tensor]:
+        """Step number ``position``, counted from 0: inputs and targets, int64 ``[B, T]`` each."""
+        number = np.arange(self.lanes)
+        if self.carry:
+            turn, step = divmod(position, self.steps_per_turn)
+            offset = int(integer_hash(_RING, self.seed, turn)[0] % np.uint64(len(self.split)))
+            begin = offset + number * self.lane_bytes + step * self.segment
+        else:
+            places = np.uint64(len(self.split) - self.segment)
+            begin = (integer_hash(_WINDOW, self.seed, position, number) % places).astype(np.int64)
+        index = torch.from_numpy(begin)[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
+        taken = self.split[index % len(self.split)].long()
+        return taken[:, :-1], taken[:, 1:]
+
+
+def score_lanes(n_pairs: int, lanes: int) -> list[tuple[int, int]]:
+    """Cut pairs 0..n_pairs - 1 into ``lanes`` contiguous ranges (first, end), sizes differing by at most one.
+
+    ValueError naming ``eval.lanes`` if there are fewer pairs than lanes.
+    """
+    if not 1 <= lanes <= n_pairs:
+        raise ValueError(f"eval.lanes={lanes}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
+    cuts = [lane * n_pairs // lanes for lane in range(lanes + 1)]
+    return list(pairwise(cuts))
+
+
+def segments(split: Tensor, *, lanes: int, segment: int) -> Iterator[Segment]:
+    """Stream all pairs of ``split [n]`` once: L lanes in step, T pairs at a time, state carried from each to the next.
+
+    Every segment is ``[L, T]``. Segment k of a lane that begins at pair a holds pairs a + kT and on; what lies beyond
+    the end of its lane is filling with a false mask, always after the lane's last pair.
+
+    Raises:
+        ValueError: naming ``eval.lanes`` or ``eval.segment``.
+    """
+    _check_counts(**{"eval.lanes": lanes, "eval.segment": segment})
+    ranges = torch.tensor(score_lanes(len(split) - 1, lanes))
+    begin, end = ranges[:, :1], ranges[:, 1:]  # [L, 1]
+    return _cut(split, begin, end, segment)
+
+
+def _cut(split: Tensor, begin: Tensor, end: Tensor, segment: int) -> Iterator[Segment]:
+    for done in range(0, int((end - begin).max()), segment):
+        yield _pairs(split, begin + done + torch.arange(segment), end)
+
+
+def windows(split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32) -> Iterator[Segment]:
+    """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``.
+
+    A window scores its last ``stride`` pairs, so that each prediction sees more than ``window - stride`` and at most
+    ``window`` bytes. The first window scores all of its pairs: at the beginning of the split there is no more context
+    to be had. The last window may reach beyond the split: filling with a false mask, at its end.
+
+    Args:
+        window, stride: in pairs, 1 <= stride <= window.
+        batch: windows at a time, fewer if there are not as many; the last batch is filled up with a false mask.
+
+    Raises:
+        ValueError: if the counts are not legal, or the split has no pair.
+    """
+    _check_counts(window=window, stride=stride, batch=batch)
+    n_pairs = len(split) - 1
+    if stride > window or n_pairs < 1:
+        raise ValueError(f"stride={stride} of window={window} over {n_pairs} pairs: allowed is 1 <= stride <= window")
+    n_windows = 1 + -(-max(0, n_pairs - window) // stride)
+    batch = min(batch, n_windows)
+    return _slide(split, window=window, stride=stride, batch=batch, n_windows=n_windows)
+
+
+def _slide(split: Tensor, *, window: int, stride: int, batch: int, n_windows: int) -> Iterator[Segment]:
+    end = torch.tensor(len(split) - 1)  # windows that only fill up the last batch score nothing: all lies beyond it
+    for first in range(0, n_windows, batch):
+        number = torch.arange(first, first + batch)[:, None]  # [b, 1]
+        place = torch.arange(window)
+        inputs, targets, mask = _pairs(split, number * stride + place, end)
+        fresh = (place >= window - stride) | (number == 0)
+        yield inputs, targets, mask & fresh
+
+
+def _pairs(split: Tensor, index: Tensor, end: Tensor) -> Segment:
+    """Pairs ``index`` with a mask that is true below ``end``; the filling beyond repeats the last pair."""
+    safe = index.clamp(max=len(split) - 2)
+    return split[safe].long(), split[safe + 1].long(), index < end
+
+
+def _check_counts(**counts: int) -> None:
+    for key, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{key}={count!r}: allowed is an integer of at least 1")

@@ -1,0 +1,180 @@
+"""The byte-level language model: an embedding, layers of named residual sublayers, a head.
+
+A layer is what the variant says it is. Norm, residual and positions on the input belong to the model; a sublayer maps
+[B, T, D] to [B, T, D] and knows nothing of its neighbours. State is a value: ``(start, states)``, where ``start [B]``
+counts bytes of each stream and ``states`` holds one state a sublayer.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from variants.contract import Place, Position, State, Sublayer
+
+Layers = list[dict[str, Callable[[Place], Sublayer]]]
+
+
+class ModelOut(NamedTuple):
+    """What one segment gives.
+
+    Attributes:
+        logits: ``[B, T, V]``, float32 or wider.
+        state: for the next segment of the same streams.
+        loss: sum of the sublayers' own losses, scalar, nats per byte.
+        seen: sublayer name to its statistics; empty unless asked for.
+    """
+
+    logits: Tensor
+    state: State
+    loss: Tensor
+    seen: dict[str, dict[str, Tensor]]
+
+
+class Residual(nn.Module):
+    """x + sublayer(norm(x)), or norm(x + sublayer(x)) with the norm after.
+
+    Args:
+        sublayer: the mechanism.
+        norm: made for the width.
+        after: post-norm, as the papers of 2017 to 2019 have it.
+    """
+
+    def __init__(self, sublayer: Sublayer, norm: nn.Module, *, after: bool):
+        super().__init__()
+        self.sublayer, self.norm, self.after = sublayer, norm, after
+
+    def forward(self, x: Tensor, state: State, start: Tensor, *, look: bool):
+        out = self.sublayer(x if self.after else self.norm(x), state, start, look=look)
+        return out._replace(y=self.norm(x + out.y) if self.after else x + out.y)
+
+
+class LanguageModel(nn.Module):
+    """Bytes in, a distribution over the next byte out.
+
+    Args:
+        layers: for each layer, the sublayers' names and what makes them, in order.
+        place: the run's common choices; ``layer`` is set here.
+        vocabulary: V, symbols.
+        norm: ``layer`` (LayerNorm) or ``rms`` (RMSNorm).
+        norm_after: post-norm instead of pre-norm.
+        tied: whether the head's matrix is the embedding's.
+        head_bias: whether the head has a bias.
+        embedding_std: standard deviation of the initial embedding.
+        embedding_scale: factor on the embedded bytes.
+        embedding_dropout: rate on the embedded bytes.
+        head_zero_init: start at the uniform distribution.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        place: Callable[[int], Place],
+        *,
+        vocabulary: int,
+        norm: str = "rms",
+        norm_after: bool = False,
+        tied: bool = False,
+        head_bias: bool = False,
+        embedding_std: float = 1.0,
+        embedding_scale: float = 1.0,
+        embedding_dropout: float = 0.0,
+        head_zero_init: bool = False,
+    ):
+        super().__init__()
+        norms = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+        if norm not in norms:
+            raise ValueError(f"model.norm={norm}: allowed are {', '.join(norms)}")
+        width = place(0).d_model
+        self.embedding = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embedding.weight, std=embedding_std)
+        self.scale, self.dropout = embedding_scale, embedding_dropout
+        self.position: Position = place(0).position(0)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {name: Residual(make(place(i)), norms[norm](width), after=norm_after) for name, make in layer.items()}
+            )
+            for i, layer in enumerate(layers)
+        )
+        self.norm = nn.Identity() if norm_after else norms[norm](width)
+        self.head = nn.Linear(width, vocabulary, bias=head_bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+        elif head_zero_init:
+            nn.init.zeros_(self.head.weight)
+        self.project_()
+
+    def sublayers(self) -> Iterator[tuple[str, Sublayer]]:
+        """``("layers.0.attention", module)`` in order of execution."""
+        for i, layer in enumerate(self.layers):
+            for name, residual in layer.items():
+                yield f"layers.{i}.{name}", residual.sublayer
+
+    def forward(self, tokens: Tensor, state: State = None, *, look: bool = False) -> ModelOut:
+        """Predict the byte after each of ``tokens`` (int64 ``[B, T]``), given the ``state`` of what came before."""
+        start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
+        x = self.position.embed(self.embedding(tokens) * self.scale, start)
+        x = F.dropout(x, self.dropout, self.training)
+        loss, after, seen = x.new_zeros((), dtype=torch.float32), [], {}
+        residuals = [(f"layers.{i}.{name}", r) for i, layer in enumerate(self.layers) for name, r in layer.items()]
+        for i, (name, residual) in enumerate(residuals):
+            x, own_state, own_loss, own_seen = residual(x, None if states is None else states[i], start, look=look)
+            after.append(own_state)
+            loss = loss if own_loss is None else loss + own_loss
+            seen |= {name: own_seen} if own_seen else {}
+        logits = self.head(self.norm(x))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return ModelOut(logits, (start + tokens.shape[1], tuple(after)), loss, seen)
+
+    def project_(self) -> None:
+        """Every sublayer's parameters back into their range."""
+        for _, sublayer in self.sublayers():
+            sublayer.project_()
+
+    def metrics(self, seen: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
+        """``"layers.0.attention.span"`` to numbers or lists of them, one a head, from summed statistics."""
+        found = {}
+        for name, sublayer in self.sublayers():
+            for key, value in sublayer.metrics(seen.get(name, {})).items():
+                found[f"{name}.{key}"] = value.tolist() if isinstance(value, Tensor) else float(value)
+        return found
+
+    def ideal_flops(self) -> int:
+        """Forward FLOPs per byte that the mechanisms need at their present parameters, with the head, warm."""
+        return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
+
+    def parameters_by_sublayer(self) -> dict[str, int]:
+        """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts where it is first."""
+        counted: set[int] = set()
+
+        def fresh(module: nn.Module) -> int:
+            new = {id(p): p.numel() for p in module.parameters() if id(p) not in counted}
+            counted.update(new)
+            return sum(new.values())
+
+        found = {name: fresh(sublayer) for name, sublayer in self.sublayers()}
+        embedding = fresh(self.embedding)
+        head = fresh(self.head)
+        return found | {"embedding": embedding, "head": head, "norms": fresh(self)}
+
+    def touched_parameters(self) -> int:
+        """Parameters read for one byte: what each sublayer says of itself, norms, head, and a row of the embedding."""
+        counts = self.parameters_by_sublayer()
+        touched = {name: sublayer.touched_parameters() for name, sublayer in self.sublayers()}
+        whole = {name: sum(p.numel() for p in sublayer.parameters()) for name, sublayer in self.sublayers()}
+        # What layers share counts once, unless it is a table, of which each layer reads rows of its own.
+        inside = sum(counts[n] if touched[n] == whole[n] else touched[n] for n in touched)
+        head = 0 if self.head.weight is not self.embedding.weight else self.head.weight.numel()
+        return inside + counts["norms"] + counts["head"] + head + self.embedding.embedding_dim
+
+
+def add_seen(total: dict[str, dict[str, Tensor]], seen: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Statistics of two stretches of bytes together."""
+    names = total.keys() | seen.keys()
+    return {n: _add(total.get(n, {}), seen.get(n, {})) for n in sorted(names)}
+
+
+def _add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in sorted(a.keys() | b.keys())}

@@ -1,0 +1,86 @@
+"""How far the run is: a bar on a terminal, plain lines everywhere else (logs, pipes, Slurm).
+
+The loop asks :attr:`Progress.due` first, so that it turns the loss into a number, which waits for a GPU, only when
+somebody will read it. The budget may be bytes, seconds, steps or FLOPs: what comes in is the fraction spent.
+"""
+
+import time
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+
+BAR_SECONDS = 0.5
+
+
+class Progress:
+    """Shows a run's progress while the ``with`` statement lasts.
+
+    Args:
+        every_seconds: least time between two plain lines; a bar is due twice a second.
+        console: where to; None is standard output.
+    """
+
+    def __init__(self, *, every_seconds: float = 10.0, console: Console | None = None):
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        columns = (BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
+        bar = Bar(*columns, console=self._console, refresh_per_second=1 / BAR_SECONDS, expand=True)
+        self._bar = bar if self._console.is_interactive else None
+        self._every_seconds = BAR_SECONDS if self._bar else every_seconds
+        self._shown_seconds = self._begun_seconds = time.monotonic()
+        self._begun_fraction: float | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to call :meth:`update`; costs nothing."""
+        return time.monotonic() - self._shown_seconds >= self._every_seconds
+
+    def update(self, *, fraction: float, bytes_seen: int, bits_per_byte: float, bytes_per_second: float) -> None:
+        """Show where the run is, now.
+
+        Args:
+            fraction: of the budget spent, 0 to 1; the first one is where a resumed run began.
+            bytes_seen: trained on so far.
+            bits_per_byte: on the last batches.
+            bytes_per_second: at present.
+        """
+        now = time.monotonic()
+        if self._begun_fraction is None:
+            self._begun_fraction, self._begun_seconds = fraction, now
+        self._shown_seconds = now
+        spent = fraction - self._begun_fraction
+        left_seconds = (now - self._begun_seconds) * (1 - fraction) / spent if spent > 0 else None
+        text = f"{bits_per_byte:.3f} bits/byte  {bytes_per_second:,.0f} bytes/s  ETA {_clock(left_seconds)}"
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=fraction, text=text)
+        else:
+            self._console.print(f"{fraction:6.1%}  {bytes_seen:,} bytes  {text}")
+
+    def evaluated(self, *, split: str, bits_per_byte: float, bytes_seen: int, capped: bool = False) -> None:
+        """One line for an evaluation; ``capped`` marks a number from a prefix of the split."""
+        mark = "*" if capped else ""
+        self.say(f"{split:>6}  {bits_per_byte:.4f}{mark} bits/byte after {bytes_seen:,} bytes")
+
+    def say(self, line: str) -> None:
+        """One line of text, above the bar if there is one."""
+        self._console.print(line, markup=False, highlight=False)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.add_task("train", total=1.0, text="starting")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self._bar:
+            self._bar.stop()
+
+
+def _clock(seconds: float | None) -> str:
+    """``1:02:03``, ``2:03``, or a dash while it is not known."""
+    if seconds is None:
+        return "-"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,187 @@
+"""The run's own record: rows that only ever grow, and a summary that appears whole or not at all.
+
+``record.jsonl`` has one JSON object a line, each with a ``kind`` (provenance, train, valid, test, ...). Every number
+shown anywhere, on the terminal, in a figure or in W&B, is in a row, so all of those are mere readers of this file. A
+checkpoint stores how many rows it had seen; a resumed run cuts the file back to them and writes the same rows again.
+What may differ between two equal runs lives under the keys ``clock`` and ``memory`` of a row: :func:`repeatable`.
+
+JSON has no NaN and no infinity. Such a number is written as null, and its name and kind go into ``not_finite``, so that
+a column stays numbers and nulls and a diverged run still says what happened.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from harness.cache import write_whole
+
+RECORD = "record.jsonl"
+SUMMARY = "summary.json"
+LARGEST_LIST = 4096
+
+SUMMARY_KEYS = ("variant", "status", "data", "protocol", "budget", "parameters", "bytes_seen", "epochs", "seconds")
+SUMMARY_KEYS += ("bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte", "capped", "flops_per_byte", "memory")
+SUMMARY_KEYS += ("path", "precision", "device", "seed", "commit", "source", "config_hash", "command")
+"""What every summary has; None where the run did not get that far."""
+
+
+class Record:
+    """Appends rows to ``record.jsonl`` of a run folder.
+
+    Args:
+        folder: the run folder; it exists.
+        rows: number of rows to keep, as a checkpoint counted them; 0 begins anew, None keeps all complete rows.
+            A last line that was cut off while it was written is dropped in any case.
+
+    Raises:
+        ValueError: the file has fewer complete rows than the checkpoint had seen.
+    """
+
+    def __init__(self, folder: Path, *, rows: int | None = None):
+        self.path = folder / RECORD
+        self._rows = _cut_back(self.path, rows=rows)
+        self._file = self.path.open("ab")
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, for the checkpoint: so many are safely on disk, even if the power fails now."""
+        os.fsync(self._file.fileno())
+        return self._rows
+
+    def append(self, row: dict) -> dict:
+        """Write one row, ``kind`` among its keys, and return it as written, see :func:`plain`: for W&B and figures."""
+        assert isinstance(row.get("kind"), str), f"a row needs a kind: {row}"
+        row = plain(row)
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        self._rows += 1
+        return row
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.close()
+
+
+def read_rows(path: Path) -> list[dict]:
+    """All complete rows of a ``record.jsonl``; a half-written last line is left out."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines]
+
+
+def repeatable(row: dict) -> dict:
+    """The part of a row that the same seed, device and config give again, bit for bit."""
+    return {key: value for key, value in row.items() if key not in ("clock", "memory")}
+
+
+def plain(row: dict) -> dict:
+    """``row`` out of what JSON has: text, numbers, booleans, None, lists and dictionaries with string keys.
+
+    Tensors and arrays of at most 4096 entries become lists, paths become text. Non-finite numbers become None and are
+    named in ``not_finite``: ``{"loss": None, "not_finite": {"loss": "nan"}}``.
+
+    Raises:
+        TypeError: a value or key of another type, or a larger tensor.
+    """
+    not_finite: dict[str, str] = {}
+    row = _plain(row, place="", not_finite=not_finite)
+    return row | {"not_finite": not_finite} if not_finite else row
+
+
+def write_summary(folder: Path, *, summary: dict) -> Path:
+    """Write ``summary.json`` so that a reader finds the old one or the new one, never a part."""
+    missing = [key for key in SUMMARY_KEYS if key not in summary]
+    assert not missing, f"the summary lacks {missing}"
+    path = folder / SUMMARY
+    write_whole(path, json.dumps(plain(summary), allow_nan=False).encode() + b"\n")
+    return path
+
+
+def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -> list[dict]:
+    """Summaries of other finished runs that may stand beside this one, best valid bits first.
+
+    Same data digest, budget, protocol and capping, and, unless ``any_source`` (as with ``reuse=config``), the same
+    source: a number from code that has since changed is stale. A budget of seconds is equal only on equal ground, so
+    it also asks for the same device, precision and path.
+
+    Args:
+        outputs: the folder whose subfolders are run folders.
+        summary: this run's.
+        any_source: whether runs of other source digests count.
+    """
+    found = []
+    for path in sorted(outputs.glob(f"*/{SUMMARY}")):
+        if path.parent.is_symlink():  # outputs/latest
+            continue
+        try:
+            other = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # somebody else's file of that name, or one just removed
+            continue
+        if isinstance(other, dict) and _comparable(other, summary=summary, any_source=any_source):
+            found.append(other)
+    return sorted(found, key=lambda other: other["valid_bits_per_byte"])
+
+
+def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
+    summary = plain(summary)  # as the others were when they were written
+
+    def same(*keys: str) -> bool:
+        return all(other.get(key) == summary.get(key) for key in keys)
+
+    if other.get("status") != "finished" or other.get("valid_bits_per_byte") is None:
+        return False
+    if same("config_hash", "source") or not (any_source or same("source")):
+        return False
+    if (other.get("data") or {}).get("sha256") != (summary.get("data") or {}).get("sha256"):
+        return False
+    equal_ground = ("device", "precision", "path") if "seconds" in (summary.get("budget") or {}) else ()
+    return same("budget", "protocol", "capped", *equal_ground)
+
+
+def _cut_back(path: Path, *, rows: int | None) -> int:
+    """Truncate to the first ``rows`` complete rows (None: all of them) and return how many there are."""
+    content = path.read_bytes() if path.exists() else b""
+    *complete, rest = content.split(b"\n")
+    if rows is not None and rows > len(complete):
+        raise ValueError(
+            f"{path} has {len(complete)} complete rows, but the checkpoint had seen {rows}: the record was cut or "
+            "replaced. Put it back, or start the run again with force=true"
+        )
+    kept = complete[:rows]
+    if rest or len(kept) < len(complete):
+        os.truncate(path, sum(len(line) + 1 for line in kept))
+    return len(kept)
+
+
+def _plain(value, *, place: str, not_finite: dict[str, str]):
+    """``value`` out of JSON's own types; ``place`` is its path of keys, for messages and for ``not_finite``."""
+    if isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        not_finite[place] = str(value)
+        return None
+    if isinstance(value, Path):
+        return str(value)
+
+    def inside(name, item):
+        return _plain(item, place=f"{place}/{name}" if place else str(name), not_finite=not_finite)
+
+    if isinstance(value, dict):
+        if strange := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{place or 'a row'} has keys that are not strings: {strange}")
+        return {key: inside(key, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [inside(index, item) for index, item in enumerate(value)]
+    to_list: Callable | None = getattr(value, "tolist", None)
+    if to_list is None or math.prod(value.shape) > LARGEST_LIST:
+        raise TypeError(f"{place} cannot go into a record: {type(value).__name__}")
+    return _plain(to_list(), place=place, not_finite=not_finite)

@@ -1,0 +1,177 @@
+"""A run between two steps: all that changes, what it does in a step, and how it goes into a checkpoint and comes back."""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from harness import checkpoint, runtime
+from harness.budget import Progress
+from harness.build import Plan
+from harness.data import Corpus, Lanes
+from harness.runtime import Runtime
+from harness.step import Score, Trainer, score_stream
+from variants.contract import map_state
+
+
+class Run:
+    """Model, optimizers and stream of one run.
+
+    Attributes:
+        spent: bytes, seconds, steps and FLOPs so far.
+        best_bits: lowest bits per byte of the validations on the way, or infinity.
+        wandb_id, rows: of the record, kept for the checkpoint.
+    """
+
+    def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
+        self.plan, self.corpus, self.runtime = plan, corpus, device
+        runtime.seed(plan.seed)
+        b = plan.batch
+        self.stream = Lanes(corpus.splits["train"], lanes=b.lanes, segment=b.segment, seed=plan.seed, carry=b.carry)
+        self.model = plan.make_model().to(device.device)
+        self.optimizers = plan.make_optimizers(self.model)
+        self.trainer = Trainer(self.model, self.optimizers, device, accumulate=b.accumulate)
+        self.path = _path(self.model, device)
+        self.spent, self.state = Progress(), None
+        self.best_bits, self.wandb_id = math.inf, None
+        self._last = Progress(bytes=self.stream.bytes_per_step, steps=1)
+        self._nats, self._steps = torch.zeros((), dtype=torch.float64, device=device.device), 0
+        self._ideal_flops = self.model.ideal_flops()
+
+    @property
+    def fraction(self) -> float:
+        """Of the budget spent."""
+        return self.plan.budget.fraction(self.spent)
+
+    @property
+    def finished(self) -> bool:
+        return self.plan.budget.done(self.spent)
+
+    def step(self) -> float:
+        """One training step. Returns the fraction of the budget spent before it."""
+        began, before = time.perf_counter(), self.fraction
+        inputs, targets = (x.to(self.runtime.device) for x in self.stream.batch(self.spent.steps))
+        state = None if self.stream.begins(self.spent.steps) else self.state
+        # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
+        middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
+        nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
+        self.state = after if self.plan.batch.carry else None
+        self._nats += nats.double()
+        self._steps += 1
+        bytes_ = inputs.numel()
+        flops = 3 * self._ideal_flops * bytes_
+        self._last = Progress(bytes=bytes_, seconds=time.perf_counter() - began, steps=1, flops=flops)
+        self.spent += self._last
+        return before
+
+    def train_row(self) -> dict:
+        """The mean since the last such row, and where the parameters are."""
+        bits = self._nats.item() / max(self._steps, 1) / math.log(2)
+        self._nats.zero_()
+        self._steps = 0
+        self._ideal_flops = self.model.ideal_flops()  # spans move: from here on, training FLOPs are counted at these
+        shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
+        return {
+            "kind": "train",
+            **self.place(),
+            "bits_per_byte": bits,
+            "learning_rate": self.optimizers.lr * shape,
+            "ideal_flops_per_byte": self._ideal_flops,
+            "metrics": self.model.metrics({}),
+            "clock": {
+                "seconds": self.spent.seconds,
+                "bytes_per_second": self.spent.bytes / max(self.spent.seconds, 1e-9),
+            },
+        }
+
+    def recent_bits(self, default: float) -> float:
+        """Mean bits per byte since the last train row, or ``default`` right after one; waits for the device."""
+        return self._nats.item() / self._steps / math.log(2) if self._steps else default
+
+    def place(self) -> dict:
+        """Where in the run a row stands."""
+        epochs = self.spent.bytes / len(self.corpus.splits["train"])
+        budget = self.plan.budget
+        timed = budget.unit == "seconds"
+        return {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs} | (
+            {} if timed else {"fraction": self.fraction}
+        )
+
+    def score(self, split: str, *, limit: int | None, look: bool = True) -> Score:
+        """Stream a split, or its first ``limit`` bytes, through the model as ``eval`` says."""
+        e = self.plan.eval
+        part = self.corpus.splits[split][:limit]
+        return score_stream(self.model, part, runtime=self.runtime, lanes=e.lanes, segment=e.segment, look=look)
+
+    def capped(self, split: str, limit: int | None) -> bool:
+        return limit is not None and limit < len(self.corpus.splits[split])
+
+    def content(self, *, rows: int) -> dict:
+        """Everything an exact resume needs."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+            "spent": vars(self.spent),
+            "last": vars(self._last),
+            "state": map_state(lambda s: s.clone(), self.state),
+            "nats": self._nats.item(),
+            "steps": self._steps,
+            "ideal_flops": self._ideal_flops,
+            "best_bits": self.best_bits,
+            "random": runtime.random_state(),
+            "rows": rows,
+            "wandb_id": self.wandb_id,
+        }
+
+    def restore(self, content: dict) -> None:
+        """Go on from a checkpoint's ``content``."""
+        device = self.runtime.device
+        self.take_weights(content["model"])
+        self.optimizers.load_state_dict(content["optimizers"])
+        self.spent, self._last = Progress(**content["spent"]), Progress(**content["last"])
+        self.state = map_state(lambda s: s.to(device), content["state"])
+        self._nats.fill_(content["nats"])
+        self._steps, self._ideal_flops = content["steps"], content["ideal_flops"]
+        self.best_bits, self.wandb_id = content["best_bits"], content["wandb_id"]
+        runtime.set_random_state(content["random"])
+
+    def take_weights(self, weights: dict[str, Tensor]) -> None:
+        """The parameters of another run; ValueError if the models differ."""
+        try:
+            self.model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(f"start.run={self.plan.start.run}: its model is another one ({error})") from error
+        self.model.project_()
+        self._ideal_flops = self.model.ideal_flops()
+
+
+def begin_from(run: Run) -> None:
+    """``start.run``: another run's weights with a new schedule, or everything with a larger budget."""
+    start = run.plan.start
+    if start.run is None:
+        return
+    folder = Path(start.run)
+    newest = checkpoint.newest(folder)
+    if newest is None:
+        raise ValueError(f"start.run={start.run}: has no checkpoint; allowed are run folders that have one")
+    content = checkpoint.load(newest)
+    if start.take == "weights":
+        run.take_weights(content["model"])
+        return
+    unit = run.plan.budget.unit
+    if content["spent"][unit] >= run.plan.budget.amount:
+        raise ValueError(
+            f"budget.{unit}={run.plan.budget.amount}: start.run has spent {content['spent'][unit]} already; "
+            "start.take=everything needs a larger budget"
+        )
+    run.restore(content)
+    run.best_bits, run.wandb_id = math.inf, None
+
+
+def _path(model, device: Runtime) -> str:
+    """Which code the sublayers run; ValueError where ``runtime.path`` is impossible."""
+    paths = {sublayer.path(device.device, training=True) for _, sublayer in model.sublayers()}
+    name = "fused" if "fused" in paths else "+".join(sorted(paths))
+    return f"{name}, compiled" if device.compile else name

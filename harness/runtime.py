@@ -1,0 +1,155 @@
+"""Where and how a run computes: device, precision, threads, determinism, compilation, random state.
+
+Only this module knows. Everything else follows its input's device and dtype.
+"""
+
+import contextlib
+import os
+import platform
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from harness.settings import RuntimeSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """A device with its precision.
+
+    Attributes:
+        device: where tensors live.
+        precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
+        compile: whether the model's forward is compiled.
+    """
+
+    device: torch.device
+    precision: str
+    compile: bool
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The precision of a forward pass."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def forward(self, model: nn.Module) -> Callable:
+        """What to call for a forward pass of the model: compiled if that was asked for."""
+        return torch.compile(model, dynamic=False) if self.compile else model
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def describe(self) -> dict[str, object]:
+        """Device and versions, for provenance."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else _cpu_name(),
+            "device_kind": self.device.type,
+            "threads": torch.get_num_threads(),
+            "precision": self.precision,
+            "compile": self.compile,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        }
+
+
+def start(settings: RuntimeSettings) -> Runtime:
+    """Choose the device and set what is global: threads and determinism.
+
+    Raises:
+        ValueError: naming ``runtime.device`` if it is not there or not in this build of torch.
+    """
+    device = _device(settings.device)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    if settings.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(settings.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over every tensor
+    return Runtime(device=device, precision=settings.precision, compile=settings.compile)
+
+
+def seed(number: int) -> None:
+    """All generators of this process."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def random_state() -> dict[str, object]:
+    """Every generator's state, for a checkpoint."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+    }
+
+
+def set_random_state(state: dict[str, object]) -> None:
+    """Go on from ``random_state``."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a request that the loop answers between two steps; a second one stops at once."""
+
+    def __init__(self):
+        self.number: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # signals are set in the main thread only
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame) -> None:
+        if self.number is not None:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"runtime.device={name}: allowed are auto, cpu, cuda, cuda:N")
+    if device.type == "cuda":
+        if not torch.backends.cuda.is_built():
+            raise ValueError(
+                f"runtime.device={name}: this build of torch ({torch.__version__}) has no CUDA; allowed are auto, cpu"
+            )
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(
+                f"runtime.device={name}: there are {count} CUDA devices here; allowed are auto, cpu, cuda:0 .."
+            )
+    return device
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

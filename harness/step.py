@@ -1,0 +1,144 @@
+"""One training step, and the scoring of a split: what the trainer takes and what bench measures, the very same code."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.data import score_lanes, segments, windows
+from harness.memory import gradient_bytes
+from harness.model import LanguageModel, add_seen
+from harness.optim import Optimizers
+from harness.runtime import Runtime
+from variants.contract import State, cat_streams, map_state
+
+BLOCK_BYTES = 10_000
+
+
+class Trainer:
+    """A model with what moves it.
+
+    Args:
+        model: raw; its state and parameters are read here, its forward is called as ``runtime`` says.
+        optimizers: of its parameters.
+        runtime: device and precision.
+        accumulate: parts into which the streams of a step are split; the update equals that of the whole.
+    """
+
+    def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
+        self.model, self.optimizers, self.runtime, self.accumulate = model, optimizers, runtime, accumulate
+        self.forward = runtime.forward(model)
+        self.gradient_bytes = 0  # known after the first step
+
+    def step(self, inputs: Tensor, targets: Tensor, state: State, *, fraction: float) -> tuple[Tensor, State]:
+        """One update from ``inputs`` and ``targets`` (int64 ``[B, T]``).
+
+        Args:
+            state: carried state of the streams, or None where they begin.
+            fraction: of the budget spent, for the schedule.
+
+        Returns: mean nats per byte (detached, on the device: reading it waits), and the state to carry.
+        """
+        self.model.train()
+        total, states = 0.0, []
+        parts = torch.arange(len(inputs), device=inputs.device).tensor_split(self.accumulate)
+        for part in parts:
+            own = map_state(lambda s, part=part: s[part], state) if len(parts) > 1 else state
+            with self.runtime.autocast():
+                out = self.forward(inputs[part], own)
+            nats = F.cross_entropy(out.logits.flatten(0, 1), targets[part].flatten())
+            share = len(part) / len(inputs)
+            ((nats + out.loss) * share).backward()
+            total = total + nats.detach() * share
+            states.append(out.state)
+        self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.model)
+        self.optimizers.step(fraction)
+        self.optimizers.zero_grad()
+        self.model.project_()
+        return total, cat_streams(states)
+
+
+class Score(NamedTuple):
+    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``, and summed statistics."""
+
+    nats: Tensor
+    seen: dict[str, dict[str, Tensor]]
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats.double().sum().item() / math.log(2) / len(self.nats)
+
+    def blocks(self) -> list[float]:
+        """Nats of each block of 10,000 pairs, for paired comparisons."""
+        return [block.double().sum().item() for block in self.nats.split(BLOCK_BYTES)]
+
+
+def score_stream(
+    model: LanguageModel,
+    split: Tensor,
+    *,
+    runtime: Runtime,
+    lanes: int,
+    segment: int,
+    look: bool = False,
+) -> Score:
+    """Score every pair of ``split`` (uint8 ``[n]``) once, streamed with carried state.
+
+    Args:
+        lanes, segment: how the split is cut; part of the number.
+        look: also collect the sublayers' statistics.
+    """
+    lengths = [end - first for first, end in score_lanes(len(split) - 1, lanes)]
+    rows, seen = [], {}
+    batches = segments(split, lanes=lanes, segment=segment)
+    for nats, _, new in _scored(model, batches, runtime, look=look):
+        rows.append(nats)
+        seen = add_seen(seen, new)
+    by_lane = torch.cat(rows, dim=1)
+    return Score(torch.cat([lane[:length] for lane, length in zip(by_lane, lengths, strict=True)]), seen)
+
+
+def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 32) -> Score:
+    """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``context 512``."""
+    parts = _scored(model, windows(split, batch=batch), runtime, carry=False)
+    return Score(torch.cat([nats[mask] for nats, mask, _ in parts]), {})
+
+
+def score_context(model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, batch: int = 8) -> list[dict]:
+    """Bits per byte against context: windows of ``longest`` pairs that start cold, by powers of two of bytes seen.
+
+    Returns: rows ``{from_bytes, to_bytes, bits_per_byte}``; a pair at place n of its window has n + 1 bytes to go by.
+    """
+    longest = min(longest, len(split) - 1)
+    sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
+    for nats, mask, _ in _scored(
+        model, windows(split, window=longest, stride=longest, batch=batch), runtime, carry=False
+    ):
+        sums += (nats * mask).double().sum(0)
+        counts += mask.sum(0)
+    edges = [2**i for i in range(longest.bit_length())] + [longest + 1]
+    return [
+        {
+            "from_bytes": low,
+            "to_bytes": high - 1,
+            "bits_per_byte": (sums[low - 1 : high - 1].sum() / counts[low - 1 : high - 1].sum()).item() / math.log(2),
+        }
+        for low, high in zip(edges, edges[1:], strict=False)
+        if low < high and counts[low - 1 : high - 1].sum() > 0
+    ]
+
+
+@torch.no_grad()
+def _scored(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, look: bool = False):
+    """Yields nats ``[L, T]`` and mask on the CPU, and statistics of each batch."""
+    model.eval()
+    state = None
+    for inputs, targets, mask in batches:
+        with runtime.autocast():
+            out = model(inputs.to(runtime.device), state if carry else None, look=look)
+        nats = F.cross_entropy(out.logits.transpose(1, 2), targets.to(runtime.device), reduction="none")
+        state = out.state
+        yield nats.float().cpu(), mask, out.seen

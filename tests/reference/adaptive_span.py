@@ -1,0 +1,139 @@
+"""Adaptive attention span, 1905.07799, section 2: every head learns how far back it looks.
+
+    m_z(x) = clamp((R + z - x) / R, 0, 1)
+    a_x    = m_z(x) exp(s_x) / sum_y m_z(y) exp(s_y)
+    loss   = NLL + (lambda / M) sum_i z_i      over all heads i of all layers, M = heads in one layer
+
+z = S f with a fraction f in [0, 1] per head; the dynamic span has z_t = S sigmoid(v_h . x_t + b_h) from the query's
+own input. Where we depart: x numbers the visible keys from the nearest, which has x = 0 (in the paper it has
+x = 1), so z = S - 1 already opens all S keys. At both ends of the ramp the gradient is that of ``torch.clamp``:
+1/R with respect to z, ends included.
+
+M. A sum over all layers divided by the heads of one layer is a sum over layers of means over heads, so one layer's
+share is lambda mean_h z_h = lambda S mean_h f_h, and the number of layers does not appear.
+"""
+
+import torch
+from torch import Tensor
+
+from tests.reference.attention import Mask, attention
+
+
+def soft_mask(x: int, *, z: Tensor, ramp: int) -> Tensor:
+    """m_z(x), a scalar in [0, 1]: 1 up to x = z, then down to 0 at x = z + R."""
+    return torch.clamp((ramp + z - x) / ramp, 0, 1)
+
+
+def adaptive_mask(fractions: Tensor, *, span: int, ramp: int) -> Mask:
+    """The mask of learned spans z_h = S f_h from ``fractions [H]``, as ``attention`` takes it."""
+    return lambda head, number, query_input: soft_mask(number, z=span * fractions[head], ramp=ramp)
+
+
+def dynamic_mask(vectors: Tensor, *, biases: Tensor, span: int, ramp: int) -> Mask:
+    """The mask of spans that depend on the input, from ``vectors [H, D]`` and ``biases [H]``."""
+
+    def mask(head: int, number: int, query_input: Tensor) -> Tensor:
+        fraction = torch.sigmoid(vectors[head] @ query_input + biases[head])
+        return soft_mask(number, z=span * fraction, ramp=ramp)
+
+    return mask
+
+
+def dynamic_fractions(x: Tensor, *, vectors: Tensor, biases: Tensor) -> Tensor:
+    """sigmoid(v_h . x_t + b_h) for the inputs ``x [B, T, D]``: ``[B, T, H]``."""
+    fractions = torch.empty(*x.shape[:2], len(biases), dtype=torch.float64)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            for h in range(len(biases)):
+                fractions[b, t, h] = torch.sigmoid(vectors[h] @ x[b, t] + biases[h])
+    return fractions
+
+
+def span_loss(fractions: Tensor, *, span: int, weight: float) -> Tensor:
+    """One layer's share of the span loss, a scalar in nats per byte: (weight / H) sum_h z_h.
+
+    Args:
+        fractions: ``[H]``, or ``[B, T, H]`` for dynamic spans, whose loss is averaged over bytes.
+        span: S; z = S f.
+        weight: lambda, nats per byte and position.
+    """
+    heads = fractions.shape[-1]
+    rows = fractions.reshape(-1, heads)
+    return sum(weight / heads * span * rows[row, h] for row in range(len(rows)) for h in range(heads)) / len(rows)
+
+
+def adaptive_span_attention(
+    x: Tensor,
+    *,
+    fractions: Tensor,
+    ramp: int,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    wo: Tensor,
+    span: int,
+    attend_self: bool,
+    position: str,
+    table: Tensor | None = None,
+    persistent_keys: Tensor | None = None,
+    persistent_values: Tensor | None = None,
+    past: Tensor | None = None,
+    start: int = 0,
+) -> Tensor:
+    """Attention ``[B, T, D]`` with learned spans: ``fractions [H]``, ``ramp`` R in positions; the rest as there."""
+    return attention(
+        x,
+        wq=wq,
+        wk=wk,
+        wv=wv,
+        wo=wo,
+        heads=len(fractions),
+        span=span,
+        attend_self=attend_self,
+        position=position,
+        table=table,
+        mask=adaptive_mask(fractions, span=span, ramp=ramp),
+        persistent_keys=persistent_keys,
+        persistent_values=persistent_values,
+        past=past,
+        start=start,
+    )
+
+
+def dynamic_span_attention(
+    x: Tensor,
+    *,
+    vectors: Tensor,
+    biases: Tensor,
+    ramp: int,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    wo: Tensor,
+    span: int,
+    attend_self: bool,
+    position: str,
+    table: Tensor | None = None,
+    persistent_keys: Tensor | None = None,
+    persistent_values: Tensor | None = None,
+    past: Tensor | None = None,
+    start: int = 0,
+) -> Tensor:
+    """Attention ``[B, T, D]`` with spans from the input: ``vectors [H, D]``, ``biases [H]``; the rest as there."""
+    return attention(
+        x,
+        wq=wq,
+        wk=wk,
+        wv=wv,
+        wo=wo,
+        heads=len(biases),
+        span=span,
+        attend_self=attend_self,
+        position=position,
+        table=table,
+        mask=dynamic_mask(vectors, biases=biases, span=span, ramp=ramp),
+        persistent_keys=persistent_keys,
+        persistent_values=persistent_values,
+        past=past,
+        start=start,
+    )

@@ -1,0 +1,106 @@
+"""Causal multi-head attention over the last S positions of a stream, with everything our variants put into it.
+
+For the query of head h at stream position t, over its visible keys r (numbered x = 0, 1, ... from the nearest) and
+its persistent vectors n:
+
+    w_x = m_h(x, x_t) exp(s_x)         s_x = score(W_q x_t, W_k x_r), with a position term: see positions.py
+    w_n = exp(q . M_k[n] / sqrt(K))    no mask, no position term; with rotary the query is not turned here
+    o_h = (sum_x w_x W_v x_r + sum_n w_n M_v[n]) / (sum_x w_x + sum_n w_n)
+    y_t = W_o [o_1; ...; o_H]
+
+Without mask and persistent vectors this is 1706.03762, sections 3.2.1 and 3.2.2. The mask m is that of 1905.07799,
+section 2 (adaptive_span.py), the persistent vectors those of 1907.01470 (all_attention.py). A query that sees
+nothing has o_h = 0.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.reference.positions import alibi_slopes, score
+
+Mask = Callable[[int, int, Tensor], Tensor]
+"""(head h, number x of the visible key, input x_t [D] of the query) -> weight in [0, 1], a scalar."""
+
+
+def visible_keys(now: int, *, span: int, attend_self: bool) -> list[tuple[int, int]]:
+    """(x, index) of every key that the query at index ``now`` sees: at most ``span`` of them, nearest first."""
+    nearest = now if attend_self else now - 1
+    return [(number, nearest - number) for number in range(span) if nearest - number >= 0]
+
+
+def weighted_mean(weights: list[Tensor], vectors: list[Tensor], *, width: int) -> Tensor:
+    """sum w v / sum w, ``[width]``; zeros where there is nothing to average."""
+    if not weights:
+        return torch.zeros(width, dtype=torch.float64)
+    return sum(w * v for w, v in zip(weights, vectors, strict=True)) / sum(weights)
+
+
+def attention(
+    x: Tensor,
+    *,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    wo: Tensor,
+    heads: int,
+    span: int,
+    attend_self: bool,
+    position: str,
+    table: Tensor | None = None,
+    mask: Mask | None = None,
+    persistent_keys: Tensor | None = None,
+    persistent_values: Tensor | None = None,
+    past: Tensor | None = None,
+    start: int = 0,
+) -> Tensor:
+    """Attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+
+    Args:
+        wq, wk, wv: ``[H K, D]``, head h owns rows h K to (h + 1) K.
+        wo: ``[D, H K]``.
+        span: S, how many keys of the context a query sees at most; 0 leaves only the persistent vectors.
+        attend_self: whether the query's own position is the nearest key; if not, the one before it is.
+        position: "none" (also for sinusoidal), "rotary", "relative" or "alibi".
+        table: ``[S, K]``, the relative positions, shared by the heads.
+        mask: soft mask on the context.
+        persistent_keys, persistent_values: ``[H, N, K]`` as they enter the equations: already scaled.
+        past: ``[B, L, D]``, inputs of the same streams just before ``x``; detached by the caller if so wanted.
+        start: stream position of ``x[:, 0]``.
+    """
+    width = wq.shape[0] // heads
+    slopes = alibi_slopes(heads)
+    stream = x if past is None else torch.cat([past, x], dim=1)
+    before = stream.shape[1] - x.shape[1]  # stream[:, before] is x[:, 0]
+    y = torch.zeros_like(x)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            now = before + t
+            outputs = []
+            for h in range(heads):
+                block = slice(h * width, (h + 1) * width)
+                query = wq[block] @ stream[b, now]
+                weights, values = [], []
+                for number, index in visible_keys(now, span=span, attend_self=attend_self):
+                    s = score(
+                        query,
+                        wk[block] @ stream[b, index],
+                        position=position,
+                        number=number,
+                        query_at=start + t,
+                        key_at=start + t - (now - index),
+                        slope=float(slopes[h]),
+                        table=table,
+                    )
+                    m = 1.0 if mask is None else mask(h, number, stream[b, now])
+                    weights.append(m * torch.exp(s))
+                    values.append(wv[block] @ stream[b, index])
+                if persistent_keys is not None:
+                    for n in range(persistent_keys.shape[1]):
+                        weights.append(torch.exp(query @ persistent_keys[h, n] / math.sqrt(width)))
+                        values.append(persistent_values[h, n])
+                outputs.append(weighted_mean(weights, values, width=width))
+            y[b, t] = wo @ torch.cat(outputs)
+    return y

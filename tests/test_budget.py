@@ -1,0 +1,104 @@
+"""Budgets, progress and the learning-rate schedule."""
+
+import pytest
+
+from harness.budget import Budget, Progress, Schedule
+
+
+def test_default_bytes_apply_when_nothing_is_set():
+    budget = Budget(default_bytes=1000)
+    assert (budget.unit, budget.amount) == ("bytes", 1000)
+    assert budget.fraction(Progress(bytes=250, seconds=1e9, steps=10**9, flops=10**18)) == 0.25
+
+
+@pytest.mark.parametrize("unit", ["bytes", "seconds", "steps", "flops"])
+def test_fraction_and_done_follow_the_unit_that_is_set(unit):
+    budget = Budget(**{unit: 8}, default_bytes=10**9)
+    assert budget.unit == unit
+    assert budget.fraction(Progress()) == 0.0
+    assert budget.fraction(Progress(**{unit: 2})) == 0.25
+    assert not budget.done(Progress(**{unit: 7}))
+    assert budget.done(Progress(**{unit: 8}))
+    assert budget.fraction(Progress(**{unit: 20})) == 1.0
+
+
+def test_progress_adds_every_unit():
+    total = Progress(bytes=1, seconds=0.5, steps=1, flops=10) + Progress(bytes=2, seconds=0.25, steps=1, flops=20)
+    assert total == Progress(bytes=3, seconds=0.75, steps=2, flops=30)
+
+
+def test_two_budgets_are_an_error_that_names_the_keys():
+    with pytest.raises(ValueError, match=r"budget\.seconds=5, budget\.steps=3.*budget\.bytes \| seconds \| steps"):
+        Budget(seconds=5, steps=3, default_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("unit", "value"),
+    [("bytes", 0), ("seconds", -1.0), ("seconds", float("nan")), ("flops", float("inf")), ("steps", 2.5)]
+    + [("steps", True), ("bytes", "many")],
+)
+def test_impossible_amounts_are_refused_by_key(unit, value):
+    with pytest.raises(ValueError, match=rf"budget\.{unit}="):
+        Budget(**{unit: value}, default_bytes=1)
+
+
+def test_whole_amounts_may_be_written_as_floats():
+    assert Budget(bytes=1e8, default_bytes=1).fraction(Progress(bytes=10**7)) == 0.1
+
+
+def test_extending_needs_the_same_unit_and_no_less():
+    old, progress = Budget(steps=10, default_bytes=1), Progress(steps=10)
+    assert old.done(progress)
+    larger = old.extend(Budget(steps=40, default_bytes=1))
+    assert not larger.done(progress)
+    assert larger.fraction(progress) == 0.25
+    with pytest.raises(ValueError, match=r"budget\.steps=9 .*budget\.steps >= 10"):
+        old.extend(Budget(steps=9, default_bytes=1))
+    with pytest.raises(ValueError, match=r"budget\.seconds=99 .*budget\.steps >= 10"):
+        old.extend(Budget(seconds=99, default_bytes=1))
+
+
+def test_schedule_without_options_is_constant():
+    assert [Schedule().factor(f, step=s) for f, s in [(0.0, 0), (0.5, 10), (1.0, 20)]] == [1.0, 1.0, 1.0]
+
+
+def test_warmup_by_steps_is_the_span_papers():
+    schedule = Schedule(warmup_steps=32000)
+    assert schedule.factor(0.0, step=0) == 1 / 32000
+    assert schedule.factor(0.3, step=15999) == 0.5
+    assert schedule.factor(0.5, step=31999) == 1.0
+    assert schedule.factor(0.9, step=100_000) == 1.0
+
+
+def test_warmup_by_fraction_and_by_steps_takes_the_lower():
+    schedule = Schedule(warmup_fraction=0.1, warmup_steps=4)
+    assert schedule.factor(0.05, step=100) == 0.5
+    assert schedule.factor(0.5, step=0) == 0.25
+    assert schedule.factor(0.05, step=0) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("decay", "shares"), [("linear", [1.0, 1.0, 0.55, 0.1, 0.1]), ("cosine", [1.0, 1.0, 0.55, 0.1, 0.1])]
+)
+def test_decay_begins_late_and_ends_at_the_floor(decay, shares):
+    schedule = Schedule(decay=decay, decay_fraction=0.4, floor=0.1)
+    assert [schedule.factor(f, step=7) for f in (0.0, 0.6, 0.8, 1.0, 2.0)] == pytest.approx(shares)
+
+
+def test_linear_and_cosine_differ_away_from_the_middle():
+    assert Schedule(decay="linear").factor(0.25, step=0) == 0.75
+    assert Schedule(decay="cosine").factor(0.25, step=0) == pytest.approx(0.8535533905932737)
+
+
+def test_warmup_and_decay_multiply():
+    assert Schedule(warmup_fraction=0.5, decay="linear").factor(0.25, step=0) == 0.5 * 0.75
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("warmup_fraction", -0.1), ("warmup_fraction", 1.5), ("warmup_steps", -1), ("warmup_steps", 2.5)]
+    + [("decay", "exponential"), ("decay_fraction", 2), ("floor", float("nan")), ("floor", "low")],
+)
+def test_impossible_schedules_are_refused_by_key(key, value):
+    with pytest.raises(ValueError, match=rf"optim\.schedule\.{key}="):
+        Schedule(**{key: value})

@@ -1,0 +1,338 @@
+"""What a run reads: the right bytes, the right digest, the right name, and a clear word when it cannot."""
+
+import bz2
+import gzip
+import hashlib
+import inspect
+import lzma
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from harness import corpus as corpus_module
+from harness.data import KNOWN, NAMES, compressed_bits, load
+from harness.known import Known
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+TEXT = b"".join(b"line %d of a small corpus\n" % n for n in range(400))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """A user's cache of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "attention-windtunnel"
+
+
+def content(split: torch.Tensor) -> bytes:
+    return split.numpy().tobytes()
+
+
+def whole(corpus) -> bytes:
+    return b"".join(content(corpus.splits[name]) for name in ("train", "valid", "test"))
+
+
+def written(folder: Path, name: str, data: bytes) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return str(path)
+
+
+def zipped(path: Path, files: dict[str, bytes]) -> str:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return str(path)
+
+
+def test_configs_have_the_keys_of_load_and_only_those():
+    keywords = list(inspect.signature(load).parameters)
+    for name in NAMES:
+        node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "data" / f"{name}.yaml"))
+        assert list(node) == keywords
+        assert node["name"] == name
+        assert node["fallback"] == ("stdlib" if name == "enwik8" else None)
+    assert load(**node).name == "recall"
+
+
+def test_plain_file(tmp_path):
+    path = written(tmp_path, "small.txt", TEXT)
+    corpus = load("file", path=path)
+    assert whole(corpus) == TEXT
+    assert corpus.sha256 == hashlib.sha256(TEXT).hexdigest()
+    assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": corpus.sha256}
+    assert corpus.label() == f"file:small.txt ({len(TEXT):,} bytes, sha256 {corpus.sha256[:8]})"
+    assert all(split.dtype == torch.uint8 for split in corpus.splits.values())
+    assert (corpus.vocabulary, corpus.floor_bits, corpus.fallback_from) == (256, None, None)
+
+
+def test_split_shares(tmp_path):
+    path = written(tmp_path, "thousand", bytes(range(250)) * 4)
+    assert [len(s) for s in load("file", path=path).splits.values()] == [900, 50, 50]
+    assert [len(s) for s in load("file", path=path, split=[0.5, 0.3, 0.2]).splits.values()] == [500, 300, 200]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_file_is_the_same_corpus(tmp_path, pack):
+    suffix = {gzip.compress: "gz", bz2.compress: "bz2", lzma.compress: "xz"}[pack]
+    corpus = load("file", path=written(tmp_path, f"small.{suffix}", pack(TEXT)))
+    assert whole(corpus) == TEXT
+    assert corpus.sha256 == hashlib.sha256(TEXT).hexdigest()
+
+
+def test_zip_of_one_file(tmp_path):
+    assert whole(load("file", path=zipped(tmp_path / "one.zip", {"small": TEXT}))) == TEXT
+    with pytest.raises(ValueError, match=r"data\.path=.*2 files are in the archive"):
+        load("file", path=zipped(tmp_path / "two.zip", {"a": TEXT, "b": TEXT}))
+
+
+def test_folder_in_sorted_order_without_dot_files(tmp_path):
+    folder = tmp_path / "corpus"
+    # "a-b" sorts before "a/z" as a string: "-" is below "/".
+    for name, data in {"b": b"4" * 90, "a/z": b"3" * 90, "a-b": b"1" * 90, "a.gz": gzip.compress(b"2" * 90)}.items():
+        written(folder, name, data)
+    written(folder, ".hidden", b"x")
+    written(folder, ".git/object", b"x")
+    assert whole(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
+
+
+def test_folder_with_something_that_is_no_file(tmp_path):
+    written(tmp_path, "corpus/a", TEXT)
+    (tmp_path / "corpus" / "b").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"data\.path=.*no regular file"):
+        load("file", path=str(tmp_path / "corpus"))
+
+
+def test_large_files_are_mapped_and_unpacked_once(tmp_path, monkeypatch, cache, capsys):
+    monkeypatch.setattr(corpus_module, "LARGE_BYTES", 1000)
+    plain = load("file", path=written(tmp_path, "small", TEXT))
+    plain.splits["train"][0] = 0  # a private copy of the page: the file itself stays
+    assert (tmp_path / "small").read_bytes() == TEXT
+
+    packed = written(tmp_path, "small.xz", lzma.compress(TEXT))
+    assert whole(load("file", path=packed)) == TEXT
+    assert "once" in capsys.readouterr().err
+    (kept,) = (cache / "unpacked").iterdir()
+    assert kept.read_bytes() == TEXT
+
+    def refuse(path):
+        raise AssertionError("unpacked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_module, "unpack", refuse)
+        assert whole(load("file", path=packed)) == TEXT
+    other = written(tmp_path, "small.xz", lzma.compress(TEXT[::-1]))  # the same name, another content
+    assert whole(load("file", path=other)) == TEXT[::-1]
+
+
+def test_unpacking_with_an_unwritable_cache_works_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(corpus_module, "LARGE_BYTES", 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", written(tmp_path, "a_file_not_a_folder", b""))
+    assert whole(load("file", path=written(tmp_path, "small.xz", lzma.compress(TEXT)))) == TEXT
+    assert "cache is not writable" in capsys.readouterr().err
+
+
+def break_xz(tmp_path):
+    return written(tmp_path, "cut.xz", lzma.compress(TEXT)[:-40])
+
+
+def break_gz(tmp_path):
+    return written(tmp_path, "cut.gz", gzip.compress(TEXT)[:-40])
+
+
+def break_bz2(tmp_path):
+    return written(tmp_path, "cut.bz2", bz2.compress(TEXT)[:-40])
+
+
+def break_zip(tmp_path):
+    path = Path(zipped(tmp_path / "cut.zip", {"small": TEXT}))
+    path.write_bytes(path.read_bytes()[:-40])
+    return str(path)
+
+
+def flip_inside_gz(tmp_path):
+    data = bytearray(gzip.compress(TEXT))
+    data[len(data) // 2] ^= 255
+    return written(tmp_path, "flipped.gz", data)
+
+
+BAD_PATHS = {
+    "missing": (lambda folder: str(folder / "nowhere"), "no such file or folder"),
+    "empty": (lambda folder: written(folder, "empty", b""), "no bytes"),
+    "empty archive": (lambda folder: written(folder, "empty.gz", gzip.compress(b"")), "no bytes"),
+    "empty folder": (lambda folder: str(folder), "no files"),
+    "not an archive": (lambda folder: written(folder, "text.xz", TEXT), "cannot be read"),
+    "impossible name": (lambda folder: str(folder / ("x" * 5000)), "cannot be read"),
+    "truncated xz": (break_xz, "truncated"),
+    "truncated gz": (break_gz, "truncated"),
+    "truncated bz2": (break_bz2, "truncated"),
+    "truncated zip": (break_zip, "truncated"),
+    "damaged gz": (flip_inside_gz, "damaged"),
+    "too short": (lambda folder: written(folder, "short", b"0123456789"), "at least 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PATHS)
+def test_bad_paths(tmp_path, case):
+    make, reason = BAD_PATHS[case]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = make(folder)
+    with pytest.raises(ValueError, match=reason) as error:
+        load("file", path=path)
+    assert "data." in str(error.value)
+    assert path[-200:] in str(error.value) or case == "too short"
+
+
+def test_unreadable_file(tmp_path, monkeypatch):
+    path = written(tmp_path, "secret", TEXT)
+
+    def deny(*_):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(corpus_module.np, "fromfile", deny)  # root may read everything, so ask no file system
+    with pytest.raises(ValueError, match=r"data\.path=.*Permission denied"):
+        load("file", path=path)
+
+
+@pytest.mark.parametrize(
+    ("key", "keywords"),
+    [
+        ("data.name", {"name": "enwik9"}),
+        ("data.path", {"name": "file"}),
+        ("data.path", {"name": "file", "path": ""}),
+        ("data.path", {"name": "enwik8", "path": 8}),
+        ("data.path", {"name": "stdlib", "path": "somewhere"}),
+        ("data.fallback", {"name": "enwik8", "fallback": "recall"}),
+        ("data.fallback", {"name": "stdlib", "fallback": "stdlib"}),
+        ("data.vocabulary", {"name": "recall", "vocabulary": 257}),
+        ("data.vocabulary", {"name": "recall", "vocabulary": "all"}),
+        ("data.vocabulary", {"name": "recall", "vocabulary": 31}),
+        ("data.drop_newlines", {"name": "recall", "drop_newlines": "no"}),
+        ("data.split", {"name": "recall", "split": [0.9, 0.1]}),
+        ("data.split", {"name": "recall", "split": [0.9, 0.1, 0.1]}),
+        ("data.split", {"name": "recall", "split": ["0.9", "0.05", "0.05"]}),
+        ("data.split", {"name": "recall", "split": [0.9, 0.1, 0.0]}),
+        ("data.split", {"name": "recall", "split": 0.9}),
+        ("data.sha256", {"name": "recall", "sha256": "0" * 64}),
+        ("data.sha256", {"name": "recall", "sha256": 12}),
+        ("data.bytes", {"name": "stdlib", "bytes": 100}),
+        ("data.seed", {"name": "stdlib", "seed": 0}),
+    ],
+)
+def test_bad_keys_are_named(key, keywords):
+    with pytest.raises(ValueError, match=key.replace(".", r"\.")):
+        load(**keywords)
+
+
+def test_sha256_is_checked_when_given(tmp_path):
+    path = written(tmp_path, "small", TEXT)
+    right = hashlib.sha256(TEXT).hexdigest()
+    assert load("file", path=path, sha256=right.upper()).sha256 == right
+    with pytest.raises(ValueError, match=rf"data\.sha256={'0' * 64}.*{right}"):
+        load("file", path=path, sha256="0" * 64)
+
+
+def test_known_corpus_from_a_path_must_be_that_corpus(tmp_path, monkeypatch):
+    right = Known(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())
+    assert KNOWN["enwik8"].n_bytes == 100_000_000
+    monkeypatch.setitem(KNOWN, "enwik8", right)
+    corpus = load("enwik8", path=written(tmp_path, "copy.xz", lzma.compress(TEXT)), fallback="stdlib")
+    assert (corpus.name, corpus.fallback_from, corpus.n_bytes) == ("enwik8", None, len(TEXT))
+    with pytest.raises(ValueError, match=r"data\.path=.*has 9,\d+ bytes, not 10,\d+"):
+        load("enwik8", path=written(tmp_path, "short", TEXT[:-1000]), fallback="stdlib")
+    with pytest.raises(ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{right.sha256}"):
+        load("enwik8", path=written(tmp_path, "reversed", TEXT[::-1]), fallback="stdlib")
+
+
+def test_text8_is_told_by_its_letters(tmp_path, monkeypatch):
+    letters = KNOWN["text8"].alphabet
+    assert len(letters) == 27
+    monkeypatch.setitem(KNOWN, "text8", Known(url="http://127.0.0.1:9/", n_bytes=2700, alphabet=letters))
+    corpus = load("text8", path=written(tmp_path, "text8", letters * 100), vocabulary=27)
+    assert content(corpus.splits["train"])[:27] == bytes(range(27))
+    with pytest.raises(ValueError, match=r"data\.path=.*belong.*\[10\]"):
+        load("text8", path=written(tmp_path, "lines", letters * 99 + b"a line\nand another           "[:27]))
+
+
+def test_vocabulary_numbers_values_in_order(tmp_path):
+    data = bytes([200, 10, 65, 10, 0, 65]) * 50
+    path = written(tmp_path, "few", data)
+    corpus = load("file", path=path, vocabulary=4)
+    assert whole(corpus) == bytes([3, 1, 2, 1, 0, 2]) * 50
+    assert corpus.vocabulary == 4
+    assert corpus.sha256 == hashlib.sha256(data).hexdigest()
+    dropped = load("file", path=path, vocabulary=3, drop_newlines=True)
+    assert whole(dropped) == bytes([2, 1, 0, 1]) * 50
+    assert (dropped.n_bytes, dropped.sha256) == (len(data), corpus.sha256)
+    with pytest.raises(ValueError, match=r"data\.vocabulary=3: the corpus has 4"):
+        load("file", path=path, vocabulary=3)
+
+
+def test_newlines_are_dropped_after_cutting(tmp_path):
+    data = b"\n" * 50 + b"x" * 950
+    corpus = load("file", path=written(tmp_path, "lines", data), drop_newlines=True)
+    assert [len(split) for split in corpus.splits.values()] == [850, 50, 50]
+    with pytest.raises(ValueError, match=r"data\.drop_newlines"):
+        load(
+            "file", path=written(tmp_path, "bare", b"x" * 960 + b"\n" * 40), split=[0.9, 0.06, 0.04], drop_newlines=True
+        )
+
+
+def test_stdlib_is_real_source_and_the_same_each_time():
+    corpus = load("stdlib")
+    assert corpus.sha256 == load("stdlib").sha256
+    assert corpus.n_bytes > 3_000_000
+    text = whole(corpus)
+    assert Path(inspect.getsourcefile(gzip)).read_bytes() in text
+    folder = Path(sysconfig.get_path("stdlib"))
+    left_out = [*folder.glob("_sysconfigdata*.py"), *folder.glob("config-*/*.py"), *folder.glob("*/test*/test_*.py")]
+    assert left_out
+    assert not any(file.read_bytes() in text for file in left_out if file.stat().st_size > 100)
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_about_memory_that_torch_may_not_write():
+    load("recall", vocabulary=32)
+    load("stdlib")
+
+
+def test_compressors_are_remembered_by_content(cache, monkeypatch):
+    split = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
+    bits = compressed_bits(split)
+    expected = {
+        "gzip": len(gzip.compress(TEXT, 9)),
+        "bzip2": len(bz2.compress(TEXT, 9)),
+        "xz": len(lzma.compress(TEXT, preset=9 | lzma.PRESET_EXTREME)),
+    }
+    assert bits == pytest.approx({name: 8 * n / len(TEXT) for name, n in expected.items()})
+    (kept,) = (cache / "compressed").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_module.lzma, "compress", None)
+        assert compressed_bits(split) == bits
+        with pytest.raises(TypeError):
+            compressed_bits(split[1:])
+    kept.write_bytes(b"{half a fi")
+    assert compressed_bits(split) == bits
+
+
+def test_compressors_without_a_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", written(tmp_path, "a_file_not_a_folder", b""))
+    assert compressed_bits(torch.zeros(1000, dtype=torch.uint8))["gzip"] < 1
+
+
+def test_first_four_megabytes_of_enwik8():
+    path = SHARED / "enwik8_4m.xz"
+    if not path.is_file():
+        pytest.skip("the corpus shared/data/enwik8_4m.xz does not lie beside this checkout")
+    corpus = load("file", path=str(path))
+    assert corpus.sha256 == "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
+    assert [len(split) for split in corpus.splits.values()] == [3_600_000, 200_000, 200_000]
+    bits = compressed_bits(corpus.splits["valid"])
+    assert {name: round(value, 2) for name, value in bits.items()} == {"gzip": 3.04, "xz": 2.71, "bzip2": 2.58}

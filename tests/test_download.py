@@ -1,0 +1,243 @@
+"""Fetching enwik8, against a server on this machine: resumed, locked, checked, given up in time, replaced loudly."""
+
+import hashlib
+import io
+import os
+import re
+import socket
+import threading
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from harness import data
+from harness.cache import cache_folder, locked
+from harness.download import ATTEMPTS, download
+from harness.known import KNOWN, Known, fetch
+
+TEXT = os.urandom(30_000)
+
+
+def archive(content: bytes) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as file:
+        file.writestr("enwik8", content)
+    return packed.getvalue()
+
+
+class Server(ThreadingHTTPServer):
+    """Serves ``body``; ``breaks_after`` bytes of an answer the connection drops; ``ranges`` says whether it resumes."""
+
+    daemon_threads = True
+    body = archive(TEXT)
+    breaks_after: int | None = None
+    ranges = True
+    delay_s = 0.0
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.asked: list[str | None] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/enwik8.zip"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self):
+        wanted = self.headers["Range"]
+        self.server.asked.append(wanted)
+        time.sleep(self.server.delay_s)
+        first = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1]) if wanted and self.server.ranges else 0
+        body = self.server.body[first:]
+        total = len(self.server.body)
+        if first >= total:
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{total}")
+        else:
+            self.send_response(206 if first else 200)
+            if first:
+                self.send_header("Content-Range", f"bytes {first}-{total - 1}/{total}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: self.server.breaks_after])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    return cache_folder()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with Server() as running:
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        known = Known(url=running.url, n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())
+        monkeypatch.setitem(KNOWN, "enwik8", known)
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """A server that is not there: a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setitem(KNOWN, "enwik8", Known(url=f"http://127.0.0.1:{port}/enwik8.zip", n_bytes=len(TEXT)))
+
+
+def test_downloaded_once_and_checked(server, cache, capsys):
+    corpus = data.load("enwik8")
+    assert (corpus.name, corpus.n_bytes, corpus.fallback_from) == ("enwik8", len(TEXT), None)
+    assert (cache / "enwik8").read_bytes() == TEXT
+    assert server.url in capsys.readouterr().err
+    data.load("enwik8")
+    assert server.asked == [None]
+    assert sorted(file.name for file in cache.iterdir()) == ["enwik8", "enwik8.lock"]
+
+
+def test_an_earlier_attempt_is_resumed(server, cache):
+    cache.mkdir()
+    (cache / "enwik8.zip.part").write_bytes(server.body[:1234])
+    assert fetch("enwik8").read_bytes() == TEXT
+    assert server.asked == ["bytes=1234-"]
+
+
+def test_a_dropped_connection_is_resumed(server):
+    server.breaks_after = 9000
+    assert fetch("enwik8").read_bytes() == TEXT
+    assert server.asked == [None, "bytes=9000-", "bytes=18000-", "bytes=27000-"]
+
+
+def test_a_server_that_cannot_resume_starts_anew(server, cache):
+    cache.mkdir()
+    (cache / "enwik8.zip.part").write_bytes(b"x" * 5000)
+    server.ranges = False
+    assert fetch("enwik8").read_bytes() == TEXT
+
+
+def test_a_complete_part_needs_nothing_more(server, cache):
+    cache.mkdir()
+    (cache / "enwik8.zip.part").write_bytes(server.body)
+    assert fetch("enwik8").read_bytes() == TEXT
+    assert len(server.asked) == 1
+
+
+def test_a_part_longer_than_the_file_is_dropped(server, cache):
+    cache.mkdir()
+    (cache / "enwik8.zip.part").write_bytes(server.body + b"more")
+    assert fetch("enwik8").read_bytes() == TEXT
+    assert server.asked == [f"bytes={len(server.body) + 4}-", None]
+
+
+def test_a_connection_that_always_breaks_is_given_up_and_the_part_kept(server, cache):
+    server.breaks_after = 100
+    with pytest.raises(OSError, match=f"broke {ATTEMPTS} times"):
+        fetch("enwik8")
+    assert (cache / "enwik8.zip.part").stat().st_size == 100 * ATTEMPTS
+    assert not (cache / "enwik8").exists()
+
+
+def wrong_bytes() -> bytes:
+    return archive(TEXT[::-1])
+
+
+def wrong_size() -> bytes:
+    return archive(TEXT[:-1])
+
+
+def no_zip() -> bytes:
+    return b"<html>please log in</html>"
+
+
+def damaged_zip() -> bytes:
+    packed = bytearray(archive(TEXT))
+    packed[15_000] ^= 255
+    return bytes(packed)
+
+
+@pytest.mark.parametrize("body", [wrong_bytes, wrong_size, no_zip, damaged_zip])
+def test_wrong_content_is_refused_and_not_kept(server, cache, body):
+    server.body = body()
+    with pytest.raises(ValueError, match="is not enwik8") as error:
+        data.load("enwik8")
+    assert all(word in str(error.value) for word in ("data.path", "python -m harness.data", "data.fallback"))
+    assert [file.name for file in cache.iterdir()] == ["enwik8.lock"]
+    server.body = archive(TEXT)
+    assert data.load("enwik8").n_bytes == len(TEXT)
+
+
+def test_a_spoilt_cache_is_noticed(server, cache):
+    fetch("enwik8").write_bytes(TEXT[::-1])
+    with pytest.raises(ValueError, match="remove it"):
+        data.load("enwik8", fallback="stdlib")
+
+
+def test_parallel_jobs_download_once(server, capsys):
+    server.delay_s = 0.2
+    with ThreadPoolExecutor(6) as jobs:
+        paths = list(jobs.map(fetch, ["enwik8"] * 6))
+    assert all(path.read_bytes() == TEXT for path in paths)
+    assert server.asked == [None]
+    assert "waiting" in capsys.readouterr().err
+
+
+def test_the_lock_is_released_after_an_error(tmp_path):
+    with pytest.raises(KeyError), locked(tmp_path / "thing"):
+        raise KeyError
+    with locked(tmp_path / "thing"):
+        pass
+
+
+def test_a_host_that_never_answers_is_given_up(monkeypatch, tmp_path):
+    """A name lookup or a connection that hangs: a socket timeout would not end the first."""
+    hang = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hang.wait(20) and [])
+    begin = time.perf_counter()
+    with pytest.raises(OSError, match=r"within 0\.1 s"):
+        download("http://nowhere.invalid/enwik8.zip", tmp_path / "enwik8.zip", connect_s=0.1)
+    assert time.perf_counter() - begin < 2
+    hang.set()
+
+
+def test_fallback_is_loud_and_labelled(nobody, capsys):
+    corpus = data.load("enwik8", fallback="stdlib")
+    assert (corpus.name, corpus.fallback_from) == ("stdlib", "enwik8")
+    assert corpus.sha256 == data.load("stdlib").sha256
+    assert corpus.label().startswith("stdlib in place of enwik8 (")
+    assert corpus.provenance()["name"] == "stdlib"
+    lines = [line for line in capsys.readouterr().err.splitlines() if "INSTEAD" in line]
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in ("ENWIK8", "refused", "STDLIB", corpus.sha256, "data.fallback=null"))
+
+
+def test_without_fallback_it_is_an_error_with_the_remedies(nobody):
+    with pytest.raises(ValueError, match="refused") as error:
+        data.load("enwik8")
+    assert all(word in str(error.value) for word in ("data.path", "python -m harness.data enwik8", "data.fallback"))
+
+
+def test_an_unwritable_cache_counts_as_not_to_be_had(server, monkeypatch, tmp_path):
+    (tmp_path / "a_file").write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
+    assert data.load("enwik8", fallback="stdlib").fallback_from == "enwik8"
+    assert server.asked == []
+
+
+def test_prefetch_says_where_and_what(server, cache, capsys):
+    assert data.main(["enwik8"]) == 0
+    assert capsys.readouterr().out == (
+        f"{cache / 'enwik8'}\n{len(TEXT):,} bytes, sha256 {hashlib.sha256(TEXT).hexdigest()}\n"
+    )
+
+
+def test_prefetch_that_fails(nobody, capsys):
+    assert data.main([]) == 2
+    assert "data.path" in capsys.readouterr().err

@@ -1,0 +1,448 @@
+"""Optimizers against hand-written loops and torch's own, groups, clips and exact resume."""
+
+import io
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import nn
+
+from harness.budget import Schedule
+from harness.muon import orthogonalize, product_dtype
+from harness.optim import ClippedAdagrad, Muon, Optimizers, assign
+
+CONF = Path(__file__).parents[1] / "conf" / "optim"
+ADAMW = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1)
+MUON = partial(Muon, momentum=0.95, weight_decay=0.01)
+
+
+class Toy(nn.Module):
+    """Embedding, two layers that share one table of values, head: every kind of parameter that the rules know."""
+
+    def __init__(self, *, sparse: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 8)
+        table = nn.EmbeddingBag(12, 8, mode="sum", sparse=sparse)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"mix": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "memory": table}) for _ in range(2)
+        )
+        self.span = nn.Parameter(torch.rand(2, 1, 1))
+        self.head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer, span in zip(self.layers, self.span, strict=True):
+            x = x + span * layer["mix"](layer["norm"](x)) + layer["memory"](tokens[:, None] % 12)
+        return self.head(x)
+
+
+def train(model, optimizers, *, first, last, of=10):
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(16, (32,), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens), (tokens * 3 + 1) % 16)
+        optimizers.zero_grad()
+        loss.backward()
+        optimizers.step((step + 0.5) / of)
+
+
+def names(groups):
+    return {group.name: sorted(group.parameters) for group in groups}
+
+
+# Adagrad
+
+
+def adagrad_reference(weights, gradients, *, lr, clip, eps):
+    """The published update, one number at a time, in float64."""
+    totals = [[0.0] * len(weight) for weight in weights]
+    for tensors in gradients:
+        for weight, total, gradient in zip(weights, totals, tensors, strict=True):
+            norm = sum(g * g for g in gradient) ** 0.5
+            rate = lr * clip / norm if norm > clip else lr
+            for i, g in enumerate(gradient):
+                total[i] += g * g
+                weight[i] -= rate * g / (total[i] ** 0.5 + eps)
+    return weights
+
+
+@pytest.mark.parametrize("clip", [0.03, 1.0, 1e9])
+def test_adagrad_is_the_papers(clip):
+    torch.manual_seed(1)
+    start = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
+    history = [[torch.randn(5).double() * s, torch.randn(3).double() * 0.01] for s in (1.0, 0.02, 3.0, 0.0)]
+    parameters = [nn.Parameter(value.clone()) for value in start]
+    optimizer = ClippedAdagrad(parameters, lr=0.07, clip=clip)
+    for gradients in history:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    expected = adagrad_reference(
+        [value.tolist() for value in start],
+        [[gradient.tolist() for gradient in tensors] for tensors in history],
+        lr=0.07,
+        clip=clip,
+        eps=1e-10,
+    )
+    for parameter, value in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), torch.tensor(value, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_adagrad_without_clip_is_torchs():
+    torch.manual_seed(2)
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2))
+    optimizers = [ClippedAdagrad([ours], lr=0.1), torch.optim.Adagrad([theirs], lr=0.1, eps=1e-10)]
+    for _ in range(4):
+        ours.grad = torch.randn(3, 4)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_adagrad_takes_sparse_gradients_with_repeated_rows():
+    dense, sparse = (nn.Parameter(torch.ones(6, 2, dtype=torch.float64)) for _ in range(2))
+    optimizers = [ClippedAdagrad([dense], lr=0.1, clip=0.5), ClippedAdagrad([sparse], lr=0.1, clip=0.5)]
+    for rows in ([1, 4, 1], [4, 5, 5]):
+        values = torch.randn(3, 2, dtype=torch.float64)
+        sparse.grad = torch.sparse_coo_tensor(torch.tensor([rows]), values, (6, 2), check_invariants=True)
+        dense.grad = sparse.grad.to_dense()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(sparse, dense, rtol=0, atol=1e-14)
+    assert torch.equal(sparse[0], torch.ones(2, dtype=torch.float64))
+
+
+# Muon
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 64, 16), (2, 16, 64)])
+def test_orthogonalize_moves_singular_values_near_one_and_keeps_vectors(shape, dtype):
+    torch.manual_seed(3)
+    matrices = torch.randn(shape)
+    result = orthogonalize(matrices, dtype=dtype)
+    assert result.shape == matrices.shape
+    assert result.dtype == matrices.dtype
+    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    inside = left.mT @ result @ right.mT  # diagonal, if the singular vectors are the same
+    clear = values > 0.02 * values[:, :1]
+    diagonal = inside.diagonal(dim1=-2, dim2=-1)
+    assert diagonal[clear].min() > 0.6
+    assert diagonal[clear].max() < 1.3
+    rest = inside - torch.diag_embed(diagonal)
+    assert rest.abs().max() < (1e-4 if dtype == torch.float32 else 0.1)
+
+
+def test_orthogonalize_treats_each_matrix_alone_and_leaves_zeros():
+    torch.manual_seed(4)
+    matrices = torch.stack([torch.randn(8, 12) * 1e-3, torch.zeros(8, 12), torch.randn(8, 12) * 1e3])
+    together = orthogonalize(matrices, dtype=torch.float32)
+    alone = torch.cat([orthogonalize(m[None], dtype=torch.float32) for m in matrices])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert torch.equal(together[1], torch.zeros(8, 12))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32", "auto"])
+def test_muon_is_torchs(precision):
+    torch.manual_seed(5)
+    shapes = [(16, 16), (48, 16), (16, 48), (16, 16), (48, 16)]
+    start = [torch.randn(shape) * 0.1 for shape in shapes]
+    ours = [nn.Parameter(value.clone()) for value in start]
+    theirs = [nn.Parameter(value.clone()) for value in start]
+    lr, decay, steps = 0.02, 0.1, 5
+    optimizers = [
+        Muon(ours, lr=lr, momentum=0.95, weight_decay=decay, precision=precision),
+        torch.optim.Muon(theirs, lr=lr, momentum=0.95, weight_decay=decay, adjust_lr_fn="original"),
+    ]
+    for _ in range(steps):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    # bfloat16 keeps 8 bits; its error in the orthogonal update, whose norm is about the root of the smaller side,
+    # is a few percent of that norm.
+    for a, b, value in zip(ours, theirs, start, strict=True):
+        assert (a - b).norm() < 0.03 * (b - value).norm(), a.shape
+
+
+def test_muon_refuses_what_it_cannot_orthogonalize():
+    for shape in [(4,), (2, 3, 4)]:
+        with pytest.raises(ValueError, match="matrices only"):
+            Muon([nn.Parameter(torch.zeros(shape))], lr=0.1)
+    matrix = [nn.Parameter(torch.zeros(2, 2))]
+    for name, value in {"momentum": 1.0, "weight_decay": -1, "precision": "float16"}.items():
+        with pytest.raises(ValueError, match=name):
+            Muon(matrix, lr=0.1, **{name: value})
+
+
+def test_muon_precision_is_what_the_key_says():
+    like = torch.zeros(1)
+    assert product_dtype("float32", like=like) == torch.float32
+    assert product_dtype("bfloat16", like=like) == torch.bfloat16
+
+
+# Groups
+
+
+def test_the_rest_goes_by_rule():
+    groups = assign(Toy(), default=ADAMW, matrices={"optimizer": MUON, "lr_scale": 5.0})
+    assert names(groups) == {
+        "default": [
+            "embedding.weight",
+            "head.weight",
+            "layers.0.memory.weight",
+            "layers.0.mix.bias",
+            "layers.0.norm.bias",
+            "layers.0.norm.weight",
+            "layers.1.mix.bias",
+            "layers.1.norm.bias",
+            "layers.1.norm.weight",
+            "span",
+        ],
+        "matrices": ["layers.0.mix.weight", "layers.1.mix.weight"],
+    }
+    undecayed = groups[0].undecayed
+    assert set(groups[0].parameters) - undecayed == {"head.weight", "span"}
+    optimizer = groups[0].build(lr=1.0)
+    assert [part["weight_decay"] for part in optimizer.param_groups] == [0.1, 0.0]
+    assert names(assign(Toy(), default=ADAMW)).keys() == {"default"}
+
+
+def test_a_matrix_tied_to_an_embedding_is_an_embedding():
+    model = Toy()
+    model.layers[1]["mix"].weight = model.embedding.weight
+    default, matrices = assign(model, default=ADAMW, matrices={"optimizer": MUON})
+    assert "embedding.weight" in default.undecayed
+    assert sorted(matrices.parameters) == ["layers.0.mix.weight"]
+
+
+def test_a_groups_pattern_reaches_shared_parameters_by_any_name():
+    groups = assign(
+        Toy(),
+        default=ADAMW,
+        groups={
+            "values": {"match": "layers.1.memory.weight", "lr_scale": 0.5, "weight_decay": 0.0},
+            "spans": {"match": ["span", "*.norm.weight"], "optimizer": partial(ClippedAdagrad, clip=1.0)},
+        },
+    )
+    assert names(groups)["values"] == ["layers.0.memory.weight"]
+    assert names(groups)["spans"] == ["layers.0.norm.weight", "layers.1.norm.weight", "span"]
+    found = [p for group in groups for p in group.parameters.values()]
+    assert len(found) == len({id(p) for p in found}) == len(list(Toy().parameters()))
+
+
+def test_a_group_may_decay_what_the_rule_does_not():
+    node = {"match": "*.norm.weight", "weight_decay": 0.3}
+    group = next(g for g in assign(Toy(), default=ADAMW, groups={"norms": node}) if g.name == "norms")
+    assert [part["weight_decay"] for part in group.build(lr=1.0).param_groups] == [0.3]
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = Toy()
+    model.span.requires_grad_(False)
+    assert "span" not in names(assign(model, default=ADAMW))["default"]
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        assign(model, default=ADAMW, groups={"spans": {"match": "span"}})
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"spans": {"match": "*.spam"}}, r"variant\.groups\.spans\.match='\*\.spam'.*layers\.\*\.mix\.weight"),
+        ({"spans": {"match": ["span", "*.spam"]}}, r"variant\.groups\.spans\.match='\*\.spam'"),
+        (
+            {"one": {"match": "layers.0.memory.*"}, "two": {"match": "layers.1.memory.*"}},
+            r"groups\.one and variant\.groups\.two both match layers\.0\.memory\.weight = layers\.1\.memory\.weight",
+        ),
+        ({"spans": {"match": "span", "rate": 1}}, r"variant\.groups\.spans\.rate: no such key; allowed are clip"),
+        ({"spans": {"lr_scale": 1}}, r"variant\.groups\.spans\.match: must be given"),
+        ({"matrices": {"match": "span"}}, "belong to the run"),
+        ({"spans": {"match": "span", "lr_scale": 0}}, r"variant\.groups\.spans\.lr_scale=0"),
+        ({"spans": {"match": "span", "weight_decay": -1}}, r"variant\.groups\.spans\.weight_decay=-1"),
+        ({"spans": {"match": "span", "clip": 0}}, r"variant\.groups\.spans\.clip=0"),
+        ({"spans": {"match": "span", "schedule": "cosine"}}, r"variant\.groups\.spans\.schedule='cosine'.*run, const"),
+        ({"spans": {"match": "span", "optimizer": partial(ClippedAdagrad, lr=1)}}, r"groups\.spans: .*optim\.lr"),
+    ],
+)
+def test_impossible_groups_are_refused_by_key(groups, message):
+    with pytest.raises(ValueError, match=message):
+        assign(Toy(), default=ADAMW, groups=groups)
+
+
+def test_impossible_run_options_are_refused_by_key():
+    with pytest.raises(ValueError, match=r"optim\.matrices\.rate: no such key"):
+        assign(Toy(), default=ADAMW, matrices={"optimizer": MUON, "rate": 1})
+    groups = assign(Toy(), default=ADAMW)
+    with pytest.raises(ValueError, match=r"optim\.lr=0"):
+        Optimizers(groups, lr=0, schedule=Schedule())
+    with pytest.raises(ValueError, match=r"optim\.clip=-1"):
+        Optimizers(groups, lr=1, schedule=Schedule(), clip=-1)
+    node = {"match": "span", "optimizer": ClippedAdagrad, "weight_decay": 0.1}
+    with pytest.raises(ValueError, match=r"variant\.groups\.spans\.weight_decay=0\.1: ClippedAdagrad has no"):
+        Optimizers(assign(Toy(), default=ADAMW, groups={"spans": node}), lr=1, schedule=Schedule())
+
+
+# All together
+
+
+def sgd_step(*, clip, groups=None, sparse=False, fraction=0.0, schedule=None, scale=1.0):
+    """One SGD update at rate 1 of a toy whose gradient is ``scale`` everywhere; gives each parameter's movement."""
+    model = Toy(sparse=sparse)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = Optimizers(
+        assign(model, default=torch.optim.SGD, groups=groups), lr=1.0, schedule=schedule or Schedule(), clip=clip
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, scale)
+    if sparse:
+        rows = torch.tensor([[3, 3]])
+        model.layers[0]["memory"].weight.grad = torch.sparse_coo_tensor(
+            rows, torch.full((2, 8), scale), (12, 8), check_invariants=True
+        )
+    optimizers.step(fraction)
+    return {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+
+def joint_norm(moves):
+    return torch.cat([move.flatten() for move in moves]).norm().item()
+
+
+def test_the_runs_clip_spares_groups_with_their_own():
+    moves = sgd_step(clip=0.5, groups={"spans": {"match": "span", "clip": 0.25}, "heads": {"match": "head.*"}})
+    span = moves.pop("span")
+    assert joint_norm([span]) == pytest.approx(0.25)
+    assert joint_norm(moves.values()) == pytest.approx(0.5)
+    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, "one factor for all of them"
+
+
+def test_small_gradients_are_not_clipped():
+    moves = sgd_step(clip=1e3, scale=0.125)
+    assert all(torch.allclose(move, torch.full_like(move, 0.125)) for move in moves.values())
+
+
+@pytest.mark.parametrize("clip", [0.5, 1e3])
+def test_sparse_gradients_are_clipped_apart_on_coalesced_rows(clip):
+    moves = sgd_step(clip=clip, sparse=True)
+    table = moves.pop("layers.0.memory.weight")
+    assert torch.count_nonzero(table) == 8
+    assert joint_norm([table]) == pytest.approx(min(clip, 2 * 8**0.5)), "the row came twice with ones"
+    if clip == 0.5:
+        assert joint_norm(moves.values()) == pytest.approx(0.5)
+
+
+def test_rates_are_base_times_scale_times_schedule():
+    groups = {"spans": {"match": "span", "lr_scale": 4.0}, "heads": {"match": "head.*", "schedule": "constant"}}
+    moves = sgd_step(clip=None, groups=groups, fraction=0.75, schedule=Schedule(decay="linear"))
+    assert torch.allclose(moves["span"], torch.tensor(1.0))
+    assert torch.allclose(moves["head.weight"], torch.tensor(1.0))
+    assert torch.allclose(moves["embedding.weight"], torch.tensor(0.25))
+
+
+def test_sparse_adam_trains_a_shared_table():
+    model = Toy(sparse=True)
+    before = model.layers[0]["memory"].weight.detach().clone()
+    groups = {"values": {"match": "*.memory.weight", "optimizer": torch.optim.SparseAdam, "lr_scale": 2.0}}
+    optimizers = Optimizers(assign(model, default=ADAMW, groups=groups), lr=0.01, schedule=Schedule(), clip=1.0)
+    train(model, optimizers, first=0, last=2)
+    assert not torch.equal(model.layers[1]["memory"].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("sparse", "optimizer", "message"),
+    [
+        (True, ADAMW, r"variant\.groups\.values\.optimizer=AdamW.*layers\.0\.memory\.weight is sparse.*SparseAdam"),
+        (True, MUON, r"variant\.groups\.values\.optimizer=Muon"),
+        (False, torch.optim.SparseAdam, r"variant\.groups\.values\.optimizer=SparseAdam.*is dense"),
+    ],
+)
+def test_the_wrong_optimizer_for_a_gradients_layout_is_refused(sparse, optimizer, message):
+    model = Toy(sparse=sparse)
+    groups = {"values": {"match": "*.memory.weight", "optimizer": optimizer}}
+    optimizers = Optimizers(assign(model, default=ADAMW, groups=groups), lr=0.01, schedule=Schedule())
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizers, first=0, last=1)
+
+
+@pytest.mark.parametrize("default", [partial(torch.optim.AdamW, fused=True), partial(ClippedAdagrad, clip=0.03)])
+def test_resume_is_exact(default):
+    def make():
+        model = Toy(sparse=True)
+        groups = {"values": {"match": "*.memory.weight", "optimizer": torch.optim.SparseAdam, "schedule": "constant"}}
+        assigned = assign(model, default=default, matrices={"optimizer": MUON, "lr_scale": 5.0}, groups=groups)
+        return model, Optimizers(assigned, lr=0.01, schedule=Schedule(warmup_steps=8, decay="linear"), clip=1.0)
+
+    whole, optimizers = make()
+    train(whole, optimizers, first=0, last=10)
+
+    stopped, optimizers = make()
+    train(stopped, optimizers, first=0, last=5)
+    file = io.BytesIO()
+    torch.save({"model": stopped.state_dict(), "optimizers": optimizers.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, optimizers = make()
+    resumed.load_state_dict(saved["model"])
+    optimizers.load_state_dict(saved["optimizers"])
+    train(resumed, optimizers, first=5, last=10)
+
+    assert optimizers.steps == 10
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+        assert not torch.equal(value, stopped.state_dict()[name]), name
+
+
+def test_loading_other_groups_is_an_error():
+    run = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
+    other = Optimizers(assign(Toy(), default=ADAMW, matrices={"optimizer": MUON}), lr=0.01, schedule=Schedule())
+    with pytest.raises(ValueError, match="matrices"):
+        run.load_state_dict(other.state_dict())
+
+
+def test_describe_gives_rates_and_shares():
+    groups = assign(Toy(), default=ADAMW, matrices={"optimizer": MUON, "lr_scale": 5.0})
+    rows = Optimizers(groups, lr=0.01, schedule=Schedule()).describe()
+    assert rows == [
+        {"name": "default", "optimizer": "AdamW", "lr": 0.01, "parameters": 402, "share": 402 / 530},
+        {"name": "matrices", "optimizer": "Muon", "lr": 0.05, "parameters": 128, "share": 128 / 530},
+    ]
+    assert sum(p.numel() for p in Toy().parameters()) == 530
+
+
+# Configuration
+
+
+def keys(node, prefix=""):
+    for key, value in node.items():
+        yield prefix + key
+        if isinstance(value, dict) and "_target_" not in value and key != "matrices":
+            yield from keys(value, f"{prefix}{key}.")
+
+
+def test_all_files_have_the_same_keys():
+    found = {path.stem: set(keys(OmegaConf.to_container(OmegaConf.load(path)))) for path in CONF.glob("*.yaml")}
+    assert {"adamw", "muon", "adagrad"} <= set(found)
+    assert all(names == found["muon"] for names in found.values()), found
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_file_builds_and_lowers_the_loss(path):
+    conf = instantiate(OmegaConf.load(path))
+    model = Toy()
+    schedule = Schedule(**{**conf.schedule, "warmup_steps": 0})
+    groups = assign(model, default=conf.default, matrices=conf.matrices)
+    optimizers = Optimizers(groups, lr=conf.lr, schedule=schedule, clip=conf.clip)
+    Schedule(**conf.schedule)
+    tokens = torch.arange(16)
+
+    def loss():
+        return nn.functional.cross_entropy(model(tokens), (tokens * 3 + 1) % 16).item()
+
+    before = loss()
+    train(model, optimizers, first=0, last=20, of=20)
+    assert loss() < before - 0.05

@@ -1,0 +1,312 @@
+"""Product-key memory: against its brute-force reference, its limits, its search, its sharing and its statistics."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.reference.product_key_memory import best_slots
+from tests.reference.product_key_memory import product_key_memory as reference
+from variants.contract import Place
+from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search
+
+DOUBLE = torch.float64
+B, T, D = 2, 3, 5  # streams, bytes, width
+
+
+def build(place: Place | None = None, seed: int | None = 0, **changes) -> ProductKeyMemory:
+    keywords = {
+        "half_keys": 7,
+        "top_k": 5,
+        "heads": 3,
+        "d_query": 6,
+        "query_norm": "layer",
+        "activation": "softmax",
+        "share": "layer",
+        "sparse": False,
+    }
+    if seed is not None:
+        torch.manual_seed(seed)
+    memory = ProductKeyMemory(place or make_place(), **keywords | changes).to(DOUBLE)
+    for parameter in memory.norm.parameters():  # not at 1 and 0, where a mistake in their use would not show
+        torch.nn.init.normal_(parameter, mean=0.5)
+    return memory
+
+
+def make_place(**changes) -> Place:
+    return Place(**{"d_model": D, "layer": 0, "n_layers": 2, "heads": 1, "span": 4, "scheme": None} | changes)
+
+
+def random_x(streams: int = B, length: int = T) -> Tensor:
+    return torch.randn(streams, length, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def by_reference(memory: ProductKeyMemory, x: Tensor) -> Tensor:
+    kind = {torch.nn.LayerNorm: "layer", torch.nn.BatchNorm1d: "batch"}.get(type(memory.norm))
+    return reference(
+        x,
+        query_weight=memory.query.weight,
+        query_bias=memory.query.bias,
+        norm=kind and (kind, memory.norm.weight, memory.norm.bias, memory.norm.eps),
+        keys=memory.keys,
+        values=memory.values,
+        top_k=memory.top_k,
+        activation=memory.activation,
+    )
+
+
+def assert_matches_reference(memory: ProductKeyMemory) -> None:
+    x = random_x()
+    y, expected = memory(x).y, by_reference(memory, x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    inputs = [x, *memory.parameters()]
+    upstream = torch.randn(x.shape, dtype=DOUBLE)
+    ours = torch.autograd.grad(y, inputs, upstream)
+    theirs = torch.autograd.grad(expected, inputs, upstream)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert other.abs().max() > 1e-6  # rounding alone would not be a gradient
+        torch.testing.assert_close(mine.to_dense(), other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
+@pytest.mark.parametrize("query_norm", ["layer", "batch", "none"])
+def test_value_and_every_gradient(query_norm, activation):
+    assert_matches_reference(build(query_norm=query_norm, activation=activation))
+
+
+def test_value_and_every_gradient_with_sparse_gradients():
+    memory = build(sparse=True)
+    assert_matches_reference(memory)
+    memory(random_x()).y.sum().backward()
+    dense = build()
+    dense(random_x()).y.sum().backward()
+    assert memory.values.grad.is_sparse
+    torch.testing.assert_close(memory.values.grad.to_dense(), dense.values.grad, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
+def test_all_slots_equals_the_full_product(activation):
+    memory, x = build(half_keys=4, top_k=4, activation=activation), random_x()
+    memory.top_k, memory.pairs = 16, candidate_pairs(top_k=16, half_keys=4)
+    query = memory.norm(memory.query(x).unflatten(-1, (3, 6)))
+    first, second = memory.keys.unbind(1)
+    full_keys = torch.cat([first.repeat_interleave(4, dim=1), second.repeat(1, 4, 1)], -1)  # [H, M, d_query]
+    scores = torch.einsum("bthk,hmk->bthm", query, full_keys)
+    weights = scores.softmax(-1) if activation == "softmax" else scores.relu()
+    torch.testing.assert_close(memory(x).y, weights.sum(2) @ memory.values, rtol=0, atol=1e-12)
+    assert_matches_reference(memory)
+
+
+def winners_and_all(first: Tensor, second: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots found, their scores, and the scores of all slots."""
+    pairs = candidate_pairs(top_k=top_k, half_keys=first.shape[-1])
+    i, j = search(torch.stack([first, second]), top_k=top_k, pairs=pairs)
+    slots = i * first.shape[-1] + j
+    every = (first[..., :, None] + second[..., None, :]).flatten(-2)
+    return slots, every.gather(-1, slots), every
+
+
+@given(half_keys=st.integers(1, 9), share=st.floats(0, 1), ties=st.booleans(), seed=st.integers(0, 999))
+@settings(max_examples=150, deadline=None)
+def test_pruned_search_is_exact(half_keys, share, ties, seed):
+    top_k = 1 + round(share * (half_keys**2 - 1))
+    generator = torch.Generator().manual_seed(seed)
+    first, second = torch.randn(2, 2, 3, half_keys, dtype=DOUBLE, generator=generator)
+    if ties:
+        first, second = first.round(), second.round()
+    slots, scores, every = winners_and_all(first, second, top_k)
+    torch.testing.assert_close(scores.sort(descending=True).values, every.topk(top_k).values, rtol=0, atol=0)
+    assert all(len(set(row.tolist())) == top_k for row in slots.flatten(0, -2))
+    if not ties:
+        assert torch.equal(slots.sort().values, every.topk(top_k).indices.sort().values)
+
+
+def test_search_finds_the_slots_of_brute_force():
+    memory, query = build(), torch.randn(3, 6, dtype=DOUBLE)
+    for head in range(3):
+        first, second = memory.keys[head, 0] @ query[head, :3], memory.keys[head, 1] @ query[head, 3:]
+        slots, _, _ = winners_and_all(first, second, 5)
+        expected, _ = best_slots(query[head], keys=memory.keys[head], top_k=5)
+        assert set(slots.tolist()) == set(expected.tolist())
+
+
+def test_search_ranks_sums_of_low_precision_scores_in_float32():
+    first = torch.tensor([128.0, 127.5], dtype=torch.bfloat16)
+    for low, runner_up in ((0.125, (0, 1)), (-0.125, (1, 0))):  # in bfloat16, 128 + low and 127.5 + 0.5 are both 128
+        second = torch.tensor([0.5, low], dtype=torch.bfloat16)
+        i, j = search(torch.stack([first, second]), top_k=2, pairs=candidate_pairs(top_k=2, half_keys=2))
+        assert sorted(zip(i.tolist(), j.tolist(), strict=True)) == [(0, 0), runner_up]
+
+
+def test_pruning_leaves_few_candidates():
+    assert candidate_pairs(top_k=32, half_keys=512).shape == (2, 119)
+    assert candidate_pairs(top_k=8, half_keys=8).shape == (2, 20)
+
+
+def split(memory: ProductKeyMemory, x: Tensor) -> Tensor:
+    return torch.cat([memory(x[:, :2]).y, memory(x[:, 2:]).y], 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("query_norm", ["layer", "batch", "none"])
+def test_what_a_byte_may_see(query_norm, training):
+    memory, x = build(query_norm=query_norm), random_x(length=5).detach()
+    memory(x)  # batch statistics that are not those of a new module
+    memory.train(training)
+    later, other = x.clone(), x.clone()
+    later[:, -1] += 1
+    other[1] += 1
+    differences = {
+        "causal_in_training": memory(later).y[:, :-1] - memory(x).y[:, :-1],
+        "streams_apart": memory(other).y[0] - memory(x).y[0],
+        "segments": split(memory, x) - memory(x).y,
+    }
+    broken = {name for name, difference in differences.items() if difference.abs().max() > 1e-9}
+    assert broken == (memory.limits if training else set())
+    assert memory.limits == (set(differences) if query_norm == "batch" else set())
+
+
+def test_layers_differ_and_follow_the_seed():
+    first, second = build(seed=4), build(seed=None)
+    again = build(seed=4)
+    for name in ("query.weight", "keys", "values"):
+        assert not torch.equal(first.get_parameter(name), second.get_parameter(name))
+        assert torch.equal(first.get_parameter(name), again.get_parameter(name))
+    assert not torch.equal(first.keys[0, 0], first.keys[0, 1])
+
+
+def test_initial_scale():
+    memory = build(make_place(d_model=100), half_keys=40, d_query=16)
+    assert math.isclose(memory.values.std().item(), 0.1, rel_tol=0.02)
+    assert memory.keys.abs().max() <= 8**-0.5
+    query = torch.randn(2000, 16, dtype=DOUBLE)
+    scores = query[:, :8] @ memory.keys[0, 0].T + query[:, 8:] @ memory.keys[0, 1].T
+    assert math.isclose(scores.var().item(), 2 / 3, rel_tol=0.1)
+
+
+def test_sharing_of_values():
+    pool = {}
+    places = [make_place(layer=layer, pool=pool) for layer in range(2)]
+    first, second = (build(place, seed=None, share="network") for place in places)
+    assert first.values is second.values
+    assert first.keys is not second.keys
+    assert build(make_place(), share="network").values is not first.values
+    assert build(places[1], half_keys=6, share="network").values.shape == (36, D)
+    assert build(places[1]).values is not first.values
+    x = random_x()
+    (first(x).y + second(x).y).sum().backward()
+    alone = build(share="network", seed=None)
+    alone.load_state_dict(first.state_dict())
+    (gradient,) = torch.autograd.grad(alone(x).y.sum(), alone.values)
+    alone.load_state_dict(second.state_dict())
+    gradient = gradient + torch.autograd.grad(alone(x).y.sum(), alone.values)[0]
+    torch.testing.assert_close(first.values.grad, gradient, rtol=0, atol=1e-13)
+
+
+def test_usage_by_hand():
+    memory = build(half_keys=2, top_k=2, heads=1)
+    slots, weights = torch.tensor([[0, 1], [0, 3]]), torch.tensor([[0.75, 0.25], [1.0, 0.0]])
+    seen = memory.usage(slots, weights)
+    assert seen["usage_count"].tolist() == [2, 1, 0, 1]
+    assert seen["usage_weight"].tolist() == [1.75, 0.25, 0.0, 0.0]
+    metrics = memory.metrics(seen)
+    assert metrics["usage_percent"] == 50
+    assert metrics["usage_bytes"] == 2
+    assert math.isclose(metrics["kl_count_nats"], math.log(4) + 0.5 * math.log(0.5) + 0.5 * math.log(0.25))
+    expected = math.log(4) + 0.875 * math.log(0.875) + 0.125 * math.log(0.125)
+    assert math.isclose(metrics["kl_weighted_nats"], expected)
+    doubled = {name: 2 * number for name, number in seen.items()}
+    assert memory.metrics(doubled) == metrics | {"usage_bytes": 4}
+    assert memory.metrics({}) == {}
+    assert "kl_weighted_nats" not in memory.metrics(memory.usage(slots, torch.zeros(2, 2)))
+
+
+def test_usage_adds_over_bytes_and_looking_changes_nothing():
+    memory, x = build(), random_x()
+    out = memory(x, look=True)
+    parts = [memory(part, look=True).seen for part in x.split(1, dim=1)]
+    for name, total in out.seen.items():
+        torch.testing.assert_close(sum(part[name] for part in parts), total)
+        assert not total.requires_grad
+    assert out.seen["usage_count"].sum() == B * T * 3 * 5
+    assert math.isclose(out.seen["usage_weight"].sum().item(), B * T * 3)
+    assert torch.equal(out.y, memory(x).y)
+    assert memory(x).seen is None
+
+
+def test_flops_and_touched_parameters():
+    memory = build()
+    assert memory.ideal_flops() == 2 * (5 * 18 + 3 * 7 * 6 + 3 * 5 * 5)
+    assert memory.touched_parameters() == 5 * 18 + 18 + 2 * 6 + 3 * 2 * 7 * 3 + 3 * 5 * 5
+    crowded = build(half_keys=3, top_k=3, heads=4, query_norm="none")
+    assert crowded.touched_parameters() == sum(p.numel() for p in crowded.parameters())
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_no_shape_depends_on_the_data(look):
+    """On the meta device there is no data: a shape taken from it, or a number read from it, raises."""
+    memory = build().to("meta")
+    out = memory(torch.zeros(B, T, D, device="meta", dtype=DOUBLE), look=look)
+    out.y.sum().backward()
+    assert memory.values.grad.shape == (49, D)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_float32_equals_float64(sparse, compiled):
+    """PyTorch reads the table by other code in float32, and only that code has the fault that compiling must avoid."""
+    exact, memory = build(sparse=sparse), build(sparse=sparse).float()
+    module = torch.compile(memory, fullgraph=not sparse, backend="aot_eager") if compiled else memory
+    x = random_x().detach()
+    ours, theirs = (
+        torch.autograd.grad(run(part).y.square().sum(), [part, *parameters])
+        for run, part, parameters in (
+            (module, x.float().requires_grad_(), memory.parameters()),
+            (exact, x.requires_grad_(), exact.parameters()),
+        )
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.to_dense().double(), other.to_dense(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("query_norm", ["layer", "batch", "none"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_bfloat16_autocast(sparse, query_norm):
+    memory, x = build(sparse=sparse, query_norm=query_norm).float(), random_x().detach().float()
+    plain = memory(x).y
+    with torch.autocast("cpu", torch.bfloat16):
+        y = memory(x).y
+    y.square().sum().backward()
+    assert y.dtype == torch.float32
+    assert all(p.grad.to_dense().isfinite().all() for p in memory.parameters())
+    assert (y - plain).abs().mean() < 0.1 * plain.abs().mean()
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("top_k", 8),
+        ("top_k", 0),
+        ("top_k", 1),
+        ("half_keys", 0),
+        ("heads", 0),
+        ("d_query", 5),
+        ("d_query", 0),
+        ("query_norm", "rms"),
+        ("activation", "gelu"),
+        ("share", "head"),
+    ],
+)
+def test_bad_input_names_the_key_and_the_allowed(key, value):
+    with pytest.raises(ValueError, match=f"{key}={value}.*allowed are") as error:
+        build(**{key: value})
+    if key == "top_k":
+        assert "half_keys=7" in str(error.value)
+
+
+def test_one_slot_a_head_is_allowed_with_relu():
+    assert_matches_reference(build(top_k=1, activation="relu"))

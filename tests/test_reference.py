@@ -1,0 +1,430 @@
+"""The references themselves, against facts that were not written by the same hand: torch's own layers, closed forms,
+numbers that can be worked out on paper. What is checked here may then judge the product.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.reference.adaptive_span import (
+    adaptive_mask,
+    adaptive_span_attention,
+    dynamic_fractions,
+    dynamic_span_attention,
+    soft_mask,
+    span_loss,
+)
+from tests.reference.all_attention import all_attention, persistent_vectors
+from tests.reference.attention import attention
+from tests.reference.feed_forward import feed_forward
+from tests.reference.language_model import language_model
+from tests.reference.positions import alibi_slopes, rotary, score, sinusoid
+from tests.reference.product_key_memory import best_slots, product_key_memory, queries
+
+B, T, D, H, K, S = 2, 6, 8, 2, 4, 4
+C, DQ = 3, 4  # half-keys per set and width of a query of the product-key memory
+EXACT = {"rtol": 0, "atol": 1e-10}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers, the same for the same shape and seed; a leaf that wants its gradient."""
+    generator = torch.Generator().manual_seed(seed * 7919 + sum(n * 31**i for i, n in enumerate(shape)))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return normal(B, T, D)
+
+
+@pytest.fixture
+def weights() -> dict[str, Tensor]:
+    return {name: normal(D, D, seed=i + 1) for i, name in enumerate(("wq", "wk", "wv", "wo"))}
+
+
+def assert_same(one: Tensor, other: Tensor, *, inputs: list[Tensor]) -> None:
+    """Equal values, and equal gradients of a fixed random projection with respect to every input."""
+    torch.testing.assert_close(one, other, **EXACT)
+    upstream = normal(*one.shape, seed=99).detach()
+    gradients = [torch.autograd.grad(y, inputs, upstream) for y in (one, other)]
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
+def split_heads(y: Tensor) -> Tensor:
+    """``[B, T, H K]`` to ``[B, H, T, K]``."""
+    return y.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
+def by_torch(x: Tensor, *, weights: dict[str, Tensor], bias: Tensor) -> Tensor:
+    """The same attention by torch's scaled_dot_product_attention, ``bias [.., T, T]`` added to scaled scores."""
+    q, k, v = (split_heads(x @ weights[name].T) for name in ("wq", "wk", "wv"))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return y.transpose(1, 2).flatten(2) @ weights["wo"].T
+
+
+def numbers() -> Tensor:
+    """x of every (query, key): ``[T, T]``, negative where the key is not in the past."""
+    return torch.arange(T)[:, None] - torch.arange(T)[None, :]
+
+
+def hard(*, span: int) -> Tensor:
+    """0 on the ``span`` visible keys of a query, minus infinity elsewhere."""
+    x = numbers()
+    return torch.zeros(T, T, dtype=torch.float64).masked_fill((x < 0) | (x >= span), -math.inf)
+
+
+def test_attention_is_torch_multihead_attention(x, weights):
+    layer = nn.MultiheadAttention(D, H, bias=False, batch_first=True, dtype=torch.float64)
+    parameters = {
+        "in_proj_weight": torch.cat([weights["wq"], weights["wk"], weights["wv"]]),
+        "out_proj.weight": weights["wo"],
+    }
+    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
+    theirs, _ = torch.func.functional_call(layer, parameters, (x, x, x), {"attn_mask": causal, "need_weights": False})
+    ours = attention(x, **weights, heads=H, span=T, attend_self=True, position="none")
+    assert_same(ours, theirs, inputs=[x, *weights.values()])
+
+
+def test_span_is_a_band(x, weights):
+    ours = attention(x, **weights, heads=H, span=3, attend_self=True, position="none")
+    assert_same(ours, by_torch(x, weights=weights, bias=hard(span=3)), inputs=[x, *weights.values()])
+
+
+def test_without_self_the_first_query_sees_nothing_and_the_second_copies(x, weights):
+    y = attention(x, **weights, heads=H, span=1, attend_self=False, position="none")
+    assert torch.equal(y[:, 0], torch.zeros(B, D, dtype=torch.float64))
+    torch.testing.assert_close(y[:, 1:], x[:, :-1] @ weights["wv"].T @ weights["wo"].T, **EXACT)
+
+
+def test_alibi_is_a_bias_on_scaled_scores(x, weights):
+    slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)  # two heads
+    bias = hard(span=S) - slopes[:, None, None] * numbers()
+    ours = attention(x, **weights, heads=H, span=S, attend_self=True, position="alibi")
+    assert_same(ours, by_torch(x, weights=weights, bias=bias), inputs=[x, *weights.values()])
+
+
+def test_relative_is_a_bias_that_depends_on_the_query(x, weights):
+    table = normal(S, K)
+    q = split_heads(x @ weights["wq"].T)
+    per_column = q @ table.T / math.sqrt(K)  # [B, H, T, S]
+    columns = numbers().clamp(0, S - 1).expand(B, H, T, T)
+    bias = hard(span=S) + per_column.gather(-1, columns)
+    ours = attention(x, **weights, heads=H, span=S, attend_self=True, position="relative", table=table)
+    assert_same(ours, by_torch(x, weights=weights, bias=bias), inputs=[x, table, *weights.values()])
+
+
+@pytest.mark.parametrize("attend_self", [True, False])
+@pytest.mark.parametrize("position", ["none", "rotary", "relative", "alibi"])
+def test_two_segments_are_one(x, weights, position, attend_self):
+    same = dict(**weights, heads=H, span=S, attend_self=attend_self, position=position, table=normal(S, K))
+    whole = attention(x, **same)
+    second = attention(x[:, 2:], **same, past=x[:, :2], start=2)
+    assert_same(whole[:, 2:], second, inputs=[x, *weights.values()])
+
+
+def test_rotary_turns_complex_numbers():
+    vector, position = normal(K).detach(), 5
+    pairs = torch.complex(vector[: K // 2], vector[K // 2 :])
+    angles = torch.tensor([5.0, 5 / 100], dtype=torch.float64)  # 10000^(-2i/4) = 1, 1/100
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(rotary(vector, position=position), torch.cat([turned.real, turned.imag]), **EXACT)
+
+
+def test_rotary_score_depends_only_on_the_distance():
+    q, k = normal(8, seed=1).detach(), normal(8, seed=2).detach()
+    near = rotary(q, position=5) @ rotary(k, position=2)
+    assert not math.isclose(float(near), float(rotary(q, position=5) @ rotary(k, position=3)), abs_tol=1e-3)
+    torch.testing.assert_close(near, rotary(q, position=1003) @ rotary(k, position=1000), **EXACT)
+    far = rotary(q, position=10**7 + 3) @ rotary(k, position=10**7)
+    torch.testing.assert_close(near, far, rtol=0, atol=1e-7)
+
+
+def test_rotary_with_persistent_vectors_does_not_see_the_absolute_place(x, weights):
+    same = dict(**weights, heads=H, span=S, attend_self=True, position="rotary")
+    same |= {"persistent_keys": normal(H, 3, K), "persistent_values": normal(H, 3, K, seed=1)}
+    torch.testing.assert_close(attention(x, **same), attention(x, **same, start=1000), **EXACT)
+
+
+def test_sinusoids_by_hand():
+    expected = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]  # 10000^(2/4) = 100
+    torch.testing.assert_close(sinusoid(3, d_model=4), torch.tensor(expected, dtype=torch.float64), **EXACT)
+
+
+def test_a_shift_of_sinusoids_is_a_rotation():
+    shift = 7
+    for position in (0, 1, 40):
+        here, there = sinusoid(position, d_model=D), sinusoid(position + shift, d_model=D)
+        for i in range(0, D, 2):
+            angle = shift / 10_000 ** (i / D)
+            cos, sin = math.cos(angle), math.sin(angle)
+            turn = torch.tensor([[cos, sin], [-sin, cos]], dtype=torch.float64)
+            torch.testing.assert_close(turn @ here[i : i + 2], there[i : i + 2], **EXACT)
+
+
+def test_alibi_slopes():
+    assert alibi_slopes(8).tolist() == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    assert alibi_slopes(1).tolist() == [1 / 256]
+    sixteen = alibi_slopes(16).tolist()
+    assert sixteen[:2] == pytest.approx([math.sqrt(1 / 2), 1 / 2])
+    assert alibi_slopes(12).tolist() == pytest.approx([*alibi_slopes(8).tolist(), *sixteen[0:8:2]])
+    assert alibi_slopes(3).tolist() == pytest.approx([1 / 16, 1 / 256, 1 / 4])
+
+
+def test_dot_products_have_variance_k_and_scores_variance_one():
+    width, pairs = 16, 4000
+    q, k = normal(pairs, width, seed=1).detach(), normal(pairs, width, seed=2).detach()
+    scores = torch.stack(
+        [
+            score(a, b, position="none", number=0, query_at=0, key_at=0, slope=0.0, table=None)
+            for a, b in zip(q, k, strict=True)
+        ]
+    )
+    assert float((q * k).sum(-1).var()) == pytest.approx(width, rel=0.1)  # four standard errors
+    assert float(scores.var()) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("x", "z", "weight", "slope"),
+    [
+        (0, 0.0, 1.0, 1 / 4),  # where every head starts: the kink at x = z counts
+        (1, 0.0, 3 / 4, 1 / 4),
+        (4, 0.0, 0.0, 1 / 4),  # and so does the one at x = z + R
+        (5, 0.0, 0.0, 0.0),
+        (2, 3.0, 1.0, 0.0),
+        (3, 3.0, 1.0, 1 / 4),
+        (4, 2.5, 5 / 8, 1 / 4),
+        (6, 2.0, 0.0, 1 / 4),
+        (7, 2.0, 0.0, 0.0),
+    ],
+)
+def test_soft_mask_by_hand(x, z, weight, slope):
+    z = torch.tensor(z, dtype=torch.float64, requires_grad=True)
+    mask = soft_mask(x, z=z, ramp=4)
+    assert mask.item() == weight
+    assert torch.autograd.grad(mask, z)[0].item() == slope
+
+
+def soft(z: Tensor, *, ramp: int) -> Tensor:
+    """m_z(x) of every (query, key) for ``z [..., 1, 1]`` or ``[..., T, 1]``."""
+    return torch.clamp((ramp + z - numbers()) / ramp, 0, 1)
+
+
+@pytest.mark.parametrize("fractions", [(0.0, 0.5), (0.1, 0.7), (0.25, 1.0)])
+def test_a_soft_mask_is_a_bias_of_its_logarithm(x, weights, fractions):
+    ramp = 2
+    fractions = torch.tensor(fractions, dtype=torch.float64, requires_grad=True)
+    mask = soft((S * fractions)[:, None, None], ramp=ramp) * (hard(span=S) == 0)
+    q, k, v = (split_heads(x @ weights[name].T) for name in ("wq", "wk", "wv"))
+    unnormalised = mask * torch.exp(q @ k.transpose(-1, -2) / math.sqrt(K))
+    theirs = unnormalised / unnormalised.sum(-1, keepdim=True) @ v
+    theirs = theirs.transpose(1, 2).flatten(2) @ weights["wo"].T
+    ours = adaptive_span_attention(
+        x, fractions=fractions, ramp=ramp, **weights, span=S, attend_self=True, position="none"
+    )
+    torch.testing.assert_close(theirs, by_torch(x, weights=weights, bias=mask.log()), **EXACT)
+    assert_same(ours, theirs, inputs=[x, fractions, *weights.values()])
+
+
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_spans_wide_open_are_plain_attention(x, weights, attend_self):
+    same = dict(**weights, span=S, attend_self=attend_self, position="rotary")
+    open_spans = torch.full((H,), (S - 1) / S, dtype=torch.float64)  # z = S - 1 = the largest x
+    ours = adaptive_span_attention(x, fractions=open_spans, ramp=2, **same)
+    assert_same(ours, attention(x, heads=H, **same), inputs=[x, *weights.values()])
+
+
+def test_dynamic_spans_with_no_vectors_are_adaptive_spans(x, weights):
+    same = dict(**weights, ramp=2, span=S, attend_self=True, position="none")
+    biases = torch.tensor([-1.3, 0.4], dtype=torch.float64)
+    dynamic = dynamic_span_attention(x, vectors=torch.zeros(H, D, dtype=torch.float64), biases=biases, **same)
+    fixed = adaptive_span_attention(x, fractions=1 / (1 + torch.exp(-biases)), **same)
+    assert_same(dynamic, fixed, inputs=[x, *weights.values()])
+
+
+def test_dynamic_spans_follow_the_query(x, weights):
+    vectors, biases = normal(H, D, seed=5), normal(H, seed=6)
+    fractions = torch.sigmoid(x @ vectors.T + biases)  # [B, T, H]
+    z = S * fractions.transpose(1, 2)[..., None]  # [B, H, T, 1]
+    bias = hard(span=S) + soft(z, ramp=2).detach().log()
+    ours = dynamic_span_attention(
+        x, vectors=vectors, biases=biases, ramp=2, **weights, span=S, attend_self=True, position="none"
+    )
+    torch.testing.assert_close(ours, by_torch(x, weights=weights, bias=bias), **EXACT)
+    torch.testing.assert_close(dynamic_fractions(x, vectors=vectors, biases=biases), fractions, **EXACT)
+    for gradient in torch.autograd.grad(ours.square().sum(), [vectors, biases]):
+        assert gradient.abs().min() > 0
+
+
+def test_span_loss_by_hand():
+    fractions = torch.tensor([0.25, 0.5], dtype=torch.float64, requires_grad=True)
+    loss = span_loss(fractions, span=1024, weight=0.002)
+    assert loss.item() == pytest.approx(0.002 * (256 + 512) / 2)
+    assert torch.autograd.grad(loss, fractions)[0].tolist() == pytest.approx([1.024, 1.024])
+    per_byte = torch.tensor([[[0.25, 0.5], [0.75, 0.5]]], dtype=torch.float64)
+    assert float(span_loss(per_byte, span=1024, weight=0.002)) == pytest.approx(0.002 * 512)
+
+
+def test_persistent_vectors_have_variance_one():
+    width, number = 16, 64
+    keys, values = persistent_vectors(
+        normal(H, number, width) / math.sqrt(width),
+        value_parameters=normal(H, number, width, seed=1) / math.sqrt(number),
+    )
+    assert keys.var().item() == pytest.approx(1, rel=0.15)
+    assert values.var().item() == pytest.approx(1, rel=0.15)
+
+
+def test_persistent_vectors_are_more_keys(x, weights):
+    keys, values = normal(H, 3, K, seed=1), normal(H, 3, K, seed=2)
+    q, k, v = (split_heads(x @ weights[name].T) for name in ("wq", "wk", "wv"))
+    k, v = (torch.cat([a, b.expand(B, H, 3, K)], dim=2) for a, b in ((k, keys), (v, values)))
+    bias = torch.cat([hard(span=S), torch.zeros(T, 3, dtype=torch.float64)], dim=1)
+    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2) @ weights["wo"].T
+    ours = all_attention(
+        x,
+        key_parameters=keys / 2,  # sqrt(K) = 2
+        value_parameters=values / math.sqrt(3),
+        **weights,
+        span=S,
+        attend_self=True,
+        position="none",
+    )
+    assert_same(ours, theirs, inputs=[x, keys, values, *weights.values()])
+
+
+def test_persistent_vectors_alone_are_a_feed_forward_with_softmax(x, weights):
+    keys, values = normal(H, 5, K, seed=1), normal(H, 5, K, seed=2)
+    ours = all_attention(
+        x, key_parameters=keys, value_parameters=values, **weights, span=0, attend_self=True, position="rotary"
+    )
+    theirs = torch.zeros_like(x)
+    for h in range(H):  # the sum of H feed-forwards with 5 inner units each
+        block = slice(h * K, (h + 1) * K)
+        up = keys[h] @ weights["wq"][block]  # sqrt(K) cancels the scale of the scores
+        down = weights["wo"][:, block] @ (math.sqrt(5) * values[h]).T
+        theirs = theirs + feed_forward(x, up=up, down=down, activation="softmax")
+    assert_same(ours, theirs, inputs=[x, keys, values, weights["wq"], weights["wo"]])
+
+
+def test_a_soft_mask_spares_the_persistent_vectors(x, weights):
+    keys, values = normal(H, 3, K, seed=1), normal(H, 3, K, seed=2)
+    same = dict(**weights, attend_self=True, position="none")
+    closed = adaptive_mask(torch.zeros(H, dtype=torch.float64), span=S, ramp=1)  # ramp 1 and z = 0: only x = 0 is left
+    ours = all_attention(x, key_parameters=keys, value_parameters=values, **same, span=S, mask=closed)
+    only_itself = all_attention(x, key_parameters=keys, value_parameters=values, **same, span=1)
+    assert_same(ours, only_itself, inputs=[x, keys, values, *weights.values()])
+
+
+@pytest.mark.parametrize(
+    ("activation", "by_torch"),
+    [
+        ("relu", F.relu),
+        ("gelu", F.gelu),
+        ("relu2", lambda inner: F.relu(inner).square()),
+        ("swiglu", lambda inner: F.silu(inner[..., :3]) * inner[..., 3:]),
+        ("softmax", lambda inner: F.softmax(inner, dim=-1)),
+    ],
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_feed_forward_is_two_linear_layers(x, activation, by_torch, biased):
+    inner = 6 if activation == "swiglu" else 3
+    up, down = normal(inner, D), normal(D, 3)
+    up_bias, down_bias = (normal(inner), normal(D)) if biased else (None, None)
+    ours = feed_forward(x, up=up, down=down, activation=activation, up_bias=up_bias, down_bias=down_bias)
+    theirs = F.linear(by_torch(F.linear(x, up, up_bias)), down, down_bias)
+    assert_same(ours, theirs, inputs=[x, up, down, *([up_bias, down_bias] if biased else [])])
+
+
+@pytest.fixture
+def memory() -> dict[str, Tensor]:
+    return {
+        "query_weight": normal(H * DQ, D),
+        "query_bias": normal(H * DQ),
+        "keys": normal(H, 2, C, DQ // 2),
+        "values": normal(C * C, D),
+    }
+
+
+def test_all_slots_are_the_product_of_two_softmaxes(x, memory):
+    scale, shift = normal(DQ, seed=7), normal(DQ, seed=8)
+    norm = ("layer", scale, shift, 1e-5)
+    ours = product_key_memory(x, **memory, norm=norm, top_k=C * C, activation="softmax")
+    query = F.linear(x, memory["query_weight"], memory["query_bias"]).unflatten(-1, (H, DQ))
+    query = F.layer_norm(query, (DQ,), scale, shift).unflatten(-1, (2, DQ // 2))
+    scores = torch.einsum("bthsd,hscd->bthsc", query, memory["keys"])
+    first, second = scores.softmax(-1).unbind(3)  # [B, T, H, C] each
+    shares = torch.einsum("bthi,bthj->bthij", first, second).flatten(3)  # slot i C + j
+    assert_same(ours, (shares @ memory["values"]).sum(2), inputs=[x, scale, shift, *memory.values()])
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
+def test_top_k_by_masking_the_rest(x, memory, activation):
+    top_k = 2
+    ours = product_key_memory(x, **memory, norm=None, top_k=top_k, activation=activation)
+    query = F.linear(x, memory["query_weight"], memory["query_bias"]).reshape(B, T, H, DQ)
+    i, j = torch.arange(C * C) // C, torch.arange(C * C) % C
+    products = torch.cat([memory["keys"][:, 0, i], memory["keys"][:, 1, j]], dim=-1)  # [H, C C, DQ]
+    scores = torch.einsum("bthd,hmd->bthm", query, products)
+    lost = scores < scores.topk(top_k).values[..., -1:]
+    rest = {"softmax": -math.inf, "relu": 0.0}[activation]
+    shares = scores.masked_fill(lost, rest)
+    shares = shares.softmax(-1) if activation == "softmax" else shares.relu()
+    assert_same(ours, (shares @ memory["values"]).sum(2), inputs=[x, *memory.values()])
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+def test_the_best_slots_are_among_the_best_halves(top_k):
+    number = 6
+    query, keys = normal(DQ, seed=3).detach(), normal(2, number, DQ // 2, seed=4).detach()
+    first, second = keys[0] @ query[: DQ // 2], keys[1] @ query[DQ // 2 :]
+    i, j = first.topk(top_k).indices.tolist(), second.topk(top_k).indices.tolist()
+    candidates = {a * number + b: float(first[a] + second[b]) for a in i for b in j}
+    expected = sorted(candidates, key=candidates.get, reverse=True)[:top_k]
+    assert best_slots(query, keys=keys, top_k=top_k)[0].tolist() == expected
+
+
+def test_layer_norm_is_over_each_head_and_batch_norm_over_all_rows(x, memory):
+    weight, bias = memory["query_weight"], memory["query_bias"]
+    scale, shift = normal(DQ, seed=7), normal(DQ, seed=8)
+    ours = queries(x, weight=weight, bias=bias, norm=("layer", scale, shift, 1e-5), heads=H)
+    theirs = F.layer_norm(F.linear(x, weight, bias).unflatten(-1, (H, DQ)), (DQ,), scale, shift)
+    assert_same(ours, theirs, inputs=[x, weight, bias, scale, shift])
+    scale, shift = normal(H * DQ, seed=7), normal(H * DQ, seed=8)
+    ours = queries(x, weight=weight, bias=bias, norm=("batch", scale, shift, 1e-5), heads=H)
+    theirs = F.batch_norm(F.linear(x, weight, bias).flatten(0, 1), None, None, scale, shift, training=True)
+    assert_same(ours, theirs.reshape(B, T, H, DQ), inputs=[x, weight, scale, shift])
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_language_model_is_torch_encoder_layers(placement, tied):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        D, H, 12, dropout=0.0, batch_first=True, norm_first=placement == "pre", bias=False, dtype=torch.float64
+    )
+    up, down = layer.linear1.weight, layer.linear2.weight
+    wq, wk, wv = layer.self_attn.in_proj_weight.chunk(3)
+    projections = {"wq": wq, "wk": wk, "wv": wv, "wo": layer.self_attn.out_proj.weight}
+    embedding, output, final = normal(5, D), normal(5, D, seed=1), normal(D)
+    inputs = torch.tensor([[0, 1, 2, 3, 4, 0], [4, 4, 3, 2, 2, 1]])
+    ours = language_model(
+        inputs,
+        embedding=embedding,
+        sublayers=[
+            lambda x: attention(x, **projections, heads=H, span=T, attend_self=True, position="none"),
+            lambda x: feed_forward(x, up=up, down=down, activation="relu"),
+        ],
+        norms=[(layer.norm1.weight, None), (layer.norm2.weight, None)],
+        placement=placement,
+        final_norm=(final, None),
+        output=None if tied else output,
+        sinusoidal=True,
+        start=3,
+    )
+    x = embedding[inputs] + torch.stack([sinusoid(3 + t, d_model=D) for t in range(T)])
+    x = layer(x, src_mask=torch.ones(T, T, dtype=torch.bool).triu(1))
+    theirs = F.linear(F.layer_norm(x, (D,), final), embedding if tied else output)
+    assert_same(ours, theirs, inputs=[embedding, final, *layer.parameters(), *([] if tied else [output])])

@@ -1,0 +1,278 @@
+"""W&B: an offline run is written and read back, jobs stay apart, and nothing that W&B does stops a run."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness import wandb_client, wandb_run
+from harness.wandb_run import WandbRun
+
+ROOT = Path(__file__).parents[1]
+
+TWO_JOBS = """
+import sys
+from pathlib import Path
+from harness.wandb_run import WandbRun
+assert "wandb" not in sys.modules, "wandb is imported late"
+folder, pictures = Path(sys.argv[1]), [Path(sys.argv[2])]
+try:
+    with WandbRun(folder / "first", config={"seed": 1}, project="first", name="one", tags=("a",)) as first:
+        first.log({"kind": "train", "bytes_seen": 10, "loss": 1.5})
+        raise KeyError("the job fails")
+except KeyError:
+    pass
+with WandbRun(folder / "second", config={"seed": 2, "model": {"width": 128}}, project="second") as second:
+    second.log({"kind": "provenance", "command": "python train.py"})
+    for step, bits in enumerate((3.0, 2.0, 2.5)):
+        metrics = {"layers.0.attention.span": [1.0, 4.0, None], "layers.2.memory.usage_percent": 12.5}
+        row = {"kind": "valid", "step": step, "bytes_seen": 100 * step, "bits_per_byte": bits, "text": "no", "blocks": [1.0]}
+        second.log(row | {"clock": {"seconds": 0.5}, "metrics": metrics})
+    summary = {"variant": "mhsa", "memory": {"peak_bytes": 12345}, "commit": None}
+    second.log_end(summary=summary, figures=pictures)
+with WandbRun(folder / "second", config={"seed": 2}, project="second", id=second.id) as again:
+    again.log({"kind": "train", "bytes_seen": 300, "loss": 1.0})
+print("\\n".join([first.id, first.hint, second.id, second.hint, again.id, again.hint]), file=open(sys.argv[3], "w"))
+"""
+
+
+def lonely_environment(tmp_path, **variables):
+    """No key, no settings of this user, and a server that nobody can reach."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    kept |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "no_netrc"), "WANDB_CONFIG_DIR": str(tmp_path / "config")}
+    kept |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(ROOT)}
+    return kept | variables
+
+
+def python(*arguments, environment):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment,
+        cwd=environment["HOME"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+
+def inspect(folder, *, environment):
+    command = ("-m", "wandb", "leet", "inspect", "--summary", "--json", folder)
+    return json.loads(python(*command, environment=environment).stdout)
+
+
+def test_jobs_without_key_network_or_terminal_are_runs_of_their_own_on_disk(tmp_path):
+    from matplotlib.figure import Figure
+
+    Figure().savefig(tmp_path / "spans.png")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    environment = lonely_environment(tmp_path)
+    ran = python("-c", TWO_JOBS, tmp_path, tmp_path / "spans.png", tmp_path / "said", environment=environment)
+    assert (ran.stdout, ran.stderr) == ("", "")
+    first_id, first_hint, second_id, second_hint, again_id, again_hint = (tmp_path / "said").read_text().splitlines()
+    assert first_id != second_id == again_id
+
+    first_folder = Path(first_hint.removeprefix("wandb sync "))  # relative to the working directory
+    first = inspect(tmp_path / first_folder, environment=environment)
+    assert first_folder.parts[:2] == ("first", "wandb")
+    assert (first["run_id"], first["project"], first["config"]) == (first_id, "first", {"seed": 1})
+    assert (first["exit_code"], first["tags"], first["summary"]["train/loss"]) == (1, ["a"], 1.5)
+
+    second = inspect(tmp_path / second_hint.removeprefix("wandb sync "), environment=environment)
+    assert (second["run_id"], second["exit_code"]) == (second_id, 0)
+    assert second["config"] == {"seed": 2, "model": {"width": 128}}
+    summary = second["summary"]
+    assert summary["valid/bits_per_byte"] == {"min": 2.0} and summary["bytes_seen"] == 200
+    assert summary["valid/clock/seconds"] == 0.5 and summary["valid_usage_percent/layers.2.memory"] == 12.5
+    span = "valid_span/layers.0.attention"
+    assert [summary[f"{span}/{which}"] for which in ("mean", "min", "max")] == [2.5, 1.0, 4.0]
+    assert summary[span]["_type"] == "histogram" and sum(summary[span]["values"]) == 2
+    assert (summary["variant"], summary["memory/peak_bytes"]) == ("mhsa", 12345)
+    assert summary["figures/spans"]["_type"] == "image-file"
+    assert "train/loss" not in summary and not {"valid/text", "valid/blocks"} & set(summary) and "commit" not in summary
+
+    assert again_hint == f"wandb sync second/wandb/offline-run-*-{second_id}*"
+    assert len(list(tmp_path.glob(again_hint.removeprefix("wandb sync ")))) == 2
+
+
+def test_a_key_and_no_server_is_one_line_and_an_offline_run(tmp_path):
+    code = "import sys; from pathlib import Path; from harness.wandb_run import WandbRun\n"
+    code += "with WandbRun(Path(sys.argv[1]), config={}, id='keepthis') as run: run.log({'kind': 'test', 'bits': 2.0})"
+    environment = lonely_environment(tmp_path, WANDB_API_KEY="0" * 40, WANDB_INIT_TIMEOUT="1", WANDB_PROJECT="theirs")
+    ran = python("-c", code, tmp_path, environment=environment)
+    assert ran.stdout == ""
+    assert ran.stderr.startswith("wandb: cannot go online, so this run is written offline: ")
+    assert len(ran.stderr.splitlines()) == 1
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-keepthis")
+    run = inspect(folder, environment=environment)
+    assert (run["summary"]["test/bits"], run["project"]) == (2.0, "theirs")
+
+
+class FakeWandb:
+    """As much of the module as we use. ``fails`` maps a call to what it does: raise an exception or wait."""
+
+    def __init__(self, *, has_key=False, typed_offline=False, fails=None):
+        self.fails, self.has_key, self.calls = fails or {}, has_key, []
+        self.errors = SimpleNamespace(CommError=ConnectionError)
+        self.settings = SimpleNamespace(mode="offline" if typed_offline else "online")
+        self.run = SimpleNamespace(
+            dir="/nowhere/wandb/offline-run-1-x/files",
+            id="x",
+            url="https://example.org/x",
+            offline=False,
+            disabled=False,
+            summary={},
+            log=lambda row: self.called("log", row),
+            finish=lambda exit_code: self.called("finish", exit_code),
+            define_metric=lambda *name, **keywords: None,
+        )
+
+    def called(self, name, value):
+        self.calls.append((name, value))
+        failure = self.fails.get(name)
+        if isinstance(failure, BaseException):
+            raise failure
+        if failure is not None:
+            time.sleep(failure)
+
+    def names(self):
+        return [name for name, _ in self.calls]
+
+    def setup(self, *, settings=None):
+        return SimpleNamespace(settings=self.settings)
+
+    def Settings(self, **settings):
+        return settings
+
+    def login(self, *, prompt, verify):
+        assert not prompt and not verify
+        return self.has_key
+
+    def init(self, *, mode, **keywords):
+        self.run.offline = mode == "offline"
+        self.run.disabled = mode == "disabled"
+        if mode == "online":
+            self.called("online", keywords)
+        self.called("init", {"mode": mode} | keywords)
+        return self.run
+
+    def teardown(self):
+        self.calls.append(("teardown", None))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    for variable in list(os.environ):
+        if variable.startswith("WANDB_"):
+            monkeypatch.delenv(variable)
+    monkeypatch.setattr(wandb_run, "START_SECONDS", 0.3)
+
+    def install(**keywords):
+        module = FakeWandb(**keywords)
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        return module
+
+    return install
+
+
+def run_job(folder, **keywords):
+    with WandbRun(folder, config={}, **keywords) as run:
+        for step in range(3):
+            run.log({"kind": "valid", "bytes_seen": step, "bits_per_byte": 2.0})
+            time.sleep(0.02)
+        run.log_end(summary={}, figures=[])
+    return run
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+@pytest.mark.parametrize("failure", [RuntimeError("boom\nmore"), SystemExit(3)])
+def test_a_failing_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, failure):
+    module = fake(fails={call: failure})
+    run_job(tmp_path)
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and type(failure).__name__ in err
+    assert ("finish" in module.names()) == (call != "init"), "a run that was started is finished"
+
+
+def test_a_missing_wandb_is_one_line_on_stderr(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run_job(tmp_path).hint == ""
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_a_hanging_wandb_is_left_behind(fake, monkeypatch, tmp_path, capsys, call):
+    fake(fails={call: 3.0})
+    monkeypatch.setattr(wandb_client, "FINISH_SECONDS", -4.8)
+    begun = time.monotonic()
+    run_job(tmp_path)
+    assert time.monotonic() - begun < 1.5
+    assert "left behind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "variable", "has_key", "typed_offline", "started", "lines"),
+    [
+        ("auto", None, False, False, "offline", 0),
+        ("auto", None, True, False, "online", 0),
+        ("auto", None, True, True, "offline", 0),
+        ("online", None, True, False, "online", 0),
+        ("online", None, False, False, "offline", 1),
+        ("offline", None, True, False, "offline", 0),
+        ("auto", "offline", True, False, "offline", 0),
+        ("offline", "online", True, False, "online", 0),
+        ("disabled", "offline", False, False, "offline", 0),
+        ("disabled", None, True, False, None, 0),
+        ("online", "disabled", True, False, None, 0),
+    ],
+)
+def test_mode(fake, monkeypatch, tmp_path, capsys, asked, variable, has_key, typed_offline, started, lines):
+    module = fake(has_key=has_key, typed_offline=typed_offline)
+    if variable:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    hint = run_job(tmp_path, mode=asked).hint
+    modes = [value["mode"] for name, value in module.calls if name == "init"]
+    assert modes == ([started] if started else [])
+    assert len(capsys.readouterr().err.splitlines()) == lines
+    beginning = {"online": "wandb: https://", "offline": "wandb sync ", None: ""}[started]
+    assert hint.startswith(beginning) and bool(hint) == bool(started)
+
+
+def test_an_upload_that_times_out_says_how_to_sync(fake, tmp_path, capsys):
+    fake(has_key=True, fails={"finish": TimeoutError("Timed out finishing run.")})
+    assert run_job(tmp_path).hint.startswith("wandb sync ")
+    assert "TimeoutError" in capsys.readouterr().err
+
+
+def test_variables_win_over_config(fake, monkeypatch, tmp_path):
+    module = fake()
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    monkeypatch.setenv("WANDB_RUN_ID", "given")
+    assert run_job(tmp_path, project="ours", group="sweep", id="ours").id == "given"
+    (given,) = [value for name, value in module.calls if name == "init"]
+    assert "project" not in given and "dir" not in given
+    assert (given["id"], given["group"], given["resume"]) == ("given", "sweep", "allow")
+    assert given["reinit"] == "finish_previous"
+
+
+def test_train_rows_are_thinned_and_evaluations_are_not(fake, tmp_path):
+    module = fake()
+    with WandbRun(tmp_path, config={}, every_seconds=3600) as run:
+        for step in range(5):
+            run.log({"kind": "train", "bytes_seen": step, "loss": 1.0})
+            run.log({"kind": "valid", "bytes_seen": step, "bits_per_byte": 2.0})
+    sent = [set(value) - {"bytes_seen"} for name, value in module.calls if name == "log"]
+    assert sent.count({"train/loss"}) == 1 and sent.count({"valid/bits_per_byte"}) == 5
+
+
+def test_an_unknown_mode_is_the_users_mistake(tmp_path):
+    with pytest.raises(ValueError, match=r"record\.wandb\.mode='on'.*auto, online, offline, disabled"):
+        WandbRun(tmp_path, config={}, mode="on")

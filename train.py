@@ -1,0 +1,56 @@
+"""Train a byte-level language model with one attention mechanism, and measure what it costs.
+
+    python train.py variant=adaptive_span
+    python train.py -m variant=mhsa,adaptive_span,all_attention,product_key_memory seed=0,1,2
+
+The thread of the whole project: compose (Hydra) -> build (harness/build.py) -> loop (here) -> record (harness/record.py).
+"""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from harness.cli import run_command, say
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(cfg: DictConfig) -> float | None:
+    """One run, or one job of a sweep. Returns bits per byte on valid, the objective of sweeps."""
+    from harness.job import prepare  # torch is imported late, so that --help and completion are quick
+
+    try:
+        job = prepare(cfg, command=" ".join(["python", *sys.argv]))
+        return job.earlier_result() if job.earlier else train(job)
+    except ValueError as error:
+        say(error)
+        raise
+
+
+def train(job) -> float | None:
+    """Train until the budget is spent, or until a signal asks to stop."""
+    from harness.runtime import StopSignal
+
+    run, plan = job.run, job.plan
+    with job.opened() as progress, StopSignal() as stop:
+        while not run.finished and not stop.number:
+            before = run.step()
+            if run.spent.steps % plan.record.every_steps == 0:
+                job.append(run.train_row())
+            if job.validation_due(before):
+                job.validate(progress)
+            if job.checkpoint_due():
+                job.save()
+            if progress.due:
+                progress.update(**job.standing())
+        job.save()
+        if stop.number:
+            progress.say(f"stopped at {run.spent.bytes:,} bytes; the same command goes on: {job.command}")
+            raise SystemExit(128 + stop.number)
+        summary = job.finish(progress)
+    job.show(summary)
+    return summary["valid_bits_per_byte"]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,115 @@
+"""Adaptive attention span: every head learns how far back it looks (1905.07799).
+
+    m_z(x) = clamp((R + z - x) / R, 0, 1),   a_tx = m_z(x) exp(s_tx) / sum_y m_z(y) exp(s_ty)          (section 2.2)
+    loss = NLL + lambda / H * sum over all heads of all layers of z
+
+z = S * fraction, one fraction in [0, 1] a head, brought back into it after every optimizer step. x counts visible keys
+from the nearest, which has x = 0. Only keys on the ramp send a gradient to z; keys beyond z + R of a head are not
+computed, and the carried past is as long as the longest head of the layer needs.
+
+The dynamic span of section 2.2's last paragraph depends on the input: z_t = S * sigmoid(v . x_t + b) for each head.
+It is computed over the whole window; what it could save is in ``ideal_flops``' terms only.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from variants.attention import Reach
+from variants.contract import Place
+
+
+def bucket(columns: int) -> int:
+    """Round up, so that moving spans make few shapes: to 64 below 256, above by a quarter to a half of the size."""
+    step = max(64, 2 ** (columns.bit_length() - 2))
+    return -(-columns // step) * step
+
+
+class AdaptiveSpan(Reach):
+    """A learned span for each head.
+
+    Args:
+        ramp: R, keys over which the mask falls from 1 to 0; at least 1.
+        loss_weight: lambda, nats per byte and key of span.
+        initial: fraction of S at which every head starts, in [0, 1].
+    """
+
+    def __init__(self, place: Place, *, ramp: int = 32, loss_weight: float = 2e-6, initial: float = 0.0):
+        super().__init__(place)
+        _check(ramp, initial)
+        self.ramp, self.loss_weight = ramp, loss_weight
+        self.fraction = nn.Parameter(torch.full((place.heads,), float(initial)))
+        self.project_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fraction * self.span
+
+    def loss(self, z: Tensor) -> Tensor:
+        return self.loss_weight * z.mean()
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        self.fraction.clamp_(0, 1)
+        # The far end of the closed ramp, x = z + R, has weight 0 and still a gradient: it is kept.
+        needed = (math.floor(z + self.ramp) + 1 for z in (self.fraction * self.span).tolist())
+        self.columns = tuple(min(self.span, bucket(n)) for n in needed)
+
+    @torch.no_grad()
+    def set_span(self, span: int) -> None:
+        self.fraction.mul_(self.span / span)
+        super().set_span(span)
+        self.project_()
+
+    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        z = (self.fraction * self.span).detach()
+        return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
+
+    def keys_per_byte(self) -> float:
+        """Keys with a weight above 0: x < z + R."""
+        return (self.fraction.detach() * self.span + self.ramp).ceil().clamp(max=self.span).mean().item()
+
+
+class DynamicSpan(Reach):
+    """A span for each head and query, from the sublayer's input.
+
+    Args:
+        ramp, loss_weight: as in ``AdaptiveSpan``; the loss takes the mean span over positions.
+        bias: initial b; -4 starts at 0.018 S.
+    """
+
+    fusable = False
+
+    def __init__(self, place: Place, *, ramp: int = 32, loss_weight: float = 2e-6, bias: float = -4.0):
+        super().__init__(place)
+        _check(ramp, 0.0)
+        self.ramp, self.loss_weight, self.unit = ramp, loss_weight, place.span
+        self.gate = nn.Linear(place.d_model, place.heads)
+        nn.init.constant_(self.gate.bias, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        island = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        return self.unit * torch.sigmoid(island).transpose(1, 2)  # [B, H, T]
+
+    def loss(self, z: Tensor) -> Tensor:
+        return self.loss_weight * z.mean()
+
+    def seen(self, z: Tensor) -> dict[str, Tensor]:
+        return {"span_sum": z.double().sum(dim=(0, 2))}
+
+    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        if "span_sum" not in seen:
+            return {}
+        z = seen["span_sum"] / seen["bytes"]
+        return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
+
+    def ideal_flops(self) -> int:
+        return 2 * self.gate.weight.numel()
+
+
+def _check(ramp: int, initial: float) -> None:
+    if ramp < 1:
+        raise ValueError(f"reach.ramp={ramp}: the ramp is at least 1 key long")
+    if not 0 <= initial <= 1:
+        raise ValueError(f"reach.initial={initial}: allowed are fractions of the span, from 0 to 1")

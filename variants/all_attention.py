@@ -1,0 +1,35 @@
+"""All-attention: persistent key-value vectors in the softmax of attention, in place of the feed-forward (1907.01470).
+
+A feed-forward block with a softmax for its non-linearity is attention over fixed vectors (section 3.1); so N of them
+stand beside the context of every head, in one joint softmax, and the feed-forward is gone. They have no position and
+are never masked. Each head of each layer has its own: 2 D N parameters a layer, as a feed-forward of inner width N.
+
+    M_k = sqrt(K) * key,   M_v = sqrt(N) * value                                                         (section 4.2)
+
+so that vectors which start like the rest of the network are learned at the scale of embeddings.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from variants.attention import PersistentVectors
+from variants.contract import Place
+
+
+class HeadVectors(PersistentVectors):
+    """N persistent key-value vectors for each head of one layer.
+
+    Args:
+        number: N, at least 1.
+    """
+
+    def __init__(self, place: Place, *, d_head: int, number: int):
+        super().__init__()
+        if number < 1:
+            raise ValueError(f"persistent.number={number}: at least 1; for none set persistent to null")
+        self.number, self.d_head = number, d_head
+        self.key = nn.Parameter(torch.randn(place.heads, number, d_head) * d_head**-0.5)
+        self.value = nn.Parameter(torch.randn(place.heads, number, d_head) * number**-0.5)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.key * self.d_head**0.5, self.value * self.number**0.5

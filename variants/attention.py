@@ -1,0 +1,207 @@
+"""Multi-head causal attention over the last S positions, once for all variants that are a kind of it.
+
+    q, k, v = W_q x, W_k x, W_v x;   s_tx = (q_t . k_x + position) / sqrt(K);   y = W_o concat_h(softmax(s) v)
+
+(1706.03762, 3.2). Projections, cache, positions and the softmax over a window are here; a mechanism is a part of it:
+
+- ``reach`` says how far a head looks: ``FixedReach`` (all S), or a learned span (``adaptive_span.py``);
+- ``persistent`` adds key-value vectors to the same softmax (``all_attention.py``).
+
+Past keys and values (``cache: kv``) or past inputs (``cache: hidden``, Transformer-XL's, 1901.02860, 3.2) are carried,
+detached, as far back as the window reaches. Shapes describe the state: a shorter past is simply fewer keys.
+"""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from variants import fused, window
+from variants.contract import Out, Part, Place, State, Sublayer
+from variants.window import Persistent, Window
+
+
+class Reach(Part):
+    """How far each head looks. The base class looks S keys back, everywhere, with a hard edge.
+
+    ``columns`` are decided in ``project_`` and rounded up, so that a forward pass never waits for a parameter's value.
+    """
+
+    ramp: int = 0
+    fusable: bool = True
+
+    def __init__(self, place: Place):
+        super().__init__()
+        self.span, self.heads = place.span, place.heads
+        self.columns: tuple[int, ...] = (place.span,) * place.heads
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        """Spans z in keys for the sublayer's input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard window."""
+        return None
+
+    def loss(self, z: Tensor | None) -> Tensor | None:
+        """What the spans cost, nats per byte, already weighted."""
+        return None
+
+    def project_(self) -> None:
+        """Parameters into their range, and ``columns`` from them."""
+
+    def seen(self, z: Tensor | None) -> dict[str, Tensor]:
+        """Statistics of one segment that add."""
+        return {}
+
+    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        return {}
+
+    def set_span(self, span: int) -> None:
+        """Look ``span`` keys back from now on."""
+        self.span, self.columns = span, (span,) * self.heads
+
+    def keys_per_byte(self) -> float:
+        """Visible keys of a warm query, the mean over heads."""
+        return float(self.span)
+
+    def ideal_flops(self) -> int:
+        """Forward FLOPs per byte of deciding the spans."""
+        return 0
+
+
+FixedReach = Reach
+
+
+class PersistentVectors(Part):
+    """Key-value vectors beside the context: ``forward`` gives keys and values ``[H, N, K]``."""
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class Attention(Sublayer):
+    """Causal multi-head attention over a window of the past.
+
+    Args:
+        place: heads, span, cache, positions and dropout of the run.
+        d_head: head width K, or None for D / H.
+        bias: whether the four projections have biases.
+        zero_init: start W_o at zero, so that the sublayer starts as the identity.
+        reach: makes the ``Reach``; None for a fixed span.
+        persistent: makes the ``PersistentVectors``; None for none.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        d_head: int | None = None,
+        bias: bool = False,
+        zero_init: bool = False,
+        reach: Callable[[Place], Reach] | None = None,
+        persistent: Callable[..., PersistentVectors] | None = None,
+    ):
+        super().__init__()
+        if d_head is None and place.d_model % place.heads:
+            raise ValueError(f"model.heads={place.heads} must divide model.d_model={place.d_model}")
+        if place.cache not in ("kv", "hidden"):
+            raise ValueError(f"model.cache={place.cache}: allowed are kv, hidden")
+        self.heads, self.d_head = place.heads, d_head or place.d_model // place.heads
+        inner = self.heads * self.d_head
+        self.query = nn.Linear(place.d_model, inner, bias=bias)
+        self.key = nn.Linear(place.d_model, inner, bias=bias)
+        self.value = nn.Linear(place.d_model, inner, bias=bias)
+        self.output = nn.Linear(inner, place.d_model, bias=bias)
+        if zero_init:
+            nn.init.zeros_(self.output.weight)
+        self.position = place.position(self.d_head)
+        self.reach = (reach or FixedReach)(place)
+        self.persistent = persistent(place, d_head=self.d_head) if persistent else None
+        self.shift = 0 if place.attend_self else 1
+        self.cache, self.dropout, self.wanted_path = place.cache, place.dropout, place.path
+
+    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
+        if start is None:
+            start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        z = self.reach(x)
+        reach = Window(self.reach.columns, self.shift, z, self.reach.ramp)
+        plain_q = self._split(self.query(x)) * self.d_head**-0.5
+        q = self.position.rotate(plain_q, start)
+        k, v, state = self._context(x, state, start, reach.past())
+        persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
+        y = self._attend(q, k, v, reach, persistent)
+        out = self.output(rearrange(y, "B H T K -> B T (H K)"))
+        with torch.no_grad():
+            seen = self._look(q, k, reach, persistent) if look else None
+        return Out(out, state, self.reach.loss(z) if self.training else None, seen)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return rearrange(x, "B T (H K) -> B H T K", H=self.heads)
+
+    def _context(self, x: Tensor, state: State, start: Tensor, past: int) -> tuple[Tensor, Tensor, State]:
+        """Keys and values of past and segment ``[B, H, L, K]``, and what to carry: the last ``past`` of them."""
+        if self.cache == "hidden":
+            hidden = (
+                x if state is None else torch.cat([state[:, max(0, state.shape[1] - past) :].to(x.dtype), x], dim=1)
+            )
+            k, v = self._split(self.key(hidden)), self._split(self.value(hidden))
+            k = self.position.rotate(k, start - (hidden.shape[1] - x.shape[1]))
+            return k, v, hidden[:, max(0, hidden.shape[1] - past) :].detach()
+        k, v = self.position.rotate(self._split(self.key(x)), start), self._split(self.value(x))
+        if state is not None:
+            skip = max(0, state[0].shape[2] - past)
+            k, v = (
+                torch.cat([old[:, :, skip:].to(new.dtype), new], dim=2) for old, new in zip(state, (k, v), strict=True)
+            )
+        skip = max(0, k.shape[2] - past)
+        return k, v, (k[:, :, skip:].detach(), v[:, :, skip:].detach())
+
+    @torch.compiler.disable  # spans are Python numbers here: a graph break, so that moving spans compile nothing anew
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, reach: Window, persistent: Persistent | None) -> Tensor:
+        bias = self.position.bias(q, max(reach.columns))
+        if self.path(q.device, training=self.training) == "fused":
+            return fused.attend(q, k, v, reach, bias=bias, persistent=persistent)
+        dropout = self.dropout if self.training else 0.0
+        return window.attend(q, k, v, reach, bias=bias, persistent=persistent, dropout=dropout)
+
+    def path(self, device: torch.device, *, training: bool) -> str:
+        """``fused`` where it computes the same: on a CPU, without attention dropout, spans and biases per head."""
+        obstacles = {
+            f"runtime.device={device.type}": device.type != "cpu",
+            f"model.dropout={self.dropout}": training and self.dropout > 0,
+            "spans that depend on the input": not self.reach.fusable,
+            "a position scheme whose bias depends on the query": not self.position.constant_bias,
+        }
+        found = [name for name, stands in obstacles.items() if stands]
+        if self.wanted_path == "fused" and found:
+            raise ValueError(f"runtime.path=fused cannot run with {', '.join(found)}: allowed are auto, plain")
+        return "plain" if self.wanted_path == "plain" or found else "fused"
+
+    def _look(self, q: Tensor, k: Tensor, reach: Window, persistent: Persistent | None) -> dict[str, Tensor]:
+        seen = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.reach.seen(reach.z)
+        if persistent is not None:
+            # The same attend path, fed with ones on persistent vectors and zeros on the context.
+            ones = persistent._replace(v=torch.ones_like(persistent.v))
+            mass = self._attend(q, k, torch.zeros_like(k), reach, ones)[..., 0]
+            seen["persistent_mass"] = mass.double().sum(dim=(0, 2))
+        return seen
+
+    def project_(self) -> None:
+        self.reach.project_()
+
+    def set_span(self, span: int) -> None:
+        if span < 1 or span > self.position.longest:
+            raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
+        self.reach.set_span(span)
+
+    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        found = dict(self.reach.metrics(seen))
+        if "persistent_mass" in seen:
+            found["persistent_mass"] = seen["persistent_mass"] / seen["bytes"]
+        return found
+
+    def ideal_flops(self) -> int:
+        columns = self.reach.keys_per_byte()
+        per_head = 4 * columns * self.d_head + self.position.ideal_flops(columns)
+        if self.persistent is not None:
+            per_head += 4 * self.persistent.number * self.d_head
+        linears = (self.query, self.key, self.value, self.output)
+        return round(2 * sum(m.weight.numel() for m in linears) + self.heads * per_head) + self.reach.ideal_flops()

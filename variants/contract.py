@@ -1,0 +1,182 @@
+"""What a mechanism and the harness may rely on, and nothing else.
+
+A model is a list of layers, a layer is a few named residual sublayers, and a variant says which.
+A sublayer maps ``x [B, T, D]`` to ``y [B, T, D]``; the harness adds it to the residual stream and owns the norm.
+State goes in and out as a value: nothing that a forward pass computes is kept on a module.
+
+How to add a mechanism, in ten lines: see ``variants/__init__.py``. The promises below are checked by
+``variants/conformance.py``, which runs on any variant, ours or yours: ``python -m bench.check variant=mine``.
+"""
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Union
+
+import torch
+from torch import Tensor, nn
+
+State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference cannot stand beside |
+"""Dimension 0 of every tensor is streams: the harness may slice, index and concatenate it. Otherwise opaque."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a sublayer is put, and what all attention sublayers of a run have in common.
+
+    Args:
+        d_model: width D of the residual stream.
+        layer, n_layers: this layer's index, counted from 0, and their number.
+        heads: attention heads H.
+        span: S, the number of past positions that a query may see (the query's own counts if ``attend_self``).
+        attend_self: whether a position attends to itself; the span papers say no.
+        cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
+        dropout: dropout rate on attention weights and inside feed-forward blocks.
+        path: ``plain`` PyTorch, ``fused`` kernels, or ``auto`` for the fastest that computes the same.
+        scheme: makes the run's position scheme for one sublayer.
+        pool: objects shared by several layers; a dictionary that lives while the model is built.
+    """
+
+    d_model: int
+    layer: int
+    n_layers: int
+    heads: int
+    span: int
+    attend_self: bool = True
+    cache: str = "kv"
+    dropout: float = 0.0
+    path: str = "auto"
+    scheme: Callable[..., "Position"]
+    pool: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def position(self, d_head: int) -> "Position":
+        """The run's position scheme for one sublayer whose heads are ``d_head`` wide."""
+        return self.scheme(self, d_head=d_head)
+
+    def shared(self, cls: type, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The same object for every layer that asks with this class and key; made by the first."""
+        if (cls, key) not in self.pool:
+            self.pool[cls, key] = make()
+        return self.pool[cls, key]
+
+
+class Out(NamedTuple):
+    """What a sublayer returns.
+
+    Attributes:
+        y: ``[B, T, D]``, to be added to the residual stream.
+        state: what the next segment of the same streams needs; detached.
+        loss: scalar, nats per byte, already weighted; used in training only, never part of reported bits.
+        seen: statistics that add over bytes, segments and ranks; filled only when ``look`` is true.
+    """
+
+    y: Tensor
+    state: State = None
+    loss: Tensor | None = None
+    seen: dict[str, Tensor] | None = None
+
+
+class Sublayer(nn.Module):
+    """One residual sublayer of a layer. Subclass it, and the constructor's keywords are its configuration.
+
+    ``limits`` declares promises that the mechanism cannot keep; each is tested to be really broken:
+    ``causal_in_training`` (training mode sees the future), ``streams_apart`` (streams of a batch influence each
+    other), ``segments`` (where segments are cut changes the result).
+    """
+
+    limits: frozenset[str] = frozenset()
+
+    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
+        """Map one segment.
+
+        Args:
+            x: ``[B, T, D]``, T >= 1.
+            state: what an earlier forward of the same streams returned, or None where they begin.
+            start: int64 ``[B]``, stream position of ``x[:, 0]``; None means zeros.
+            look: also return statistics.
+        """
+        raise NotImplementedError
+
+    def project_(self) -> None:
+        """Bring parameters back into their legal range. Idempotent; after init, load and every optimizer step."""
+
+    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        """Named numbers (or small tensors, one entry a head) from summed statistics; ``seen`` may be empty."""
+        return {}
+
+    def set_span(self, span: int) -> None:
+        """From now on let a position see ``span`` positions; learned spans keep their lengths in keys.
+
+        A mechanism without a span ignores it. ValueError naming ``eval.span`` where it cannot.
+        """
+
+    def path(self, device: torch.device, *, training: bool) -> str:
+        """The code that would run there: ``plain``, ``fused``, ... ValueError where what was asked for cannot run."""
+        return "plain"
+
+    def touched_parameters(self) -> int:
+        """Parameters read per byte; fewer than there are where a table is looked up."""
+        return sum(p.numel() for p in self.parameters())
+
+    def ideal_flops(self) -> int:
+        """Forward FLOPs per byte, two per multiply-add, warm state, at the present parameters.
+
+        The default counts the matrices of ``nn.Linear`` children, right for a mechanism that is only those.
+        """
+        return 2 * sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+
+
+class Part(nn.Module):
+    """A nested piece of a sublayer that configuration may name; a ``_target_`` below a sublayer's derives from it."""
+
+
+class Position(nn.Module):
+    """A position scheme. Made once a sublayer, and once with ``d_head=0`` for the embedding of the input.
+
+    Positions are given by ``start`` alone, because a segment's positions are consecutive: a scheme can then compute
+    ``start`` in float64 and everything else relative to it, so that stream position 10**7 is as exact as 0.
+    """
+
+    relative: bool = True
+    """Whether only differences of positions matter, so that a stream may begin anywhere and score the same."""
+    longest: float = math.inf
+    """Most visible keys that the scheme has positions for."""
+    constant_bias: bool = True
+    """Whether ``bias`` is None or a constant ``[H, columns]``, so that kernels may take it as such."""
+
+    def __init__(self, place: Place, *, d_head: int):
+        super().__init__()
+
+    def embed(self, x: Tensor, start: Tensor) -> Tensor:
+        """``x [B, T, D]``, the embedded bytes at stream positions ``start [B]`` and on, with positions put in."""
+        return x
+
+    def rotate(self, x: Tensor, start: Tensor) -> Tensor:
+        """Queries or keys ``x [B, H, T, K]`` at stream positions ``start [B]`` and on, turned by their position."""
+        return x
+
+    def bias(self, q: Tensor, columns: int) -> Tensor | None:
+        """What to add to scaled scores: a constant ``[H, columns]``, or ``[B, H, T, columns]``, or None for nothing.
+
+        Column x belongs to the visible key number x, counted from the nearest. ``q [B, H, T, K]`` are scaled queries.
+        """
+        return None
+
+    def ideal_flops(self, columns: float) -> float:
+        """Forward FLOPs per byte and head of ``bias`` at ``columns`` visible keys."""
+        return 0.0
+
+
+def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
+    """Apply ``function`` to every tensor of a state."""
+    if isinstance(state, tuple):
+        return tuple(map_state(function, s) for s in state)
+    return None if state is None else function(state)
+
+
+def cat_streams(states: list[State]) -> State:
+    """Concatenate states of equal structure along streams (dimension 0)."""
+    first = states[0]
+    if isinstance(first, tuple):
+        return tuple(cat_streams(list(parts)) for parts in zip(*states, strict=True))
+    return None if first is None else torch.cat(states)

@@ -1,0 +1,63 @@
+"""Feed-forward block: two matrices with an activation between, applied to each byte alone.
+
+    y = W2 a(W1 x + b1) + b2            relu   a(h) = max(0, h)        (arXiv 1706.03762, section 3.3)
+                                        gelu   a(h) = h Phi(h)         (arXiv 1606.08415, the exact form)
+                                        relu2  a(h) = max(0, h)**2     (arXiv 2109.08668)
+                                        swiglu a(g, h) = silu(g) h     (arXiv 2002.05202)
+
+``hidden`` is the width that W2 reads. swiglu needs two values for each of them, so there W1 is twice as wide and the
+block has 1.5 times the parameters; 2/3 of the width of another activation makes them equal. Weights start as
+``nn.Linear`` starts them. Dropout is applied to the activations.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from variants.contract import Out, Place, State, Sublayer
+
+
+def squared_relu(h: Tensor) -> Tensor:
+    return F.relu(h).square()
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """``h [..., 2*hidden]``, gates first, to ``[..., hidden]``."""
+    gate, value = h.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "relu2": squared_relu, "swiglu": swiglu}
+
+
+class FeedForward(Sublayer):
+    """Two linear maps with an activation between.
+
+    Args:
+        place: gives the width D and the dropout rate.
+        hidden: width that the second matrix reads; None means 4*D.
+        activation: ``relu``, ``gelu``, ``relu2`` or ``swiglu``.
+        bias: whether both matrices have a bias.
+        zero_init: start the second matrix and its bias at zero, so that the block adds nothing at first. The first
+            matrix then gets no gradient in the first step.
+    """
+
+    def __init__(self, place: Place, *, hidden: int | None, activation: str, bias: bool, zero_init: bool):
+        super().__init__()
+        if hidden is None:
+            hidden = 4 * place.d_model
+        if hidden < 1:
+            raise ValueError(f"hidden={hidden}: allowed are integers from 1, or null for 4 times the width")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation}: allowed are {', '.join(ACTIVATIONS)}")
+        self.activate = ACTIVATIONS[activation]
+        self.dropout = place.dropout
+        self.enter = nn.Linear(place.d_model, 2 * hidden if activation == "swiglu" else hidden, bias=bias)
+        self.leave = nn.Linear(hidden, place.d_model, bias=bias)
+        if zero_init:
+            for parameter in self.leave.parameters():
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
+        """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state and makes no statistics."""
+        activations = self.activate(self.enter(x))  # [B, T, hidden]
+        return Out(self.leave(F.dropout(activations, self.dropout, self.training)))

@@ -1,0 +1,217 @@
+"""Product-key memory: a table of M = C*C values, of which each byte reads the few whose keys fit its query best.
+
+Per head, a query q = norm(Wq x + b) is split into halves (q1, q2). Slot (i, j) has the key (c_i, c'_j), made of one
+half-key of each of two sets of C, so that its score is the sum c_i.q1 + c'_j.q2, and
+
+    y = sum over heads of   sum over slots (i, j) in top-k of   w_ij v_ij,    w = softmax over the k scores.
+
+The top k of all M sums are found exactly without forming them: they lie among the sums of the k best of each half,
+and with both halves sorted, pair (i, j) counted from 1 is beaten or equalled by the i*j - 1 pairs above and left of
+it, so only pairs with i*j <= k can be needed (119 of 1024 at k = 32). Values are shared by the heads.
+
+Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
+- LayerNorm over a whole query, with weights shared by the heads, is the default. The paper's BatchNorm computes its
+  statistics over bytes of the future and of other streams; it is an option with that declared. Wq then has no bias,
+  which the norm would take out again.
+- Half-keys start uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's own generator: theirs
+  are the same numbers in every layer and every run. No temperature and no 1/sqrt(d_query): a normalised query has
+  entries of variance 1, so a score starts with variance 2/3, and a LayerNorm's gain can learn the sharpness.
+- ``activation: relu`` weighs the same k slots by max(0, score); arXiv 2310.10837 finds it better on bytes, with all
+  slots read.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from variants.contract import Out, Place, State, Sublayer
+
+
+def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
+    """The pairs of ranks that can be among the ``top_k`` best sums of two sorted lists: int64 ``[2, P]``, from 0."""
+    ranks = range(1, min(top_k, half_keys) + 1)
+    return torch.tensor([(i - 1, j - 1) for i in ranks for j in ranks if i * j <= top_k]).T.contiguous()
+
+
+def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> Tensor:
+    """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly; ties go either way.
+
+    Args:
+        scores: ``[2, ..., C]``, of the two halves.
+        top_k: how many, from 1 to C*C.
+        pairs: ``candidate_pairs`` of the same sizes, on the same device.
+
+    Returns:
+        i and j, int64 ``[2, ..., top_k]``, in no particular order. No gradient.
+    """
+    best, at = scores.detach().topk(min(top_k, scores.shape[-1]))
+    ranks = pairs.view(2, *(1,) * (scores.dim() - 2), -1).expand(*scores.shape[:-1], -1)  # [2, ..., P]
+    # Low-precision scores are added in float32: rounded once more, other sums could seem best.
+    winners = at_least_float32(best.gather(-1, ranks)).sum(0).topk(top_k, sorted=False).indices
+    return at.gather(-1, ranks.gather(-1, winners.expand(2, *winners.shape)))
+
+
+def weigh(scores: Tensor, found: Tensor, *, activation: str) -> Tensor:
+    """Weights ``[..., k]`` of the slots ``found [2, ..., k]``, from the ``scores [2, ..., C]`` of the two halves.
+
+    In float32 or better. The gradient goes to the 2*k scores that were used.
+    """
+    sums = at_least_float32(scores.gather(-1, found)).sum(0)
+    return sums.softmax(-1) if activation == "softmax" else sums.relu()
+
+
+def read(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
+    """Weighted sums ``[n, D]`` of the rows ``slots [n, k]`` of ``values [M, D]``, by ``weights [n, k]``."""
+    # Autocast does not cover this function, and it wants one type.
+    weights = weights.to(values.dtype)
+    return F.embedding_bag(slots, values, mode="sum", per_sample_weights=weights, sparse=sparse)
+
+
+# torch.compile of torch 2.13 gets the shape of a sparse gradient wrong and stops, so this one step stays outside.
+read_uncompiled = torch.compiler.disable(read)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ProductKeyMemory(Sublayer):
+    """A table of values read by content, in place of a feed-forward block or beside it.
+
+    In training mode, ``query_norm: batch`` breaks all three promises; in evaluation mode it keeps them.
+
+    Args:
+        place: gives the width D; with ``share: network``, the table that the other layers use.
+        half_keys: C, half-keys in each of the two sets of a head; the table has C*C slots.
+        top_k: slots that a head reads per byte, from 1 to ``half_keys``; from 2 with softmax, since a softmax over
+            one score is constant and neither keys nor queries would learn.
+        heads: memory heads, not the attention heads.
+        d_query: width of a head's query, even.
+        query_norm: ``layer``, ``batch`` or ``none``.
+        activation: ``softmax`` or ``relu``.
+        share: ``layer`` for a table of one's own, ``network`` for one table of all layers with as many slots.
+        sparse: make the gradient of the values a sparse tensor.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        half_keys: int,
+        top_k: int,
+        heads: int,
+        d_query: int,
+        query_norm: str,
+        activation: str,
+        share: str,
+        sparse: bool,
+    ):
+        super().__init__()
+        check_sizes(half_keys=half_keys, top_k=top_k, heads=heads, d_query=d_query, activation=activation)
+        check_choice("query_norm", query_norm, ("layer", "batch", "none"))
+        check_choice("activation", activation, ("softmax", "relu"))
+        check_choice("share", share, ("layer", "network"))
+        self.half_keys, self.top_k, self.heads, self.d_query = half_keys, top_k, heads, d_query
+        self.activation, self.sparse = activation, sparse
+
+        if query_norm == "batch":
+            self.limits = frozenset({"causal_in_training", "streams_apart", "segments"})
+        self.query = nn.Linear(place.d_model, heads * d_query, bias=query_norm != "batch")
+        self.norm_width = heads * d_query if query_norm == "batch" else d_query
+        norms = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}
+        self.norm = norms[query_norm](self.norm_width)
+
+        bound = (d_query / 2) ** -0.5
+        self.keys = nn.Parameter(torch.empty(heads, 2, half_keys, d_query // 2).uniform_(-bound, bound))
+
+        def make_values() -> nn.Parameter:
+            return nn.Parameter(torch.randn(half_keys**2, place.d_model) * place.d_model**-0.5)
+
+        # A parameter, not the weight of a linear map: an optimizer's rule for matrices must not take it for one.
+        size = ("values", half_keys, place.d_model)
+        self.values = place.shared(ProductKeyMemory, size, make_values) if share == "network" else make_values()
+        self.register_buffer("pairs", candidate_pairs(top_k=top_k, half_keys=half_keys), persistent=False)
+
+    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
+        """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
+        query = self.norm(self.query(x).reshape(-1, self.norm_width))
+        query = rearrange(query.reshape(-1, self.heads, 2, self.d_query // 2), "n h half k -> half h n k")
+        scores = query @ rearrange(self.keys, "h half c k -> half h k c")  # [2, H, n, C]
+        found = search(scores, top_k=self.top_k, pairs=self.pairs)  # [2, H, n, top_k]
+        weights = rearrange(weigh(scores, found, activation=self.activation), "h n k -> n (h k)")
+        slots = rearrange(found[0] * self.half_keys + found[1], "h n k -> n (h k)")
+        y = (read_uncompiled if self.sparse else read)(self.values, slots, weights, sparse=self.sparse)
+        return Out(y.view_as(x), seen=self.usage(slots, weights.detach()) if look else None)
+
+    def usage(self, slots: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        """Reads of each slot, int64 ``[M]``, their summed weights, float64 ``[M]``, and the number of bytes."""
+        flat = slots.flatten()
+        count = torch.zeros(self.values.shape[0], dtype=torch.int64, device=slots.device)
+        weight = torch.zeros_like(count, dtype=torch.float64)
+        return {
+            "usage_count": count.scatter_add(0, flat, torch.ones_like(flat)),
+            "usage_weight": weight.scatter_add(0, flat, weights.flatten().double()),
+            "bytes": torch.tensor(slots.shape[0], device=slots.device),
+        }
+
+    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        """Share of slots in use, and divergence of the use from an even one, over ``usage_bytes`` bytes.
+
+        Returns:
+            usage_percent: slots with non-zero summed weight, 0 to 100.
+            kl_weighted_nats, kl_count_nats: ln M + sum p ln p, p the share of weight or of reads that a slot has: 0 is
+                perfectly even, ln M is all in one slot; the first is left out where all weights are 0 (relu).
+        """
+        if not seen:
+            return {}
+        numbers = {
+            "usage_percent": 100 * (seen["usage_weight"] > 0).double().mean().item(),
+            "kl_count_nats": nats_from_even(seen["usage_count"]),
+            "usage_bytes": float(seen["bytes"]),
+        }
+        if seen["usage_weight"].any():
+            numbers["kl_weighted_nats"] = nats_from_even(seen["usage_weight"])
+        return numbers
+
+    def ideal_flops(self) -> int:
+        """Queries, two searches of C half-keys and the reads; the additions of the pair sums are not counted."""
+        d_model = self.values.shape[1]
+        per_head = d_model * self.d_query + self.half_keys * self.d_query + self.top_k * d_model
+        return 2 * self.heads * per_head
+
+    def touched_parameters(self) -> int:
+        """Parameters read per byte: all but the values, and one row of values for each slot read."""
+        slots, d_model = self.values.shape
+        rest = sum(p.numel() for p in self.parameters()) - self.values.numel()
+        return rest + min(self.heads * self.top_k, slots) * d_model
+
+
+def nats_from_even(usage: Tensor) -> float:
+    """Kullback-Leibler divergence in nats of the shares of ``usage [M]``, whose sum is not 0, from 1/M each."""
+    share = usage.double() / usage.sum()
+    return torch.xlogy(share, share).sum().item() + math.log(len(usage))
+
+
+def check_sizes(*, half_keys: int, top_k: int, heads: int, d_query: int, activation: str) -> None:
+    """Raise ValueError if the sizes do not make a memory."""
+    if half_keys < 1:
+        raise ValueError(f"half_keys={half_keys}: allowed are integers from 1")
+    fewest = 2 if activation == "softmax" else 1
+    if not fewest <= top_k <= half_keys:
+        raise ValueError(
+            f"top_k={top_k} with half_keys={half_keys} and activation={activation}: "
+            f"allowed are integers from {fewest} to half_keys"
+        )
+    if heads < 1:
+        raise ValueError(f"heads={heads}: allowed are integers from 1")
+    if d_query < 2 or d_query % 2:
+        raise ValueError(f"d_query={d_query}: allowed are even integers from 2")
+
+
+def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError if ``value`` is not allowed."""
+    if value not in allowed:
+        raise ValueError(f"{key}={value}: allowed are {', '.join(allowed)}")

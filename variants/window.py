@@ -1,0 +1,131 @@
+"""Attention over a window of the past: pure functions, the plain path and the fused one.
+
+Query t of a segment of T bytes meets the keys of the past and of the segment, L in all. Visible keys are numbered from
+the nearest, which is column x = 0: key j = L - T + t - shift - x, with shift 1 where a query does not see itself.
+Whatever depends on the distance is given per column and brought to keys by ``skew``: a pad and a view.
+
+    a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(p_tn)),   y_t = sum_x a_tx v_x + sum_n a_tn u_n
+
+with a soft mask m in [0, 1] (1905.07799, 2.2) and persistent scores p and values u beside the context (1907.01470, 3.1).
+Renormalised without an epsilon: a query that sees nothing gives 0. At the kinks of m the gradient is torch.clamp's.
+
+``fused.py`` computes the same without a score matrix in memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Window(NamedTuple):
+    """What a query may see.
+
+    Attributes:
+        columns: keys that may be visible, for each head; the rest of the past is never touched.
+        shift: 0 if a query sees itself, else 1.
+        z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``columns``.
+        ramp: R, keys over which the soft mask falls from 1 to 0.
+    """
+
+    columns: tuple[int, ...]
+    shift: int = 0
+    z: Tensor | None = None
+    ramp: int = 0
+
+    def past(self) -> int:
+        """Keys before the segment that its first query may see."""
+        return max(self.columns) - 1 + self.shift
+
+
+class Persistent(NamedTuple):
+    """Key-value vectors that every query sees: unrotated scaled queries ``[B, H, T, K]``, keys and values [H, N, K]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def soft_mask(z: Tensor, ramp: int, columns: int) -> Tensor:
+    """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. columns - 1: ``[..., columns]`` for ``z [...]``."""
+    x = torch.arange(columns, device=z.device, dtype=z.dtype)
+    return torch.clamp((ramp + z[..., None] - x) / ramp, 0, 1)
+
+
+def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
+    """From columns to keys: ``[..., T, n]`` over x to ``[..., T, keys]`` over j; zero where no column falls.
+
+    Row t, column x goes to key keys - T + t - shift - x. Columns that fall before the first key are dropped.
+    """
+    rows, columns = band.shape[-2:]
+    width = columns + rows - 1 + shift
+    # Rows one longer than the view's: reading them back as rows of `width` moves row t by t places.
+    padded = F.pad(band.flip(-1), (0, rows + shift))
+    view = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
+    return view[..., width - keys :] if width >= keys else F.pad(view, (keys - width, 0))
+
+
+def visible(rows: int, keys: int, columns: int, *, shift: int, device: torch.device) -> Tensor:
+    """Boolean ``[rows, keys]``: whether key j is one of the ``columns`` nearest that query t may see."""
+    t = torch.arange(keys - rows, keys, device=device)[:, None]
+    x = t - torch.arange(keys, device=device) - shift
+    return (x >= 0) & (x < columns)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    *,
+    bias: Tensor | None = None,
+    persistent: Persistent | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The plain path: scores in memory, every gradient by autograd.
+
+    Args:
+        q: scaled queries ``[B, H, T, K]``.
+        k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own.
+        window: what a query may see.
+        bias: added to scores, ``[H, n]`` or ``[B, H, T, n]`` over columns x, with n the largest of ``window.columns``.
+        persistent: key-value vectors in the same softmax, never masked.
+        dropout: rate on attention weights, after they are normalised.
+
+    Returns: ``[B, H, T, K]``.
+    """
+    rows, columns = q.shape[2], max(window.columns)
+    keep = min(k.shape[2], rows + window.past())
+    k, v = k[:, :, k.shape[2] - keep :], v[:, :, v.shape[2] - keep :]
+
+    def over_keys(band: Tensor) -> Tensor:  # [H, n] or [B, H, T, n] -> [.., H, T, L]
+        band = band if band.dim() == 4 else band[:, None].expand(-1, rows, -1)
+        return skew(band, keep, shift=window.shift)
+
+    scores = (q @ k.mT).to(_island(q))
+    if bias is not None:
+        scores = scores + over_keys(bias.to(scores.dtype))
+    hidden = ~visible(rows, keep, columns, shift=window.shift, device=q.device)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if window.z is not None:
+        # Beyond the closed ramp a key is out of reach; at its far end m is 0 but still has a gradient.
+        reach = torch.arange(columns, device=q.device) <= (window.z.detach()[..., None] + window.ramp)
+        scores = scores.masked_fill(~(over_keys(reach.to(scores.dtype)) > 0), -torch.inf)
+    if persistent is not None:
+        extra = (persistent.q @ persistent.k.mT).to(scores.dtype)  # [B, H, T, N]
+        scores = torch.cat([scores, extra], dim=-1)
+    top = scores.detach().amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
+    if window.z is not None:
+        mask = over_keys(soft_mask(window.z, window.ramp, columns).to(scores.dtype))
+        weights = weights * (mask if persistent is None else F.pad(mask, (0, extra.shape[-1]), value=1.0))
+    total = weights.sum(dim=-1, keepdim=True)
+    weights = F.dropout(weights / total.masked_fill(total == 0, 1), dropout).to(v.dtype)
+    y = weights[..., :keep] @ v
+    return y if persistent is None else y + weights[..., keep:] @ persistent.v
+
+
+def _island(x: Tensor) -> torch.dtype:
+    """Softmax in float32, or in float64 where the input is."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
