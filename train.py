@@ -22,8 +22,8 @@ def main(cfg: DictConfig) -> float | None:
     try:
         job = prepare(cfg, command=" ".join(["python", *sys.argv]))
         return job.earlier_result() if job.earlier else train(job)
-    except ValueError as error:
-        say(error)
+    except Exception as error:
+        say(error)  # now: a sweep goes on to its other jobs
         raise
 
 
@@ -34,7 +34,7 @@ def train(job) -> float | None:
     run, plan = job.run, job.plan
     with job.opened() as progress, StopSignal() as stop:
         while not run.finished and not stop.number:
-            before = run.step()
+            before = job.step()
             if run.spent.steps % plan.record.every_steps == 0:
                 job.append(run.train_row())
             if job.validation_due(before):

@@ -34,9 +34,10 @@ def findings(plan) -> Iterator:
     """Every promise, one finding each: the conformance suite, then what needs the harness."""
     from variants.conformance import check, learns
 
-    yield from check(plan.make_model, span=plan.model.span)
+    vocabulary = plan.data["vocabulary"]
+    yield from check(plan.make_model, span=plan.model.span, vocabulary=vocabulary)
     yield ideal_at_most_executed(plan)
-    yield learns(plan.make_model)
+    yield learns(plan.make_model, vocabulary=vocabulary)
 
 
 def ideal_at_most_executed(plan):

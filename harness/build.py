@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
 from harness import settings
@@ -20,11 +21,15 @@ from harness.budget import Budget, Schedule
 from harness.groups import assign
 from harness.model import LanguageModel, Layers
 from harness.optim import Optimizers
-from harness.settings import checked, parse
+from harness.settings import check_keys, checked, parse
 from harness.targets import resolve
-from variants.contract import Place, Position, Sublayer
+from harness.variant import plan_groups, plan_layers
+from variants.contract import Place, Position
 
-VARIANT_KEYS = ("name", "layers", "at", "groups")
+SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
+SECTIONS += ("checkpoint", "start")
+SINGLES = ("seed", "outputs", "force", "reuse", "trust")
+BUDGET_KEYS = ("bytes", "seconds", "steps", "flops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ class Plan:
         """The optimizers of a model built by ``make_model``."""
         o = self.optim
         groups = assign(model, default=o["default"], matrices=o["matrices"], groups=self.groups)
-        return Optimizers(groups, lr=o["lr"], schedule=Schedule(**o["schedule"]), clip=o["clip"])
+        return Optimizers(groups, lr=o["lr"], schedule=o["schedule"], clip=o["clip"])
 
     def protocol(self) -> dict:
         """How bits per byte are scored: part of the number."""
@@ -115,8 +120,7 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
     Raises:
         ValueError: naming the key, the value and what is allowed.
     """
-    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    config.pop("hydra", None)
+    config = _sections(cfg)
     trust = _trust(config["trust"]) + trusted
     model = parse(settings.ModelSettings, config["model"], key="model")
     runtime = parse(settings.RuntimeSettings, config["runtime"], key="runtime")
@@ -126,10 +130,10 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
     plan = Plan(
         config=config,
         variant=checked(config["variant"].get("name"), str, key="variant.name"),
-        layers=_layers(config["variant"], model.layers, trust),
+        layers=plan_layers(config["variant"], n_layers=model.layers, trust=trust),
         scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
         optim=_optim(config["optim"], trust),
-        groups=_groups(config["variant"].get("groups") or {}, trust),
+        groups=plan_groups(config["variant"].get("groups"), trust=trust),
         model=model,
         batch=parse(settings.BatchSettings, config["batch"], key="batch"),
         eval=parse(settings.EvalSettings, config["eval"], key="eval"),
@@ -137,7 +141,7 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
         start=parse(settings.StartSettings, config["start"], key="start"),
         runtime=runtime,
         budget=_budget(config["budget"], model.default_bytes),
-        data=config["data"],
+        data=vars(parse(settings.DataSettings, config["data"], key="data")),
         record=record,
         wandb=parse(settings.WandbSettings, record.wandb, key="record.wandb"),
         seed=checked(config["seed"], int, key="seed"),
@@ -146,14 +150,32 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
         reuse=checked(config["reuse"], str, key="reuse"),
         trust=trust,
     )
+    if plan.start.take == "everything" and plan.start.run is None:
+        raise ValueError("start.run=null: start.take=everything needs a run's folder; without one start.take=weights")
     if plan.batch.accumulate > plan.batch.lanes:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.lanes={plan.batch.lanes}")
     return plan
 
 
+def _sections(cfg: DictConfig) -> dict:
+    """The configuration as a plain dictionary that has every section, and nothing else."""
+    try:
+        config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key}=???: must be given") from error
+    config.pop("hydra", None)
+    check_keys(config, SECTIONS + SINGLES, key="")
+    for name in SECTIONS:
+        if not isinstance(config[name], Mapping):
+            raise ValueError(f"{name}={config[name]}: must be a section; choose one with {name}=.. or set its keys")
+    return config
+
+
 def _trust(names: object) -> tuple[str, ...]:
     """Modules of the user's own, importable from the folder where the command was typed."""
     names = [names] if isinstance(names, str) else names or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     for name in names:
@@ -166,72 +188,31 @@ def _trust(names: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _layers(variant: Mapping[str, object], n_layers: int, trust: tuple[str, ...]) -> Layers:
-    """For each layer, the sublayers' names and partials, as ``layers`` and ``at`` say."""
-    nodes = {name: node for name, node in variant.items() if name not in VARIANT_KEYS}
-    for name, node in nodes.items():
-        if not isinstance(node, Mapping) or "_target_" not in node:
-            raise ValueError(f"variant.{name}={node}: no such key; allowed are {', '.join(VARIANT_KEYS)} and sublayers")
-    makes = {name: resolve(node, key=f"variant.{name}", kind=Sublayer, trust=trust) for name, node in nodes.items()}
-
-    def chosen(names: object, key: str) -> dict[str, Callable[[Place], Sublayer]]:
-        if not isinstance(names, list) or not names or len(set(names)) < len(names):
-            raise ValueError(f"{key}={names}: must be a list of different sublayers, of {', '.join(makes)}")
-        for name in names:
-            if name not in makes:
-                raise ValueError(f"{key}={names}: there is no sublayer {name}; allowed are {', '.join(makes)}")
-        return {name: makes[name] for name in names}
-
-    layers = [chosen(variant.get("layers"), "variant.layers") for _ in range(n_layers)]
-    for place, names in (variant.get("at") or {}).items():
-        if not isinstance(place, int) or not -n_layers <= place < n_layers:
-            raise ValueError(
-                f"variant.at.{place}: allowed are {-n_layers} to {n_layers - 1}, with model.layers={n_layers}"
-            )
-        layers[place] = chosen(names, f"variant.at.{place}")
-    return layers
-
-
 def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
-    allowed = ("lr", "default", "matrices", "clip", "schedule")
-    for name in node:
-        if name not in allowed:
-            raise ValueError(f"optim.{name}: no such key; allowed are {', '.join(allowed)}")
+    check_keys(node, ("lr", "default", "matrices", "clip", "schedule"), key="optim")
     matrices = node["matrices"]
     if matrices is not None:
+        check_keys(matrices, ("lr_scale", "optimizer"), key="optim.matrices")
         make = resolve(matrices["optimizer"], key="optim.matrices.optimizer", kind=Optimizer, trust=trust)
         matrices = {**matrices, "optimizer": make}
     default = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
-    return {**node, "default": default, "matrices": matrices}
-
-
-def _groups(node: Mapping[str, Mapping[str, object]], trust: tuple[str, ...]) -> dict:
-    """The variant's parameter groups, with their optimizers as partials."""
-    found = {}
-    for name, group in node.items():
-        key = f"variant.groups.{name}.optimizer"
-        own = group.get("optimizer")
-        found[name] = {**group, "optimizer": own and resolve(own, key=key, kind=Optimizer, trust=trust)}
-    return found
+    schedule = parse(Schedule, node["schedule"], key="optim.schedule")
+    return {**node, "default": default, "matrices": matrices, "schedule": schedule}
 
 
 def _budget(node: Mapping[str, object], default_bytes: int) -> Budget:
-    allowed = ("bytes", "seconds", "steps", "flops")
-    for name in node:
-        if name not in allowed:
-            raise ValueError(f"budget.{name}: no such key; allowed are {', '.join(allowed)}")
+    check_keys(node, BUDGET_KEYS, key="budget")
     return Budget(**node, default_bytes=default_bytes)
 
 
 def hydra_facts() -> dict[str, object]:
-    """Keywords of ``plan_run`` that only Hydra knows: packages the user put on the search path, and whether this is a job of a sweep."""
+    """Keywords of ``plan_run`` that only Hydra knows: packages on its search path, and whether this is a sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    sources = [
-        s for s in hydra.runtime.config_sources if s.provider == "hydra.searchpath in main" and s.schema == "pkg"
-    ]
+    given = ("hydra.searchpath in main", "hydra.searchpath in command-line")
+    sources = [s for s in hydra.runtime.config_sources if s.provider in given and s.schema == "pkg"]
     return {
         "trusted": tuple(s.path.partition(".")[0] for s in sources),
         "sweeping": hydra.mode == RunMode.MULTIRUN,

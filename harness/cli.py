@@ -1,67 +1,152 @@
 """Around Hydra: one clear message and exit code 2 for a user's mistake, and sweeps whose other jobs still run.
 
-Hydra exits with 1 and prints first, unless the outermost frame catches: so it is told to raise, and this is that frame.
-``HYDRA_FULL_ERROR=1`` still shows the trace.
+Left alone, Hydra 1.3 prints before it exits with 1, refuses a whole sweep for one bad job, and leaves a file behind. So
+``run_command`` is the outermost frame, and four of Hydra's functions are changed while it runs. An error that is nobody's
+mistake keeps its trace and exits with 1; ``HYDRA_FULL_ERROR=1`` shows the trace of a mistake, too.
 """
 
+import contextlib
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+import hydra._internal.utils as hydra_frame
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
-MISTAKES = (ValueError, HydraException, OmegaConfBaseException)
+MISTAKES = (ValueError, HydraException, OmegaConfBaseException, YAMLError)
 
 
 def run_command(command: Callable[[], object]) -> None:
-    """Call a function decorated with ``hydra.main`` and exit: 0, or 2 with a message for a user's mistake."""
-    full = os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    broken: list[str] = []
-    _run_the_legal_jobs(broken)
-    try:
-        command()
-    except MISTAKES as error:
-        if full:
-            traceback.print_exc()
-        elif not getattr(error, "said", False):
-            print(f"error: {explain(error)}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(2 if broken else 0)
+    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a user's mistake, or 1 for any other error."""
+    failed: list[Exception] = []
+    with _hydra_tamed(failed):
+        try:
+            command()
+        except Exception as error:
+            say(error)
+            failed.append(error)
+    bugs = [error for error in failed if not isinstance(error, MISTAKES)]
+    sys.exit(1 if bugs else 2 if failed else 0)
 
 
-def say(error: Exception) -> None:
-    """Print a job's mistake when it happens, once: a sweep goes on to its other jobs."""
-    print(f"error: {explain(error)}", file=sys.stderr)
+def say(error: Exception, *, job: Sequence[str] = ()) -> None:
+    """Print what went wrong, once: a job says it when it happens, and a sweep goes on to its other jobs.
+
+    Args:
+        error: a mistake becomes one message, anything else keeps its trace.
+        job: overrides of the sweep's job; those of the job that is running now are known.
+    """
+    if getattr(error, "said", False):
+        return
+    if not isinstance(error, MISTAKES) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
+        traceback.print_exception(error)
+    if not job and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        job = HydraConfig.get().overrides.task
+    where = f" (in the job {' '.join(job)})" if job else ""
+    if isinstance(error, MISTAKES):
+        print(f"error: {explain(error)}{where}", file=sys.stderr)
+    elif where:
+        print(f"error{where}", file=sys.stderr)
     error.said = True
 
 
 def explain(error: Exception) -> str:
-    """One message out of an exception and its cause, with the allowed keys or choices where Hydra knows them."""
-    parts = [str(error).strip()]
-    if error.__cause__ is not None and str(error.__cause__) not in parts[0]:
-        parts.append(str(error.__cause__).strip())
-    lines = [line.strip() for part in parts for line in part.splitlines()]
-    lines = [line for line in lines if line and not re.match(r"(full_key|object_type|reference_type|To append)", line)]
-    return " ".join(lines)
+    """One message that names the key, the value, and the keys or choices that are allowed there, where Hydra knows them."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return f"{group}={name}: there is no such choice; allowed are {', '.join(error.options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r}: must read KEY=VALUE, as in model.heads=4 or trust=[mine] ({_first_line(error)})"
+    if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        return _unknown_key(cause, given=str(error).partition("use +")[2] or cause.full_key)
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"{error.full_key}: {_first_line(error)}"
+    lines = [line.strip() for line in str(error).splitlines()]
+    if isinstance(error, HydraException) and cause is not None:
+        lines.append(_first_line(cause))
+    return " ".join(line for line in lines if line and not line.startswith("To append"))
 
 
-def _run_the_legal_jobs(broken: list[str]) -> None:
-    """Hydra refuses a whole sweep if one of its jobs does not compose; here that job alone is refused."""
+def _unknown_key(error: OmegaConfBaseException, *, given: str) -> str:
+    """A key that is not in the composed configuration, and the keys that are; ``given`` is KEY=VALUE."""
+    allowed = [str(name) for name in error.parent_node] if isinstance(error.parent_node, DictConfig) else []
+    at_top = error.full_key == error.key
+    if at_top and GlobalHydra.instance().is_initialized():  # groups that are null by default, as recipe, are no keys
+        allowed += GlobalHydra.instance().config_loader().list_groups("")
+        allowed = [name for name in dict.fromkeys(allowed) if name != "hydra"]
+    there = f"allowed are {', '.join(allowed)}" if allowed else f"allowed are none, but for new ones: +{given}"
+    return f"{given}: no such key; {there}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+@contextlib.contextmanager
+def _hydra_tamed(failed: list[Exception]) -> Iterator[None]:
+    """Hydra with our manners; errors of a sweep's jobs are appended to ``failed``."""
+    Plugins.instance()  # defines the sweeper's class anew
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    check = BasicSweeper.validate_batch_is_legal
+    report, returned = hydra_frame.run_and_report, JobReturn.return_value
+    sweep, check = BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal
 
-    def keep_legal(self, batch) -> None:
+    def run_and_say(function: Callable[[], object]) -> object:
+        """Hydra's own prints a shortened trace and exits with 1."""
+        try:
+            return function()
+        except Exception as error:
+            say(error)
+            raise
+
+    def result(self: JobReturn) -> object:
+        """Hydra's own raises, so that the first failed job hides the others and ends the sweep."""
+        if self.status != JobStatus.FAILED:
+            return returned.fget(self)
+        say(self._return_value, job=self.overrides)
+        failed.append(self._return_value)
+        return None
+
+    def keep_legal(self: BasicSweeper, batch: list) -> None:
+        """Hydra's own refuses the whole sweep if one of its jobs does not compose."""
         for overrides in list(batch):
             try:
                 check(self, [overrides])
             except MISTAKES as error:
-                broken.append(" ".join(overrides))
-                print(f"error: {explain(error)} (in the job {' '.join(overrides)})", file=sys.stderr)
+                say(error, job=overrides)
+                failed.append(error)
                 batch.remove(overrides)
 
-    BasicSweeper.validate_batch_is_legal = keep_legal
+    def sweep_cleanly(self: BasicSweeper, arguments: list[str]) -> object:
+        """Hydra's own leaves multirun.yaml, even where no job was legal; each run folder knows its configuration."""
+        folder = Path(self.config.hydra.sweep.dir)
+        new = [path for path in (folder / "multirun.yaml", folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return sweep(self, arguments)
+        except (NotADirectoryError, FileExistsError, PermissionError) as error:
+            raise ValueError(f"outputs={self.config.outputs}: cannot be written ({error.strerror})") from error
+        finally:
+            for path in new:
+                with contextlib.suppress(OSError):  # not empty: a launcher or a run needs it
+                    path.unlink() if path.is_file() else path.rmdir()
+
+    hydra_frame.run_and_report = run_and_say
+    BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep_cleanly, keep_legal
+    JobReturn.return_value = property(result, returned.fset)
+    try:
+        yield
+    finally:
+        hydra_frame.run_and_report, JobReturn.return_value = report, returned
+        BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep, check

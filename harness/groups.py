@@ -106,8 +106,10 @@ def assign(
     """Put every trainable parameter of a model into exactly one group.
 
     A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
-    ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Vectors and scalars (biases, norms)
-    and weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` get no weight decay, unless their group names one.
+    ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Weight decay is for weights of
+    ``nn.Linear``, inside ``layers.`` or not. All others have none unless their group names one: biases, norms and
+    spans, and tables of vectors, which are embeddings whether they are an ``nn.Embedding`` or a bare parameter
+    (bytes, relative positions, persistent vectors, half-keys, values).
 
     Args:
         model: the raw model, neither compiled nor wrapped.
@@ -138,17 +140,17 @@ def assign(
 
     owner = _matched(names, groups or {})
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    modules = model.named_modules(remove_duplicate=False)
-    linears = {m.weight for n, m in modules if isinstance(m, nn.Linear) and n.startswith("layers.")}
+    linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - tables
     members = {name: {} for name in settings}
-    for parameter, (name, *_) in names.items():
-        inside = parameter in linears and parameter not in tables and matrices is not None
-        members[owner.get(parameter, "matrices" if inside else "default")][name] = parameter
+    for parameter, aliases in names.items():
+        inside = parameter in linears and any(alias.startswith("layers.") for alias in aliases)
+        rule = "matrices" if inside and matrices is not None else "default"
+        members[owner.get(parameter, rule)][aliases[0]] = parameter
     return [
         Group(
             name=name,
             parameters=parameters,
-            undecayed=frozenset(n for n, p in parameters.items() if p.ndim < 2 or p in tables),
+            undecayed=frozenset(n for n, p in parameters.items() if p not in linears),
             **settings[name],
         )
         for name, parameters in members.items()

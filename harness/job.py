@@ -11,12 +11,15 @@ from omegaconf import DictConfig
 from harness import checkpoint, data, folder, runtime, summary
 from harness.build import Plan, hydra_facts, plan_run
 from harness.figures import draw_figures
-from harness.memory import PeakMemory
+from harness.memory import Peak, PeakMemory
 from harness.progress import Progress as Shown
 from harness.record import Record, find_comparable, read_rows, write_summary
 from harness.run import Run, begin_from
 from harness.table import print_closing_table
 from harness.wandb_run import WandbRun
+
+WARM_STEPS = 2
+"""Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
 
 
 def prepare(cfg: DictConfig, *, command: str) -> "Job":
@@ -56,9 +59,10 @@ class Job:
     def __init__(self, plan: Plan, place: folder.RunFolder, run: Run | None, *, peak: PeakMemory, command: str):
         self.plan, self.folder, self.run, self.command = plan, place, run, command
         self.earlier = place.summary
-        self._peak = peak
+        self._peak, self._most = peak, Peak(0, approximate=False)
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
+        self._steps_here = 0
 
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
@@ -94,7 +98,6 @@ class Job:
             if not rows:
                 whose = summary.identity(self.run, self.folder.identity, command=self.command)
                 self.append({"kind": "provenance", **whose, "config": self.plan.config})
-            self._peak.reset()
             yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds))
 
     def _restore(self) -> int:
@@ -118,6 +121,14 @@ class Job:
         self._last_bits = row.get("bits_per_byte") or self._last_bits
         self._wandb.log(row)
 
+    def step(self) -> float:
+        """One training step; returns the fraction of the budget spent before it."""
+        before = self.run.step()
+        self._steps_here += 1
+        if self._steps_here == WARM_STEPS:
+            self._peak.reset()
+        return before
+
     def standing(self) -> dict:
         """For the progress line."""
         spent = self.run.spent
@@ -136,6 +147,7 @@ class Job:
     def validate(self, progress: Shown) -> None:
         """Score the beginning of valid, and keep the weights if they are the best so far."""
         run, limit = self.run, self.plan.eval.progress_bytes
+        self._most = max(self._most, self._peak.read())  # of training steps: scoring is apart
         score = run.score("valid", limit=limit)
         bits, capped = score.bits_per_byte, run.capped("valid", limit)
         row = {"kind": "valid", **run.place(), "bits_per_byte": bits, "capped_bytes": limit if capped else None}
@@ -144,6 +156,7 @@ class Job:
         if not bits >= run.best_bits:
             run.best_bits = bits
             checkpoint.save_best(self.folder.path, {"model": run.model.state_dict(), "bytes": run.spent.bytes})
+        self._peak.reset()
 
     def checkpoint_due(self) -> bool:
         c = self.plan.checkpoint
@@ -160,8 +173,8 @@ class Job:
         """The last validation, the best weights' scores on whole splits, the summary and the figures."""
         run, plan = self.run, self.plan
         found = summary.identity(run, self.folder.identity, command=self.command)
-        found |= summary.costs(run, peak=self._peak.read())
         self.validate(progress)
+        found |= summary.costs(run, peak=self._most)
         best = checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
         run.take_weights(best["model"])
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(run.model.metrics({}))}
@@ -174,6 +187,7 @@ class Job:
             found |= part
             bits, capped = row["bits_per_byte"], bool(row["capped_bytes"])
             progress.evaluated(split=f"final {split}", bits_per_byte=bits, bytes_seen=best["bytes"], capped=capped)
+        found["memory"]["inference_peak_bytes"] = self._peak.read().bytes
         found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
         found["status"] = "finished"
         write_summary(self.folder.path, summary=found)

@@ -49,15 +49,6 @@ def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     return tensor_bytes(tensor for optimizer in optimizers for tensor in _tensors(optimizer.state))
 
 
-def memory_columns(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
-    """What training keeps, by kind."""
-    return {
-        "parameter_bytes": parameter_bytes(model),
-        "gradient_bytes": gradient_bytes(model),
-        "optimizer_bytes": optimizer_bytes(optimizers),
-    }
-
-
 def _own_bytes(tensor: Tensor) -> int:
     if tensor.layout == torch.sparse_coo:
         return _own_bytes(tensor._indices()) + _own_bytes(tensor._values())  # the public ones want it coalesced

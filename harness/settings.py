@@ -1,9 +1,10 @@
 """The plain sections of the configuration as values: one dataclass each, its fields are the allowed keys and types."""
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -33,6 +34,22 @@ class BatchSettings:
     segment: int
     carry: bool
     accumulate: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """The keywords of ``harness.data.load``, which says what is allowed beyond the types."""
+
+    name: str
+    path: str | None
+    sha256: str | None
+    fallback: str | None
+    vocabulary: int
+    drop_newlines: bool
+    split: list
+    bytes: int | None
+    distances: list | None
+    seed: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +105,7 @@ class RecordSettings:
 
 
 POSITIVE = {
-    *("d_model", "layers", "heads", "span", "default_bytes", "lanes", "segment", "accumulate"),
+    *("d_model", "layers", "heads", "span", "embedding_std", "default_bytes", "lanes", "segment", "accumulate"),
     *("every_seconds", "every_steps", "keep", "threads", "bytes", "progress_bytes"),
 }
 SHARES = {"dropout", "embedding_dropout", "every"}
@@ -102,12 +119,7 @@ def parse(cls: type, node: Mapping[str, object], *, key: str):
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
-    for name in node:
-        if name not in fields:
-            raise ValueError(f"{key}.{name}: no such key; allowed are {', '.join(fields)}")
-    for name in fields:
-        if name not in node:
-            raise ValueError(f"{key}.{name}: must be given")
+    check_keys(node, fields, key=key)
     values = {name: checked(value, hints[name], key=f"{key}.{name}") for name, value in node.items()}
     for name, value in values.items():
         allowed = fields[name].metadata.get("allowed")
@@ -120,13 +132,26 @@ def parse(cls: type, node: Mapping[str, object], *, key: str):
     return cls(**values)
 
 
+def check_keys(node: object, names: Iterable[str], *, key: str) -> None:
+    """Raise ValueError unless ``node`` is a section that has exactly these keys; ``key`` is empty for the whole."""
+    before = key and f"{key}."
+    if not isinstance(node, Mapping):
+        raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
+    for name, value in node.items():
+        if name not in names:
+            raise ValueError(f"{before}{name}={value}: no such key; allowed are {', '.join(names)}")
+    for name in names:
+        if name not in node:
+            raise ValueError(f"{before}{name}: must be given")
+
+
 def checked(value: object, hint: object, *, key: str) -> object:
-    """The value, as the annotated type: whole numbers pass as floats, whole floats (1e6) as ints."""
+    """The value, as the annotated type: whole numbers pass as floats, whole floats (1e6) as ints, nothing as inf or nan."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
     for option in (o for o in options if o is not type(None)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if option is int and number and value == int(value):
             return int(value)
         if option is float and number:

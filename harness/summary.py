@@ -36,7 +36,8 @@ def identity(run: Run, whose: Identity, *, command: str) -> dict:
 def costs(run: Run, *, peak: Peak) -> dict:
     """Time, FLOPs and memory of the training that was done; the forward is counted warm, on one stream."""
     segment = run.plan.eval.segment
-    executed = forward_flops_per_byte(run.model, segment=segment, most_bytes=run.plan.model.span + 4 * segment)
+    with run.runtime.autocast():
+        executed = forward_flops_per_byte(run.model, segment=segment, most_bytes=run.plan.model.span + 4 * segment)
     place = run.place()
     return {
         "bytes_seen": place["bytes_seen"],
@@ -48,6 +49,7 @@ def costs(run: Run, *, peak: Peak) -> dict:
             "executed": executed.per_byte,
             "ideal": run.model.ideal_flops(),
             "unknown": executed.unknown,
+            "warm": executed.warm,
         },
         "training_flops": run.spent.flops,
         "memory": {

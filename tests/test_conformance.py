@@ -17,6 +17,7 @@ from variants.feed_forward import FeedForward
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
 from variants.product_key_memory import ProductKeyMemory
 
+LOGITS = "logits are float32 [B, T, V] and finite"
 FUTURE_EVAL = "evaluation does not see the future"
 FUTURE_TRAIN = "training does not see the future"
 INFLUENCE = "bytes have influence"
@@ -77,6 +78,10 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8) -> list[Findin
     assert [str(finding) for finding in findings if not finding.passed] == []
     assert [finding.promise for finding in findings] == [promise for promise, _, _ in CHECKS]
     return findings
+
+
+def findings_of(make: Callable[[], nn.Module]) -> dict[str, Finding]:
+    return {finding.promise: finding for finding in check(make, span=5, vocabulary=31)}
 
 
 # Every pair of position, cache and attend_self; reach, persistent vectors, dropout and path take turns.
@@ -163,7 +168,10 @@ class Sums(Gate):
         for now in self.value(x).unbind(1):
             kept = self.decay * kept + now
             sums.append(kept)
-        return Out(self.gate(x).sigmoid() * torch.stack(sums, dim=1), kept.detach())
+        return Out(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(kept))
+
+    def carry(self, kept: Tensor) -> Tensor:
+        return kept.detach()
 
 
 class Forgets(Sums):
@@ -192,12 +200,12 @@ def test_outsiders_keep_all_promises(outsider):
 
 class Peeks(Gate):
     def forward(self, x, state=None, start=None, *, look=False):
-        return Out(self.value(x.roll(-1, dims=1)))
+        return super().forward(x.roll(-1, dims=1))
 
 
 class PeeksInTraining(Gate):
     def forward(self, x, state=None, start=None, *, look=False):
-        return Out(self.value(x + 1e-4 * x.mean(dim=1, keepdim=True)) if self.training else self.value(x))
+        return super().forward(x + 1e-4 * x.mean(dim=1, keepdim=True) if self.training else x)
 
 
 class BatchNormUndeclared(ProductKeyMemory):
@@ -208,7 +216,7 @@ class BatchNormUndeclared(ProductKeyMemory):
 
 class Mixes(Gate):
     def forward(self, x, state=None, start=None, *, look=False):
-        return Out(self.value(x.mean(dim=0, keepdim=True).expand_as(x)))
+        return super().forward(x + 1e-4 * x.mean(dim=0))
 
 
 class ForgetsInTraining(Sums):
@@ -230,8 +238,8 @@ class IgnoresThePast(Gate):
 
 
 class Attached(Sums):
-    def forward(self, x, state=None, start=None, *, look=False):
-        return super().forward(x, state)._replace(state=self.value(x)[:, -1] if state is None else state)
+    def carry(self, kept):
+        return kept
 
 
 class StreamsLast(Sums):
@@ -269,8 +277,8 @@ class Remembers(Gate):
         return out
 
 
-class OwnPath(Gate):
-    """Its state is sized by a parameter, and an older one is not understood."""
+class SizedState(Sums):
+    """Its state is as wide as a parameter says, and an older one is not understood."""
 
     def __init__(self, place: Place):
         super().__init__(place)
@@ -282,9 +290,8 @@ class OwnPath(Gate):
         self.size = round(10 * self.fraction.item())
 
     def forward(self, x, state=None, start=None, *, look=False):
-        if state is not None and state.shape[1] != self.size:
-            raise RuntimeError(f"a state of {state.shape[1]} where {self.size} are expected")
-        return Out(super().forward(x).y * self.fraction, x.new_zeros(len(x), self.size))
+        out = super().forward(x, None if state is None else state.view(len(x), self.size, -1)[:, 0])
+        return Out(out.y * self.fraction, out.state.repeat(1, self.size))
 
 
 class Shrinks(Gate):
@@ -394,6 +401,13 @@ class Invents(Gate):
     limits = frozenset({"anything"})
 
 
+class Overflows(Gate):
+    """Finite in float64 only."""
+
+    def forward(self, x, state=None, start=None, *, look=False):
+        return Out(super().forward(x).y * 1e50 * 1e-50)
+
+
 class Cautious(Gate):
     limits = frozenset({"causal_in_training", "streams_apart", "segments"})
 
@@ -415,58 +429,60 @@ class FloatAngles(Rotary):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-@pytest.mark.parametrize(
-    "broken, promises",
-    [
-        (Peeks, {FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE, INFLUENCE}),
-        (PeeksInTraining, {FUTURE_TRAIN, SEGMENTS, SINGLE}),
-        (BatchNormUndeclared, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),
-        (Mixes, {STREAMS}),
-        (Forgets, {SEGMENTS, SINGLE}),
-        (ForgetsInTraining, {SEGMENTS, SINGLE}),
-        (ForgetsOneKey, {SEGMENTS, SINGLE}),
-        (IgnoresThePast, {INFLUENCE}),
-        (Attached, {DETACHED}),
-        (StreamsLast, {DETACHED, STREAMS}),
-        (OverwritesState, {WRITES}),
-        (Counts, {WRITES}),
-        (Remembers, {WRITES}),
-        (OwnPath, {OLD_STATE}),
-        (Shrinks, {PROJECTION}),
-        (Illegal, {PROJECTION, OLD_STATE}),
-        (Dead, {GRADIENT}),
-        (CutOff, {GRADIENT}),
-        (Shares, {APART}),
-        (SharesBuffer, {APART}),
-        (NotSaved, {SAVED}),
-        (LossAlways, {AUXILIARY}),
-        (NegativeLoss, {AUXILIARY}),
-        (Means, {STATISTICS}),
-        (AttachedSeen, {STATISTICS}),
-        (LooksTwice, {STATISTICS}),
-        (NanMetric, {STATISTICS}),
-        (OneType, {BFLOAT16}),
-        (NoFlops, {FLOPS}),
-        (Invents, {KNOWN}),
-        (Cautious, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),
-    ],
-)
+BROKEN = [
+    (Peeks, {FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE}),
+    (PeeksInTraining, {FUTURE_TRAIN, SEGMENTS, SINGLE}),
+    (BatchNormUndeclared, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),
+    (Mixes, {STREAMS}),
+    (Forgets, {SEGMENTS, SINGLE}),
+    (ForgetsInTraining, {SEGMENTS, SINGLE}),
+    (ForgetsOneKey, {SEGMENTS, SINGLE}),
+    (IgnoresThePast, {INFLUENCE}),
+    (Attached, {DETACHED}),
+    (StreamsLast, {DETACHED, STREAMS}),
+    (OverwritesState, {WRITES, STREAMS}),
+    (Counts, {WRITES}),
+    (SizedState, {OLD_STATE}),
+    (Shrinks, {PROJECTION, SAVED}),
+    (Illegal, {PROJECTION, OLD_STATE}),
+    (Dead, {GRADIENT}),
+    (CutOff, {GRADIENT}),
+    (Shares, {APART}),
+    (SharesBuffer, {APART}),
+    (NotSaved, {SAVED}),
+    (LossAlways, {AUXILIARY}),
+    (NegativeLoss, {AUXILIARY}),
+    (Means, {STATISTICS}),
+    (AttachedSeen, {STATISTICS}),
+    (LooksTwice, {STATISTICS}),
+    (NanMetric, {STATISTICS}),
+    (OneType, {BFLOAT16}),
+    (NoFlops, {FLOPS}),
+    (Invents, {KNOWN}),
+    (Overflows, {LOGITS, FAR, BFLOAT16}),
+    (Cautious, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),
+]
+
+
+@pytest.mark.parametrize("broken, promises", BROKEN)
 def test_a_broken_promise_is_caught(broken, promises):
-    found = {
-        f.promise: f.detail for f in check(model_of(broken, layers=1, span=5), span=5, vocabulary=31) if not f.passed
-    }
+    found = {f.promise: f.detail for f in findings_of(model_of(broken, layers=1, span=5)).values() if not f.passed}
     assert found.keys() == promises, found
+
+
+def test_every_check_catches_something():
+    assert set().union(*(promises for _, promises in BROKEN)) == {promise for promise, _, _ in CHECKS}
 
 
 @pytest.mark.parametrize("follow", [False, True])
 def test_drift_of_float32_angles_is_caught(follow):
     make = model_of(Attention, scheme=partial(FloatAngles, follow=follow), layers=1, span=5)
-    found = [f.promise for f in check(make, span=5, vocabulary=31) if not f.passed]
-    assert found == [FAR]
+    assert [f.promise for f in findings_of(make).values() if not f.passed] == [FAR]
 
 
-def findings_of(make: Callable[[], nn.Module]) -> dict[str, Finding]:
-    return {finding.promise: finding for finding in check(make, span=5, vocabulary=31)}
+def test_state_kept_out_of_sight_is_caught():
+    finding = findings_of(model_of(Remembers, layers=1, span=5))[WRITES]
+    assert not finding.passed and "the same forward again after another" in finding.detail
 
 
 def test_a_finding_names_mode_place_and_size():

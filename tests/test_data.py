@@ -18,7 +18,6 @@ from harness.data import KNOWN, NAMES, compressed_bits, load
 from harness.known import Known
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 TEXT = b"".join(b"line %d of a small corpus\n" % n for n in range(400))
 
 
@@ -327,11 +326,8 @@ def test_compressors_without_a_cache(tmp_path, monkeypatch):
     assert compressed_bits(torch.zeros(1000, dtype=torch.uint8))["gzip"] < 1
 
 
-def test_first_four_megabytes_of_enwik8():
-    path = SHARED / "enwik8_4m.xz"
-    if not path.is_file():
-        pytest.skip("the corpus shared/data/enwik8_4m.xz does not lie beside this checkout")
-    corpus = load("file", path=str(path))
+def test_first_four_megabytes_of_enwik8(enwik8_4m):
+    corpus = load("file", path=str(enwik8_4m))
     assert corpus.sha256 == "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
     assert [len(split) for split in corpus.splits.values()] == [3_600_000, 200_000, 200_000]
     bits = compressed_bits(corpus.splits["valid"])

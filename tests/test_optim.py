@@ -208,10 +208,22 @@ def test_the_rest_goes_by_rule():
         "matrices": ["layers.0.mix.weight", "layers.1.mix.weight"],
     }
     undecayed = groups[0].undecayed
-    assert set(groups[0].parameters) - undecayed == {"head.weight", "span"}
+    assert set(groups[0].parameters) - undecayed == {"head.weight"}
+    assert groups[1].undecayed == frozenset()
     optimizer = groups[0].build(lr=1.0)
     assert [part["weight_decay"] for part in optimizer.param_groups] == [0.1, 0.0]
-    assert names(assign(Toy(), default=ADAMW)).keys() == {"default"}
+    (alone,) = assign(Toy(), default=ADAMW)
+    assert set(alone.parameters) - alone.undecayed == {"head.weight", "layers.0.mix.weight", "layers.1.mix.weight"}
+
+
+def test_a_bare_table_of_vectors_has_no_weight_decay():
+    model = Toy()
+    model.layers[0].register_parameter("table", nn.Parameter(torch.ones(4, 8)))
+    node = {"mine": {"match": "*.table", "weight_decay": 0.3}}
+    (default,) = assign(model, default=ADAMW)
+    assert "layers.0.table" in default.undecayed
+    mine = assign(model, default=ADAMW, groups=node)[1]
+    assert [part["weight_decay"] for part in mine.build(lr=1.0).param_groups] == [0.3]
 
 
 def test_a_matrix_tied_to_an_embedding_is_an_embedding():

@@ -122,19 +122,35 @@ class Attention(Sublayer):
         if start is None:
             start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         z = self.reach(x)
-        reach = Window(self.reach.columns, self.shift, z, self.reach.ramp)
         plain_q = self._split(self.query(x)) * self.d_head**-0.5
         q = self.position.rotate(plain_q, start)
-        k, v, state = self._context(x, state, start, reach.past())
         persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
-        y = self._attend(q, k, v, reach, persistent)
+        y, state, seen = self._over_window(x, q, state, start, z, persistent, look=look)
         out = self.output(rearrange(y, "B H T K -> B T (H K)"))
-        with torch.no_grad():
-            seen = self._look(q, k, reach, persistent) if look else None
         return Out(out, state, self.reach.loss(z) if self.training else None, seen)
 
     def _split(self, x: Tensor) -> Tensor:
         return rearrange(x, "B T (H K) -> B H T K", H=self.heads)
+
+    @torch.compiler.disable  # columns are Python numbers, the past has any length: a graph break around all of it
+    def _over_window(
+        self,
+        x: Tensor,
+        q: Tensor,
+        state: State,
+        start: Tensor,
+        z: Tensor | None,
+        persistent: Persistent | None,
+        *,
+        look: bool,
+    ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
+        """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``look``."""
+        reach = Window(self.reach.columns, self.shift, z, self.reach.ramp)
+        k, v, state = self._context(x, state, start, reach.past())
+        y = self._attend(q, k, v, reach, persistent)
+        with torch.no_grad():
+            seen = self._look(q, k, reach, persistent) if look else None
+        return y, state, seen
 
     def _context(self, x: Tensor, state: State, start: Tensor, past: int) -> tuple[Tensor, Tensor, State]:
         """Keys and values of past and segment ``[B, H, L, K]``, and what to carry: the last ``past`` of them."""
@@ -154,7 +170,6 @@ class Attention(Sublayer):
         skip = max(0, k.shape[2] - past)
         return k, v, (k[:, :, skip:].detach(), v[:, :, skip:].detach())
 
-    @torch.compiler.disable  # spans are Python numbers here: a graph break, so that moving spans compile nothing anew
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, reach: Window, persistent: Persistent | None) -> Tensor:
         bias = self.position.bias(q, max(reach.columns))
         if self.path(q.device, training=self.training) == "fused":

@@ -1,0 +1,181 @@
+"""One attention sublayer beside its reference: how the tests of attention build, feed and compare the two.
+
+Everything is float64, widths and lengths are odd, and D is not H K, so that an axis taken for another shows.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations, product
+from random import Random
+
+import torch
+from torch import Tensor
+
+from tests.reference.adaptive_span import adaptive_mask, dynamic_mask
+from tests.reference.all_attention import persistent_vectors
+from tests.reference.attention import Mask
+from tests.reference.attention import attention as reference
+from variants.adaptive_span import AdaptiveSpan, DynamicSpan
+from variants.all_attention import HeadVectors
+from variants.attention import Attention
+from variants.contract import Place, State
+from variants.position import Alibi, NoPosition, Relative, Rotary
+
+B, D = 2, 5
+DOUBLE = torch.float64
+SCHEMES = {"none": NoPosition, "rotary": Rotary, "relative": Relative, "alibi": Alibi}
+FRACTIONS = {"zero": 0.0, "whole": 0.25, "between": 0.37, "all": 1.0}
+"""What the first head's span begins at, as a fraction of S; the next head has the next, so heads differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A sublayer and what it is fed: ``past`` bytes, then ``length`` bytes.
+
+    ``reach`` is fixed, dynamic, or a key of FRACTIONS: an adaptive span that begins there.
+    """
+
+    length: int = 5
+    past: int = 0
+    span: int = 8
+    heads: int = 3
+    d_head: int = 2
+    position: str = "none"
+    cache: str = "kv"
+    attend_self: bool = True
+    reach: str = "fixed"
+    ramp: int = 3
+    persistent: int = 0
+    path: str = "plain"
+    dropout: float = 0.0
+
+    def place(self, **changes) -> Place:
+        names = ("heads", "span", "attend_self", "cache", "path", "dropout")
+        keywords = {name: getattr(self, name) for name in names}
+        scheme = lambda place, *, d_head: SCHEMES[self.position](place, d_head=d_head)  # noqa: E731
+        return Place(**{"d_model": D, "layer": 0, "n_layers": 1, "scheme": scheme} | keywords | changes)
+
+    def build(self, **keywords) -> Attention:
+        """A sublayer in training mode whose weights depend on nothing but the seed."""
+        torch.manual_seed(0)
+        spans = {"fixed": None, "dynamic": partial(DynamicSpan, ramp=self.ramp, bias=-0.5)}
+        persistent = partial(HeadVectors, number=self.persistent) if self.persistent else None
+        attention = Attention(
+            self.place(),
+            d_head=self.d_head,
+            reach=spans.get(self.reach, partial(AdaptiveSpan, ramp=self.ramp)),
+            persistent=persistent,
+            **keywords,
+        ).to(DOUBLE)
+        if self.reach in FRACTIONS:
+            first = list(FRACTIONS).index(self.reach)
+            set_fractions(attention, [list(FRACTIONS.values())[(first + h) % 4] for h in range(self.heads)])
+        return attention
+
+    def stream(self) -> tuple[Tensor, Tensor]:
+        """Past ``[B, past, D]`` and segment ``[B, length, D]``, a leaf."""
+        x = torch.randn(B, self.past + self.length, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+        return x[:, : self.past], x[:, self.past :].clone().requires_grad_()
+
+
+def set_fractions(attention: Attention, fractions: list[float]) -> None:
+    with torch.no_grad():
+        attention.reach.fraction.copy_(torch.tensor(fractions))
+    attention.project_()
+
+
+def starts(at: int) -> Tensor:
+    """Stream positions of ``at`` bytes into two streams that began elsewhere: relative schemes must not mind."""
+    return torch.tensor([at, at + 1003])
+
+
+def run(attention: Attention, x: Tensor, past: Tensor) -> Tensor:
+    """Outputs ``[B, T, D]`` for ``x``, with the state that ``past`` left."""
+    state: State = attention(past, None, starts(0)).state if past.shape[1] else None
+    return attention(x, state, starts(past.shape[1])).y
+
+
+def reference_mask(attention: Attention, *, widen: int = 0) -> Mask | None:
+    """The soft mask as the reference has it; ``widen`` more input dimensions are not read."""
+    reach = attention.reach
+    if isinstance(reach, AdaptiveSpan):
+        return adaptive_mask(reach.fraction, span=reach.span, ramp=reach.ramp)
+    if isinstance(reach, DynamicSpan):
+        vectors = torch.cat([reach.gate.weight, torch.zeros(attention.heads, widen, dtype=DOUBLE)], dim=1)
+        return dynamic_mask(vectors, biases=reach.gate.bias, span=reach.span, ramp=reach.ramp)
+    return None
+
+
+def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
+    """What the papers say ``run`` gives, by loops.
+
+    Past keys and values of ``cache: kv`` are constants, though the reference projects all inputs: so past inputs get
+    dimensions of their own there, which only detached copies of W_k and W_v read.
+    """
+    wq, wk, wv, wo = (getattr(attention, name).weight for name in ("query", "key", "value", "output"))
+    widen = D if attention.cache == "kv" else 0
+    if widen:
+        zeros = torch.zeros_like(wq)
+        x = torch.cat([x, torch.zeros_like(x)], dim=-1)
+        past = torch.cat([torch.zeros_like(past), past], dim=-1)
+        wq, wk, wv = torch.cat([wq, zeros], 1), torch.cat([wk, wk.detach()], 1), torch.cat([wv, wv.detach()], 1)
+        wo = torch.cat([wo, torch.zeros_like(wo)])
+    keys, values = None, None
+    if attention.persistent is not None:
+        vectors = attention.persistent
+        keys, values = persistent_vectors(vectors.key, value_parameters=vectors.value)
+    y = reference(
+        x,
+        wq=wq,
+        wk=wk,
+        wv=wv,
+        wo=wo,
+        heads=attention.heads,
+        span=attention.reach.span,
+        attend_self=attention.shift == 0,
+        position=position,
+        table=getattr(attention.position, "table", None),
+        mask=reference_mask(attention, widen=widen),
+        persistent_keys=keys,
+        persistent_values=values,
+        past=past,
+    )
+    return y[..., :D]
+
+
+def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients of a fixed random projection of ``y``; zeros where an input does not matter."""
+    upstream = torch.randn(y.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    return list(torch.autograd.grad(y, inputs, upstream, retain_graph=True, materialize_grads=True))
+
+
+def assert_near(found: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value") -> None:
+    """Equal to ``tolerance`` of the largest entry, or of 1 where entries are smaller."""
+    assert found.shape == expected.shape, what
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}")
+
+
+def assert_same(one: Tensor, other: Tensor, *, named: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    """Equal values and equal gradients with respect to every one of ``named``."""
+    assert_near(one, other, tolerance=tolerance)
+    pairs = zip(gradients(one, list(named.values())), gradients(other, list(named.values())), strict=True)
+    for name, (mine, theirs) in zip(named, pairs, strict=True):
+        assert_near(mine, theirs, tolerance=tolerance, what=f"gradient of {name}")
+
+
+def covering(factors: dict[str, list], *, strength: int) -> list[dict]:
+    """Choices in which every ``strength`` values of different factors occur together, by greedy search; no chance."""
+    random, names, rows = Random(0), list(factors), []
+    missing = {
+        tuple(zip(chosen, values, strict=True))
+        for chosen in combinations(names, strength)
+        for values in product(*(factors[name] for name in chosen))
+    }
+    while missing:
+        needed = dict(min(missing, key=repr))
+        candidates = [{name: random.choice(factors[name]) for name in names} | needed for _ in range(40)]
+        best = max(candidates, key=lambda row: len(missing.intersection(combinations(row.items(), strength))))
+        missing.difference_update(combinations(best.items(), strength))
+        rows.append(best)
+    return rows

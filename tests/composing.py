@@ -1,0 +1,40 @@
+"""Configurations for tests: composed from ``conf/`` as the command line does, and small enough for a step in no time."""
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from harness import data, runtime
+from harness.build import Plan, plan_run
+from harness.data import Corpus
+from harness.run import Run
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+TINY = (
+    *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=16"),
+    *("batch.lanes=2", "batch.segment=16", "runtime.device=cpu", "runtime.threads=1"),
+)
+
+
+def compose_config(*overrides: str, name: str = "train") -> DictConfig:
+    """What ``python train.py`` would be given."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def plan(*overrides: str) -> Plan:
+    return plan_run(compose_config(*overrides))
+
+
+def recall() -> Corpus:
+    """A corpus that is made, not read."""
+    return data.load("recall", bytes=20_000)
+
+
+def one_step(plan: Plan, corpus: Corpus) -> dict:
+    """Build the run and take a training step on ``corpus``, whatever the plan's data are: a row of the record."""
+    run = Run(plan, corpus, runtime.start(plan.runtime))
+    run.step()
+    return run.train_row()

@@ -1,0 +1,29 @@
+"""What all tests share: few threads, no W&B of the user's, a cache of their own, and the corpus beside the checkout."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
+os.environ.setdefault("MPLBACKEND", "agg")
+
+ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "enwik8_4m.xz"
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch, tmp_path_factory):
+    """No key, no network for W&B, and nothing written to the user's cache."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def enwik8_4m() -> Path:
+    """The first 4,000,000 bytes of enwik8, packed; a run without them skips, but CI must have them."""
+    if not ENWIK8_4M.exists():
+        reason = "the corpus shared/data/enwik8_4m.xz does not lie beside this checkout"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    return ENWIK8_4M

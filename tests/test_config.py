@@ -1,0 +1,252 @@
+"""Every file under ``conf/`` composes, builds and trains; what is wrong is refused by key, value and what is allowed."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import yaml
+from hydra.errors import HydraException
+
+from harness import data, settings
+from harness.build import plan_run
+from harness.cli import explain
+from harness.targets import keywords, resolve
+from harness.variant import plan_layers
+from tests.composing import CONF, TINY, compose_config, one_step, plan, recall
+from variants.attention import Attention
+from variants.contract import Part, Position, Sublayer
+
+FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml"))
+VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
+POSITIONS = [file.removeprefix("position/") for file in FILES if file.startswith("position/")]
+RESERVED = ("values", "keys", "items", "pop", "forward", "training")
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return recall()
+
+
+@pytest.fixture(autouse=True)
+def _global_settings_of_torch_come_back():
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def read(file):
+    return yaml.safe_load((CONF / f"{file}.yaml").read_text(encoding="utf-8"))
+
+
+def chosen(file):
+    """The overrides that put a file into a training run."""
+    group, _, name = file.partition("/")
+    if not name:
+        return []
+    if group == "sublayer":
+        slot = "attention" if read(file)["_target_"].endswith(".Attention") else "feed_forward"
+        return [f"sublayer@variant.{slot}={name}"]
+    return [f"{group}={name}"]
+
+
+# What is there
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_composes_builds_and_takes_a_step(file, corpus):
+    tiny = [*TINY, "start.run=somewhere"] if file.endswith("_finetune") else TINY
+    if "product_key_memory_12" in file:
+        tiny = [*tiny, "variant.memory.half_keys=8", "variant.memory.top_k=4"]
+    row = one_step(plan(*chosen(file), *tiny), corpus)
+    assert row["step"] == 1
+    assert math.isfinite(row["bits_per_byte"])
+
+
+@pytest.mark.parametrize(("variant", "position"), list(product(VARIANTS, POSITIONS)))
+def test_every_variant_takes_every_position_scheme(variant, position, corpus):
+    # Pairwise: each variant and each scheme meets both caches, and both answers to whether a byte sees itself.
+    number = VARIANTS.index(variant) + POSITIONS.index(position)
+    cache = ("kv", "hidden")[number % 2]
+    attend_self = (VARIANTS.index(variant) // 2 + POSITIONS.index(position)) % 2 == 0
+    own = [f"model.cache={cache}", f"model.attend_self={attend_self}", "batch.carry=true"]
+    row = one_step(plan(f"variant={variant}", f"position={position}", *TINY, *own), corpus)
+    assert math.isfinite(row["bits_per_byte"])
+
+
+def nodes(node, key):
+    """A node with ``_target_`` and those inside it."""
+    yield key, node
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from nodes(value, f"{key}.{name}")
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith(("sublayer/", "position/"))])
+def test_keys_are_the_constructors_keywords(file):
+    for key, node in nodes(read(file), file):
+        kind = Position if file.startswith("position/") else Sublayer if key == file else Part
+        cls = resolve(node, key=key, kind=kind, trust=()).func
+        assert set(node) - {"_target_", "_partial_"} == set(keywords(cls, key=key)), key
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("data/")])
+def test_data_has_the_keywords_of_load(file):
+    assert set(read(file)) == set(settings.DataSettings.__dataclass_fields__) == {*data.load.__kwdefaults__, "name"}
+
+
+# What the command line can do
+
+
+def names_of(plan):
+    return [list(layer) for layer in plan.layers]
+
+
+def test_a_sublayer_is_exchanged_on_the_command_line():
+    made = plan("sublayer@variant.feed_forward=product_key_memory", *TINY)
+    assert {type(s).__name__ for _, s in made.make_model().sublayers()} == {"Attention", "ProductKeyMemory"}
+    assert names_of(made) == [["attention", "feed_forward"]] * 2
+
+
+def test_layers_have_their_own_lists():
+    usual, other = ["attention", "feed_forward"], ["attention", "memory"]
+    four = [*TINY, "model.layers=4", "variant=product_key_memory"]
+    assert names_of(plan(*four)) == [usual, usual, other, usual]
+    both = "+variant.at={0:[memory],-1:[attention,memory]}"
+    assert names_of(plan(*four, both)) == [["memory"], usual, other, other]
+    moved = "+variant.at={-2:null,-3:[attention,memory]}"
+    assert names_of(plan(*four, moved)) == [usual, other, usual, usual]
+    assert names_of(plan(*four, "+variant.at.0=[feed_forward]"))[0] == ["feed_forward"]
+    assert names_of(plan(*four, "variant.layers=[feed_forward,attention]"))[0] == ["feed_forward", "attention"]
+
+
+def test_a_model_may_have_as_many_parts_as_layers():
+    made = plan("variant=adaptive_span", *TINY).make_model()
+    reaches = [module.reach for _, module in made.sublayers() if isinstance(module, Attention)]
+    assert len({id(reach) for reach in reaches}) == len(reaches) == 2
+
+
+def test_numbers_are_read_as_the_types_that_they_mean():
+    made = plan(*TINY, "budget.bytes=1e6", "model.dropout=0", "eval.bytes=2e5", "model.default_bytes=1e6")
+    assert made.budget.amount == 10**6
+    assert isinstance(made.model.dropout, float)
+    assert made.eval.bytes == 200_000 and isinstance(made.eval.bytes, int)
+
+
+def test_a_sweep_reads_no_fallback():
+    cfg = compose_config(*TINY)
+    assert plan_run(cfg).data["fallback"] == "stdlib"
+    swept = plan_run(cfg, sweeping=True)
+    assert swept.data["fallback"] is None
+    assert swept.config["data"]["fallback"] is None
+
+
+# What is refused
+
+
+BAD = [
+    # choices and keys
+    ("variant=foo", "variant/foo", "adaptive_span", "mhsa"),
+    ("position=foo", "position/foo", "rotary", "alibi"),
+    ("data=foo", "data/foo", "enwik8", "recall"),
+    ("recipe=foo", "recipe/foo", "adaptive_span_12"),
+    ("data.name=foo", "data.name='foo'", "enwik8", "stdlib"),
+    ("model.widht=3", "model.widht"),
+    ("+model.widht=3", "model.widht=3", "d_model", "heads"),
+    ("+modle.width=3", "modle=", "model", "batch"),
+    ("+data.pth=x", "data.pth=x", "path", "sha256"),
+    ("+budget.hours=3", "budget.hours=3", "bytes", "seconds"),
+    ("+optim.schedule.warmup=3", "optim.schedule.warmup=3", "warmup_steps"),
+    ("+optim.default.betta=3", "optim.default.betta=3", "AdamW", "betas"),
+    ("+optim.default.lr=3", "optim.default.lr=3", "betas"),
+    ("+variant.attention.ramp=3", "variant.attention.ramp=3", "Attention", "reach"),
+    ("+position.bas=3", "position.bas=3", "Rotary", "base"),
+    ("~position", "position: must be given"),
+    ("~model.heads", "model.heads: must be given"),
+    ("seed=???", "seed=???: must be given"),
+    ("start.take=everything", "start.run=null", "start.take=weights"),
+    # types and ranges
+    ("model.heads=abc", "model.heads=abc", "int"),
+    ("model.heads=2.5", "model.heads=2.5", "int"),
+    ("model.heads=0", "model.heads=0", "above 0"),
+    ("model.heads=inf", "model.heads=inf", "int"),
+    ("model.embedding_std=nan", "model.embedding_std=nan", "float"),
+    ("model.dropout=1.5", "model.dropout=1.5", "0 to 1"),
+    ("model.tied=1", "model.tied=1", "bool"),
+    ("model.norm=batch", "model.norm=batch", "rms, layer"),
+    ("position.base=abc", "position.base=abc", "float"),
+    ("position.base=[1]", "position.base=[1]", "float"),
+    ("position=relative position.share=1", "position.share=1", "str"),
+    ("data.bytes=many", "data.bytes=many", "int"),
+    ("budget=3", "budget=3", "section"),
+    ("budget.steps=abc", "budget.steps='abc'", "above 0"),
+    ("optim.lr=abc", "optim.lr='abc'", "above 0"),
+    ("optim.default.betas=abc", "optim.default.betas=abc", "list"),
+    ("optim.default.betas=[0.9]", "optim.default.betas=[0.9]", "list"),
+    ("optim.default=adam", "optim.default=adam", "_target_"),
+    ("optim.matrices=3", "optim.matrices=3", "lr_scale, optimizer"),
+    ("optim.schedule.decay=sine", "optim.schedule.decay='sine'", "linear, cosine"),
+    ("trust=[1]", "trust=[1]", "list of modules"),
+    ("trust=[no_such_module]", "trust=no_such_module", "imported"),
+    # sizes that do not fit together
+    ("budget.bytes=1000 budget.steps=3", "budget.bytes=1000", "budget.steps=3", "at most one"),
+    ("model.heads=3", "model.heads=3", "model.d_model=32", "divide"),
+    ("model.d_model=6 position=rotary", "even", "not 3"),
+    ("batch.accumulate=3", "batch.accumulate=3", "batch.lanes=2"),
+    ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
+    # layers of a variant
+    ("variant.layers=attention", "variant.layers=attention", "list", "feed_forward"),
+    ("variant.layers=[]", "variant.layers=[]", "list", "feed_forward"),
+    ("variant.layers=[[attention]]", "variant.layers=[['attention']]", "list", "feed_forward"),
+    ("variant.layers=[attention,memory]", "no sublayer memory", "attention, feed_forward"),
+    ("variant.layers=[attention,attention]", "once", "attention, feed_forward"),
+    ("variant.at=3", "variant.at=3", "-2: [attention]"),
+    ("+variant.at={2:[attention]}", "variant.at.2=", "-2 to 1", "model.layers=2"),
+    ("+variant.at={-3:[attention]}", "variant.at.-3=", "-2 to 1"),
+    ("+variant.at={x:[attention]}", "variant.at.x=", "-2 to 1"),
+    ("+variant.at={-1:[attention],1:[attention]}", "variant.at.1=", "variant.at.-1"),
+    ("+variant.at={0:[memory]}", "variant.at.0=", "attention, feed_forward"),
+    ("+variant.depth=3", "variant.depth=3", "layers, at, groups"),
+    # groups of a variant
+    ("variant.groups=3", "variant.groups=3", "match"),
+    ("+variant.groups.x=3", "variant.groups.x=3", "match"),
+    ("+variant.groups.x={match:'*.nothing'}", "variant.groups.x.match='*.nothing'", "query.weight"),
+    ("+variant.groups.x={lr_scale:1}", "variant.groups.x.match", "given"),
+    ("+variant.groups.x={match:'*',rate:1}", "variant.groups.x.rate", "lr_scale"),
+    ("+variant.groups.x={match:'*',optimizer:adam}", "variant.groups.x.optimizer=adam", "_target_"),
+    # parts of a sublayer
+    ("variant.attention.reach=3", "variant.attention.reach=3", "part", "null"),
+    ("variant.attention.reach={ramp:3}", "variant.attention.reach={'ramp': 3}", "part"),
+    ("variant=adaptive_span variant.attention=null", "variant.attention=None", "sublayers"),
+    ("variant=all_attention variant.attention.persistent.number=0", "persistent.number=0", "at least 1"),
+]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case[0])
+def test_mistakes_are_refused_by_key_value_and_what_is_allowed(case):
+    words, *fragments = case
+    with pytest.raises((ValueError, HydraException)) as caught:
+        made = plan(*TINY, "data=recall", *words.split())
+        made.make_optimizers(made.make_model())
+        data.load(**made.data)
+    for fragment in fragments:
+        assert fragment in explain(caught.value)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_names_that_a_layer_cannot_have_are_refused(name):
+    node = {"layers": [name], name: read("sublayer/feed_forward")}
+    with pytest.raises(ValueError, match=rf"variant\.{name}: .*feed_forward"):
+        plan_layers(node, n_layers=1, trust=())
+
+
+def test_a_node_inherited_under_another_class_leaks_its_keywords(tmp_path):
+    (tmp_path / "sublayer").mkdir()
+    leaking = "defaults: [mhsa]\n_target_: variants.feed_forward.FeedForward\n"
+    (tmp_path / "sublayer" / "mine.yaml").write_text(leaking, encoding="utf-8")
+    words = [f"hydra.searchpath=[file://{tmp_path}]", "sublayer@variant.attention=mine"]
+    with pytest.raises(
+        ValueError, match=r"variant\.attention\.d_head=None: .*FeedForward; allowed are hidden, activation"
+    ):
+        plan(*words)

@@ -1,0 +1,25 @@
+"""The mechanisms. They need torch and einops only, and can be imported, or copied, alone.
+
+Dimensions, in all of this repository: B streams, T bytes in this segment, S past positions visible, L keys in all, D width,
+H heads, K head width, N persistent vectors, C half-keys per set, M memory slots (C x C), V byte values.
+
+To add a mechanism, write one class and two small YAML files::
+
+    class Gate(Sublayer):                                        # my_file.py
+        def __init__(self, place: Place, *, slope: float = 1.0):
+            super().__init__()
+            self.inner, self.slope = nn.Linear(place.d_model, place.d_model), slope
+
+        def forward(self, x, state=None, start=None, *, look=False):
+            return Out(x * torch.sigmoid(self.slope * self.inner(x)))
+
+    {_target_: my_file.Gate, _partial_: true, slope: 1.0}        # my_conf/sublayer/gate.yaml
+
+    defaults: [/sublayer@attention: mhsa, /sublayer@gate: gate]  # my_conf/variant/mine.yaml
+    name: mine
+    layers: [attention, gate]
+    at: {}
+    groups: {}
+
+The contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks it.
+"""

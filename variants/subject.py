@@ -1,0 +1,164 @@
+"""What the conformance suite works with: the model under test, its outputs sublayer by sublayer, and how they differ."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from variants.contract import Out, State, Sublayer
+
+LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
+FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
+
+Verdict = tuple[list[str], str]
+"""One line for each break, and what to say where there is none."""
+Outputs = dict[str, Tensor]
+"""Each sublayer's y ``[B, T, D]`` by name, in order of execution, then the logits ``[B, T, V]``."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is checked, and what it is fed."""
+
+    make_model: Callable[[], nn.Module]
+    span: int
+    vocabulary: int
+    seed: int
+
+    @property
+    def length(self) -> int:
+        """Bytes a stream: more than two windows."""
+        return 2 * self.span + 5
+
+    @torch.no_grad()
+    def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """A model in evaluation mode, its parameters off their start."""
+        torch.manual_seed(self.seed + seed)
+        model = self.make_model().to(dtype).eval()
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        model.project_()
+        return model
+
+    def bytes(self, *, length: int | None = None, seed: int = 0) -> Tensor:
+        """Random bytes ``[3, length]``."""
+        generator = torch.Generator().manual_seed(self.seed + seed)
+        return torch.randint(self.vocabulary, (3, length or self.length), generator=generator)
+
+    def other(self, tokens: Tensor) -> Tensor:
+        """Another byte in place of each."""
+        return (tokens + self.vocabulary // 2) % self.vocabulary
+
+
+class _NoDropout(TorchDispatchMode):
+    """Every coin shows its expected value, so that dropout multiplies by 1 and training mode compares across cuts."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.bernoulli_.float:
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def run(
+    model: nn.Module, tokens: Tensor, *, cuts: tuple[int, ...] = (), state: State = None, seed: int = 0
+) -> tuple[Outputs, State]:
+    """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after.
+
+    Args:
+        seed: of dropout, once for all segments.
+    """
+    torch.manual_seed(seed)
+    pieces: list[Outputs] = []
+
+    def listen(name: str, module: Sublayer, inputs: tuple, out: Out) -> None:
+        if out.y.shape != inputs[0].shape:
+            raise ValueError(f"{name} maps {tuple(inputs[0].shape)} to {tuple(out.y.shape)}")
+        pieces[-1][name] = out.y
+
+    hooks = [sublayer.register_forward_hook(partial(listen, name)) for name, sublayer in model.sublayers()]
+    try:
+        for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
+            pieces.append({})
+            out = model(tokens[:, begin:end], state)
+            pieces[-1]["logits"], state = out.logits, out.state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}, state
+
+
+def difference(expected: Outputs, found: Outputs, *, tolerance: float | None = None) -> str:
+    """The first output that differs: name, size and place; empty where none does.
+
+    Args:
+        tolerance: relative to the largest entry where that is above 1; None means rounding of the output's type.
+    """
+    for name, a in expected.items():
+        b = found[name]
+        if a.shape != b.shape:
+            return f"{name} is {tuple(b.shape)} instead of {tuple(a.shape)}"
+        allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5)
+        sizes = (a - b).abs().nan_to_num(math.inf).flatten(2).amax(-1)  # [B, T]
+        if sizes.numel() and sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
+            stream, byte = divmod(sizes.argmax().item(), sizes.shape[1])
+            size = sizes.max().item()
+            hint = ", as rounding in float32 would" if size < 1e-5 else ""
+            return f"{name} moved by {size:.2g} at byte {byte} of stream {stream}{hint}"
+    return ""
+
+
+def pick(outputs: Outputs, index: slice | list[int] | tuple) -> Outputs:
+    """Streams, or streams and bytes, of every output."""
+    return {name: y[index] for name, y in outputs.items()}
+
+
+def collect(*pairs: tuple[str, str]) -> list[str]:
+    """Breaks as lines, from what was done and what it moved."""
+    return [f"{done}: {moved}" for done, moved in pairs if moved]
+
+
+def modes(subject: Subject) -> Iterator[tuple[str, nn.Module]]:
+    """The model in evaluation mode, and in training mode where that draws no random numbers but dropout's."""
+    yield "eval", subject.build()
+    model = subject.build().train()
+    tokens = subject.bytes()
+    with _NoDropout():
+        if not difference(run(model, tokens, seed=1)[0], run(model, tokens, seed=2)[0]):
+            yield "train", model
+
+
+def tensors(state: State) -> list[Tensor]:
+    """All tensors of a state."""
+    if isinstance(state, tuple):
+        return [tensor for part in state for tensor in tensors(part)]
+    return [] if state is None else [state]
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers."""
+    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """Names of what is no longer bit for bit as it was."""
+    return [name for name, t in snapshot(model).items() if name in before and not torch.equal(t, before[name])]
+
+
+def change(subject: Subject, tokens: Tensor, at: int) -> Tensor:
+    """Another byte at one place of all streams."""
+    return torch.cat([tokens[:, :at], subject.other(tokens[:, at : at + 1]), tokens[:, at + 1 :]], dim=1)
+
+
+def infinite(outputs: Outputs) -> list[str]:
+    """A line for each output with an entry that is not finite."""
+    return [f"{name} is not finite" for name, y in outputs.items() if not y.isfinite().all()]
+
+
+def limits_of(model: nn.Module) -> frozenset[str]:
+    """What the model's sublayers say they cannot promise."""
+    return frozenset().union(*(sublayer.limits for _, sublayer in model.sublayers()))
