@@ -6,6 +6,7 @@
 The thread of the whole project: compose (Hydra) -> build (harness/build.py) -> loop (here) -> record (harness/record.py).
 """
 
+import shlex
 import sys
 
 import hydra
@@ -20,7 +21,7 @@ def main(cfg: DictConfig) -> float | None:
     from harness.job import prepare  # torch is imported late, so that --help and completion are quick
 
     try:
-        job = prepare(cfg, command=" ".join(["python", *sys.argv]))
+        job = prepare(cfg, command=shlex.join(["python", *sys.argv]))
         return job.earlier_result() if job.earlier else train(job)
     except Exception as error:
         say(error)  # now: a sweep goes on to its other jobs

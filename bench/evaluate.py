@@ -30,11 +30,13 @@ def main(cfg: DictConfig) -> None:
     if cfg.split not in ("train", "valid", "test"):
         raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
     plan = plan_run(own)
-    protocol = {
-        key: plan.protocol()[key] if cfg.eval[key] is None else cfg.eval[key] for key in ("lanes", "segment", "span")
+    asked = {
+        key: settings.checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in ("lanes", "segment", "span")
     }
-    protocol = {key: settings.checked(value, int, key=f"eval.{key}") for key, value in protocol.items()}
+    protocol = plan.protocol() | {key: value for key, value in asked.items() if value is not None}
     limit = settings.checked(cfg.eval.bytes, int | None, key="eval.bytes")
+    if limit is not None and limit < 2:
+        raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
     device = runtime.start(plan.runtime)
     corpus = data.load(**plan.data)
     if corpus.sha256 != saved["data"]["sha256"]:
@@ -46,9 +48,10 @@ def main(cfg: DictConfig) -> None:
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
     row |= {"trained_source": saved["source"], "source": folder.source_digest(plan.trust), "commit": folder.commit()}
     row |= {"weights_bytes_seen": best["bytes"], **device.describe()}
-    with (folder_path / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+    with (folder_path / folder.EVALUATIONS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(row), allow_nan=False) + "\n")
     _show(row, folder_path)
+    print(f"appended to {folder_path / folder.EVALUATIONS}")
 
 
 def _saved(path: Path) -> tuple[dict, dict]:
@@ -64,7 +67,10 @@ def _saved(path: Path) -> tuple[dict, dict]:
 
 def _model(plan, best: dict, span: int):
     model = plan.make_model()
-    model.load_state_dict(best["model"])
+    try:
+        model.load_state_dict(best["model"])
+    except RuntimeError as error:
+        raise ValueError(f"run: its weights do not fit the code as it is now ({error})") from error
     model.project_()
     if span != plan.model.span:
         for _, sublayer in model.sublayers():
@@ -81,7 +87,9 @@ def _score(model, split, device, protocol: dict) -> dict:
         "bits_per_byte": score.bits_per_byte,
         "nats_per_byte": score.bits_per_byte * math.log(2),
         "context_512_bits_per_byte": score_windows(model, split, runtime=device).bits_per_byte,
-        "context_curve": score_context(model, split, runtime=device, longest=2 * protocol["span"]),
+        "context_curve": score_context(
+            model, split, runtime=device, longest=2 * protocol["span"], segment=protocol["segment"]
+        ),
         "bytes": len(score.nats),
         "block_nats": score.blocks(),
         "metrics": model.metrics(score.seen),
@@ -103,8 +111,8 @@ def _show(row: dict, path: Path) -> None:
         )
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
-    drawn = draw_context(row["context_curve"], path=path / "context.png", label=f"{row['variant']}, seed {row['seed']}")
-    print(f"appended to {path / 'evaluations.jsonl'}, drawn in {drawn}")
+    label = f"{row['variant']}, seed {row['seed']}"
+    print(f"drawn in {draw_context(row['context_curve'], path=path / 'context.png', label=label)}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@
 Below this module there are only plain arguments.
 """
 
+import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from harness.optim import Optimizers
 from harness.settings import check_keys, checked, parse
 from harness.targets import resolve
 from harness.variant import plan_groups, plan_layers
-from variants.contract import Place, Position
+from variants.contract import Place, Position, Sublayer
 
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
 SECTIONS += ("checkpoint", "start")
@@ -81,7 +83,7 @@ class Plan:
         }
         own = ("norm", "norm_after", "tied", "head_bias", "embedding_std", "embedding_scale", "embedding_dropout")
         model = LanguageModel(
-            self.layers,
+            [{name: _naming(make, key=f"variant.{name}") for name, make in layer.items()} for layer in self.layers],
             lambda layer: Place(layer=layer, **common),
             vocabulary=self.data["vocabulary"],
             head_zero_init=m.head_zero_init,
@@ -152,6 +154,10 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
     )
     if plan.start.take == "everything" and plan.start.run is None:
         raise ValueError("start.run=null: start.take=everything needs a run's folder; without one start.take=weights")
+    if not re.fullmatch(r"\w[\w.-]*", plan.variant):
+        raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the run folder's name")
+    if not 0 <= plan.seed < 2**63:
+        raise ValueError(f"seed={plan.seed}: allowed are integers from 0 to 2**63 - 1")
     if plan.batch.accumulate > plan.batch.lanes:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.lanes={plan.batch.lanes}")
     return plan
@@ -171,11 +177,27 @@ def _sections(cfg: DictConfig) -> dict:
     return config
 
 
+def _naming(make: functools.partial, *, key: str) -> Callable[[Place], Sublayer]:
+    """The same, but a constructor's complaint about a keyword of its own names that keyword's key."""
+
+    def named(place: Place) -> Sublayer:
+        try:
+            return make(place)
+        except ValueError as error:
+            if str(error).partition("=")[0].partition(".")[0] in make.keywords:
+                raise ValueError(f"{key}.{error}") from error
+            raise
+
+    return named
+
+
 def _trust(names: object) -> tuple[str, ...]:
     """Modules of the user's own, importable from the folder where the command was typed."""
     names = [names] if isinstance(names, str) else names or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
+    if "" in names:
+        raise ValueError(f"trust={names}: a module's name is missing, e.g. trust=[my_file]")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     for name in names:

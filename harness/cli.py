@@ -93,6 +93,13 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def _make_folder(folder: Path, *, outputs: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"outputs={outputs}: cannot be written ({error.strerror})") from error
+
+
 @contextlib.contextmanager
 def _hydra_tamed(failed: list[Exception]) -> Iterator[None]:
     """Hydra with our manners; errors of a sweep's jobs are appended to ``failed``."""
@@ -133,10 +140,8 @@ def _hydra_tamed(failed: list[Exception]) -> Iterator[None]:
         folder = Path(self.config.hydra.sweep.dir)
         new = [path for path in (folder / "multirun.yaml", folder, *folder.parents) if not path.exists()]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(folder, outputs=self.config.outputs)
             return sweep(self, arguments)
-        except (NotADirectoryError, FileExistsError, PermissionError) as error:
-            raise ValueError(f"outputs={self.config.outputs}: cannot be written ({error.strerror})") from error
         finally:
             for path in new:
                 with contextlib.suppress(OSError):  # not empty: a launcher or a run needs it

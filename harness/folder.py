@@ -19,12 +19,23 @@ from harness import checkpoint
 from harness.record import RECORD, SUMMARY, read_rows
 
 NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
+EVALUATIONS = "evaluations.jsonl"
+"""What ``bench.evaluate`` appends to."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def config_hash(config: Mapping[str, object]) -> str:
-    """SHA-256 of a resolved configuration, less what cannot change a number."""
+    """SHA-256 of a resolved configuration, less what cannot change a number.
+
+    A run to start from counts by its newest checkpoint, whatever its path: it may have gone on since.
+    """
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    kept["data"] = {key: value for key, value in kept["data"].items() if key != "fallback"}  # null in a sweep's job
+    start = kept["start"]
+    newest = None if start["run"] is None else checkpoint.newest(Path(start["run"]))
+    if newest is not None:
+        with newest.open("rb") as file:
+            kept["start"] = start | {"run": hashlib.file_digest(file, "sha256").hexdigest()}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
@@ -36,9 +47,9 @@ def source_digest(trust: tuple[str, ...] = ()) -> str:
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     for module in trust:
         found = find_spec(module)
-        if found is None or found.origin is None:
-            raise ValueError(f"trust={module}: there is no such module; it must be importable from here")
-        origin = Path(found.origin)
+        origin = Path((found and found.origin) or "")
+        if not origin.is_file():
+            raise ValueError(f"trust={module}: has no source file; allowed are modules and packages of Python files")
         for path in sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]:
             digest.update(f"{module}/{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
@@ -104,7 +115,8 @@ class RunFolder:
             self.path = finished[-1]
         elif older and not (self.path / RECORD).exists():
             self.note = f"the source changed since {older[-1]}: this is a new run in {self.path}"
-        self._must_agree()
+        if not force:
+            self._must_agree()
         self.summary = None if force else _summary(self.path)
         self.checkpoint = None if force else checkpoint.newest(self.path)
 
@@ -131,8 +143,9 @@ class RunFolder:
         passing.replace(latest)
 
     def clear(self) -> None:
-        """Forget an earlier run: rows, checkpoints and summary."""
-        for path in [self.path / SUMMARY, self.path / RECORD, *(self.path / checkpoint.FOLDER).glob("*.pt")]:
+        """Forget an earlier run: summary, rows, later evaluations, figures and checkpoints."""
+        old = [self.path / SUMMARY, self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
+        for path in [*old, *(self.path / checkpoint.FOLDER).glob("*")]:
             path.unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -152,7 +165,10 @@ class RunFolder:
         then = {"data.sha256": row["data"]["sha256"], "device_kind": row["device_kind"], "precision": row["precision"]}
         differ = [f"{key} was {then[key]}, is {now[key]}" for key in now if then[key] != now[key]]
         if differ:
-            raise ValueError(f"outputs={self.path.parent}: {self.path.name} was run otherwise: {'; '.join(differ)}")
+            raise ValueError(
+                f"outputs={self.path.parent}: {self.path.name} was run otherwise: {'; '.join(differ)}; "
+                "allowed are another folder, or force=true to run it again"
+            )
 
 
 def _summary(path: Path) -> dict | None:

@@ -1,6 +1,7 @@
 """Everything around the loop of ``train.py``: before it, what may be returned or resumed; in it, when and what to record;
 after it, the best weights' scores, the summary, the figures and the closing table."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -66,8 +67,10 @@ class Job:
 
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
-        print(f"finished before: {self.folder.path} (force=true runs it again)")
-        print_closing_table(self.earlier, others=find_comparable(self.plan.outputs, summary=self.earlier))
+        other = self.earlier["source"] != self.folder.identity.source
+        mark = ", made by OTHER SOURCE CODE than is here now" if other else ""
+        print(f"finished before{mark}: {self.folder.path} (force=true runs it again)")
+        print_closing_table(self.earlier, others=self._comparable(self.earlier))
         return self.earlier["valid_bits_per_byte"]
 
     @contextmanager
@@ -97,7 +100,8 @@ class Job:
             self.run.wandb_id = self._wandb.id
             if not rows:
                 whose = summary.identity(self.run, self.folder.identity, command=self.command)
-                self.append({"kind": "provenance", **whose, "config": self.plan.config})
+                config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
+                self.append({"kind": "provenance", **whose, "config": config})
             yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds))
 
     def _restore(self) -> int:
@@ -203,9 +207,12 @@ class Job:
             span_limit=self.plan.model.span,
         )
 
+    def _comparable(self, found: dict) -> list[dict]:
+        return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")
+
     def show(self, found: dict) -> None:
         """The closing table, beside earlier runs that compare, and how to sync W&B."""
-        print_closing_table(found, others=find_comparable(self.plan.outputs, summary=found))
+        print_closing_table(found, others=self._comparable(found))
         print(f"run folder: {self.folder.path}")
         if self._wandb.hint:
             print(self._wandb.hint)

@@ -166,8 +166,9 @@ class LanguageModel(nn.Module):
         whole = {name: sum(p.numel() for p in sublayer.parameters()) for name, sublayer in self.sublayers()}
         # What layers share counts once, unless it is a table, of which each layer reads rows of its own.
         inside = sum(counts[n] if touched[n] == whole[n] else touched[n] for n in touched)
-        head = 0 if self.head.weight is not self.embedding.weight else self.head.weight.numel()
-        return inside + counts["norms"] + counts["head"] + head + self.embedding.embedding_dim
+        tied = self.head.weight is self.embedding.weight  # then the row is one of the head's
+        embedding = self.head.weight.numel() if tied else self.embedding.embedding_dim
+        return inside + counts["norms"] + counts["head"] + embedding
 
 
 def add_seen(total: dict[str, dict[str, Tensor]], seen: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

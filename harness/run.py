@@ -10,7 +10,8 @@ from torch import Tensor
 from harness import checkpoint, runtime
 from harness.budget import Progress
 from harness.build import Plan
-from harness.data import Corpus, Lanes
+from harness.data import Corpus, Lanes, score_lanes
+from harness.record import RECORD, read_rows
 from harness.runtime import Runtime
 from harness.step import Score, Trainer, score_stream
 from variants.contract import map_state
@@ -36,9 +37,9 @@ class Run:
         self.path = _path(self.model, device)
         self.spent, self.state = Progress(), None
         self.best_bits, self.wandb_id = math.inf, None
-        self._last = Progress(bytes=self.stream.bytes_per_step, steps=1)
+        self._last = Progress(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
         self._nats, self._steps = torch.zeros((), dtype=torch.float64, device=device.device), 0
-        self._ideal_flops = self.model.ideal_flops()
+        self._check_scoring()
 
     @property
     def fraction(self) -> float:
@@ -52,6 +53,7 @@ class Run:
     def step(self) -> float:
         """One training step. Returns the fraction of the budget spent before it."""
         began, before = time.perf_counter(), self.fraction
+        flops = self._step_flops()
         inputs, targets = (x.to(self.runtime.device) for x in self.stream.batch(self.spent.steps))
         state = None if self.stream.begins(self.spent.steps) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
@@ -60,25 +62,28 @@ class Run:
         self.state = after if self.plan.batch.carry else None
         self._nats += nats.double()
         self._steps += 1
-        bytes_ = inputs.numel()
-        flops = 3 * self._ideal_flops * bytes_
-        self._last = Progress(bytes=bytes_, seconds=time.perf_counter() - began, steps=1, flops=flops)
+        self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
+        seconds = time.perf_counter() - began
+        self._last = Progress(bytes=self.stream.bytes_per_step, seconds=seconds, steps=1, flops=flops)
         self.spent += self._last
         return before
+
+    def _step_flops(self) -> int:
+        """Training FLOPs of one step: 3 x forward, at the present parameters, because spans move."""
+        return 3 * self.model.ideal_flops() * self.stream.bytes_per_step
 
     def train_row(self) -> dict:
         """The mean since the last such row, and where the parameters are."""
         bits = self._nats.item() / max(self._steps, 1) / math.log(2)
         self._nats.zero_()
         self._steps = 0
-        self._ideal_flops = self.model.ideal_flops()  # spans move: from here on, training FLOPs are counted at these
         shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
         return {
             "kind": "train",
             **self.place(),
             "bits_per_byte": bits,
             "learning_rate": self.optimizers.lr * shape,
-            "ideal_flops_per_byte": self._ideal_flops,
+            "ideal_flops_per_byte": self.model.ideal_flops(),
             "metrics": self.model.metrics({}),
             "clock": {
                 "seconds": self.spent.seconds,
@@ -105,6 +110,13 @@ class Run:
         part = self.corpus.splits[split][:limit]
         return score_stream(self.model, part, runtime=self.runtime, lanes=e.lanes, segment=e.segment, look=look)
 
+    def _check_scoring(self) -> None:
+        """ValueError, before the first step, if a split is too short for ``eval.lanes``."""
+        e = self.plan.eval
+        limits = [("valid", e.progress_bytes), ("valid", e.bytes)] + [("test", e.bytes)] * e.test
+        for split, limit in limits:
+            score_lanes(len(self.corpus.splits[split][:limit]) - 1, e.lanes)
+
     def capped(self, split: str, limit: int | None) -> bool:
         return limit is not None and limit < len(self.corpus.splits[split])
 
@@ -118,7 +130,6 @@ class Run:
             "state": map_state(lambda s: s.clone(), self.state),
             "nats": self._nats.item(),
             "steps": self._steps,
-            "ideal_flops": self._ideal_flops,
             "best_bits": self.best_bits,
             "random": runtime.random_state(),
             "rows": rows,
@@ -133,41 +144,79 @@ class Run:
         self.spent, self._last = Progress(**content["spent"]), Progress(**content["last"])
         self.state = map_state(lambda s: s.to(device), content["state"])
         self._nats.fill_(content["nats"])
-        self._steps, self._ideal_flops = content["steps"], content["ideal_flops"]
-        self.best_bits, self.wandb_id = content["best_bits"], content["wandb_id"]
+        self._steps, self.best_bits, self.wandb_id = content["steps"], content["best_bits"], content["wandb_id"]
         runtime.set_random_state(content["random"])
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """The parameters of another run; ValueError if the models differ."""
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise ValueError(f"start.run={self.plan.start.run}: its model is another one ({error})") from error
+        own = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        for name in sorted(own.keys() | theirs.keys()):
+            if own.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"start.run={self.plan.start.run}: its model is another one, {name} is {theirs.get(name)} there and "
+                    f"{own.get(name)} here; allowed is a run of the same variant and sizes"
+                )
+        self.model.load_state_dict(weights)
         self.model.project_()
-        self._ideal_flops = self.model.ideal_flops()
 
 
 def begin_from(run: Run) -> None:
-    """``start.run``: another run's weights with a new schedule, or everything with a larger budget."""
-    start = run.plan.start
+    """``start.run``: another run's weights with a new schedule, or everything with a larger budget.
+
+    Rates, decays and clips are this run's own; moments and sums are the other's.
+
+    Raises:
+        ValueError: naming ``start.run``, what differs and what is allowed.
+    """
+    start, plan = run.plan.start, run.plan
     if start.run is None:
         return
     folder = Path(start.run)
     newest = checkpoint.newest(folder)
-    if newest is None:
-        raise ValueError(f"start.run={start.run}: has no checkpoint; allowed are run folders that have one")
-    content = checkpoint.load(newest)
+    if newest is None or folder.is_symlink():  # a link such as outputs/latest is soon another run
+        raise ValueError(f"start.run={start.run}: must be a run folder that has a checkpoint, and no link to one")
+    content, theirs = checkpoint.load(newest), read_rows(folder / RECORD)[0]
     if start.take == "weights":
         run.take_weights(content["model"])
+        _must_agree(plan, _model_facts(theirs["config"]), _model_facts(plan.config))
         return
-    unit = run.plan.budget.unit
-    if content["spent"][unit] >= run.plan.budget.amount:
+    unit = plan.budget.unit
+    if content["spent"][unit] >= plan.budget.amount:
         raise ValueError(
-            f"budget.{unit}={run.plan.budget.amount}: start.run has spent {content['spent'][unit]} already; "
-            "start.take=everything needs a larger budget"
+            f"budget.{unit}={plan.budget.amount}: start.run={start.run} has spent {content['spent'][unit]} already; "
+            "allowed with start.take=everything is more"
         )
-    run.restore(content)
-    run.best_bits, run.wandb_id = math.inf, None
+    now = {"config": plan.config, "data": {"sha256": run.corpus.sha256}, "optimizers": run.optimizers.describe()}
+    _must_agree(plan, _stream_facts(theirs), _stream_facts(now))
+    for name, optimizer in run.optimizers.optimizers.items():
+        content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
+    run.restore(content | {"nats": 0.0, "steps": 0, "best_bits": math.inf, "wandb_id": None})
+
+
+def _model_facts(config: dict) -> dict[str, object]:
+    """What makes two models of equal shapes compute differently, by configuration key; rates of dropout may change."""
+    free = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
+    facts = {f"model.{name}": value for name, value in config["model"].items() if name not in free}
+    return facts | {f"position.{name}": value for name, value in config["position"].items()}
+
+
+def _stream_facts(row: dict) -> dict[str, object]:
+    """What must also be the same to go on where a run ended: what it reads, in which order, and what moves it."""
+    config = row["config"]
+    facts = {f"batch.{name}": config["batch"][name] for name in ("lanes", "segment", "carry")}
+    facts |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
+    facts |= {f"optim {o['name']}": (o["optimizer"], o["parameters"]) for o in row["optimizers"]}
+    return _model_facts(config) | facts
+
+
+def _must_agree(plan: Plan, theirs: dict[str, object], own: dict[str, object]) -> None:
+    differ = [
+        f"{key} was {theirs.get(key)}, is {own.get(key)}" for key in own | theirs if theirs.get(key) != own.get(key)
+    ]
+    if differ:
+        start = plan.start
+        raise ValueError(f"start.run={start.run}: cannot be taken up with start.take={start.take}: {'; '.join(differ)}")
 
 
 def _path(model, device: Runtime) -> str:

@@ -93,7 +93,10 @@ def score_stream(
     """
     lengths = [end - first for first, end in score_lanes(len(split) - 1, lanes)]
     rows, seen = [], {}
-    batches = segments(split, lanes=lanes, segment=segment)
+    whole = segments(split, lanes=lanes, segment=segment)
+    widths = (min(segment, max(lengths) - done) for done in range(0, max(lengths), segment))
+    # Without the filling of the last segment, which would count in the statistics.
+    batches = (tuple(part[:, :width] for part in batch) for batch, width in zip(whole, widths, strict=True))
     for nats, _, new in _scored(model, batches, runtime, look=look):
         rows.append(nats)
         seen = add_seen(seen, new)
@@ -101,22 +104,28 @@ def score_stream(
     return Score(torch.cat([lane[:length] for lane, length in zip(by_lane, lengths, strict=True)]), seen)
 
 
-def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 32) -> Score:
+def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:
     """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``context 512``."""
     parts = _scored(model, windows(split, batch=batch), runtime, carry=False)
     return Score(torch.cat([nats[mask] for nats, mask, _ in parts]), {})
 
 
-def score_context(model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, batch: int = 8) -> list[dict]:
+def score_context(
+    model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
+) -> list[dict]:
     """Bits per byte against context: windows of ``longest`` pairs that start cold, by powers of two of bytes seen.
+
+    Args:
+        segment: bytes of a window that are scored at a time, with carried state: it bounds memory, not the context.
 
     Returns: rows ``{from_bytes, to_bytes, bits_per_byte}``; a pair at place n of its window has n + 1 bytes to go by.
     """
     longest = min(longest, len(split) - 1)
     sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
-    for nats, mask, _ in _scored(
-        model, windows(split, window=longest, stride=longest, batch=batch), runtime, carry=False
-    ):
+    for window in windows(split, window=longest, stride=longest, batch=batch):
+        pieces = zip(*(part.split(segment, dim=1) for part in window), strict=True)
+        nats = torch.cat([nats for nats, _, _ in _scored(model, pieces, runtime)], dim=1)
+        mask = window[2]
         sums += (nats * mask).double().sum(0)
         counts += mask.sum(0)
     edges = [2**i for i in range(longest.bit_length())] + [longest + 1]

@@ -80,7 +80,7 @@ class Case:
 
 def set_fractions(attention: Attention, fractions: list[float]) -> None:
     with torch.no_grad():
-        attention.reach.fraction.copy_(torch.tensor(fractions))
+        attention.reach.fraction.copy_(torch.tensor(fractions, dtype=DOUBLE))
     attention.project_()
 
 

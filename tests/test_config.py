@@ -17,7 +17,8 @@ from tests.composing import CONF, TINY, compose_config, one_step, plan, recall
 from variants.attention import Attention
 from variants.contract import Part, Position, Sublayer
 
-FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml"))
+FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
+COMMANDS = {"train": TINY, "check": TINY, "evaluate": ("run=somewhere",)}
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
 POSITIONS = [file.removeprefix("position/") for file in FILES if file.startswith("position/")]
 RESERVED = ("values", "keys", "items", "pop", "forward", "training")
@@ -43,8 +44,6 @@ def read(file):
 def chosen(file):
     """The overrides that put a file into a training run."""
     group, _, name = file.partition("/")
-    if not name:
-        return []
     if group == "sublayer":
         slot = "attention" if read(file)["_target_"].endswith(".Attention") else "feed_forward"
         return [f"sublayer@variant.{slot}={name}"]
@@ -52,6 +51,14 @@ def chosen(file):
 
 
 # What is there
+
+
+def test_every_command_composes_and_those_that_train_take_a_step(corpus):
+    assert set(COMMANDS) == {path.stem for path in CONF.glob("*.yaml")}
+    for name, overrides in COMMANDS.items():
+        cfg = compose_config(*overrides, name=name)
+        if overrides == TINY:
+            assert one_step(plan_run(cfg), corpus)["step"] == 1
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -147,12 +154,12 @@ def test_a_sweep_reads_no_fallback():
 
 BAD = [
     # choices and keys
-    ("variant=foo", "variant/foo", "adaptive_span", "mhsa"),
-    ("position=foo", "position/foo", "rotary", "alibi"),
-    ("data=foo", "data/foo", "enwik8", "recall"),
-    ("recipe=foo", "recipe/foo", "adaptive_span_12"),
+    ("variant=foo", "variant=foo", "adaptive_span", "mhsa"),
+    ("position=foo", "position=foo", "rotary", "alibi"),
+    ("data=foo", "data=foo", "enwik8", "recall"),
+    ("recipe=foo", "recipe=foo", "adaptive_span_12"),
     ("data.name=foo", "data.name='foo'", "enwik8", "stdlib"),
-    ("model.widht=3", "model.widht"),
+    ("model.widht=3", "model.widht=3", "d_model", "heads"),
     ("+model.widht=3", "model.widht=3", "d_model", "heads"),
     ("+modle.width=3", "modle=", "model", "batch"),
     ("+data.pth=x", "data.pth=x", "path", "sha256"),

@@ -11,8 +11,6 @@ The dynamic span of section 2.2's last paragraph depends on the input: z_t = S *
 It is computed over the whole window; what it could save is in ``ideal_flops``' terms only.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -52,8 +50,8 @@ class AdaptiveSpan(Reach):
     def project_(self) -> None:
         self.fraction.clamp_(0, 1)
         # The far end of the closed ramp, x = z + R, has weight 0 and still a gradient: it is kept.
-        needed = (math.floor(z + self.ramp) + 1 for z in (self.fraction * self.span).tolist())
-        self.columns = tuple(min(self.span, bucket(n)) for n in needed)
+        far = (self.fraction * self.span + self.ramp).floor()  # rounded as in soft_mask
+        self.columns = tuple(min(self.span, bucket(int(x) + 1)) for x in far.tolist())
 
     @torch.no_grad()
     def set_span(self, span: int) -> None:

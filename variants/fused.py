@@ -135,7 +135,8 @@ def _span_gradient(q, k, v, z, y, lse, g, bias, window: Window) -> Tensor:
     rows, keys, ramp = q.shape[2], k.shape[2], window.ramp
     size = min(rows, 128)
     blocks = -(-rows // size)
-    near = z.ceil().long()  # nearest column of each head's ramp
+    far = z + ramp  # rounded as in soft_mask, so that both agree on which side of a kink z is
+    near = far.ceil().long() - ramp  # nearest column of each head's ramp
     # Keys from the far end of row 0's ramp on, so that row t reads places t .. t + R of its head.
     place = keys - rows - window.shift - near[:, None] - ramp + torch.arange(blocks * size + ramp)
     exists = (place >= 0) & (place < keys)
@@ -150,7 +151,7 @@ def _span_gradient(q, k, v, z, y, lse, g, bias, window: Window) -> Tensor:
         return _band(blocked(left) @ wide, ramp + 1).to(lse.dtype)
 
     x = near[:, None] + ramp - torch.arange(ramp + 1)  # [H, R + 1], the column read at each place of the band
-    inside = (x <= z[:, None] + ramp) & (x < torch.tensor(window.columns)[:, None])
+    inside = (x <= far[:, None]) & (x < torch.tensor(window.columns)[:, None])
     inside = inside[:, None, None] & _band(
         exists.unfold(1, size + ramp, size)[:, :, None].expand(-1, -1, size, -1), ramp + 1
     )

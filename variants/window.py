@@ -25,7 +25,7 @@ class Window(NamedTuple):
     Attributes:
         columns: keys that may be visible, for each head; the rest of the past is never touched.
         shift: 0 if a query sees itself, else 1.
-        z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``columns``.
+        z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``columns``, the same for all.
         ramp: R, keys over which the soft mask falls from 1 to 0.
     """
 

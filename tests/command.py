@@ -1,0 +1,74 @@
+"""The command line in this process: what a user types, what comes back, and what is left behind; no second for imports."""
+
+import contextlib
+import io
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TINY = (
+    *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=32", "batch.lanes=2", "batch.segment=32"),
+    *("budget.steps=3", "eval.progress_bytes=200", "eval.bytes=300", "eval.segment=32", "eval.lanes=2", "eval.every=0"),
+    *("eval.context512=false", "runtime.device=cpu", "runtime.threads=1", "record.wandb.mode=disabled"),
+    "record.figures=false",
+)
+"""A run of a second."""
+MADE = ("data=recall", "data.bytes=60000")
+"""A corpus that is made, not read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a command ended: exit code, standard output and standard error."""
+
+    code: int
+    out: str
+    err: str
+
+
+def call(script: str, *words: str) -> Ended:
+    """``python SCRIPT WORDS`` from the current folder, in this process; ``script`` is relative to the repository."""
+    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    sys.argv, code = [str(ROOT / script), *words], 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        sys.argv = argv
+        GlobalHydra.instance().clear()
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+    return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def train(*words: str) -> Ended:
+    """``python train.py`` with a model and a budget so small that it ends in a second."""
+    flags = [word for word in words if word == "-m"]
+    return call("train.py", *flags, *TINY, *(word for word in words if word not in flags))
+
+
+def run_folders(outputs: Path) -> list[Path]:
+    return sorted(path for path in outputs.glob("*-s*-*") if not path.is_symlink())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty folder to type commands in, a cache of its own, and a network that refuses at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "HYDRA_FULL_ERROR"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"

@@ -1,0 +1,117 @@
+"""Whole runs for tests: composed, prepared and trained in this process by the very code of ``train.py``, in a second."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict
+
+from harness import data, runtime
+from harness.job import Job, prepare
+from harness.record import RECORD, SUMMARY, read_rows, repeatable
+from harness.run import Run
+from tests.composing import CONF, plan
+from train import train
+
+SMALL = (
+    *("model.d_model=16", "model.layers=2", "model.heads=2", "model.span=16", "model.default_bytes=1024"),
+    *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.lanes=4", "batch.segment=16"),
+    *("runtime.device=cpu", "runtime.threads=1", "record.every_steps=2", "record.figures=false"),
+    *("eval.lanes=3", "eval.segment=64", "eval.every=0.25", "eval.progress_bytes=200", "eval.bytes=400"),
+    *("eval.context512=false", "checkpoint.every_seconds=null"),
+)
+MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
+VARIANTS = {
+    "mhsa": ("variant=mhsa",),
+    "adaptive_span": ("variant=adaptive_span", "variant.attention.reach.ramp=4"),
+    "all_attention": ("variant=all_attention", "variant.attention.persistent.number=8"),
+    "product_key_memory": ("variant=product_key_memory", *MEMORY),
+}
+
+
+class PowerFailure(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """What a run sets for its whole process is as before at the end."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def make_run(*overrides: str) -> Run:
+    """A run that stands before its first step, without a folder."""
+    plan_ = plan(*SMALL, *overrides)
+    return Run(plan_, data.load(**plan_.data), runtime.start(plan_.runtime))
+
+
+def make_job(*overrides: str) -> Job:
+    """What ``python train.py`` prepares, in the current folder."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", overrides=[*SMALL, *overrides], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    job = prepare(cfg, command="python train.py")
+    job.folder.path = job.folder.path.absolute()  # tests change the current folder
+    return job
+
+
+def run_job(job: Job) -> dict:
+    """Train to the end, without W&B; returns the summary that was written."""
+    with patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
+        train(job)
+    return json.loads((job.folder.path / SUMMARY).read_text())
+
+
+def whole_run(*overrides: str) -> tuple[Job, dict]:
+    """A job run to its end, and its summary."""
+    job = make_job(*overrides)
+    return job, run_job(job)
+
+
+def rows_of(job: Job) -> list[dict]:
+    """What the record must have bit for bit."""
+    return [repeatable(row) for row in read_rows(job.folder.path / RECORD)]
+
+
+def after_step(job: Job, step: int, do: Callable[[], None]) -> Job:
+    """Have ``do`` called right after the job's step of that number."""
+    inner = job.step
+
+    def stepping() -> float:
+        before = inner()
+        if job.run.spent.steps == step:
+            do()
+        return before
+
+    job.step = stepping
+    return job
+
+
+def stop(job: Job, *, step: int) -> None:
+    """Train until SIGTERM comes during that step, and expect the exit that it asks for."""
+    after_step(job, step, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        run_job(job)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def crash(job: Job, *, step: int) -> None:
+    """Train until the process dies in that step, as it does when power fails: nothing is saved."""
+
+    def die() -> None:
+        raise PowerFailure
+
+    after_step(job, step, die)
+    with pytest.raises(PowerFailure):
+        run_job(job)

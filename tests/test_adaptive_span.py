@@ -1,0 +1,272 @@
+"""Adaptive span: its kinks, its trimming, its limits, its loss and numbers, and that moving spans compile nothing anew."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.attention_case import (
+    DOUBLE,
+    B,
+    Case,
+    D,
+    assert_near,
+    assert_same,
+    by_reference,
+    gradients,
+    run,
+    set_fractions,
+    starts,
+)
+from tests.reference.adaptive_span import dynamic_fractions, span_loss
+from variants.adaptive_span import AdaptiveSpan, DynamicSpan, bucket
+from variants.attention import Attention, FixedReach
+
+PATHS = pytest.mark.parametrize("path", ["plain", "fused"])
+
+
+def test_bucket_by_hand():
+    sizes = {1: 64, 64: 64, 65: 128, 128: 128, 192: 192, 193: 256, 256: 256, 257: 384, 384: 384, 385: 512, 512: 512}
+    sizes |= {513: 768, 769: 1024, 1024: 1024, 1025: 1536, 8192: 8192}
+    assert {n: bucket(n) for n in sizes} == sizes
+
+
+@given(st.integers(1, 100_000))
+def test_bucket_rounds_up_by_half_at_most(n):
+    assert n <= bucket(n) <= bucket(n + 1)
+    assert bucket(n) - n < max(64, n / 2)
+    assert bucket(bucket(n)) == bucket(n)
+
+
+def test_buckets_are_few():
+    assert len({bucket(n) for n in range(1, 8193)}) == 14
+
+
+@PATHS
+@pytest.mark.parametrize("ramp", [1, 3, 20])
+def test_every_whole_span_matches_the_reference(path, ramp):
+    """z = 0, 1, .., 8 = S, one a head: at both kinks of the mask, in value and every gradient."""
+    case = Case(length=6, past=5, span=8, heads=9, ramp=ramp, reach="zero", path=path)
+    attention = case.build()
+    set_fractions(attention, [n / 8 for n in range(9)])
+    assert (attention.reach(None) % 1 == 0).all()
+    past, x = case.stream()
+    named = {"x": x} | dict(attention.named_parameters())
+    assert_same(run(attention, x, past), by_reference(attention, x=x, past=past, position="none"), named=named)
+    (gradient,) = gradients(run(attention, x, past), [attention.reach.fraction])
+    assert gradient[0].abs() > 1e-6  # z = 0, where every head starts, can leave
+
+
+@PATHS
+@pytest.mark.parametrize("fraction", [1.0, 7 / 8])
+def test_a_span_of_all_is_a_fixed_span(path, fraction):
+    """Fraction 1, and z = S - 1, whose mask is 1 on all S keys as well."""
+    case = Case(length=13, past=11, span=8, position="rotary", persistent=2, path=path)
+    attention = replace(case, reach="all").build()
+    set_fractions(attention, [fraction] * 3)
+    past, x = case.stream()
+    named = {"x": x} | {n: p for n, p in attention.named_parameters() if n != "reach.fraction"}
+    found = run(attention, x, past)
+    attention.reach = FixedReach(case.place())
+    assert_same(found, run(attention, x, past), named=named)
+
+
+def boundary(path: str, position: str) -> tuple[Attention, torch.Tensor, torch.Tensor]:
+    """Heads whose ramps end just before, on and after key 64, the first that a bucket of 64 leaves out."""
+    case = Case(length=3, past=75, span=200, ramp=16, reach="zero", position=position, path=path, persistent=2)
+    attention = case.build()
+    set_fractions(attention, [47.5 / 200, 48 / 200, 48.5 / 200])
+    return attention, *case.stream()
+
+
+@PATHS
+@pytest.mark.parametrize("position", ["none", "alibi"])
+def test_trimming_keeps_the_far_end_of_the_ramp(path, position):
+    """Weight 0 and still a gradient: the key at x = z + R is worth its own bucket."""
+    attention, past, x = boundary(path, position)
+    assert attention.reach(None).tolist() == [47.5, 48, 48.5]
+    assert attention.reach.columns == (64, 128, 128)
+    named = {"x": x} | dict(attention.named_parameters())
+    trimmed = run(attention, x, past)
+    attention.reach.columns = (200, 200, 200)
+    assert_same(trimmed, run(attention, x, past), named=named)
+    expected = gradients(trimmed, [attention.reach.fraction])[0]
+    attention.reach.columns = (64, 64, 128)  # one key fewer: the value is the same, the gradient is not
+    short = run(attention, x, past)
+    assert_near(short, trimmed)
+    if path == "fused":  # the plain path trims all heads alike
+        assert (gradients(short, [attention.reach.fraction])[0] - expected)[1].abs() > 1e-6
+
+
+@pytest.mark.parametrize("position", ["relative", "rotary"])
+def test_trimmed_spans_match_the_reference(position):
+    """The relative table is longer than the columns in use; its far rows get no gradient."""
+    attention, past, x = boundary("plain", position)
+    table = getattr(attention.position, "table", attention.query.weight)
+    expected = by_reference(attention, x=x, past=past, position=position)
+    assert_same(run(attention, x, past), expected, named={"x": x, "fraction": attention.reach.fraction, "table": table})
+    if position == "relative":
+        assert gradients(run(attention, x, past), [table])[0][65:].abs().max() == 0
+
+
+def adaptive(*, heads: int = 4, span: int = 512, **keywords) -> AdaptiveSpan:
+    return AdaptiveSpan(Case(heads=heads, span=span).place(), **keywords)
+
+
+def test_project_brings_fractions_into_their_range():
+    reach = adaptive(ramp=8)
+    with torch.no_grad():
+        reach.fraction.copy_(torch.tensor([-0.3, 0.0, 0.5, 1.7]))
+    reach.project_()
+    once = reach.fraction.tolist(), reach.columns
+    assert once == ([0, 0, 0.5, 1], (64, 64, 384, 512))
+    reach.project_()
+    assert once == (reach.fraction.tolist(), reach.columns)
+
+
+@given(
+    fractions=st.lists(st.floats(-1, 2, width=32), min_size=3, max_size=3),
+    span=st.sampled_from([1, 50, 64, 200, 1000]),
+    ramp=st.integers(1, 300),
+)
+def test_columns_cover_the_closed_ramp(fractions, span, ramp):
+    reach = adaptive(heads=3, span=span, ramp=ramp)
+    with torch.no_grad():
+        reach.fraction.copy_(torch.tensor(fractions))
+    reach.project_()
+    for z, columns in zip(reach(None).tolist(), reach.columns, strict=True):
+        assert 0 <= z <= span
+        assert columns == span or z + ramp < columns
+        assert columns <= span
+
+
+def test_initial_spans_and_columns():
+    assert adaptive().columns == (64,) * 4
+    reach = adaptive(initial=0.25, ramp=16)
+    assert reach.fraction.tolist() == [0.25] * 4
+    assert reach.columns == (192,) * 4  # 128 + 16 + 1
+    with pytest.raises(ValueError, match=r"reach\.ramp=0: the ramp is at least 1"):
+        adaptive(ramp=0)
+    with pytest.raises(ValueError, match=r"reach\.initial=1\.5: allowed are fractions .* 0 to 1"):
+        adaptive(initial=1.5)
+    with pytest.raises(ValueError, match=r"reach\.ramp=0"):
+        DynamicSpan(Case().place(), ramp=0)
+
+
+@PATHS
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+def test_state_follows_the_longest_head_and_any_is_accepted(path, cache):
+    case = Case(length=150, span=200, reach="zero", ramp=8, cache=cache, path=path, position="rotary")
+    attention = case.build()
+    _, x = case.stream()
+    dim = 1 if cache == "hidden" else 2
+
+    def state(fractions: list[float]) -> torch.Tensor | tuple:
+        set_fractions(attention, fractions)
+        return attention(x, None, starts(0)).state
+
+    def length(state: torch.Tensor | tuple) -> int:
+        return (state if cache == "hidden" else state[0]).shape[dim]
+
+    short, long = state([0, 0, 0.1]), state([0, 0.5, 0.1])
+    assert (length(short), length(long)) == (63, 127)  # columns - 1: the query itself is one of them
+    more = torch.randn(B, 3, D, dtype=DOUBLE)
+    set_fractions(attention, [0, 0, 0.1])  # spans shrank since: what is beyond the new ones is not read
+    assert_near(attention(more, long, starts(150)).y, attention(more, short, starts(150)).y)
+    set_fractions(attention, [0, 0.5, 0.1])  # spans grew since: as if the stream had begun 63 bytes ago
+    begun = attention(torch.cat([x[:, -63:], more], dim=1), None, starts(87)).y[:, -3:]
+    grown = attention(more, short, starts(150))
+    assert_near(grown.y, begun)
+    assert length(grown.state) == 66
+
+
+def test_loss_is_the_weighted_mean_span():
+    case = Case(reach="whole", heads=3, span=8)
+    attention = case.build()
+    _, x = case.stream()
+    attention.reach.loss_weight = 0.01
+    loss = attention(x).loss
+    assert loss.item() == pytest.approx(0.01 * (8 * 0.25 + 8 * 0.37 + 8 * 1.0) / 3, abs=1e-8)
+    fractions = attention.reach.fraction
+    assert_same(loss, span_loss(fractions, span=8, weight=0.01), named={"fraction": fractions})
+    assert attention.eval()(x).loss is None
+    assert Case().build()(x).loss is None
+
+
+def test_dynamic_loss_is_the_weighted_mean_over_bytes():
+    case = Case(reach="dynamic", heads=3, span=8)
+    attention = case.build()
+    _, x = case.stream()
+    attention.reach.loss_weight = 0.01
+    gate = attention.reach.gate
+    fractions = dynamic_fractions(x, vectors=gate.weight, biases=gate.bias)
+    named = {"x": x, "v": gate.weight, "b": gate.bias}
+    assert_same(attention(x).loss, span_loss(fractions, span=8, weight=0.01), named=named)
+    assert attention.eval()(x).loss is None
+
+
+def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
+    attention = Case(reach="zero", span=8, heads=4).build()  # R = 3
+    set_fractions(attention, [0.0, 0.25, 0.5, 1.0])
+    found = attention.metrics({})
+    assert found["span"].tolist() == [0, 2, 4, 8]
+    assert found["span_with_ramp"].tolist() == [3, 5, 7, 8]
+
+
+def test_dynamic_metrics_are_means_over_bytes():
+    case = Case(reach="dynamic", span=8, heads=3, length=7)
+    attention = case.build()
+    _, x = case.stream()
+    first = attention(x[:, :2], look=True)
+    second = attention(x[:, 2:], first.state, look=True)
+    seen = {name: first.seen[name] + second.seen[name] for name in first.seen}
+    gate = attention.reach.gate
+    expected = 8 * dynamic_fractions(x, vectors=gate.weight, biases=gate.bias).mean(dim=(0, 1))
+    assert_near(attention.metrics(seen)["span"], expected)
+    assert_near(attention.metrics(seen)["span_with_ramp"], (expected + 3).clamp(max=8))
+    assert attention.metrics({}) == {}
+
+
+def test_dynamic_spans_start_at_the_sigmoid_of_the_bias():
+    reach = DynamicSpan(Case(span=1000).place(), bias=-4.0)
+    nn.init.zeros_(reach.gate.weight)
+    assert reach(torch.zeros(1, 1, D)).flatten().tolist() == pytest.approx([17.9862] * 3, abs=1e-3)
+
+
+def test_ideal_flops_by_hand():
+    case = Case(reach="zero", span=6, heads=2, d_head=2, ramp=2)
+    attention = case.build()
+    set_fractions(attention, [0.0, 2.5 / 6])
+    matrices = 4 * 2 * (D * 4)
+    keys = 2 + 5  # x < z + R: 0, 1 and 0 .. 4
+    assert attention.ideal_flops() == matrices + keys * (2 * 2 + 2 * 2)
+    set_fractions(attention, [1.0, 1.0])
+    assert attention.ideal_flops() == Case(span=6, heads=2).build().ideal_flops()
+    dynamic = Case(reach="dynamic", span=6, heads=2).build()
+    assert dynamic.ideal_flops() == Case(span=6, heads=2).build().ideal_flops() + 2 * D * 2
+
+
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+def test_moving_spans_compile_nothing_anew(cache):
+    """200 steps, most with columns never seen before: Dynamo recompiles a few times for lengths of the past, then never."""
+    torch.manual_seed(0)
+    case = Case(heads=4, span=512, position="rotary", cache=cache, path="auto")
+    attention = Attention(case.place(), d_head=2, reach=partial(AdaptiveSpan, ramp=8))
+    torch.compiler.reset()
+    compiled, state, columns = torch.compile(attention, backend="eager"), None, set()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for step in range(200):
+            set_fractions(attention, torch.rand(4).tolist())
+            columns.add(attention.reach.columns)
+            x, at = torch.randn(B, 16, D), torch.full((B,), 16 * step)
+            out = compiled(x, state, at)
+            (out.y.sum() + out.loss).backward()
+            if step % 50 == 0:
+                assert_near(out.y, attention(x, state, at).y, tolerance=1e-5)
+            state = out.state
+    torch.compiler.reset()
+    assert len(columns) > 100

@@ -1,0 +1,292 @@
+"""Attention: against its loop reference in value and every gradient, its limits, its state, its paths."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.attention_case import (
+    DOUBLE,
+    FRACTIONS,
+    SCHEMES,
+    B,
+    Case,
+    D,
+    assert_near,
+    assert_same,
+    by_reference,
+    covering,
+    gradients,
+    run,
+    starts,
+)
+from tests.reference.feed_forward import feed_forward
+from variants.attention import Attention
+from variants.contract import Place
+from variants.position import NoPosition, Rotary
+
+UGLY = {
+    "length": [1, 5, 13],
+    "past": [0, 2, 11],
+    "span": [3, 8, 40],
+    "heads": [1, 3],
+    "d_head": [2, 6],
+    "position": list(SCHEMES),
+    "cache": ["kv", "hidden"],
+    "attend_self": [True, False],
+    "reach": ["fixed", "dynamic", *FRACTIONS],
+    "persistent": [0, 3],
+}
+
+
+def named_inputs(attention: Attention, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"x": x} | dict(attention.named_parameters())
+
+
+@pytest.mark.parametrize("choice", covering(UGLY, strength=3), ids=lambda c: "-".join(map(str, c.values())))
+def test_value_and_every_gradient(choice):
+    """Both paths; where the fused one is impossible it says so. Every three of these choices meet somewhere."""
+    case = Case(**choice)
+    attention = case.build()
+    past, x = case.stream()
+    inputs = named_inputs(attention, x)
+    expected = by_reference(attention, x=x, past=past, position=case.position)
+    assert_same(run(attention, x, past), expected, named=inputs)
+    attention.wanted_path = "fused"
+    if case.position == "relative" or case.reach == "dynamic":
+        with pytest.raises(ValueError, match=r"runtime\.path=fused.*allowed are auto, plain"):
+            run(attention, x, past)
+    else:
+        assert_same(run(attention, x, past), expected, named=inputs)
+
+
+@pytest.mark.parametrize("path", ["plain", "fused"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_open_span_is_torch_multihead_attention(path, bias, heads):
+    width, length = 6, 11
+    torch.manual_seed(0)
+    place = Place(d_model=width, layer=0, n_layers=1, heads=heads, span=length, path=path, scheme=NoPosition)
+    ours = Attention(place, bias=bias).to(DOUBLE)
+    theirs = nn.MultiheadAttention(width, heads, bias=bias, batch_first=True, dtype=DOUBLE)
+    parts = (ours.query, ours.key, ours.value)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+        theirs.out_proj.weight.copy_(ours.output.weight)
+        if bias:
+            theirs.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+            theirs.out_proj.bias.copy_(ours.output.bias)
+    x = torch.randn(B, length, width, dtype=DOUBLE, requires_grad=True)
+    future = torch.ones(length, length).triu(1).bool()
+    y, expected = ours(x).y, theirs(x, x, x, attn_mask=future, need_weights=False)[0]
+    assert_same(y, expected, named={"x": x})
+    for kind in ("weight", "bias") if bias else ("weight",):
+        mine = gradients(y, [getattr(part, kind) for part in parts])
+        assert_near(torch.cat(mine), gradients(expected, [getattr(theirs, f"in_proj_{kind}")])[0])
+        output = getattr(ours.output, kind), getattr(theirs.out_proj, kind)
+        assert_near(gradients(y, [output[0]])[0], gradients(expected, [output[1]])[0])
+
+
+def test_a_span_of_everything_equals_any_longer_one():
+    case = Case(length=9, past=4, span=13)
+    past, x = case.stream()
+    assert_near(run(case.build(), x, past), run(Case(span=50).build(), x, past))
+    assert not torch.allclose(run(case.build(), x, past), run(Case(span=12).build(), x, past))
+
+
+@pytest.mark.parametrize("path", ["plain", "fused"])
+def test_what_sees_nothing_answers_zero(path):
+    case = Case(length=4, attend_self=False, path=path)
+    past, x = case.stream()
+    y = run(case.build(), x, past)
+    assert y[:, 0].abs().max() == 0
+    assert y[:, 1:].abs().amin() > 0
+    assert all(g.isfinite().all() for g in gradients(y, [x]))
+
+
+@pytest.mark.parametrize("path", ["plain", "fused"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_persistent_vectors_alone_are_a_softmax_feed_forward(path, heads):
+    """A stream's first byte that does not see itself meets persistent vectors only."""
+    case = Case(length=1, attend_self=False, persistent=4, heads=heads, position="rotary", path=path)
+    attention = case.build()
+    past, x = case.stream()
+    keys, values = attention.persistent()
+    expected = 0
+    for h in range(heads):
+        block = slice(h * case.d_head, (h + 1) * case.d_head)
+        up = keys[h] @ attention.query.weight[block] / case.d_head**0.5
+        down = attention.output.weight[:, block] @ values[h].T
+        expected = expected + feed_forward(x, up=up, down=down, activation="softmax")
+    named = named_inputs(attention, x)
+    assert_same(run(attention, x, past), expected, named=named)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 69), max_size=6, unique=True).map(sorted),
+    cache=st.sampled_from(["kv", "hidden"]),
+    reach=st.sampled_from(["fixed", "dynamic", *FRACTIONS]),
+    position=st.sampled_from(list(SCHEMES)),
+    span=st.sampled_from([1, 7, 64, 100]),
+    attend_self=st.booleans(),
+    persistent=st.sampled_from([0, 2]),
+)
+def test_segments_do_not_matter(cuts, cache, reach, position, span, attend_self, persistent):
+    case = Case(
+        length=70,
+        span=span,
+        cache=cache,
+        reach=reach,
+        position=position,
+        attend_self=attend_self,
+        persistent=persistent,
+        path="auto",
+    )
+    attention = case.build()
+    _, x = case.stream()
+    pieces, state = [], None
+    for begin, end in zip([0, *cuts], [*cuts, 70], strict=True):
+        y, state, *_ = attention(x[:, begin:end], state, starts(begin))
+        pieces.append(y)
+    assert_near(torch.cat(pieces, dim=1), attention(x, None, starts(0)).y)
+
+
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+def test_state_is_detached_and_as_long_as_the_window(cache):
+    case = Case(length=13, span=6, cache=cache)
+    _, x = case.stream()
+    for attend_self, length in ((True, 5), (False, 6)):
+        state = Case(length=13, span=6, cache=cache, attend_self=attend_self).build()(x).state
+        for tensor in [state] if cache == "hidden" else state:
+            assert not tensor.requires_grad
+            assert tensor.shape[0] == B
+            assert tensor.shape[1 if cache == "hidden" else 2] == length
+
+
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+def test_a_past_of_any_length_is_accepted(cache):
+    """A longer one is cut to the window, a shorter one is a shorter past, an empty one is none."""
+    long, short = (Case(length=3, past=20, span=span, cache=cache, position="rotary") for span in (15, 6))
+    past, x = long.stream()
+    at = starts(20)
+    from_long = long.build()(past, None, starts(0)).state
+    from_short = short.build()(past, None, starts(0)).state
+    expected = by_reference(short.build(), x=x, past=past, position="rotary")
+    assert_near(short.build()(x, from_long, at).y, expected)
+    expected = by_reference(long.build(), x=x, past=past[:, 15:], position="rotary")  # span 6 carried 5
+    assert_near(long.build()(x, from_short, at).y, expected)
+    narrow = Case(length=3, span=1, cache=cache, position="rotary").build()
+    empty = narrow(x, None, at)
+    assert_near(narrow(x, empty.state, at).y, empty.y)
+
+
+def test_streams_do_not_mix_and_the_future_is_unseen():
+    case = Case(length=9, past=4, reach="between", position="rotary", persistent=3, path="fused")
+    attention = case.build()
+    past, x = case.stream()
+    before = run(attention, x, past)
+    changed = x.detach().clone()
+    changed[0, 6] += 1
+    after = run(attention, changed, past)
+    assert torch.equal(before[1], after[1])
+    assert torch.equal(before[0, :6], after[0, :6])
+    assert not torch.equal(before[0, 6], after[0, 6])
+
+
+def dropping(**changes) -> Case:
+    return Case(**{"length": 9, "position": "rotary", "dropout": 0.5, "path": "auto"} | changes)
+
+
+def test_dropout_is_plain_in_training_and_fused_in_evaluation():
+    attention = dropping().build()
+    cpu = torch.device("cpu")
+    assert attention.path(cpu, training=True) == "plain"
+    assert attention.path(cpu, training=False) == "fused"
+    assert dropping(dropout=0.0).build().path(cpu, training=True) == "fused"
+    assert dropping(path="plain").build().path(cpu, training=False) == "plain"
+    _, x = dropping().stream()
+    without = dropping(dropout=0.0).build()(x).y
+    assert not torch.allclose(attention(x).y, without)
+    assert_near(attention.eval()(x).y, without)
+
+
+def test_dropout_is_the_seeds():
+    attention = dropping().build()
+    _, x = dropping().stream()
+
+    def with_seed(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return attention(x).y
+
+    assert torch.equal(with_seed(3), with_seed(3))
+    assert not torch.equal(with_seed(3), with_seed(4))
+
+
+def test_an_impossible_path_is_an_error():
+    _, x = dropping().stream()
+    fused = dropping(path="fused").build()
+    with pytest.raises(ValueError, match=r"runtime\.path=fused.*model\.dropout=0\.5.*allowed are auto, plain"):
+        fused(x)
+    assert fused.eval()(x).y.isfinite().all()
+    with pytest.raises(ValueError, match="bias depends on the query"):
+        dropping(path="fused", dropout=0.0, position="relative").build()(x)
+    with pytest.raises(ValueError, match="spans that depend on the input"):
+        dropping(path="fused", dropout=0.0, reach="dynamic").build()(x)
+
+
+def test_bad_input_names_its_key():
+    with pytest.raises(ValueError, match=r"model\.heads=3 must divide model\.d_model=5"):
+        Attention(Case().place())
+    with pytest.raises(ValueError, match=r"model\.cache=both: allowed are kv, hidden"):
+        Case(cache="both").build()
+
+
+def test_zero_init_starts_as_the_identity():
+    _, x = Case().stream()
+    attention = Case().build(zero_init=True)
+    assert attention(x).y.abs().max() == 0
+    (gradient,) = gradients(attention(x).y, [attention.output.weight])
+    assert gradient.abs().max() > 0
+
+
+def test_ideal_flops_by_hand():
+    def flops(**changes) -> int:
+        return Case(**{"heads": 2, "d_head": 2, "span": 6} | changes).build().ideal_flops()
+
+    matrices = 4 * 2 * (D * 4)  # two a multiply-add
+    scores_and_values = 2 * (2 * 6 * 2 + 2 * 6 * 2)  # heads x (q.k and a.v over 6 keys of width 2)
+    assert flops() == matrices + scores_and_values == 256
+    assert flops(attend_self=False) == flops(position="rotary") == flops(position="alibi") == 256
+    assert flops(position="relative") == 256 + 2 * (2 * 6 * 2)
+    assert flops(persistent=3) == 256 + 2 * (2 * 3 * 2 + 2 * 3 * 2)
+
+
+@pytest.mark.parametrize("reach", ["fixed", "between"])
+def test_bfloat16_autocast_is_close_to_float32(reach):
+    """Both paths, in value and gradient; the state it carries is bfloat16, and softmax and spans are not."""
+    for path in ("plain", "fused"):
+        case = Case(length=40, heads=4, d_head=8, span=64, reach=reach, position="rotary", persistent=5, path=path)
+        attention = case.build().float()
+        x = case.stream()[1].detach().float().requires_grad_()
+        expected = attention(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = attention(x)
+        assert found.state[0].dtype == torch.bfloat16
+        named = named_inputs(attention, x)
+        assert_near(found.y.float(), expected.y, tolerance=0.02)
+        pairs = zip(gradients(found.y, list(named.values())), gradients(expected.y, list(named.values())), strict=True)
+        for name, (mine, theirs) in zip(named, pairs, strict=True):
+            assert (mine - theirs).norm() <= 0.03 * theirs.norm(), name
+
+
+@pytest.mark.parametrize("path", ["plain", "fused"])
+def test_a_stream_far_along_scores_the_same(path):
+    case = Case(length=9, heads=1, d_head=8, span=9, position="rotary", path=path)
+    attention = case.build().float()
+    assert isinstance(attention.position, Rotary)
+    _, x = case.stream()
+    x = x.float()
+    first, far = attention(x, None, torch.zeros(B)).y, attention(x, None, torch.full((B,), 10**7)).y
+    assert_near(far, first, tolerance=1e-5)

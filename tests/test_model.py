@@ -1,0 +1,197 @@
+"""The language model as a whole against tests/reference, and how it counts its parameters."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.model import LanguageModel, add_seen
+from tests.composing import plan
+from tests.reference.attention import attention
+from tests.reference.feed_forward import feed_forward
+from tests.reference.language_model import language_model
+
+V, D, H, S, F, LAYERS = 256, 8, 2, 4, 12, 2
+SMALL = (
+    *("data=recall", f"model.d_model={D}", f"model.heads={H}", f"model.layers={LAYERS}", f"model.span={S}"),
+    *("model.norm=layer", "runtime.device=cpu"),
+)
+FEED = (f"variant.feed_forward.hidden={F}",)
+C, K, MEMORY_HEADS, DQ = 6, 3, 2, 4
+MEMORY = (
+    *(f"variant.memory.half_keys={C}", f"variant.memory.top_k={K}"),
+    *(f"variant.memory.heads={MEMORY_HEADS}", f"variant.memory.d_query={DQ}"),
+)
+ATTENTION = 4 * D * D
+FEED_FORWARD = 2 * D * F + F + D
+NORM = 2 * D
+RELATIVE = S * (D // H)
+MEMORY_ALONE = (D + 1) * MEMORY_HEADS * DQ + 2 * DQ + MEMORY_HEADS * C * DQ
+TABLE = C * C * D
+
+
+def build(*overrides: str, seed: int = 0) -> LanguageModel:
+    torch.manual_seed(seed)
+    return plan(*SMALL, *overrides).make_model()
+
+
+def randomised(model: LanguageModel) -> LanguageModel:
+    """In float64, with every parameter off its initial value, where much is zero."""
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model.project_()
+    return model
+
+
+def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement: str, tied: bool, start: int) -> Tensor:
+    """The same logits by tests/reference, from the very parameters of ``model``."""
+    score = "none" if position == "sinusoidal" else position
+    same = {"heads": H, "span": S, "attend_self": True, "position": score, "start": start}
+    sublayers, norms = [], []
+    for layer in model.layers:
+        for residual in layer.values():
+            w = dict(residual.sublayer.named_parameters())
+            norms.append((residual.norm.weight, residual.norm.bias))
+            if "query.weight" in w:
+                own = {"wq": w["query.weight"], "wk": w["key.weight"], "wv": w["value.weight"], "wo": w["output.weight"]}
+                sublayers.append(partial(attention, **own, **same))
+            else:
+                own = {"up": w["enter.weight"], "down": w["leave.weight"], "activation": "relu"}
+                sublayers.append(partial(feed_forward, **own, up_bias=w["enter.bias"], down_bias=w["leave.bias"]))
+    return language_model(
+        tokens,
+        embedding=model.embedding.weight * model.scale,
+        sublayers=sublayers,
+        norms=norms,
+        placement=placement,
+        final_norm=(model.norm.weight, model.norm.bias) if placement == "pre" else None,
+        output=None if tied else model.head.weight,
+        output_bias=model.head.bias,
+        sinusoidal=position == "sinusoidal",
+        start=start,
+    )
+
+
+@pytest.mark.parametrize(
+    ("position", "placement", "tied", "more"),
+    [
+        ("rotary", "pre", False, ("model.embedding_scale=1.5",)),
+        ("rotary", "pre", True, ("model.head_bias=true",)),
+        ("rotary", "post", False, ("model.head_bias=true",)),
+        ("alibi", "post", True, ()),
+        ("sinusoidal", "pre", True, ()),
+        ("sinusoidal", "post", False, ()),
+        ("none", "pre", False, ("model.cache=hidden",)),
+    ],
+)
+def test_value_and_every_gradient(position, placement, tied, more):
+    after = str(placement == "post").lower()
+    given = (f"position={position}", f"model.norm_after={after}", f"model.tied={str(tied).lower()}")
+    model = randomised(build(*FEED, *given, *more))
+    tokens = torch.randint(V, (2, 7), generator=torch.Generator().manual_seed(1))
+    start = 9  # a stream that comes from somewhere, with nothing of it in sight
+    states = tuple(None for _ in model.sublayers())
+    ours = model(tokens, (torch.full((2,), start), states)).logits
+    theirs = reference(model, tokens, position=position, placement=placement, tied=tied, start=start)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    upstream = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    parameters = dict(model.named_parameters())
+    gradients = [torch.autograd.grad(y, list(parameters.values()), upstream) for y in (ours, theirs)]
+    for name, one, other in zip(parameters, *gradients, strict=True):
+        assert one.abs().max() > 0, name
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_starts_at_the_uniform_distribution():
+    assert torch.equal(build()(torch.zeros(1, 3, dtype=torch.int64)).logits, torch.zeros(1, 3, V))
+    assert build("model.head_zero_init=false")(torch.zeros(1, 3, dtype=torch.int64)).logits.any()
+
+
+HERE_AND_THERE = "+variant.at={1: [attention, memory]}"  # beside the one of the variant, which is layer 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "counts"),
+    [
+        (
+            ("variant=mhsa", *FEED),
+            {"layers.0.attention": ATTENTION, "layers.1.feed_forward": FEED_FORWARD, "norms": 5 * NORM, "head": V * D},
+        ),
+        (("variant=mhsa", "model.norm_after=true"), {"norms": 4 * NORM}),
+        (("variant=mhsa", "model.tied=true"), {"embedding": V * D, "head": 0}),
+        (("variant=mhsa", "model.tied=true", "model.head_bias=true"), {"embedding": V * D, "head": V}),
+        (
+            ("variant=mhsa", "position=relative"),
+            {"layers.0.attention": ATTENTION + RELATIVE, "layers.1.attention": ATTENTION},
+        ),
+        (("variant=mhsa", "position=relative", "position.share=layer"), {"layers.1.attention": ATTENTION + RELATIVE}),
+        (("variant=adaptive_span",), {"layers.0.attention": ATTENTION + H}),
+        (
+            ("variant=all_attention", "variant.attention.persistent.number=5"),
+            {"layers.1.attention": ATTENTION + 2 * 5 * D, "norms": 3 * NORM},
+        ),
+        (("variant=product_key_memory", *MEMORY), {"layers.0.memory": MEMORY_ALONE + TABLE}),
+        (
+            ("variant=product_key_memory", *MEMORY, "variant.memory.share=network", HERE_AND_THERE),
+            {"layers.0.memory": MEMORY_ALONE + TABLE, "layers.1.memory": MEMORY_ALONE},
+        ),
+    ],
+)
+def test_parameters_by_sublayer_sum_to_the_total(overrides, counts):
+    model = build(*overrides)
+    found = model.parameters_by_sublayer()
+    assert {name: found[name] for name in counts} == counts
+    assert sum(found.values()) == sum(p.numel() for p in model.parameters())
+
+
+WHOLE = LAYERS * (ATTENTION + FEED_FORWARD) + 5 * NORM
+READ = MEMORY_ALONE + MEMORY_HEADS * K * D
+
+
+@pytest.mark.parametrize(
+    ("overrides", "touched"),
+    [
+        (("variant=mhsa", *FEED), WHOLE + V * D + D),
+        (("variant=mhsa", *FEED, "model.tied=true"), WHOLE + V * D),  # the byte's row is one of the head's
+        (("variant=mhsa", *FEED, "position=relative"), WHOLE + RELATIVE + V * D + D),
+        (("variant=product_key_memory", *FEED, *MEMORY), WHOLE - FEED_FORWARD + READ + V * D + D),
+        (  # two layers read rows of their own from one table
+            ("variant=product_key_memory", *MEMORY, "variant.memory.share=network", HERE_AND_THERE),
+            WHOLE - 2 * FEED_FORWARD + 2 * READ + V * D + D,
+        ),
+    ],
+)
+def test_touched_parameters(overrides, touched):
+    model = build(*overrides)
+    assert model.touched_parameters() == touched
+    assert touched <= sum(p.numel() for p in model.parameters())
+
+
+def test_embedding_dropout_is_reproducible_and_in_training_only():
+    given = ("model.embedding_dropout=0.5", "model.head_zero_init=false")
+    model, plain = build(*given), build("model.head_zero_init=false")
+    tokens = torch.arange(24).view(2, 12)
+
+    def logits(model, *, seed: int, training: bool) -> Tensor:
+        torch.manual_seed(seed)
+        return model.train(training)(tokens).logits
+
+    assert torch.equal(logits(model, seed=1, training=True), logits(model, seed=1, training=True))
+    assert not torch.equal(logits(model, seed=1, training=True), logits(model, seed=2, training=True))
+    assert torch.equal(logits(model, seed=1, training=False), logits(plain, seed=2, training=False))
+    seen = []
+    model.layers[0]["attention"].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    logits(model, seed=1, training=True)
+    whole = model.embedding(tokens)
+    assert torch.equal(seen[0][seen[0] != 0], 2 * whole[seen[0] != 0])
+    assert 0.3 < (seen[0] == 0).double().mean() < 0.7
+
+
+def test_statistics_add():
+    one = {"a": {"bytes": torch.tensor(2.0)}, "b": {"x": torch.ones(2)}}
+    other = {"a": {"bytes": torch.tensor(3.0)}}
+    total = add_seen(add_seen({}, one), other)
+    assert total["a"]["bytes"] == 5 and torch.equal(total["b"]["x"], torch.ones(2))

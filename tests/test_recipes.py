@@ -1,0 +1,206 @@
+"""Recipes are the published runs: their flags, their numbers of parameters, and nothing that a default could move."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from harness import settings
+from harness.model import LanguageModel
+from tests.composing import CONF, TINY, compose_config, plan
+from variants.adaptive_span import AdaptiveSpan
+from variants.position import Relative
+
+RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
+FINETUNES = [name for name in RECIPES if name.endswith("_finetune")]
+TRAININGS = [name for name in RECIPES if name not in FINETUNES]
+START = "start.run=somewhere"
+
+V = 205
+FLAGS = (
+    *("model.layers", "model.d_model", "model.heads", "model.span", "batch.segment", "model.dropout"),
+    *("variant.attention.reach.loss_weight", "budget.steps", "optim.schedule.warmup_steps", "batch.accumulate"),
+)
+SPANS = {  # experiments/*.sh of facebookresearch/adaptive-span: flags in this order, then the width of the feed-forward
+    "adaptive_span_8": ((8, 256, 4, 1024, 256, 0.0, 2e-6, 150_000, 8_000, 1), 1024),
+    "adaptive_span_12": ((12, 512, 8, 8192, 512, 0.3, 5e-7, 600_000, 32_000, 1), 2048),
+    "adaptive_span_24": ((24, 768, 8, 8192, 512, 0.4, 5e-7, 150_000, 32_000, 2), 4096),
+}
+PERSISTENT = {  # the same, then the number of persistent vectors
+    "all_attention_18": ((18, 512, 8, 8192, 512, 0.3, 1e-7, 450_000, 32_000, 2), 1024),
+    "all_attention_36": ((36, 512, 8, 8192, 512, 0.4, 1e-7, 200_000, 32_000, 2), 2048),
+}
+MILLIONS = {  # as printed or derived from the papers; None where no paper says
+    "adaptive_span_8": "6.5",
+    "adaptive_span_12": "38.54",
+    "adaptive_span_24": "208.9",
+    "all_attention_18": "38.50",
+    "all_attention_36": "114.02",
+}
+
+
+class Unset(TorchFunctionMode):
+    """Parameters are allocated and not filled: memory that is never written costs nothing, and numbers are not looked at."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if getattr(function, "__module__", "") == "torch.nn.init" or name in ("normal_", "uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return (torch.empty if function is torch.randn else function)(*args, **(kwargs or {}))
+
+
+def build(name: str, *overrides: str) -> LanguageModel:
+    made = plan(f"recipe={name}", *overrides)
+    with Unset():
+        return made.make_model()
+
+
+def count(tensors: Iterator[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def of_language_model(d: int, vocabulary: int) -> int:
+    """Embedding and head, untied, the head with a bias."""
+    return 2 * vocabulary * d + vocabulary
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_adaptive_span_has_the_papers_parameters(name):
+    (layers, d, heads, span, *_), hidden = SPANS[name]
+    layer = 4 * d**2 + (2 * d * hidden + hidden + d) + 2 * 2 * d + heads
+    expected = layers * layer + of_language_model(d, V) + span * (d // heads)
+    assert count(build(name).parameters()) == expected
+    digits = len(MILLIONS[name].partition(".")[2])
+    assert f"{expected / 1e6:.{digits}f}" == MILLIONS[name]
+
+
+@pytest.mark.parametrize("name", PERSISTENT)
+def test_all_attention_has_the_papers_parameters(name):
+    (layers, d, heads, span, *_), vectors = PERSISTENT[name]
+    expected = layers * (4 * d**2 + 2 * d * vectors + 2 * d + heads) + of_language_model(d, V) + span * (d // heads)
+    assert count(build(name).parameters()) == expected
+    assert f"{expected / 1e6:.2f}" == MILLIONS[name]
+
+
+def test_product_key_memory_has_the_parameters_of_its_parts():
+    layers, d, hidden, half_keys, top_k, heads, d_query = 12, 512, 2048, 512, 32, 4, 256
+    attention, norm, feed_forward = 4 * d**2, 2 * d, 2 * d * hidden + hidden + d
+    memory = (d + 1) * heads * d_query + 2 * d_query + heads * half_keys * d_query
+    rest = layers * (attention + 2 * norm) + (layers - 1) * feed_forward + norm + of_language_model(d, V)
+    model = build("product_key_memory_12")
+    assert count(model.parameters()) == memory + rest + half_keys**2 * d == 171_183_309
+    assert model.touched_parameters() == memory + rest + heads * top_k * d - (V - 1) * d == 36_926_669
+    assert [list(layer) for layer in model.layers].index(["attention", "memory"]) == layers - 2
+
+
+@pytest.mark.parametrize("name", SPANS | PERSISTENT)
+def test_flags_are_those_of_the_scripts(name):
+    cfg = compose_config(f"recipe={name}")
+    flags, width = (SPANS | PERSISTENT)[name]
+    assert tuple(OmegaConf.select(cfg, key) for key in FLAGS) == flags
+    key = "variant.feed_forward.hidden" if name in SPANS else "variant.attention.persistent.number"
+    assert OmegaConf.select(cfg, key) == width
+    assert (cfg.batch.lanes, cfg.optim.lr, cfg.optim.default.clip) == (64, 0.07, 0.03)
+    assert (cfg.optim.schedule.decay, cfg.optim.clip, cfg.optim.matrices) == ("constant", None, None)
+    assert (cfg.eval.lanes, cfg.eval.segment, cfg.eval.bytes) == (8, cfg.batch.segment, None)
+
+
+@pytest.mark.parametrize("name", SPANS | PERSISTENT)
+def test_the_model_is_the_span_papers(name):
+    model = build(name, *TINY)
+    cfg = compose_config(f"recipe={name}")
+    assert not cfg.model.attend_self
+    assert cfg.model.cache == "hidden"
+    assert isinstance(model.norm, nn.Identity) and model.head.weight is not model.embedding.weight
+    tables, spans = set(), 0
+    for _, residual in ((n, r) for layer in model.layers for n, r in layer.items()):
+        assert residual.after and isinstance(residual.norm, nn.LayerNorm)
+        sublayer = residual.sublayer
+        if hasattr(sublayer, "reach"):
+            assert isinstance(sublayer.position, Relative) and isinstance(sublayer.reach, AdaptiveSpan)
+            assert sublayer.query.bias is None and sublayer.shift == 1
+            assert sublayer.reach.ramp == 32 and not sublayer.reach.fraction.any()
+            tables.add(sublayer.position.table)
+            spans += 1
+        else:
+            assert sublayer.activate is nn.functional.relu and sublayer.enter.bias is not None
+    assert len(tables) == 1 and spans == 2
+
+
+def test_nothing_starts_at_zero_but_biases_and_spans():
+    torch.manual_seed(0)
+    for name in TRAININGS:
+        model = plan(f"recipe={name}", *TINY).make_model()
+        zeros = {key.rpartition(".")[2] for key, p in model.named_parameters() if not p.any()}
+        assert zeros <= {"bias", "fraction"}, name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_reads_enwik8_or_fails(name):
+    read = plan(f"recipe={name}", START).data
+    assert (read["name"], read["fallback"], read["vocabulary"], read["drop_newlines"]) == ("enwik8", None, V, False)
+
+
+def stated(name: str) -> set[str]:
+    """Keys that a recipe's files set, with those of the files it is made of."""
+    node = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{name}.yaml"))
+    parents = [entry for entry in node.pop("defaults", []) if isinstance(entry, str)]
+    own = {f"{section}.{key}" for section, part in node.items() for key in part}
+    return own.union(*(stated(parent) for parent in parents))
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_no_default_of_the_model_can_move_a_recipe(name):
+    wanted = {f"model.{key}" for key in settings.ModelSettings.__dataclass_fields__} - {"model.default_bytes"}
+    wanted |= {f"batch.{key}" for key in settings.BatchSettings.__dataclass_fields__}
+    wanted |= {"data.fallback", "data.vocabulary", "data.drop_newlines", "data.split", "eval.bytes", "budget.steps"}
+    assert wanted <= stated(name)
+
+
+def flat(node: dict, prefix: str = "") -> dict[str, object]:
+    found = {}
+    for key, value in node.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return found
+
+
+@pytest.mark.parametrize(("name", "steps"), list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))
+def test_the_end_of_a_run_is_more_steps_at_a_tenth_of_the_rate(name, steps):
+    before, after = (
+        flat(OmegaConf.to_container(compose_config(f"recipe={recipe}")))
+        for recipe in (name.removesuffix("_finetune"), name)
+    )
+    assert {key: value for key, value in after.items() if before[key] != value} == {
+        "start.take": "everything",
+        "optim.lr": pytest.approx(before["optim.lr"] / 10),
+        "budget.steps": before["budget.steps"] + steps,
+    }
+    with pytest.raises(ValueError, match="start.run=null"):
+        plan(f"recipe={name}")
+
+
+def test_the_command_line_wins_over_a_recipe():
+    made = plan("recipe=adaptive_span_12", "budget.steps=3", "model.dropout=0.1", "data=recall")
+    assert (made.budget.amount, made.model.dropout, made.data["name"]) == (3, 0.1, "recall")
+
+
+def test_product_key_memory_trains_its_values_apart():
+    tiny = (*TINY, "variant.memory.half_keys=8", "variant.memory.top_k=4")
+    made = plan("recipe=product_key_memory_12", *tiny)
+    optimizers = made.make_optimizers(made.make_model())
+    rates = {row["name"]: row["lr"] for row in optimizers.describe()}
+    assert rates == {"default": pytest.approx(2.5e-4), "values": pytest.approx(1e-3)}
+    values = optimizers.groups["values"]
+    assert (values.schedule, values.clip, list(values.parameters)) == (
+        "constant",
+        0.25,
+        ["layers.0.memory.sublayer.values"],
+    )
+    decays = [part["weight_decay"] for o in optimizers.optimizers.values() for part in o.param_groups]
+    assert not any(decays)
+    optimizers.step(0.999)
+    assert optimizers.optimizers["values"].param_groups[0]["lr"] == pytest.approx(1e-3)
+    assert optimizers.optimizers["default"].param_groups[0]["lr"] < 1e-8

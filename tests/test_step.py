@@ -1,0 +1,194 @@
+"""A training step, whole or in parts, and the scoring of a split against loops that feed one byte at a time."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.budget import Schedule
+from harness.data import score_lanes
+from harness.optim import Optimizers, assign
+from harness.recall import recall_floor
+from harness.runtime import Runtime
+from harness.step import Score, Trainer, score_context, score_stream, score_windows
+from tests.runs import MEMORY, VARIANTS, make_run, restored  # noqa: F401 - a fixture
+
+CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
+MOVING = ("variant=adaptive_span", "variant.attention.reach.ramp=4", "variant.attention.reach.initial=0.3")
+LEARNS = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
+
+
+def tensors(state) -> list[Tensor]:
+    return [state] if isinstance(state, Tensor) else [t for part in state or () for t in tensors(part)]
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("variant", [("variant=mhsa",), MOVING, VARIANTS["product_key_memory"]])
+def test_accumulation_equals_the_unsplit_step(variant, accumulate):
+    runs = []
+    for parts in (1, accumulate):
+        run = make_run(*variant, *LEARNS, f"batch.accumulate={parts}")
+        run.model.double()  # so that a rounding error has no direction for Adam to follow
+        for _ in range(3):
+            run.step()
+        runs.append(run)
+    whole, split = runs
+    for (name, one), other in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    assert whole.train_row()["bits_per_byte"] == pytest.approx(split.train_row()["bits_per_byte"], abs=1e-12)
+    assert len(tensors(whole.state)) > 1 and len(whole.state[0]) == 4
+    for one, other in zip(tensors(whole.state), tensors(split.state), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def one_step(model, batch, *, lr: float, parts: int = 1) -> Tensor:
+    """A step of plain gradient descent: a parameter moves by its gradient times ``lr``. Returns the nats."""
+    groups = assign(model, default=torch.optim.SGD)
+    trainer = Trainer(model, Optimizers(groups, lr=lr, schedule=Schedule()), CPU, accumulate=parts)
+    return trainer.step(*batch, None, fraction=0.0)[0]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_auxiliary_losses_are_in_the_gradient_and_never_in_the_number(parts):
+    weight, heads, span, lr = 0.01, 2, 16, 0.5
+    loss = "variant.attention.reach.loss_weight"
+    runs = [make_run(*MOVING, "model.head_zero_init=false", f"{loss}={w}") for w in (0.0, weight)]
+    batch = runs[0].stream.batch(0)
+    scores = [run.score("valid", limit=200).bits_per_byte for run in runs]
+    nats = [one_step(run.model, batch, lr=lr, parts=parts).item() for run in runs]
+    logits = make_run(*MOVING, "model.head_zero_init=false").model(batch[0]).logits
+    assert nats[0] == pytest.approx(F.cross_entropy(logits.transpose(1, 2), batch[1]).item(), abs=1e-6)
+    assert nats[0] == nats[1] and scores[0] == scores[1]
+    fractions = [run.model.layers[0]["attention"].sublayer.reach.fraction for run in runs]
+    expected = torch.full((heads,), lr * weight * span / heads)  # weight times the mean of span * fraction
+    torch.testing.assert_close(fractions[0] - fractions[1], expected, rtol=0, atol=1e-6)
+
+
+def test_bfloat16_is_finite_and_keeps_float32_parameters():
+    runs = [make_run(*MOVING, *LEARNS, f"runtime.precision={precision}") for precision in ("float32", "bfloat16")]
+    for run in runs:
+        for _ in range(3):
+            run.step()
+    bits = [run.train_row()["bits_per_byte"] for run in runs]
+    assert bits[0] != bits[1] and bits[0] == pytest.approx(bits[1], abs=0.05)
+    low = runs[1]
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in low.model.parameters())
+    assert {t.dtype for t in tensors(low.state)} == {torch.int64, torch.bfloat16}
+    assert low.score("valid", limit=200).nats.isfinite().all()
+
+
+def test_a_compiled_step_is_the_eager_one():
+    given = (*MOVING, *LEARNS, "model.layers=1", "batch.segment=16")
+    runs = [make_run(*given, f"runtime.compile={c}") for c in ("false", "true")]
+    for run in runs:
+        run.step()
+    assert runs[1].path == "fused, compiled"
+    for (name, one), other in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    assert runs[0].train_row()["bits_per_byte"] == pytest.approx(runs[1].train_row()["bits_per_byte"], abs=1e-4)
+
+
+# Scoring
+
+
+@pytest.fixture
+def model():
+    """A model that says something different everywhere, in float64."""
+    run = make_run("variant=product_key_memory", *MEMORY, "model.head_zero_init=false", "model.span=6")
+    with torch.no_grad():
+        for parameter in run.model.double().parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return run.model
+
+
+def some_bytes(number: int) -> Tensor:
+    return torch.randint(256, (number,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+
+def cost(logits: Tensor, target: int) -> float:
+    return -torch.log_softmax(logits.double(), dim=-1)[target].item()
+
+
+@torch.no_grad()
+def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
+    """Nats of pairs ``first`` to ``end - 1``, each byte in a forward pass of its own, from a cold start."""
+    model.eval()
+    found, state = [], None
+    for pair in range(first, end):
+        out = model(split[pair].long().view(1, 1), state)
+        found.append(cost(out.logits[0, 0], split[pair + 1].item()))
+        state = out.state
+    return found
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 4])  # 101 pairs: lanes of 33 and 34, of 25 and 26
+def test_stream_is_every_lane_byte_by_byte(model, lanes):
+    split = some_bytes(102)
+    expected = [n for lane in score_lanes(101, lanes) for n in byte_by_byte(model, split, first=lane[0], end=lane[1])]
+    for segment in (1, 7, 26, 64):
+        score = score_stream(model, split, runtime=CPU, lanes=lanes, segment=segment)
+        assert len(score.nats) == 101
+        torch.testing.assert_close(score.nats.double(), torch.tensor(expected).double(), rtol=0, atol=1e-5)
+        assert score.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / 101, abs=1e-6)
+
+
+def test_statistics_are_of_the_scored_bytes_alone(model):
+    for lanes, segment, filling in ((4, 64, 0), (4, 7, 0), (3, 64, 1)):  # 100 pairs; three lanes of 33, 33 and 34
+        score = score_stream(model, some_bytes(101), runtime=CPU, lanes=lanes, segment=segment, look=True)
+        assert score.seen["layers.0.memory"]["bytes"] == 100 + filling * (lanes - 1)
+        assert score.seen["layers.0.memory"]["usage_count"].sum() == (100 + filling * (lanes - 1)) * 2 * 4
+    assert not score_stream(model, some_bytes(101), runtime=CPU, lanes=4, segment=9).seen
+
+
+def test_blocks_sum_to_the_total():
+    score = Score(torch.rand(25_000, generator=torch.Generator().manual_seed(0)), {})
+    blocks = score.blocks()
+    assert len(blocks) == 3 and blocks[2] == pytest.approx(score.nats[20_000:].double().sum().item())
+    assert sum(blocks) == pytest.approx(score.nats.double().sum().item(), rel=1e-12)
+    assert score.bits_per_byte == pytest.approx(sum(blocks) / math.log(2) / 25_000, rel=1e-12)
+
+
+@torch.no_grad()
+def test_windows_are_each_window_alone(model):
+    split = some_bytes(1900)
+    expected, model_ = torch.full((1899,), torch.nan, dtype=torch.float64), model.eval()
+    for first in (0, 512, 1024):
+        last = min(first + 1024, 1899)
+        logits = model_(split[None, first:last].long()).logits[0]
+        for pair in range(first + 512 if first else 0, last):
+            expected[pair] = cost(logits[pair - first], split[pair + 1].item())
+    for batch in (1, 2, 8):
+        nats = score_windows(model, split, runtime=CPU, batch=batch).nats
+        torch.testing.assert_close(nats.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_context_by_place(model):
+    split, longest = some_bytes(48), 12  # 47 pairs: three whole windows, and one of 11
+    naive = [byte_by_byte(model, split, first=first, end=min(first + 12, 47)) for first in (0, 12, 24, 36)]
+    for segment, batch in ((64, 8), (5, 3), (1, 1)):
+        curve = score_context(model, split, runtime=CPU, longest=longest, segment=segment, batch=batch)
+        assert [(point["from_bytes"], point["to_bytes"]) for point in curve] == [(1, 1), (2, 3), (4, 7), (8, 12)]
+        for point in curve:
+            places = range(point["from_bytes"] - 1, point["to_bytes"])
+            nats = [window[place] for window in naive for place in places if place < len(window)]
+            assert point["bits_per_byte"] == pytest.approx(sum(nats) / len(nats) / math.log(2), abs=1e-5)
+
+
+def test_context_of_a_split_shorter_than_the_window(model):
+    curve = score_context(model, some_bytes(6), runtime=CPU, longest=12, segment=4)
+    assert [(point["from_bytes"], point["to_bytes"]) for point in curve] == [(1, 1), (2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_trained_model_stays_above_the_floor_of_recall(variant):
+    given = ("data.distances=[3]", "batch.lanes=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
+    run = make_run(*VARIANTS[variant], *given, "model.d_model=32", "model.span=8", "data.bytes=60000")
+    while not run.finished:
+        run.step()
+    score = run.score("valid", limit=None)
+    floor = recall_floor(len(score.nats) + 1)
+    assert floor - 40 / len(score.nats) < score.bits_per_byte < 3.9
+    assert partial(score_windows, run.model, run.corpus.splits["valid"], runtime=CPU)().bits_per_byte > floor

@@ -1,0 +1,234 @@
+"""What a ``_target_`` may name, and which values a constructor's annotations take; nothing is called on the way."""
+
+import functools
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Literal, Optional
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.targets import keywords, resolve
+from variants.adaptive_span import AdaptiveSpan
+from variants.attention import Attention, Reach
+from variants.contract import Out, Part, Position, Sublayer
+
+MINE = ("tests.test_targets",)
+
+
+class Mine(Sublayer):
+    """An outsider's sublayer with one keyword of each kind."""
+
+    def __init__(
+        self,
+        place,
+        *,
+        needed: int,
+        rate: float = 1.0,
+        name: str | None = None,
+        old: Optional[bool] = None,  # noqa: UP045 (both spellings are read)
+        pair: tuple[float, float] = (0.0, 1.0),
+        many: tuple[int, ...] = (),
+        table: dict | None = None,
+        either: float | Tensor = 0.0,
+        choice: Literal["a", "b"] = "a",
+        anything: Any = None,
+        bare=None,
+        part: Callable[..., Part] | None = None,
+        reach: Callable[..., Reach] | None = None,
+    ):
+        super().__init__()
+
+    def forward(self, x, state=None, start=None, *, look=False):
+        return Out(x)
+
+
+class NoPlace(Sublayer):
+    """Has no constructor of its own."""
+
+
+class BadAnnotation(Sublayer):
+    def __init__(self, place, *, size: "NoSuchType" = 1):  # noqa: F821
+        super().__init__()
+
+
+class Greedy(Sublayer):
+    def __init__(self, place, **options):
+        super().__init__()
+
+
+def exploding(*_):
+    raise AssertionError("called")
+
+
+def node(target=Attention, **given):
+    path = target if isinstance(target, str) else f"{target.__module__}.{target.__name__}"
+    return {"_target_": path, "_partial_": True, **given}
+
+
+def made(given, kind=Sublayer, trust=MINE):
+    return resolve(given, key="variant.attention", kind=kind, trust=trust)
+
+
+def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
+    part = made(node(d_head=4, bias=True, reach=node(AdaptiveSpan, ramp=8)))
+    assert isinstance(part, functools.partial) and part.func is Attention
+    assert part.keywords["d_head"] == 4 and part.keywords["bias"] is True
+    reach = part.keywords["reach"]
+    assert isinstance(reach, functools.partial) and (reach.func, reach.keywords) == (AdaptiveSpan, {"ramp": 8})
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "message"),
+    [
+        ("os.system", Sublayer, "allowed are classes of variants, harness, torch.optim, tests.test_targets"),
+        ("builtins.eval", Sublayer, "allowed are classes of"),
+        ("torch.load", Sublayer, "allowed are classes of"),
+        ("torch.nn.Linear", Sublayer, "allowed are classes of"),
+        ("variants_evil.attention.Attention", Sublayer, "allowed are classes of"),
+        ("harness.folder.subprocess.run", Sublayer, "cannot be imported"),
+        ("harness.folder.subprocess", Sublayer, "class derived from variants.contract.Sublayer"),
+        ("variants.window.attend", Sublayer, "class derived from variants.contract.Sublayer"),
+        ("tests.test_targets.exploding", Sublayer, "class derived from variants.contract.Sublayer"),
+        ("variants.attention.Nothing", Sublayer, "cannot be imported"),
+        ("variants.nowhere.Attention", Sublayer, "cannot be imported"),
+        ("harness.model.LanguageModel", Sublayer, "class derived from variants.contract.Sublayer"),
+        ("variants.position.Rotary", Sublayer, "class derived from variants.contract.Sublayer"),
+        ("variants.attention.Attention", Position, "class derived from variants.contract.Position"),
+        ("variants.adaptive_span.AdaptiveSpan", Sublayer, "class derived from variants.contract.Sublayer"),
+        ("torch.optim.lr_scheduler.StepLR", Optimizer, "class derived from torch.optim.optimizer.Optimizer"),
+        ("variants.contract.Sublayer", Sublayer, "class derived from"),
+        ("torch.optim.Optimizer", Optimizer, "class derived from"),
+        ("Attention", Sublayer, "allowed are classes of"),
+        ("", Sublayer, "allowed are classes of"),
+        (None, Sublayer, "_target_=None: allowed are classes of"),
+    ],
+)
+def test_targets_must_be_classes_of_the_contract_from_trusted_modules(target, kind, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        made({"_target_": target, "_partial_": True}, kind=kind)
+    assert f"variant.attention._target_={target}" in str(caught.value)
+
+
+def test_a_class_must_be_defined_where_trust_reaches(monkeypatch):
+    # This module has Attention too, by importing it; and someone's module may have imported this one's class.
+    assert made({**node(), "_target_": "tests.test_targets.Attention"}).func is Attention
+    with pytest.raises(ValueError, match=r"tests\.test_targets\.Mine: allowed are.*trust=\["):
+        made(node(Mine, needed=1), trust=())
+    borrower = types.ModuleType("harness.borrower")
+    borrower.Mine = Mine
+    monkeypatch.setitem(sys.modules, borrower.__name__, borrower)
+    with pytest.raises(ValueError, match=r"is defined in tests\.test_targets"):
+        made(node("harness.borrower.Mine", needed=1), trust=())
+
+
+@pytest.mark.parametrize("value", [False, None, "true", 1])
+def test_every_layer_makes_its_own(value):
+    with pytest.raises(ValueError, match=rf"variant\.attention\._partial_={value}: must be true"):
+        made({**node(), "_partial_": value})
+    with pytest.raises(ValueError, match=r"variant\.attention\.reach\._partial_=None"):
+        made(node(reach={"_target_": "variants.adaptive_span.AdaptiveSpan"}))
+
+
+def test_only_parts_that_fit_are_taken():
+    assert made(node(Mine, needed=1, part=node(AdaptiveSpan))).keywords["part"].func is AdaptiveSpan
+    assert made(node(Mine, needed=1, bare=node(AdaptiveSpan))).keywords["bare"].func is AdaptiveSpan
+    vectors = node("variants.all_attention.HeadVectors", number=3)
+    with pytest.raises(ValueError, match=r"attention\.reach\._target_=.*HeadVectors: .* variants\.attention\.Reach"):
+        made(node(reach=vectors))
+    with pytest.raises(ValueError, match=r"attention\.reach\._target_=variants\.attention\.Attention: .*Reach"):
+        made(node(reach=node()))
+    with pytest.raises(ValueError, match=r"attention\.d_head=.*must be int or null"):
+        made(node(d_head=vectors))
+    with pytest.raises(ValueError, match=r"attention\.reach=\{'ramp': 3\}: must be a part with _target_"):
+        made(node(reach={"ramp": 3}))
+    with pytest.raises(ValueError, match=r"attention\.reach=3: must be a part with _target_.* or null"):
+        made(node(reach=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("rate", 2, 2.0),
+        ("needed", 1e3, 1000),
+        ("name", None, None),
+        ("name", "x", "x"),
+        ("old", True, True),
+        ("old", None, None),
+        ("pair", [0.9, 0.95], (0.9, 0.95)),
+        ("many", [], ()),
+        ("many", [1, 2, 3], (1, 2, 3)),
+        ("table", {"a": 1}, {"a": 1}),
+        ("either", 2, 2.0),
+        ("choice", "b", "b"),
+        ("anything", [1], (1,)),
+        ("anything", {"a": 1}, {"a": 1}),
+        ("bare", "x", "x"),
+        ("reach", None, None),
+    ],
+)
+def test_values_are_taken_as_annotated(name, value, expected):
+    found = made(node(Mine, **{"needed": 1, name: value})).keywords[name]
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("needed", 2.5, "int"),
+        ("needed", "3", "int"),
+        ("needed", True, "int"),
+        ("needed", None, "int"),
+        ("needed", [1], "int"),
+        ("rate", "fast", "float"),
+        ("rate", float("inf"), "float"),
+        ("rate", float("nan"), "float"),
+        ("name", 3, "str or null"),
+        ("old", 1, "bool or null"),
+        ("pair", [0.9], "a list"),
+        ("pair", 0.9, "a list"),
+        ("many", "123", "a list"),
+        ("many", {"a": 1}, "a list"),
+        ("table", [1], "a mapping or null"),
+        ("either", "x", "float"),
+    ],
+)
+def test_other_values_are_refused_by_key(name, value, allowed):
+    with pytest.raises(ValueError, match=re.escape(f"variant.attention.{name}={value}: must be {allowed}")):
+        made(node(Mine, **{"needed": 1, name: value}))
+
+
+def test_keywords_are_the_schema():
+    assert list(keywords(Attention, key="k")) == ["d_head", "bias", "zero_init", "reach", "persistent"]
+    assert [name for name, (_, required) in keywords(Mine, key="k").items() if required] == ["needed"]
+    assert "lr" not in keywords(torch.optim.AdamW, key="k")
+    assert "betas" in keywords(torch.optim.AdamW, key="k")
+    with pytest.raises(
+        ValueError, match=r"variant\.attention\.size=3: no such key of Attention; allowed are d_head, bias"
+    ):
+        made(node(size=3))
+    with pytest.raises(ValueError, match=r"variant\.attention\.place=3: no such key"):
+        made(node(place=3))
+    with pytest.raises(ValueError, match=r"variant\.attention\._args_=\(\): no such key"):
+        made(node(_args_=()))
+    with pytest.raises(ValueError, match=r"variant\.attention\.needed: Mine needs it"):
+        made(node(Mine))
+    with pytest.raises(ValueError, match=r"no such key of Greedy; allowed are none"):
+        made(node(Greedy, size=3))
+
+
+def test_a_constructor_that_cannot_be_called_is_named():
+    with pytest.raises(ValueError, match=r"tests\.test_targets\.NoPlace must take a Place first"):
+        made(node(NoPlace))
+    with pytest.raises(ValueError, match=r"tests\.test_targets\.BadAnnotation: name 'NoSuchType' is not defined"):
+        made(node(BadAnnotation))
+
+
+@pytest.mark.parametrize("value", [None, 3, "variants.attention.Attention", []])
+def test_a_node_must_be_a_node(value):
+    with pytest.raises(ValueError, match=r"variant\.attention=.*: must be a part with _target_ and _partial_: true"):
+        made(value)

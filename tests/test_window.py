@@ -1,0 +1,236 @@
+"""Windows of the past: the pure functions in numbers worked out by hand, and the fused path against the plain one."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.attention_case import DOUBLE, assert_near, assert_same, gradients
+from variants import fused, window
+from variants.adaptive_span import bucket
+from variants.position import alibi_slopes
+from variants.window import Persistent, Window, skew, soft_mask, visible
+
+ATTEND = {"plain": window.attend, "fused": fused.attend}
+PATHS = pytest.mark.parametrize("attend", ATTEND.values(), ids=ATTEND)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def test_soft_mask_by_hand():
+    mask = soft_mask(torch.tensor([2.0, 0.0, 0.5, 7.0]), 4, 8)
+    assert mask.tolist() == [
+        [1, 1, 1, 0.75, 0.5, 0.25, 0, 0],
+        [1, 0.75, 0.5, 0.25, 0, 0, 0, 0],
+        [1, 0.875, 0.625, 0.375, 0.125, 0, 0, 0],
+        [1] * 8,
+    ]
+    assert soft_mask(torch.zeros(2, 3, 5), 1, 4).shape == (2, 3, 5, 4)
+
+
+def test_skew_by_hand():
+    band = torch.tensor([[1, 2, 3], [4, 5, 6]])  # row t, column x: x = 0 is the nearest key
+    assert skew(band, 4, shift=0).tolist() == [[3, 2, 1, 0], [0, 6, 5, 4]]
+    assert skew(band, 4, shift=1).tolist() == [[2, 1, 0, 0], [6, 5, 4, 0]]
+    assert skew(band, 2, shift=0).tolist() == [[1, 0], [5, 4]]
+    assert skew(band, 6, shift=1).tolist() == [[0, 3, 2, 1, 0, 0], [0, 0, 6, 5, 4, 0]]
+
+
+@given(
+    rows=st.integers(1, 9),
+    past=st.integers(0, 12),
+    columns=st.integers(1, 15),
+    shift=st.integers(0, 1),
+    outer=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_skew_and_visible_are_the_loop(rows, past, columns, shift, outer):
+    keys = rows + past
+    band = normal(*((2, 3) if outer else ()), rows, columns).detach()
+    expected = torch.zeros(*band.shape[:-1], keys, dtype=DOUBLE)
+    seen = torch.zeros(rows, keys, dtype=torch.bool)
+    for t in range(rows):
+        for x in range(columns):
+            j = past + t - shift - x
+            if j >= 0:
+                expected[..., t, j] = band[..., t, x]
+                seen[t, j] = True
+    assert torch.equal(skew(band, keys, shift=shift), expected)
+    assert torch.equal(visible(rows, keys, columns, shift=shift, device=band.device), seen)
+
+
+@PATHS
+def test_renormalised_mask_is_a_bias_of_its_logarithm(attend):
+    """m exp(s) / sum m exp(s) = softmax(s + log m), the identity that the fused path rests on."""
+    q, k, v = normal(1, 2, 6, 4), normal(1, 2, 9, 4, seed=1), normal(1, 2, 9, 4, seed=2)
+    z = torch.tensor([1.5, 4.0], dtype=DOUBLE)
+    log_m = torch.full((2, 6, 9), -torch.inf, dtype=DOUBLE)
+    for h in range(2):
+        for t in range(6):
+            for x in range(3 + t + 1):
+                log_m[h, t, 3 + t - x] = ((3 + z[h] - x) / 3).clamp(0, 1).log()
+    expected = torch.softmax(q @ k.mT + log_m, dim=-1) @ v
+    assert_same(attend(q, k, v, Window((9, 9), z=z, ramp=3)), expected, named={"q": q, "k": k, "v": v})
+
+
+@PATHS
+def test_past_beyond_the_window_is_not_read(attend):
+    q, k, v = normal(1, 2, 3, 4), normal(1, 2, 20, 4, seed=1), normal(1, 2, 20, 4, seed=2)
+    with torch.no_grad():
+        k[:, :, :13], v[:, :, :13] = torch.nan, torch.nan  # 3 rows and a window of 4 or 5: at most 7 keys
+    for seen, shift in (((5, 4), 0), ((4, 4), 1)):
+        assert Window(seen, shift).past() == 4
+        assert attend(q, k, v, Window(seen, shift)).isfinite().all()
+
+
+@PATHS
+def test_huge_scores_do_not_overflow(attend):
+    q, k, v = 1e4 * normal(1, 1, 6, 4), normal(1, 1, 6, 4, seed=1), normal(1, 1, 6, 4, seed=2)
+    z = torch.tensor([1.5], dtype=DOUBLE, requires_grad=True)
+    persistent = Persistent(q, 1e2 * normal(1, 3, 4, seed=3), normal(1, 3, 4, seed=4))
+    y = attend(q, k, v, Window((6,), 1, z=z, ramp=2), persistent=persistent)
+    assert y.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients(y, [q, k, v, z]))
+
+
+def test_dropped_weights_are_zero_and_the_rest_is_scaled():
+    """Dropout comes after the softmax: nothing is renormalised."""
+    torch.manual_seed(0)
+    rows = 200
+    uniform = torch.zeros(1, 1, rows, 4, dtype=DOUBLE)
+    extra = Persistent(uniform, torch.zeros(1, 1, 4, dtype=DOUBLE), torch.tensor([[[0, 0, 0, 1.0]]], dtype=DOUBLE))
+    values = torch.tensor([1.0, 0, 0, 0], dtype=DOUBLE).expand(1, 1, rows, 4)
+    y = window.attend(uniform, uniform, values, Window((1,)), persistent=extra, dropout=0.2)  # two weights of 1/2
+    for column in (0, 3):
+        found = y[0, 0, :, column]
+        assert sorted(set(found.tolist())) == pytest.approx([0, 0.5 / 0.8])
+        assert (found == 0).double().mean().item() == pytest.approx(0.2, abs=0.08)
+    assert (y[0, 0, :, 0] != y[0, 0, :, 3]).any()
+
+
+@dataclass
+class Draw:
+    """Random inputs of one call."""
+
+    inputs: dict[str, Tensor]
+    seen: Window
+    bias: Tensor | None
+
+    def attend(self, path: str, **changes) -> Tensor:
+        persistent = Persistent(*(self.inputs[n] for n in ("extra_q", "m_k", "m_v"))) if "m_k" in self.inputs else None
+        q, k, v = (self.inputs[name] for name in "qkv")
+        return ATTEND[path](q, k, v, self.seen._replace(**changes), bias=self.bias, persistent=persistent)
+
+
+@st.composite
+def draws(draw, dtype: torch.dtype = DOUBLE) -> Draw:
+    """Heads of several bucket sizes, segments longer than a chunk of queries, pasts shorter and longer than windows."""
+    heads, width = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 16]))
+    rows, past = draw(st.sampled_from([1, 2, 31, 33, 127, 129, 200, 300])), draw(st.sampled_from([0, 1, 40, 300]))
+    span = draw(st.sampled_from([1, 9, 64, 150, 290]))
+    z, ramp = None, draw(st.sampled_from([1, 4, 33]))
+    columns = (span,) * heads
+    if draw(st.booleans()):
+        whole = st.integers(0, span)
+        spans = draw(st.lists(whole | st.floats(0, span, width=32), min_size=heads, max_size=heads))
+        z = torch.tensor(spans, dtype=dtype, requires_grad=True)
+        columns = tuple(min(span, bucket(int(n) + ramp + 1)) for n in spans)
+    batch = draw(st.integers(1, 2))
+    shapes = {"q": (batch, heads, rows, width), "k": (batch, heads, rows + past, width)}
+    shapes["v"] = shapes["k"]
+    if draw(st.booleans()):
+        number = draw(st.sampled_from([1, 40]))
+        shapes |= {"extra_q": shapes["q"], "m_k": (heads, number, width), "m_v": (heads, number, width)}
+    seed = draw(st.integers(0, 99))
+    inputs = {
+        n: normal(*shape, seed=seed + i).detach().to(dtype).requires_grad_()
+        for i, (n, shape) in enumerate(shapes.items())
+    }
+    bias = None
+    if draw(st.booleans()):
+        bias = (-alibi_slopes(heads)[:, None] * torch.arange(max(columns))).to(dtype)
+    return Draw(inputs | ({} if z is None else {"z": z}), Window(columns, draw(st.integers(0, 1)), z, ramp), bias)
+
+
+@given(drawn=draws())
+@settings(max_examples=150, deadline=None)
+def test_fused_is_plain(drawn):
+    assert_same(drawn.attend("fused"), drawn.attend("plain"), named=drawn.inputs)
+
+
+@given(drawn=draws())
+@settings(max_examples=40, deadline=None)
+def test_trimmed_columns_are_all_that_matter(drawn):
+    """Keys beyond z + R change nothing, the gradient of z included."""
+    if drawn.seen.z is None:
+        return
+    whole = (max(drawn.seen.columns),) * len(drawn.seen.columns)
+    for path in ATTEND:
+        assert_same(drawn.attend(path), drawn.attend(path, columns=whole), named=drawn.inputs)
+
+
+@given(drawn=draws(dtype=torch.float32))
+@settings(max_examples=40, deadline=None)
+def test_fused_is_plain_in_float32_too(drawn):
+    assert_same(drawn.attend("fused"), drawn.attend("plain"), named=drawn.inputs, tolerance=2e-4)
+
+
+@given(drawn=draws(dtype=torch.bfloat16))
+@settings(max_examples=20, deadline=None)
+def test_bfloat16_is_close_to_float32(drawn):
+    """Inputs are bfloat16; spans and bias are float32, as under autocast."""
+    z = drawn.seen.z
+    drawn.seen = drawn.seen._replace(z=None if z is None else z.detach().float().requires_grad_())
+    drawn.bias = None if drawn.bias is None else drawn.bias.float()
+    found = drawn.attend("fused")
+    drawn.inputs = {name: x.float() for name, x in drawn.inputs.items()}
+    assert found.dtype == torch.bfloat16
+    assert_near(found.float(), drawn.attend("plain"), tolerance=0.02)
+
+
+def test_groups_and_chunks_meet_every_visible_key_once():
+    assert fused.groups((64, 128, 64)) == [(64, [0, 2]), (128, [1])]
+    for rows, keys, columns, shift in ((300, 300, 200, 0), (300, 450, 64, 1), (1, 5, 3, 0), (33, 33, 1, 1)):
+        met = torch.zeros(rows, keys)
+        for begin, end, low, high in fused.chunks(rows, keys, columns, shift):
+            met[begin:end, low:high] += 1
+        assert met.max() <= 1
+        assert met[visible(rows, keys, columns, shift=shift, device=met.device)].min() == 1
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
+    """Attention by torch.clamp and autograd over all keys: rows see themselves and everything before."""
+    t = torch.arange(q.shape[2])
+    x = t[:, None] - t
+    mask = torch.clamp((ramp + z[:, None, None] - x) / ramp, 0, 1) * (x >= 0)
+    weights = mask * (q @ k.mT).exp()
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+@PATHS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ramp", [1, 3, 32])
+def test_gradient_of_spans_at_kinks_is_that_of_clamp(attend, ramp, dtype):
+    """At every whole z, and one rounding beside it: what matters is on which side z + R is when it is rounded."""
+    whole = torch.tensor([0, 1, 2, 5, 9, 20, 39], dtype=dtype)
+    beside = torch.cat([torch.nextafter(whole, whole + 1), torch.nextafter(whole[1:], whole[1:] - 1)])
+    z = torch.cat([whole, beside]).requires_grad_()
+    q, k, v = (normal(1, len(z), 40, 4, seed=n).to(dtype) for n in range(3))
+    (found,) = gradients(attend(q, k, v, Window((40,) * len(z), z=z, ramp=ramp)), [z])
+    (expected,) = gradients(dense(q, k, v, z, ramp), [z])
+    assert_near(found, expected, tolerance=1e-11 if dtype == DOUBLE else 2e-5)
+
+
+def test_the_kinks_are_kinks():
+    """The gradient jumps at a whole z, so the test above can tell."""
+    q, k, v = normal(1, 3, 20, 4), normal(1, 3, 20, 4, seed=1), normal(1, 3, 20, 4, seed=2)
+    q, k, v = (x[:, :1].detach().expand(-1, 3, -1, -1) for x in (q, k, v))
+    z = torch.tensor([5 - 1e-9, 5, 5 + 1e-9], dtype=DOUBLE, requires_grad=True)
+    y = dense(q, k, v, z, 4)
+    (found,) = torch.autograd.grad(y[..., 0].sum(), [z])
+    assert (found[:-1] - found[1:]).abs().min() > 1e-3
