@@ -100,7 +100,9 @@ def _show(row: dict, path: Path) -> None:
     from harness.figures import draw_context
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
-    print(f"{row['variant']}, seed {row['seed']}, {row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored")
+    read = f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
+    label = f"{row['variant']}, seed {row['seed']}: {read}"
+    print(label)
     print(
         f"  {row['bits_per_byte']:.4f}{mark} bits per byte with lanes {p['lanes']}, segment {p['segment']}, span {p['span']}"
     )
@@ -111,7 +113,6 @@ def _show(row: dict, path: Path) -> None:
         )
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
-    label = f"{row['variant']}, seed {row['seed']}"
     print(f"drawn in {draw_context(row['context_curve'], path=path / 'context.png', label=label)}")
 
 

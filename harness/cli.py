@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hydra._internal.utils as hydra_frame
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -21,9 +22,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
-from yaml import YAMLError
 
-MISTAKES = (ValueError, HydraException, OmegaConfBaseException, YAMLError)
+MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def run_command(command: Callable[[], object]) -> None:
@@ -72,6 +72,8 @@ def explain(error: Exception) -> str:
         return _unknown_key(cause, given=str(error).partition("use +")[2] or cause.full_key)
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
+    if str(error).startswith("Config group override must be"):
+        return _no_name(sys.argv[1:]) or str(error)
     lines = [line.strip() for line in str(error).splitlines()]
     if isinstance(error, HydraException) and cause is not None:
         lines.append(_first_line(cause))
@@ -87,6 +89,17 @@ def _unknown_key(error: OmegaConfBaseException, *, given: str) -> str:
         allowed = [name for name in dict.fromkeys(allowed) if name != "hydra"]
     there = f"allowed are {', '.join(allowed)}" if allowed else f"allowed are none, but for new ones: +{given}"
     return f"{given}: no such key; {there}"
+
+
+def _no_name(words: Sequence[str]) -> str:
+    """Hydra does not say which of the choices was given a number or null in place of a name."""
+    loader, found = GlobalHydra.instance().config_loader(), []
+    for word in words:
+        group, given, name = word.partition("=")
+        choices = loader.get_group_options(group.partition("@")[0]) if given else []
+        if choices and not all(isinstance(yaml.safe_load(part), str) for part in name.split(",")):
+            found.append(f"{word}: must be a name; allowed are {', '.join(choices)}")
+    return "; ".join(found)
 
 
 def _first_line(error: Exception) -> str:
@@ -121,7 +134,7 @@ def _hydra_tamed(failed: list[Exception]) -> Iterator[None]:
         """Hydra's own raises, so that the first failed job hides the others and ends the sweep."""
         if self.status != JobStatus.FAILED:
             return returned.fget(self)
-        say(self._return_value, job=self.overrides)
+        say(self._return_value, job=self.overrides if self.hydra_cfg.hydra.mode == RunMode.MULTIRUN else ())
         failed.append(self._return_value)
         return None
 

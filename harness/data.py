@@ -159,7 +159,7 @@ def _read_known(name: str, path: str | None, fallback: str | None) -> tuple[np.n
                 return read_stdlib(), str(error)
             raise ValueError(
                 f"data={name} with data.path=null cannot be had: {error}. Allowed: data.path=FILE with a copy on disk, "
-                f"python -m harness.data {name} where there is a network, or data.fallback=stdlib"
+                f"python -m harness.data {name} where there is a network, or, in a single run, data.fallback=stdlib"
             ) from error
         remedy = "remove it, and it will be downloaded again"
     content = read_path(path)

@@ -37,8 +37,11 @@ class Runtime:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def forward(self, model: nn.Module) -> Callable:
-        """What to call for a forward pass of the model: compiled if that was asked for."""
-        return torch.compile(model, dynamic=False) if self.compile else model
+        """What to call for a forward pass of the model: compiled if that was asked for.
+
+        Shapes may become dynamic: the past grows until it is as long as the window.
+        """
+        return torch.compile(model) if self.compile else model
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""

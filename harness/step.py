@@ -128,7 +128,7 @@ def score_context(
         mask = window[2]
         sums += (nats * mask).double().sum(0)
         counts += mask.sum(0)
-    edges = [2**i for i in range(longest.bit_length())] + [longest + 1]
+    edges = [1, *(2**i + 1 for i in range((longest - 1).bit_length())), longest + 1]  # 1, 2, 3 to 4, 5 to 8, ...
     return [
         {
             "from_bytes": low,

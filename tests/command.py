@@ -52,17 +52,17 @@ def call(script: str, *words: str) -> Ended:
 
 
 def train(*words: str) -> Ended:
-    """``python train.py`` with a model and a budget so small that it ends in a second."""
-    flags = [word for word in words if word == "-m"]
-    return call("train.py", *flags, *TINY, *(word for word in words if word not in flags))
+    """``python train.py`` with a model and a budget so small that it ends in a second; flags come first in ``words``."""
+    first = next((i for i, word in enumerate(words) if "=" in word), len(words))
+    return call("train.py", *words[:first], *TINY, *words[first:])
 
 
 def run_folders(outputs: Path) -> list[Path]:
     return sorted(path for path in outputs.glob("*-s*-*") if not path.is_symlink())
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+@pytest.fixture(name="here")
+def empty_folder(tmp_path, monkeypatch) -> Path:
     """An empty folder to type commands in, a cache of its own, and a network that refuses at once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("http_proxy", "https_proxy"):

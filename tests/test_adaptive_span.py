@@ -246,8 +246,9 @@ def test_ideal_flops_by_hand():
     assert attention.ideal_flops() == matrices + keys * (2 * 2 + 2 * 2)
     set_fractions(attention, [1.0, 1.0])
     assert attention.ideal_flops() == Case(span=6, heads=2).build().ideal_flops()
-    dynamic = Case(reach="dynamic", span=6, heads=2).build()
-    assert dynamic.ideal_flops() == Case(span=6, heads=2).build().ideal_flops() + 2 * D * 2
+    dynamic = Case(reach="dynamic", span=6, heads=2, d_head=2, ramp=2).build()
+    nn.init.zeros_(dynamic.reach.gate.bias)  # a span of 6 sigmoid(0) = 3 keys: x = 0 .. 4 have weight
+    assert dynamic.ideal_flops() == matrices + 2 * 5 * (2 * 2 + 2 * 2) + 2 * D * 2
 
 
 @pytest.mark.parametrize("cache", ["kv", "hidden"])

@@ -210,6 +210,7 @@ def test_dropout_is_plain_in_training_and_fused_in_evaluation():
     without = dropping(dropout=0.0).build()(x).y
     assert not torch.allclose(attention(x).y, without)
     assert_near(attention.eval()(x).y, without)
+    assert_near(dropping(path="plain").build().eval()(x).y, without)
 
 
 def test_dropout_is_the_seeds():

@@ -56,7 +56,12 @@ def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement:
             w = dict(residual.sublayer.named_parameters())
             norms.append((residual.norm.weight, residual.norm.bias))
             if "query.weight" in w:
-                own = {"wq": w["query.weight"], "wk": w["key.weight"], "wv": w["value.weight"], "wo": w["output.weight"]}
+                own = {
+                    "wq": w["query.weight"],
+                    "wk": w["key.weight"],
+                    "wv": w["value.weight"],
+                    "wo": w["output.weight"],
+                }
                 sublayers.append(partial(attention, **own, **same))
             else:
                 own = {"up": w["enter.weight"], "down": w["leave.weight"], "activation": "relu"}

@@ -193,6 +193,14 @@ def test_bfloat16_is_close_to_float32(drawn):
     assert_near(found.float(), drawn.attend("plain"), tolerance=0.02)
 
 
+def test_the_softmax_is_no_bfloat16():
+    """A constant on all scores changes nothing, though bfloat16 counts in steps of 4 there."""
+    q, k, v = (normal(1, 1, 40, 8, seed=seed).bfloat16() for seed in range(3))
+    bias = -0.5 * torch.arange(40.0)[None]
+    found, expected = (window.attend(q, k, v, Window((40,)), bias=bias + constant) for constant in (1000, 0))
+    assert_near(found.float(), expected.float(), tolerance=0.01)
+
+
 def test_groups_and_chunks_meet_every_visible_key_once():
     assert fused.groups((64, 128, 64)) == [(64, [0, 2]), (128, [1])]
     for rows, keys, columns, shift in ((300, 300, 200, 0), (300, 450, 64, 1), (1, 5, 3, 0), (33, 33, 1, 1)):

@@ -8,7 +8,7 @@ from the nearest, which has x = 0. Only keys on the ramp send a gradient to z; k
 computed, and the carried past is as long as the longest head of the layer needs.
 
 The dynamic span of section 2.2's last paragraph depends on the input: z_t = S * sigmoid(v . x_t + b) for each head.
-It is computed over the whole window; what it could save is in ``ideal_flops``' terms only.
+It is computed over the whole window; what it could save appears in ``ideal_flops`` only, at the span S * sigmoid(b).
 """
 
 import torch
@@ -101,6 +101,11 @@ class DynamicSpan(Reach):
             return {}
         z = seen["span_sum"] / seen["bytes"]
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
+
+    def keys_per_byte(self) -> float:
+        """Keys with a weight above 0 at the span of an input that the gate's vectors do not see: S sigmoid(b)."""
+        z = self.unit * torch.sigmoid(self.gate.bias.detach())
+        return (z + self.ramp).ceil().clamp(max=self.span).mean().item()
 
     def ideal_flops(self) -> int:
         return 2 * self.gate.weight.numel()

@@ -71,7 +71,9 @@ FixedReach = Reach
 
 
 class PersistentVectors(Part):
-    """Key-value vectors beside the context: ``forward`` gives keys and values ``[H, N, K]``."""
+    """Key-value vectors beside the context: ``forward`` gives keys and values ``[H, N, K]``, N of them a head."""
+
+    number: int
 
     def forward(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError

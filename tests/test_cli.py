@@ -1,0 +1,310 @@
+"""The command line as a stranger meets it: mistakes, sweeps, the fallback corpus, and the same command again."""
+
+import fcntl
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from harness import known
+from harness.folder import config_hash
+from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+
+ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
+
+
+def python(*words, cwd, **environment):
+    """A process of its own, as the user's shell starts it."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def refused(here, *words) -> str:
+    """The one message of a command that ends with exit code 2, before training, and leaves nothing behind."""
+    before = sorted(here.rglob("*"))
+    ended = train(*words)
+    lines = [line for line in ended.err.splitlines() if not line.startswith("data: downloading ")]
+    assert (ended.code, ended.out, len(lines)) == (2, "", 1), ended
+    assert sorted(here.rglob("*")) == before
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+# Mistakes: what was typed, and what the message must name: the key, the value, and what is allowed
+
+VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
+MISTAKES = {
+    ("variant=nonsense",): ("variant=nonsense", *VARIANTS),
+    ("variant=",): ("variant=:", *VARIANTS),
+    ("variant=3",): ("variant=3", *VARIANTS),
+    ("position=nonsense",): ("position=nonsense", "rotary", "alibi"),
+    ("recipe=nonsense",): ("recipe=nonsense", "adaptive_span_12"),
+    ("sublayer@variant.attention=nonsense",): ("sublayer=nonsense", "mhsa", "adaptive_span"),
+    ("sublayer@variant.nonsense=mhsa",): ("sublayer@variant.nonsense", "sublayer@variant.attention"),
+    ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
+    ("+model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
+    ("variant.attention.reech=3",): ("variant.attention.reech=3", "reach", "d_head"),
+    ("recip=none",): ("recip=none", "recipe", "budget", "variant"),
+    ("model.heads=abc",): ("model.heads=abc", "int"),
+    ("budget.bytes=5",): ("budget.bytes=5", "budget.steps=3", "at most one"),
+    ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
+    ("variant=product_key_memory", "variant.memory.top_k=65"): ("variant.memory.top_k=65", "half_keys=64"),
+    ("variant=all_attention", "variant.attention.persistent.number=0"): ("variant.attention.persistent.number=0",),
+    ("runtime.path=fused", "position=relative"): ("runtime.path=fused", "auto, plain"),
+    ("runtime.device=tpu",): ("runtime.device=tpu", "auto, cpu, cuda"),
+    ("optim.lr=-1",): ("optim.lr=-1", "above 0"),
+    ("foo bar",): ("'foo bar'", "KEY=VALUE"),
+    ("model.heads=[2",): ("'model.heads=[2'", "KEY=VALUE"),
+    ("variant=mhsa,all_attention",): ("variant=mhsa,all_attention", "--multirun"),
+    ("data.bytes=200", "batch.lanes=8", "batch.carry=true"): ("batch.lanes=8", "180", "longer corpus"),
+    ("eval.lanes=300",): ("eval.lanes=300", "199"),
+    ("outputs=${nonsense}",): ("outputs", "nonsense"),
+    ("variant.name=a/b",): ("variant.name=a/b",),
+    ("seed=-1",): ("seed=-1", "from 0"),
+    ("reuse=all",): ("reuse=all", "source, config"),
+    ("trust=[no_such_module]",): ("trust=no_such_module", "No module named", "PYTHONPATH"),
+    ("trust=[abc]",): ("trust=abc", "source file"),
+    ("start.run=nowhere",): ("start.run=nowhere",),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
+def test_a_mistake_is_one_message_and_leaves_nothing(here, words):
+    message = refused(here, *MADE, *words)
+    for part in MISTAKES[words]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "parts"),
+    [
+        ("bench/check.py", ("variant=nonsense",), ("variant=nonsense", *VARIANTS)),
+        ("bench/check.py", ("model.heads=3",), ("model.heads=3", "model.d_model=32")),
+        ("bench/evaluate.py", ("run=nowhere",), ("run=nowhere", "run folder")),
+        ("bench/evaluate.py", (), ("run: Missing mandatory value",)),
+    ],
+)
+def test_a_mistake_at_the_bench(here, script, words, parts):
+    ended = call(script, *words)
+    assert (ended.code, len(ended.err.splitlines())) == (2, 1) and not list(here.iterdir()), ended
+    assert all(part in ended.err for part in parts)
+
+
+def test_a_bad_file_of_data(here, tmp_path):
+    files = {"missing.txt": None, "empty.txt": b"", "cut.xz": lzma.compress(os.urandom(5000))[:-100]}
+    for name, content in files.items():
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        assert f"data.path='{path}'" in refused(here, "data=file", f"data.path={path}")
+    assert "data.path=FILE" in refused(here, "data=file")
+    whole, wrong = tmp_path / "whole.txt", "0" * 64
+    whole.write_bytes(ALPHABET)
+    assert f"data.sha256={wrong}" in refused(here, "data=file", f"data.path={whole}", f"data.sha256='{wrong}'")
+    assert "is not enwik8: it has 27,000 bytes" in refused(here, "data=enwik8", f"data.path={whole}")
+    whole.write_bytes(b"ab")
+    assert "allowed is a longer corpus" in refused(here, "data=file", f"data.path={whole}")
+
+
+def test_a_device_that_is_not_there(here, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    message = refused(here, *MADE, "runtime.device=cuda")
+    assert "runtime.device=cuda: this build of torch" in message and "allowed are auto, cpu" in message
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "runtime.device=cuda:1: there are 1" in refused(here, *MADE, "runtime.device=cuda:1")
+
+
+@pytest.mark.parametrize("flags", [(), ("-m", "seed=0,1")])
+def test_a_folder_that_cannot_be_written(here, tmp_path, flags):
+    (tmp_path / "file").write_text("")
+    outputs = tmp_path / "file" / "below"
+    assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(
+        here, *flags, *MADE, f"outputs={outputs}"
+    )
+
+
+def test_a_broken_file_of_yaml(here, tmp_path):
+    (tmp_path / "conf" / "variant").mkdir(parents=True)
+    (tmp_path / "conf" / "variant" / "mine.yaml").write_text("layers: [attention\nname: mine\n")
+    assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *MADE, "variant=mine")
+    assert str(here / "nowhere") in refused(here, "-cd", "nowhere", *MADE)
+
+
+def test_the_trace_of_a_mistake_is_there_on_request(here, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    for mistake in ("model.heads=3", "model.widht=3"):
+        ended = train(*MADE, mistake)
+        assert ended.code == 2 and "Traceback" in ended.err and f"error: {mistake}" in ended.err
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+@pytest.mark.parametrize("flags", [(), ("-m", "seed=0,1")])
+def test_a_bug_keeps_its_trace(here, monkeypatch, flags):
+    def broken(*_, **__):
+        raise KeyError("ours")
+
+    monkeypatch.setattr("harness.job.plan_run", broken)
+    ended = train(*flags, *MADE)
+    assert ended.code == 1 and ended.err.count("Traceback") == 1 + bool(flags) and "in broken" in ended.err
+    assert "Error executing job" not in ended.err and not list(here.iterdir())
+
+
+# Sweeps
+
+
+def test_in_a_sweep_the_other_jobs_run(here):
+    cases = {"choice": ("variant=nonsense,mhsa", "variant=nonsense"), "size": ("model.heads=3,2", "model.heads=3")}
+    for outputs, (swept, bad) in cases.items():
+        ended = train("-m", *MADE, f"outputs={outputs}", swept)
+        assert ended.code == 2
+        (message,) = ended.err.splitlines()
+        assert message.startswith(f"error: {bad}") and message.endswith(")") and "(in the job " in message
+        assert "Traceback" not in ended.err and "Error executing job" not in ended.err
+        (run,) = run_folders(here / outputs)
+        assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+        assert {path.name for path in (here / outputs).iterdir()} == {run.name, "latest"}
+
+
+def test_a_sweep_of_mistakes_leaves_nothing(here):
+    ended = train("-m", *MADE, "outputs=some/where", "variant=nonsense,mhsa", "model.heads=3,5")
+    assert ended.code == 2 and ended.err.count("error: variant=nonsense") == 2
+    assert ended.err.count("error: model.heads=") == 2 and not list(here.iterdir())
+
+
+def test_a_sweep_goes_on_in_the_folder_of_a_single_run(here, monkeypatch):
+    small = known.Known(url=known.KNOWN["text8"].url, n_bytes=len(ALPHABET))
+    monkeypatch.setitem(known.KNOWN, "text8", small)
+    (here / "text8").write_bytes(ALPHABET)
+    words = ("data=text8", "data.path=text8", "outputs=o")
+    assert train(*words, "data.fallback=stdlib").code == 0
+    ended = train("-m", *words, "data.fallback=stdlib", "seed=0,1")
+    assert ended.code == 0 and ended.out.count("finished before") == 1 and len(run_folders(here / "o")) == 2
+
+
+def test_what_cannot_change_a_number_is_not_hashed():
+    config = {"data": {"name": "enwik8", "fallback": "stdlib"}, "start": {"run": None}, "seed": 0, "outputs": "a"}
+    same = config | {"data": {"name": "enwik8", "fallback": None}, "outputs": "b"}
+    assert config_hash(same) == config_hash(config) != config_hash(config | {"seed": 1})
+    assert config_hash(config | {"data": {"name": "text8", "fallback": "stdlib"}}) != config_hash(config)
+
+
+# The fallback corpus
+
+
+def test_without_network_the_fallback_is_read_and_labelled(here):
+    ended = train()
+    assert ended.code == 0 and "stdlib (fallback for enwik8)" in ended.out
+    (loud,) = [line for line in ended.err.splitlines() if "ENWIK8 IS NOT HERE" in line]
+    assert "READING STDLIB INSTEAD" in loud and "data.path=FILE" in loud
+    (run,) = run_folders(here / "outputs")
+    read = json.loads((run / "summary.json").read_text())["data"]
+    assert (read["name"], read["fallback_for"]) == ("stdlib", "enwik8")
+    assert f"{read['bytes']:,} bytes, sha256 {read['sha256']}" in loud
+    label = f"stdlib (fallback for enwik8), {read['bytes']:,} bytes, sha256 {read['sha256'][:12]}"
+    assert label in ended.out
+
+
+@pytest.mark.parametrize("words", [("data.fallback=null",), ("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)])
+def test_where_a_fallback_would_spoil_a_table_there_is_none(here, words):
+    message = refused(here, *words)
+    assert "data=enwik8" in message and "data.path=FILE" in message and "harness.data enwik8" in message
+
+
+# The same command again
+
+
+def test_a_finished_run_is_returned_until_it_is_forced(here):
+    first, again = train(*MADE), train(*MADE)
+    (run,) = run_folders(here / "outputs")
+    assert (first.code, again.code) == (0, 0)
+    assert f"finished before: outputs/{run.name} (force=true" in again.out and "training:" not in again.out
+    result = [line for line in first.out.splitlines() if line.startswith("this run")]
+    assert result and result == [line for line in again.out.splitlines() if line.startswith("this run")]
+    forced = train(*MADE, "force=true")
+    assert forced.code == 0 and f"training: outputs/{run.name}" in forced.out
+    assert run_folders(here / "outputs") == [run] and (here / "outputs" / "latest").resolve() == run
+
+
+def test_other_data_under_the_same_path_is_refused(here, tmp_path):
+    words = ("data=file", f"data.path={tmp_path / 'text'}")
+    (tmp_path / "text").write_bytes(ALPHABET)
+    assert train(*words).code == 0
+    (tmp_path / "text").write_bytes(ALPHABET[::-1])
+    message = refused(here, *words)
+    assert "data.sha256 was" in message and "force=true" in message
+    assert train(*words, "force=true").code == 0 and len(run_folders(here / "outputs")) == 1
+
+
+def test_a_folder_is_held_by_one_process(here):
+    assert train(*MADE).code == 0
+    (run,) = run_folders(here / "outputs")
+    with (run / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate()
+        lock.write("process 12 on somewhere")
+        lock.flush()
+        kept = (run / "record.jsonl").read_bytes()
+        assert f"{run.name} is held by process 12 on somewhere" in refused(here, *MADE, "force=true")
+        assert (run / "record.jsonl").read_bytes() == kept
+    assert train(*MADE, "force=true").code == 0
+
+
+def test_edited_source_is_another_run(here, tmp_path):
+    for name in ("train.py", "harness", "variants", "conf"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    command = (str(tmp_path / "train.py"), *TINY, *MADE)
+    assert python(*command, cwd=here).returncode == 0
+    (old,) = run_folders(here / "outputs")
+    with (tmp_path / "variants" / "window.py").open("a") as source:
+        source.write("# an edit\n")
+    accepted = python(*command, "reuse=config", cwd=here)
+    assert "OTHER SOURCE CODE" in accepted.stdout and f"outputs/{old.name}" in accepted.stdout
+    assert run_folders(here / "outputs") == [old]
+    anew = python(*command, cwd=here)
+    (new,) = set(run_folders(here / "outputs")) - {old}
+    told = f"the source changed since outputs/{old.name}: this is a new run in outputs/{new.name}"
+    assert anew.returncode == 0 and told in anew.stdout.splitlines()
+    assert "other source" not in anew.stdout.lower()  # a stale number is never shown
+
+
+# Help
+
+
+def test_help_and_completion_do_not_import_torch(here):
+    script = str(ROOT / "train.py")
+    code = f"""
+import runpy, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv = [{script!r}, *sys.argv[1:]]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code, stop.code
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+assert time.process_time() < 2, time.process_time()
+"""
+    helped = python("-c", code, "--help", cwd=here)
+    assert helped.returncode == 0 and "variant: " + ", ".join(VARIANTS) in helped.stdout, helped
+    line = {"COMP_LINE": f"python {script} variant=all", "COMP_POINT": "1000"}
+    completed = python("-c", code, "-sc", "query=bash", cwd=here, **line)
+    assert completed.returncode == 0 and completed.stdout.split() == ["variant=all_attention"], completed
+    assert not list(here.iterdir())
+
+
+def test_the_configuration_can_be_shown(here):
+    ended = call("train.py", "--cfg", "job", "model.layers=7")
+    assert ended.code == 0 and "layers: 7" in ended.out and not list(here.iterdir())

@@ -1,0 +1,152 @@
+"""``python -m bench.evaluate``: a checkpoint's number under another protocol, and the run's own under its own."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from bench import evaluate
+from harness import checkpoint
+from harness.folder import EVALUATIONS
+from tests.composing import CONF
+from tests.runs import MEMORY, make_job, restored, stop, whole_run  # noqa: F401 - a fixture
+
+ROOT = CONF.parent
+CPU = ("runtime.device=cpu", "runtime.threads=1")
+SPANS = ("variant=adaptive_span", "variant.attention.reach.ramp=4", "variant.attention.reach.initial=0.5")
+SPANS += ("variant.attention.reach.loss_weight=0", "model.head_zero_init=false", "budget.steps=6")
+MIXED = (
+    "variant=adaptive_span_memory",
+    *MEMORY,
+    "variant.attention.reach.initial=0.5",
+    "variant.attention.reach.ramp=4",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, dict]:
+    """A finished run with learned spans of about 8 of 16 keys, and its summary."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        job, summary = whole_run(*SPANS, f"outputs={tmp_path_factory.mktemp('runs')}", "eval.context512=true")
+    return job.folder.path, summary
+
+
+def evaluated(run: Path, *overrides: str) -> dict:
+    """What the command does, in this process; returns the row that it appended."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("evaluate", overrides=[f"run={run}", *CPU, *overrides])
+    evaluate.main.__wrapped__(cfg)
+    return json.loads((run / EVALUATIONS).read_text().splitlines()[-1])
+
+
+def spans(row: dict) -> list[float]:
+    return [span for name, value in row["metrics"].items() if name.endswith(".span") for span in value]
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_the_runs_protocol_gives_the_runs_number(trained, split, capsys):
+    run, summary = trained
+    row = evaluated(run, f"split={split}", "eval.bytes=400")
+    assert row["bits_per_byte"] == summary[f"{split}_bits_per_byte"]
+    assert row["context_512_bits_per_byte"] == summary[f"{split}_context_512_bits_per_byte"]
+    assert row["protocol"] == summary["protocol"]
+    assert row["metrics"] == summary[f"{split}_metrics"]
+    assert row["weights_bytes_seen"] == summary["best_bytes_seen"]
+    assert row["nats_per_byte"] == pytest.approx(row["bits_per_byte"] * math.log(2))
+    assert sum(row["block_nats"]) / row["bytes"] == pytest.approx(row["nats_per_byte"], rel=1e-9)
+    same = ("variant", "seed", "data", "config_hash", "command", "source", "device", "precision")
+    assert {key: row[key] for key in same} == {key: summary[key] for key in same}
+    assert row["trained_source"] == summary["source"] and row["versions"]["torch"]
+    assert f"{row['bits_per_byte']:.4f}* bits per byte" in capsys.readouterr().out
+
+
+def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
+    run, _ = trained
+    before = len((run / EVALUATIONS).read_text().splitlines()) if (run / EVALUATIONS).exists() else 0
+    whole = evaluated(run, "split=test")
+    other = evaluated(run, "split=test", "eval.lanes=1", "eval.segment=7")
+    assert len((run / EVALUATIONS).read_text().splitlines()) == before + 2
+    protocol = {"lanes": 3, "segment": 64, "span": 16, "bytes": None, "vocabulary": 256, "drop_newlines": False}
+    assert whole["protocol"] == protocol and other["protocol"] == protocol | {"lanes": 1, "segment": 7}
+    assert whole["bytes"] == other["bytes"] == 999 and whole["split"] == "test"
+    assert "*" not in capsys.readouterr().out  # nothing was capped
+    assert whole["bits_per_byte"] != other["bits_per_byte"]
+    assert whole["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=0.02)  # two cold starts less
+    assert evaluated(run, "split=test", "eval.segment=5")["bits_per_byte"] == pytest.approx(
+        whole["bits_per_byte"], abs=1e-6
+    )
+
+
+def test_another_span_keeps_learned_spans_in_keys(trained):
+    run, summary = trained
+    own = evaluated(run, "eval.bytes=400")
+    assert all(4 < span < 12 for span in spans(own)) and summary["protocol"]["span"] == 16
+    wider = evaluated(run, "eval.bytes=400", "eval.span=40")
+    assert spans(wider) == pytest.approx(spans(own), abs=1e-4) and wider["protocol"]["span"] == 40
+    assert wider["bits_per_byte"] == pytest.approx(own["bits_per_byte"], abs=1e-5)  # no head needs more than it has
+    narrower = evaluated(run, "eval.bytes=400", "eval.span=3")
+    assert spans(narrower) == [3.0] * 4 and narrower["bits_per_byte"] != own["bits_per_byte"]
+    assert own["context_curve"][-1]["to_bytes"] == 32 and wider["context_curve"][-1]["to_bytes"] == 80
+
+
+def test_the_curve_is_drawn_and_begins_without_context(trained):
+    run, _ = trained
+    row = evaluated(run)
+    points = row["context_curve"]
+    assert [(p["from_bytes"], p["to_bytes"]) for p in points] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32)]
+    assert (run / "context.png").stat().st_size > 1000
+
+
+def test_mixtures_and_an_unfinished_run(tmp_path):
+    job = make_job(*MIXED, f"outputs={tmp_path}", "budget.steps=8")
+    stop(job, step=5)
+    row = evaluated(job.folder.path, "eval.bytes=400", "eval.span=24")
+    assert row["weights_bytes_seen"] < 5 * 64 and row["metrics"]["layers.0.memory.usage_bytes"] >= 399
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("split=trian",), "split=trian: allowed are train, valid, test"),
+        (("eval.lanes=0",), "eval.lanes=0"),
+        (("eval.lanes=many",), "eval.lanes=many: must be int or null"),
+        (("eval.segment=0",), "eval.segment=0"),
+        (("eval.span=0",), "eval.span=0: allowed are 1 to inf"),
+        (("eval.bytes=-5",), "eval.bytes=-5: must be at least 2"),
+        (("eval.lanes=5000",), "eval.lanes=5000: allowed is 1 to 999"),
+    ],
+)
+def test_bad_input_appends_nothing(trained, overrides, words):
+    run, _ = trained
+    before = (run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None
+    with pytest.raises(ValueError, match=words):
+        evaluated(run, *overrides)
+    assert before == ((run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None)
+
+
+def test_no_run_folder_no_best_weights_other_weights(trained, tmp_path):
+    with pytest.raises(ValueError, match="run=.*: must be a run folder"):
+        evaluated(tmp_path)
+    job, _ = whole_run("budget.steps=2", f"outputs={tmp_path}")
+    best = job.folder.path / checkpoint.FOLDER / checkpoint.BEST
+    content = checkpoint.load(best)
+    content["model"].pop("head.weight")
+    checkpoint.save_best(job.folder.path, content)
+    with pytest.raises(ValueError, match="run: its weights do not fit"):
+        evaluated(job.folder.path)
+
+
+def test_the_command_ends_with_2_where_positions_end(tmp_path):
+    job, summary = whole_run("position=relative", "budget.steps=2", f"outputs={tmp_path}")
+    command = [sys.executable, "-m", "bench.evaluate", f"run={job.folder.path.parent / 'latest'}", "split=test", *CPU]
+    refused = subprocess.run([*command, "eval.span=17"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert "eval.span=17: allowed are 1 to 16" in refused.stderr and "Traceback" not in refused.stderr
+    done = subprocess.run([*command, "eval.bytes=400"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{summary['test_bits_per_byte']:.4f}* bits per byte" in done.stdout, done.stderr
+    assert len((job.folder.path / EVALUATIONS).read_text().splitlines()) == 1

@@ -1,0 +1,186 @@
+"""Which folder a run has, what makes it another run, and what is refused."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness import checkpoint, folder
+from harness.folder import Identity, RunFolder, config_hash, source_digest
+from harness.record import RECORD, SUMMARY
+from tests.composing import plan
+from tests.runs import SMALL, make_job, restored, run_job, whole_run  # noqa: F401 - a fixture
+
+IDENTITY = Identity(
+    variant="mhsa", seed=3, config="c" * 64, source="s" * 64, data="d" * 64, device="cpu", precision="float32"
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(outputs: Path, identity: Identity, *, finished: bool) -> Path:
+    """A run folder as a run of this identity leaves it."""
+    path = outputs / identity.name
+    path.mkdir(parents=True)
+    row = {"kind": "provenance", "config_hash": identity.config, "data": {"sha256": identity.data}}
+    row |= {"device_kind": identity.device, "precision": identity.precision}
+    (path / RECORD).write_text(json.dumps(row) + "\n")
+    if finished:
+        (path / SUMMARY).write_text(json.dumps({"status": "finished", "valid_bits_per_byte": 2.5}))
+    else:
+        checkpoint.save(path, {}, step=4, keep=1)
+    return path
+
+
+# What a run is
+
+
+def hash_of(*overrides: str) -> str:
+    return config_hash(plan(*SMALL, *overrides).config)
+
+
+def test_the_hash_covers_what_can_change_a_number_and_nothing_else():
+    same = ("outputs=there", "force=true", "reuse=config", "record.every_steps=7", "record.wandb.mode=disabled")
+    same += ("checkpoint.every_steps=3", "checkpoint.keep=5")
+    assert {hash_of(override) for override in same} == {hash_of()}
+    other = ("seed=1", "model.span=17", "optim.lr=0.1", "batch.lanes=3", "eval.lanes=2", "eval.bytes=300")
+    other += (
+        "runtime.precision=bfloat16",
+        "runtime.threads=2",
+        "data.seed=1",
+        "budget.steps=9",
+        "variant=all_attention",
+    )
+    assert len({hash_of(), *(hash_of(override) for override in other)}) == len(other) + 1
+
+
+def test_one_byte_of_source_is_another_run(tmp_path, monkeypatch):
+    for name in ("train.py", "variants/window.py", "variants/deep/inside.py", "harness/step.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+    monkeypatch.setattr(folder, "ROOT", tmp_path)
+    digests = {source_digest()}
+    for name in ("variants/window.py", "variants/deep/inside.py", "harness/step.py", "train.py"):
+        (tmp_path / name).write_text(f"# {name}.\n")
+        digests.add(source_digest())
+    (tmp_path / "variants" / "window.py").rename(tmp_path / "variants" / "windows.py")
+    digests.add(source_digest())
+    assert len(digests) == 6
+    assert source_digest() in digests
+
+
+def test_trusted_modules_are_source_too(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "one_file.py").write_text("X = 1\n")
+    (tmp_path / "one_package").mkdir()
+    (tmp_path / "one_package" / "__init__.py").write_text("")
+    (tmp_path / "one_package" / "part.py").write_text("Y = 1\n")
+    trust = ("one_file", "one_package")
+    before = source_digest(trust)
+    assert before != source_digest()
+    (tmp_path / "one_package" / "part.py").write_text("Y = 2\n")
+    assert source_digest(trust) != before
+    with pytest.raises(ValueError, match="trust=nowhere_at_all"):
+        source_digest(("nowhere_at_all",))
+
+
+def test_edited_source_never_returns_an_old_number(monkeypatch, capsys):
+    job, _ = whole_run("budget.steps=3")
+    monkeypatch.setattr(folder, "source_digest", lambda trust: "e" * 64)
+    edited = make_job("budget.steps=3")
+    assert edited.run is not None and edited.folder.path.name != job.folder.path.name
+    capsys.readouterr()
+    run_job(edited)
+    assert f"the source changed since outputs/{job.folder.path.name}: this is a new run" in capsys.readouterr().out
+    accepted = make_job("budget.steps=3", "reuse=config")
+    assert accepted.run is None and accepted.earlier["source"] == "e" * 64
+    monkeypatch.setattr(folder, "source_digest", lambda trust: "f" * 64)
+    assert make_job("budget.steps=3", "reuse=config").earlier["source"] == "e" * 64  # the newest of any source
+    with pytest.raises(ValueError, match="reuse=nothing: allowed are source, config"):
+        make_job("budget.steps=3", "reuse=nothing")
+
+
+# What is in a folder
+
+
+def test_names_tell_variant_seed_and_hash():
+    assert IDENTITY.name.startswith("mhsa-s3-") and len(IDENTITY.name) == len("mhsa-s3-") + 8
+    assert replace(IDENTITY, config="x").name != IDENTITY.name != replace(IDENTITY, source="x").name
+    assert replace(IDENTITY, data="x").name == IDENTITY.name
+
+
+def test_finished_unfinished_and_forced(tmp_path):
+    empty = RunFolder(tmp_path, IDENTITY)
+    assert empty.summary is None and empty.checkpoint is None and empty.note == ""
+    assert not empty.path.exists()
+    written(tmp_path, IDENTITY, finished=True)
+    assert RunFolder(tmp_path, IDENTITY).summary["valid_bits_per_byte"] == 2.5
+    assert RunFolder(tmp_path, IDENTITY, force=True).summary is None
+    other = replace(IDENTITY, config="b" * 64)
+    written(tmp_path, other, finished=False)
+    assert RunFolder(tmp_path, other).checkpoint.name == "step-000000004.pt"
+    assert RunFolder(tmp_path, other, force=True).checkpoint is None
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("data", "data.sha256 was d+, is x"), ("device", "device_kind was cpu, is x"), ("precision", "precision was")],
+)
+def test_a_folder_of_another_machine_or_other_data_is_refused(tmp_path, field, words, finished):
+    written(tmp_path, IDENTITY, finished=finished)
+    other = replace(IDENTITY, **{field: "x"})
+    with pytest.raises(ValueError, match=f"outputs=.*{words}.*force=true"):
+        RunFolder(tmp_path, other)
+    forced = RunFolder(tmp_path, other, force=True)
+    assert forced.summary is None and forced.checkpoint is None
+
+
+def test_the_same_path_with_other_data_is_refused(tmp_path):
+    content = bytes(range(256)) * 20
+    Path("some.bin").write_bytes(content)
+    given = ("data=file", "data.path=some.bin", "data.bytes=null", "data.distances=null", "budget.steps=3")
+    whole_run(*given)
+    Path("some.bin").write_bytes(content[::-1])
+    with pytest.raises(ValueError, match="data.sha256 was"):
+        make_job(*given)
+    assert make_job(*given, "force=true").run is not None
+
+
+def test_latest_points_to_the_newest(tmp_path):
+    for identity in (IDENTITY, replace(IDENTITY, seed=4)):
+        held = RunFolder(tmp_path, identity)
+        held.hold()
+        assert os.readlink(tmp_path / "latest") == identity.name
+        held.release()
+    assert not list(tmp_path.glob(".latest*"))
+
+
+def test_a_folder_has_one_process_at_a_time(tmp_path):
+    held, second = RunFolder(tmp_path, IDENTITY), RunFolder(tmp_path, IDENTITY)
+    held.hold()
+    with pytest.raises(ValueError, match=f"{IDENTITY.name} is held by process {os.getpid()} on "):
+        second.hold()
+    held.release()
+    second.hold()
+    second.release()
+
+
+def test_an_unwritable_place_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="outputs=.*file: cannot be written"):
+        RunFolder(tmp_path / "file", IDENTITY).hold()
+
+
+def test_clear_leaves_nothing_of_the_earlier_run(tmp_path):
+    path = written(tmp_path, IDENTITY, finished=False)
+    for name in (SUMMARY, "evaluations.jsonl", "learning_curve.png", "checkpoints/best.pt", "checkpoints/best.part"):
+        (path / name).write_text("old")
+    RunFolder(tmp_path, IDENTITY, force=True).clear()
+    assert [p for p in path.rglob("*") if p.is_file()] == []

@@ -1,0 +1,135 @@
+"""A variant from outside: one file and a few lines of YAML, or a package, trained and checked with no edit here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import MADE, ROOT, TINY, Ended, empty_folder, run_folders, train  # noqa: F401 - a fixture
+
+MIXER = """from torch import nn
+from variants.contract import Out, Sublayer
+
+class Mixer(Sublayer):
+    def __init__(self, place, *, width: int = 16):
+        super().__init__()
+        self.gate, self.into = nn.Linear(place.d_model, width), nn.Linear(place.d_model, width)
+        self.out = nn.Linear(width, place.d_model)
+
+    def forward(self, x, state=None, start=None, *, look=False):
+        return Out(self.out(self.gate(x).sigmoid() * self.into(x)))
+"""
+SUBLAYER = "_target_: {module}.Mixer\n_partial_: true\nwidth: 24\n"
+VARIANT = """defaults:
+  - /sublayer@mixer: my_mixer
+name: mine
+layers: [mixer]
+"""
+
+
+def write(folder: Path, *, module: str, conf: str) -> None:
+    """What a user has: a module, and ``conf`` with its sublayer and its variant."""
+    files = {
+        Path(*module.split(".")).with_suffix(".py"): MIXER,
+        Path(conf, "sublayer", "my_mixer.yaml"): SUBLAYER.format(module=module),
+        Path(conf, "variant", "mine.yaml"): VARIANT,
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    """Modules that a test imports are forgotten after it."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("my_mixer", "my_pkg"):
+            del sys.modules[name]
+
+
+def typed(*words: str, **environment: str) -> Ended:
+    """A process of its own in the current folder, where Python finds what is installed, and no more."""
+    known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=known | environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return Ended(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def test_one_file_trains_and_passes_the_check(here):
+    write(here, module="my_mixer", conf="my_conf")
+    mine = ("-cd", "my_conf", "trust=[my_mixer]", "variant=mine")
+    trained = typed(str(ROOT / "train.py"), *mine, *TINY, *MADE)
+    assert trained.code == 0, trained
+    (run,) = run_folders(here / "outputs")
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and summary["variant"] == "mine"
+    gates, width, d_model = 2, 24, 32
+    assert summary["parameters"]["by_sublayer"]["layers.0.mixer"] == (gates + 1) * width * d_model + gates * width + 32
+    # The checkout stands for an installed package.
+    checked = typed("-m", "bench.check", *mine, PYTHONPATH=str(ROOT))
+    assert checked.code == 0 and "mine: keeps the contract" in checked.out, checked
+    assert all(line.startswith("pass") for line in checked.out.splitlines()[:-1])
+
+
+def test_a_file_that_is_not_trusted_is_not_imported(here, imports):
+    write(here, module="my_mixer", conf="my_conf")
+    (here / "my_mixer.py").write_text("raise SystemExit('it was imported')\n", encoding="utf-8")
+    before = sorted(here.rglob("*"))
+    ended = train("-cd", "my_conf", *MADE, "variant=mine")
+    assert ended.code == 2 and "my_mixer.Mixer" in ended.err and "trust=[" in ended.err
+    assert len(ended.err.splitlines()) == 1 and sorted(here.rglob("*")) == before
+
+
+def test_a_broken_promise_fails_the_check(here):
+    write(here, module="my_mixer", conf="my_conf")
+    leaking = MIXER.replace("self.into(x)", "self.into(x.roll(-1, 1))")
+    (here / "my_mixer.py").write_text(leaking, encoding="utf-8")
+    checked = typed("-m", "bench.check", "-cd", "my_conf", "trust=[my_mixer]", "variant=mine", PYTHONPATH=str(ROOT))
+    assert checked.code == 1 and "promises broken" in checked.out and "Traceback" not in checked.err, checked
+    assert "FAIL  training does not see the future" in checked.out
+
+
+def test_an_edited_file_is_another_run(here, imports):
+    write(here, module="my_mixer", conf="my_conf")
+    words = ("-cd", "my_conf", *MADE, "trust=[my_mixer]", "variant=mine")
+    assert train(*words).code == 0 and "finished before" in train(*words).out
+    with (here / "my_mixer.py").open("a", encoding="utf-8") as source:
+        source.write("# an edit\n")
+    assert "the source changed since" in train(*words).out and len(run_folders(here / "outputs")) == 2
+
+
+@pytest.mark.filterwarnings("error:provider=hydra.searchpath")
+def test_a_package_on_the_search_path_is_trusted(here, imports):
+    write(here, module="my_pkg.mixer", conf="my_pkg/conf")
+    for package in ("my_pkg", "my_pkg/conf"):
+        (here / package / "__init__.py").touch()
+    sys.path.append(str(here))  # stands for an installed package
+    ended = train(*MADE, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine")
+    assert ended.code == 0, ended
+    (run,) = run_folders(here / "outputs")
+    assert run.name.startswith("mine-s0-")
+    with (here / "my_pkg" / "mixer.py").open("a", encoding="utf-8") as source:
+        source.write("# an edit\n")
+    assert train(*MADE, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine").code == 0
+    assert len(run_folders(here / "outputs")) == 2
+
+
+def test_an_outside_part_joins_a_variant_of_ours(here, imports):
+    write(here, module="my_mixer", conf="my_conf")
+    ended = train("-cd", "my_conf", *MADE, "trust=[my_mixer]", "sublayer@variant.feed_forward=my_mixer")
+    assert ended.code == 0 and "mhsa" in ended.out
+    (run,) = run_folders(here / "outputs")
+    names = json.loads((run / "summary.json").read_text(encoding="utf-8"))["parameters"]["by_sublayer"]
+    assert {"layers.0.attention", "layers.0.feed_forward"} <= names.keys()

@@ -1,0 +1,110 @@
+"""Import arrows point one way, and other promises about the source that can be read off its text."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = [
+    ROOT / "train.py",
+    *(path for name in ("variants", "harness", "bench") for path in (ROOT / name).rglob("*.py")),
+]
+TESTS = [*(ROOT / "tests").rglob("*.py")]
+TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
+FOLDERS = ("variants", "harness", "bench", "conf", "tests", ".ci")
+
+# Modules that each part may import, beside the standard library; a name allows what is below it.
+ARROWS = {
+    "variants": {"torch", "einops", "variants"},
+    "harness": {"harness", "variants.contract"},
+    "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
+    "train.py": {"harness", "hydra", "omegaconf"},
+}
+OURS = {"variants", "harness", "bench", "tests", "train", "conf"}
+THIRD_PARTY_ALLOWED = ("harness", "bench")
+
+
+def part(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports, anywhere in it; ``from a import b`` is a.b, whether b is a module or not."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides where it points"
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def inside(module: str, allowed: set[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in allowed)
+
+
+def strays(path: Path) -> set[str]:
+    """What a file imports against the arrows."""
+    allowed = ARROWS[part(path)]
+    found = {name for name in imported(path) if name.partition(".")[0] not in sys.stdlib_module_names}
+    if part(path) in THIRD_PARTY_ALLOWED:
+        found = {name for name in found if name.partition(".")[0] in OURS}
+    return {name for name in found if not inside(name, allowed)}
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=names(PRODUCT))
+def test_import_arrows(path):
+    assert not strays(path)
+
+
+def test_arrows_that_point_back_are_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    backwards = {
+        "variants/a.py": "import numpy",
+        "variants/b.py": "from harness.model import LanguageModel",
+        "harness/a.py": "from variants.attention import Attention",
+        "harness/b.py": "def late():\n    from variants import attention",
+        "harness/c.py": "import tests.reference.attention",
+        "bench/a.py": "import variants.window",
+        "train.py": "import torch",
+    }
+    for name, text in backwards.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert strays(tmp_path / name), name
+
+
+def test_variants_can_be_imported_alone(tmp_path):
+    shutil.copytree(ROOT / "variants", tmp_path / "variants")
+    modules = ", ".join(f"variants.{path.stem}" for path in (ROOT / "variants").glob("[!_]*.py"))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}; assert 'harness' not in sys.modules"
+    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=100)
+
+
+def test_names_and_sizes():
+    assert not [path for path in [*PRODUCT, *TESTS] if path.stem.startswith("util")]
+    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text(encoding="utf-8").splitlines())) >= 300}
+
+
+def test_no_path_of_one_machine():
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files += [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
+    machine = re.compile(r"(?<![\w.~}])/(work|root|tmp|home)/[a-z]")
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in files
+        if path.suffix in TEXT
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if machine.search(line)
+    ]
+    assert not found
