@@ -7,6 +7,7 @@ mistake keeps its trace and exits with 1; ``HYDRA_FULL_ERROR=1`` shows the trace
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +98,7 @@ def _no_name(words: Sequence[str]) -> str:
     for word in words:
         group, given, name = word.partition("=")
         choices = loader.get_group_options(group.partition("@")[0]) if given else []
-        if choices and not all(isinstance(yaml.safe_load(part), str) for part in name.split(",")):
+        if choices and any(re.fullmatch(r"null|true|false|[-+.\d]+", part) for part in name.lower().split(",")):
             found.append(f"{word}: must be a name; allowed are {', '.join(choices)}")
     return "; ".join(found)
 

@@ -142,11 +142,9 @@ def test_no_run_folder_no_best_weights_other_weights(trained, tmp_path):
 
 
 def test_the_command_ends_with_2_where_positions_end(tmp_path):
-    job, summary = whole_run("position=relative", "budget.steps=2", f"outputs={tmp_path}")
-    command = [sys.executable, "-m", "bench.evaluate", f"run={job.folder.path.parent / 'latest'}", "split=test", *CPU]
-    refused = subprocess.run([*command, "eval.span=17"], cwd=ROOT, capture_output=True, text=True)
+    job, _ = whole_run("position=relative", "budget.steps=2", f"outputs={tmp_path}")
+    command = [sys.executable, "-m", "bench.evaluate", f"run={job.folder.path.parent / 'latest'}", *CPU, "eval.span=17"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 2 and refused.stdout == ""
     assert "eval.span=17: allowed are 1 to 16" in refused.stderr and "Traceback" not in refused.stderr
-    done = subprocess.run([*command, "eval.bytes=400"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and f"{summary['test_bits_per_byte']:.4f}* bits per byte" in done.stdout, done.stderr
-    assert len((job.folder.path / EVALUATIONS).read_text().splitlines()) == 1
+    assert not (job.folder.path / EVALUATIONS).exists()

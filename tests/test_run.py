@@ -17,7 +17,6 @@ from harness.job import Job
 from harness.record import RECORD, SUMMARY_KEYS, read_rows
 from harness.run import Run
 from tests.runs import (
-    MEMORY,
     SMALL,
     VARIANTS,
     after_step,
@@ -268,6 +267,15 @@ def test_budget_of_seconds_counts_steps_alone_and_survives_a_stop(monkeypatch):
 # From another run
 
 
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory) -> Path:
+    """The folder of a finished run of six steps."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        job, _ = whole_run("variant=mhsa", "budget.steps=6", f"outputs={tmp_path_factory.mktemp('runs')}")
+    return job.folder.path
+
+
 def test_a_larger_budget_goes_on_with_everything():
     start, before = whole_run("variant=mhsa", *CARRY, "budget.steps=6")
     extended = make_job(
@@ -306,22 +314,20 @@ def test_everything_takes_moments_and_the_new_runs_rates():
     assert next(iter(run.optimizers.optimizers["default"].state.values()))["step"] == 7
 
 
-def test_weights_begin_a_new_schedule():
-    start, _ = whole_run("variant=mhsa", "budget.steps=6")
-    run = make_job("budget.steps=4", "optim.lr=0.001", f"start.run={start.folder.path}", "model.dropout=0.1").run
-    theirs = checkpoint.load(checkpoint.newest(start.folder.path))["model"]
+def test_weights_begin_a_new_schedule(six_steps):
+    run = make_job("budget.steps=4", "optim.lr=0.001", f"start.run={six_steps}", "model.dropout=0.1").run
+    theirs = checkpoint.load(checkpoint.newest(six_steps))["model"]
     assert all(torch.equal(p, theirs[name]) for name, p in run.model.state_dict().items())
     assert run.spent.steps == 0 and run.optimizers.steps == 0 and run.state is None
     assert not any(optimizer.state for optimizer in run.optimizers.optimizers.values())
 
 
-def test_a_run_that_began_from_another_resumes_as_any(here, monkeypatch):
-    start, _ = whole_run("variant=mhsa", "budget.steps=6")
-    run = f"start.run={start.folder.path.resolve()}"
-    whole, _ = whole_run("budget.steps=7", run)
+def test_a_run_that_began_from_another_resumes_as_any(six_steps, here, monkeypatch):
+    given = ("budget.steps=7", f"start.run={six_steps}")
+    whole, _ = whole_run(*given)
     elsewhere(here, monkeypatch)
-    stop(make_job("budget.steps=7", run), step=3)
-    resumed, _ = whole_run("budget.steps=7", run)
+    stop(make_job(*given), step=3)
+    resumed, _ = whole_run(*given)
     assert rows_of(resumed) == rows_of(whole)
 
 
@@ -341,16 +347,19 @@ def test_a_run_that_began_from_another_resumes_as_any(here, monkeypatch):
         (("start.take=everything", "optim=adagrad"), "start.run=.*optim default was"),
         (("start.take=everything", "budget.steps=6"), "budget.steps=6: start.run=.* has spent 6 already"),
         (("start.run=nowhere",), "start.run=nowhere: must be a run folder that has a checkpoint"),
-        (("start.run=outputs/latest",), "start.run=outputs/latest: must be .* no link"),
         (("start.take=half",), "start.take=half: allowed are weights, everything"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing(overrides, words):
-    start, _ = whole_run("variant=mhsa", "budget.steps=6")
-    before = sorted(Path("outputs").iterdir())
+def test_what_does_not_fit_is_refused_and_leaves_nothing(six_steps, overrides, words):
     with pytest.raises(ValueError, match=words):
-        make_job("budget.steps=8", f"start.run={start.folder.path}", *overrides)
-    assert sorted(Path("outputs").iterdir()) == before
+        make_job("budget.steps=8", f"start.run={six_steps}", *overrides)
+    assert not Path("outputs").exists()
+
+
+def test_a_link_that_moves_on_is_refused(six_steps):
+    link = six_steps.parent / "latest"
+    with pytest.raises(ValueError, match="start.run=.*latest: must be a run folder .* no link"):
+        make_job("budget.steps=8", f"start.run={link}")
 
 
 def test_a_run_to_start_from_counts_by_its_checkpoint_not_by_its_path():
@@ -434,7 +443,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypa
     again = subprocess.run(command(*given), capture_output=True, text=True, env=environment(), timeout=120)
     assert again.returncode == 0 and "resuming at" in again.stdout, again.stderr
     (folder,) = Path("outputs").glob("mhsa-*")
-    rows = [row for row in read_rows(folder / RECORD)]
+    rows = read_rows(folder / RECORD)
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
     elsewhere(here, monkeypatch)
     whole, _ = whole_run(*given)

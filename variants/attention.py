@@ -104,6 +104,8 @@ class Attention(Sublayer):
         super().__init__()
         if d_head is None and place.d_model % place.heads:
             raise ValueError(f"model.heads={place.heads} must divide model.d_model={place.d_model}")
+        if d_head is not None and d_head < 1:
+            raise ValueError(f"d_head={d_head}: must be at least 1, or null")
         if place.cache not in ("kv", "hidden"):
             raise ValueError(f"model.cache={place.cache}: allowed are kv, hidden")
         self.heads, self.d_head = place.heads, d_head or place.d_model // place.heads

@@ -23,27 +23,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from variants.promises import (
-    apart,
-    autocast,
-    auxiliary_loss,
     causality,
     detached_state,
     far_start,
-    gradients,
-    ideal_flops,
     influence,
     known_limits,
     logits_shape,
     old_state,
-    projection,
-    saved,
     segments,
     single_bytes,
-    statistics,
     streams,
-    writes,
 )
 from variants.subject import Subject, Verdict, limits_of, run
+from variants.upkeep import (
+    apart,
+    autocast,
+    auxiliary_loss,
+    gradients,
+    ideal_flops,
+    projection,
+    saved,
+    statistics,
+    writes,
+)
 
 
 @dataclass(frozen=True)

@@ -48,17 +48,20 @@ class Rotary(Position):
         super().__init__(place, d_head=d_head)
         if d_head % 2:
             raise ValueError(f"position=rotary needs an even head width (model.d_model / model.heads), not {d_head}")
+        if base <= 0:
+            raise ValueError(f"position.base={base}: must be above 0")
         self.d_head, self.base = d_head, base
 
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
         frequencies = rotary_frequencies(self.d_head, self.base).to(x.device)
-        # cos(a + b) from the angle of the segment's start, in float64, and small angles inside the segment:
+        # cos(a + b) from the angle a of the segment's start, in float64, and small angles b inside the segment:
         # float32 angles of absolute positions would drift by 5 million.
-        first = start.double()[:, None, None] * frequencies
-        inside = torch.arange(x.shape[2], device=x.device, dtype=torch.float64)[:, None] * frequencies
-        turn = torch.polar(torch.ones_like(first), first) * torch.polar(torch.ones_like(inside), inside)
+        a = start.double()[:, None, None] * frequencies
+        b = torch.arange(x.shape[2], device=x.device, dtype=torch.float64)[:, None] * frequencies
+        cos = a.cos() * b.cos() - a.sin() * b.sin()  # [B, T, K/2]
+        sin = a.sin() * b.cos() + a.cos() * b.sin()
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return _Turn.apply(x, turn.real.to(dtype)[:, None], turn.imag.to(dtype)[:, None])  # angles [B, 1, T, K/2]
+        return _Turn.apply(x, cos.to(dtype)[:, None], sin.to(dtype)[:, None])
 
 
 class _Turn(torch.autograd.Function):

@@ -162,3 +162,14 @@ def infinite(outputs: Outputs) -> list[str]:
 def limits_of(model: nn.Module) -> frozenset[str]:
     """What the model's sublayers say they cannot promise."""
     return frozenset().union(*(sublayer.limits for _, sublayer in model.sublayers()))
+
+
+@torch.no_grad()
+def push(model: nn.Module, sign: int) -> list[str]:
+    """Move the parameters of all sublayers that have a ``project_`` far out, then project; the sublayers' names."""
+    ranged = [(name, s) for name, s in model.sublayers() if type(s).project_ is not Sublayer.project_]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in {p: None for _, sublayer in ranged for p in sublayer.parameters()}:
+        parameter.add_(sign * 1e3 * torch.randn(parameter.shape, generator=generator))
+    model.project_()
+    return [name for name, _ in ranged]
