@@ -46,7 +46,8 @@ def train(job) -> float | None:
                 progress.update(**job.standing())
         job.save()
         if stop.number:
-            progress.say(f"stopped at {run.spent.bytes:,} bytes; the same command goes on: {job.command}")
+            same = "the same command without force=true" if plan.force else "the same command"
+            progress.say(f"stopped at {run.spent.bytes:,} bytes; {same} goes on: {job.command}")
             raise SystemExit(128 + stop.number)
         summary = job.finish(progress)
     job.show(summary)

@@ -80,18 +80,6 @@ class Budget:
         """Whether the budget is spent."""
         return getattr(progress, self.unit) >= self.amount
 
-    def extend(self, larger: "Budget") -> "Budget":
-        """The budget of a run that goes on under ``larger``: the same unit and at least this amount.
-
-        The fraction spent shrinks, so the schedule resumes from an earlier point of its course, stretched.
-        """
-        if larger.unit != self.unit or larger.amount < self.amount:
-            raise ValueError(
-                f"budget.{larger.unit}={larger.amount} cannot extend a run of budget.{self.unit}={self.amount}: "
-                f"allowed is budget.{self.unit} >= {self.amount}"
-            )
-        return larger
-
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:

@@ -2,6 +2,7 @@
 after it, the best weights' scores, the summary, the figures and the closing table."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -157,8 +158,9 @@ class Job:
         row = {"kind": "valid", **run.place(), "bits_per_byte": bits, "capped_bytes": limit if capped else None}
         self.append(row | {"metrics": run.model.metrics(score.seen)})
         progress.evaluated(split="valid", bits_per_byte=bits, bytes_seen=run.spent.bytes, capped=capped)
-        if not bits >= run.best_bits:
-            run.best_bits = bits
+        better = bits < run.best_bits
+        if better or run.best_bits == math.inf:  # the first always, even NaN: there must be weights to score at the end
+            run.best_bits = bits if better else math.inf
             checkpoint.save_best(self.folder.path, {"model": run.model.state_dict(), "bytes": run.spent.bytes})
         self._peak.reset()
 
@@ -178,9 +180,9 @@ class Job:
         run, plan = self.run, self.plan
         found = summary.identity(run, self.folder.identity, command=self.command)
         self.validate(progress)
-        found |= summary.costs(run, peak=self._most)
         best = checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
         run.take_weights(best["model"])
+        found |= summary.costs(run, peak=self._most)  # FLOPs are those of the weights that are scored
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(run.model.metrics({}))}
         found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in ("valid", "test") if plan.eval.test else ("valid",):

@@ -46,18 +46,6 @@ def test_whole_amounts_may_be_written_as_floats():
     assert Budget(bytes=1e8, default_bytes=1).fraction(Progress(bytes=10**7)) == 0.1
 
 
-def test_extending_needs_the_same_unit_and_no_less():
-    old, progress = Budget(steps=10, default_bytes=1), Progress(steps=10)
-    assert old.done(progress)
-    larger = old.extend(Budget(steps=40, default_bytes=1))
-    assert not larger.done(progress)
-    assert larger.fraction(progress) == 0.25
-    with pytest.raises(ValueError, match=r"budget\.steps=9 .*budget\.steps >= 10"):
-        old.extend(Budget(steps=9, default_bytes=1))
-    with pytest.raises(ValueError, match=r"budget\.seconds=99 .*budget\.steps >= 10"):
-        old.extend(Budget(seconds=99, default_bytes=1))
-
-
 def test_schedule_without_options_is_constant():
     assert [Schedule().factor(f, step=s) for f, s in [(0.0, 0), (0.5, 10), (1.0, 20)]] == [1.0, 1.0, 1.0]
 

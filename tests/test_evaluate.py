@@ -94,6 +94,20 @@ def test_another_span_keeps_learned_spans_in_keys(trained):
     assert own["context_curve"][-1]["to_bytes"] == 32 and wider["context_curve"][-1]["to_bytes"] == 80
 
 
+def test_spans_that_grew_are_scored_over_all_of_their_keys(tmp_path):
+    job, _ = whole_run(
+        *("variant=adaptive_span", "model.span=256", "variant.attention.zero_init=false", "data.bytes=40000"),
+        *("budget.steps=2", f"outputs={tmp_path}"),
+    )
+    path = job.folder.path / checkpoint.FOLDER / checkpoint.BEST
+    best = checkpoint.load(path)
+    best["model"]["layers.0.attention.sublayer.reach.fraction"].fill_(0.7)
+    checkpoint.save_best(job.folder.path, best)
+    job.run.take_weights(best["model"])
+    expected = job.run.score("valid", limit=None).bits_per_byte
+    assert evaluated(job.folder.path)["bits_per_byte"] == expected
+
+
 def test_the_curve_is_drawn_and_begins_without_context(trained):
     run, _ = trained
     row = evaluated(run)

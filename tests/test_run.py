@@ -126,6 +126,33 @@ def test_resume_across_turns_and_many_stops(here, monkeypatch):
     assert rows_of(resumed) == rows_of(whole)
 
 
+@pytest.mark.parametrize(("carry", "cold"), [("true", [0, 8, 16]), ("false", list(range(18)))])
+def test_state_is_carried_until_the_turn_ends(carry, cold):
+    run = make_run("data.bytes=600", "eval.bytes=null", f"batch.carry={carry}", "budget.steps=18")
+    inner, given = run.trainer.step, []
+
+    def stepping(inputs, targets, state, *, fraction):
+        given.append(state)
+        return inner(inputs, targets, state, fraction=fraction)
+
+    run.trainer.step = stepping
+    while not run.finished:
+        run.step()
+    assert [step for step, state in enumerate(given) if state is None] == cold
+    if carry == "true":
+        assert [state[0][0].item() for state in given[1:8]] == [16 * step for step in range(1, 8)]
+
+
+def test_weights_bring_the_columns_that_their_spans_need():
+    run = make_run("variant=adaptive_span", "model.span=256")
+    reach = run.model.layers[0]["attention"].sublayer.reach
+    weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    weights["layers.0.attention.sublayer.reach.fraction"].fill_(0.5)
+    assert reach.columns == (64, 64)
+    run.take_weights(weights)
+    assert reach.columns == (192, 192)
+
+
 def test_a_crash_goes_back_to_the_last_checkpoint(here, monkeypatch):
     given = (*MOVING, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
     whole, _ = whole_run(*given)
@@ -162,6 +189,12 @@ def test_a_stop_after_the_budget_is_spent_is_resumed_by_scoring(here, monkeypatc
     stop(make_job(*given), step=9)
     resumed, _ = whole_run(*given)
     assert rows_of(resumed) == rows_of(whole)
+
+
+def test_a_forced_run_that_is_stopped_goes_on_without_force(capsys):
+    stop(make_job("budget.steps=5", "force=true"), step=3)
+    assert "the same command without force=true goes on" in capsys.readouterr().out
+    assert make_job("budget.steps=5").folder.checkpoint is not None
 
 
 def test_a_finished_run_is_returned_and_force_redoes_it():
@@ -202,6 +235,38 @@ def test_valid_chooses_the_best_weights(stopped):
     assert judge.score("valid", limit=200).bits_per_byte == on_the_way[-2]
     assert judge.score("valid", limit=400).bits_per_byte == summary["valid_bits_per_byte"] == rows[-1]["bits_per_byte"]
     assert judge.score("test", limit=400).bits_per_byte == summary["test_bits_per_byte"]
+
+
+def test_a_run_that_diverges_keeps_its_best_weights():
+    job = make_job("budget.steps=8")
+
+    def diverge() -> None:
+        with torch.no_grad():
+            job.run.model.head.weight.fill_(torch.nan)
+
+    after_step(job, 6, diverge)
+    summary = run_job(job)
+    bits = [row["bits_per_byte"] for row in rows_of(job) if row["kind"] == "valid"]
+    assert bits[0] is not None and bits[2:4] == [None, None]
+    assert summary["best_bytes_seen"] == 4 * 64 and summary["valid_bits_per_byte"] == bits[-1] < 8
+    lost = make_job("budget.steps=8", "seed=1")
+    after_step(lost, 1, lambda: lost.run.model.head.weight.data.fill_(torch.nan))
+    assert run_job(lost)["valid_bits_per_byte"] is None  # and it says so instead of failing
+
+
+def test_costs_and_spans_are_those_of_the_weights_that_are_scored():
+    job = make_job(*VARIANTS["adaptive_span"], "variant.attention.reach.initial=0.3", "budget.steps=8")
+
+    def shrink() -> None:
+        spoil(job.run)
+        for layer in job.run.model.layers:
+            layer["attention"].sublayer.reach.fraction.data.zero_()
+
+    summary = run_job(after_step(job, 8, shrink))
+    judge = make_run(*VARIANTS["adaptive_span"])
+    judge.take_weights(checkpoint.load(job.folder.path / checkpoint.FOLDER / checkpoint.BEST)["model"])
+    assert summary["spans"]["min"] > 1 and summary["steps"] == 8
+    assert summary["flops_per_byte"]["ideal"] == judge.model.ideal_flops()
 
 
 # Budgets
