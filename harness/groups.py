@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from harness.budget import check_number
 from harness.muon import Muon
-from variants.contract import Part, Sublayer
 
 SCHEDULES = ("run", "constant")
 
@@ -107,8 +106,7 @@ def assign(
     """Put every trainable parameter of a model into exactly one group.
 
     A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
-    ``layers.``, and what a mechanism says is as these (its ``matrices``), are in ``matrices`` if the run has it, all
-    others in ``default``. Weight decay is for weights of
+    ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Weight decay is for weights of
     ``nn.Linear``, inside ``layers.`` or not. All others have none unless their group names one: biases, norms and
     spans, and tables of vectors, which are embeddings whether they are an ``nn.Embedding`` or a bare parameter
     (bytes, relative positions, persistent vectors, half-keys, values).
@@ -143,10 +141,9 @@ def assign(
     owner = _matched(names, groups or {})
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - tables
-    said = {getattr(m, n) for m in model.modules() if isinstance(m, Sublayer | Part) for n in m.matrices}
     members = {name: {} for name in settings}
     for parameter, aliases in names.items():
-        inside = parameter in linears | said and any(alias.startswith("layers.") for alias in aliases)
+        inside = parameter in linears and any(alias.startswith("layers.") for alias in aliases)
         rule = "matrices" if inside and matrices is not None else "default"
         members[owner.get(parameter, rule)][aliases[0]] = parameter
     return [

@@ -67,7 +67,7 @@ def _has_amx() -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, and for stacks of them: a parameter ``[.., rows, columns]`` is as many matrices.
+    """Muon for 2-D parameters.
 
     Args:
         params: matrices, or dictionaries of them, as for every torch optimizer.
@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
         super().__init__(params, defaults)
         for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.ndim < 2:
+            if parameter.ndim != 2:
                 raise ValueError(f"Muon takes matrices only, not a parameter of shape {tuple(parameter.shape)}")
 
     @torch.no_grad()
@@ -119,9 +119,8 @@ class Muon(torch.optim.Optimizer):
         gradients = [parameter.grad for parameter in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch.stack(torch._foreach_lerp(gradients, buffers, momentum))
-        *_, rows, columns = directions.shape
-        stacked = directions.reshape(-1, rows, columns)
-        updates = orthogonalize(stacked, dtype=product_dtype(precision, like=parameters[0])).view_as(directions)
+        updates = orthogonalize(directions, dtype=product_dtype(precision, like=parameters[0]))
+        rows, columns = parameters[0].shape
         if weight_decay:
             torch._foreach_mul_(parameters, 1 - lr * weight_decay)
         torch._foreach_add_(parameters, list(updates.unbind()), alpha=-lr * max(1.0, rows / columns) ** 0.5)

@@ -23,8 +23,6 @@ class HeadVectors(PersistentVectors):
         number: N, at least 1; None for 2 D, as in the paper's 18-layer model.
     """
 
-    matrices = ("key", "value")  # those of the feed-forward that they replace, one of each a head
-
     def __init__(self, place: Place, *, d_head: int, number: int | None = None):
         super().__init__()
         number = 2 * place.d_model if number is None else number

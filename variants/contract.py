@@ -85,8 +85,6 @@ class Sublayer(nn.Module):
     """
 
     limits: frozenset[str] = frozenset()
-    matrices: tuple[str, ...] = ()
-    """Names of own parameters ``[.., rows, columns]`` that are matrices as a linear layer's weight is, for Muon."""
 
     def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
         """Map one segment.
@@ -130,9 +128,6 @@ class Sublayer(nn.Module):
 
 class Part(nn.Module):
     """A nested piece of a sublayer that configuration may name; a ``_target_`` below a sublayer's derives from it."""
-
-    matrices: tuple[str, ...] = ()
-    """As in ``Sublayer``."""
 
 
 class Position(nn.Module):
