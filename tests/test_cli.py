@@ -299,9 +299,9 @@ assert time.process_time() < 2, time.process_time()
 """
     helped = python("-c", code, "--help", cwd=here)
     assert helped.returncode == 0 and "variant: " + ", ".join(VARIANTS) in helped.stdout, helped
-    line = {"COMP_LINE": f"python {script} variant=all", "COMP_POINT": "1000"}
+    line = {"COMP_LINE": f"python {script} variant=prod", "COMP_POINT": "1000"}
     completed = python("-c", code, "-sc", "query=bash", cwd=here, **line)
-    assert completed.returncode == 0 and completed.stdout.split() == ["variant=all_attention"], completed
+    assert completed.returncode == 0 and completed.stdout.split() == ["variant=product_key_memory"], completed
     assert not list(here.iterdir())
 
 

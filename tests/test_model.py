@@ -135,7 +135,7 @@ HERE_AND_THERE = "+variant.at={1: [attention, memory]}"  # beside the one of the
         (("variant=mhsa", "position=relative", "position.share=layer"), {"layers.1.attention": ATTENTION + RELATIVE}),
         (("variant=adaptive_span",), {"layers.0.attention": ATTENTION + H}),
         (
-            ("variant=all_attention", "variant.attention.persistent.number=5"),
+            ("variant=all_attention_fixed", "variant.attention.persistent.number=5"),
             {"layers.1.attention": ATTENTION + 2 * 5 * D, "norms": 3 * NORM},
         ),
         (("variant=product_key_memory", *MEMORY), {"layers.0.memory": MEMORY_ALONE + TABLE}),
