@@ -204,3 +204,11 @@ def test_product_key_memory_trains_its_values_apart():
     optimizers.step(0.999)
     assert optimizers.optimizers["values"].param_groups[0]["lr"] == pytest.approx(1e-3)
     assert optimizers.optimizers["default"].param_groups[0]["lr"] < 1e-8
+
+
+@pytest.mark.parametrize("name", SPANS | PERSISTENT)
+def test_spans_learn_at_the_rate_of_the_rest(name):
+    """The default recipe moves spans three times as fast; the papers have one rate and start at 0."""
+    config = compose_config(f"recipe={name}")
+    assert config.variant.groups.spans.lr_scale == 1.0
+    assert config.variant.attention.reach.initial == 0.0

@@ -144,7 +144,7 @@ def test_state_is_carried_until_the_turn_ends(carry, cold):
 
 
 def test_weights_bring_the_columns_that_their_spans_need():
-    run = make_run("variant=adaptive_span", "model.span=256")
+    run = make_run("variant=adaptive_span", "model.span=256", "variant.attention.reach.initial=0.0")
     reach = run.model.layers[0]["attention"].sublayer.reach
     weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     weights["layers.0.attention.sublayer.reach.fraction"].fill_(0.5)
