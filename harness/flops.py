@@ -1,25 +1,25 @@
-"""Executed floating-point operations: what the code that ran had to do, counted, two per multiply-add.
+"""What the code that ran had to do, counted: floating-point operations, two per multiply-add, and bytes moved.
 
-Torch's own counter knows matrix products, convolutions and attention on a GPU. Attention on a CPU and the weighted
-reads of a table are missing (torch 2.13 counts them as 0), so their formulas are here. They are handed to one counter
-at a time and registered nowhere, so that nobody else's counts change.
+One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products and
+convolutions count by torch's own formulas, attention and reads of a table by ``formulas.py``, bytes by ``traffic.py``.
+Nothing is registered with torch, so nobody else's counts change.
 
-Attention counts every query against every key of a call, masked or not: that is what its matrix products execute.
 Operations without a formula (softmax, norms, top-k, gathers, element by element) add nothing to the total and are
-named beside it instead.
+named beside it instead; in the step of an optimizer the elementwise ones count too.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.formulas import ELEMENTWISE, FORMULAS, describe
 from harness.memory import state_bytes
 from harness.model import LanguageModel
+from harness.traffic import moved_bytes
 from variants.contract import State
 
 # They move, make or read numbers and compute none. Views are recognised by torch itself.
@@ -28,7 +28,8 @@ FACTORIES = (
     "ones_like scalar_tensor zeros zeros_like"
 )
 COPIES = "_local_scalar_dense _to_copy _unsafe_view cat clone constant_pad_nd copy fill flip repeat stack zero"
-SILENT = frozenset(f"{FACTORIES} {COPIES}".split())
+SPARSE = "_sparse_coo_tensor_with_dims_and_tensors is_coalesced"
+SILENT = frozenset(f"{FACTORIES} {COPIES} {SPARSE}".split())
 
 
 class Flops(NamedTuple):
@@ -38,10 +39,12 @@ class Flops(NamedTuple):
         total: FLOPs of all operations that have a formula.
         unknown: calls of every other operation, most frequent first; in-place forms are counted with the others.
             Views, copies and the making of tensors are left out.
+        moved_bytes: operands read and results written, summed over all operations (``traffic.py``).
     """
 
     total: int
     unknown: dict[str, int]
+    moved_bytes: int
 
 
 class ForwardFlops(NamedTuple):
@@ -60,26 +63,26 @@ class ForwardFlops(NamedTuple):
     warm: bool
 
 
-def count_flops(call: Callable[[], object]) -> Flops:
-    """Run ``call`` once, without gradients, and count what it executes.
+def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
+    """Run ``call`` once and count what it executes.
 
     Kernels that torch's dispatcher does not see (Triton templates of ``torch.compile``) are not counted: give it code
-    that is not compiled.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
+    that is not compiled. ``flex_attention`` runs uncompiled here, forward only, and is counted as its kernel would run.
 
-    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-    executed = _Executed()
-    with torch.no_grad(), executed, counter:  # the counter takes composites apart; what it executes goes on outwards
-        call()
-    known = {str(packet) for packet in counter.flop_registry}
-    unknown = Counter()
-    for operation, calls in executed.calls.items():
-        packet = str(operation).rpartition(".")[0]  # aten.add_.Tensor without the overload
-        name = packet.removeprefix("aten.").removesuffix("_")
-        if packet not in known and name not in SILENT and not operation.is_view and operation.namespace != "prim":
-            unknown[name] += calls
-    return Flops(counter.get_total_flops(), dict(sorted(unknown.items(), key=lambda item: (-item[1], item[0]))))
+    Args:
+        gradients: let ``call`` record gradients, so that a backward pass in it works and counts.
+    """
+    with torch.set_grad_enabled(gradients):
+        return _counted(call, FORMULAS)
+
+
+def optimizer_flops(step: Callable[[], object]) -> Flops:
+    """Run an optimizer's ``step`` once and count it: products as always, elementwise work by ``ELEMENTWISE``.
+
+    Most optimizers make their state in the first step: take a later one.
+    """
+    with torch.no_grad():
+        return _counted(step, FORMULAS | ELEMENTWISE)
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: int = 2**16) -> ForwardFlops:
@@ -132,66 +135,59 @@ def _shapes(state: State):
     return None if state is None else state.shape
 
 
-class _Executed(TorchDispatchMode):
-    """Counts the calls of every operation that reaches a kernel."""
+def _counted(call: Callable[[], object], formulas: dict) -> Flops:
+    counter = _Counter(formulas)
+    with _flex_uncompiled(), counter:
+        call()
+    unknown = dict(sorted(counter.unknown.items(), key=lambda item: (-item[1], item[0])))
+    return Flops(counter.total, unknown, counter.moved_bytes)
 
-    def __init__(self):
+
+class _Counter(TorchDispatchMode):
+    """Adds up every operation that reaches a kernel; composites are taken apart first."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, formulas: dict):
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()
-        self.calls: Counter = Counter()
+        self.formulas, self.torch_formulas = formulas, flop_registry
+        self.total, self.moved_bytes, self.unknown = 0, 0, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.namespace in ("prim", "profiler"):  # they ask for a property, or mark a region
+            return func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        self._count(func, args, kwargs, result)
+        return result
+
+    def _count(self, func, args, kwargs, result) -> None:
+        call = describe(func, args, kwargs, result)
+        self.moved_bytes += moved_bytes(call)
+        packet = getattr(func, "_overloadpacket", func)
+        if call.name in self.formulas:
+            self.total += self.formulas[call.name](call)
+        elif packet in self.torch_formulas:
+            self.total += self.torch_formulas[packet](*args, **kwargs, out_val=result)
+        elif call.name not in SILENT and not getattr(func, "is_view", False):
+            self.unknown[call.name] += 1
 
 
-def _formulas() -> dict:
-    aten = torch.ops.aten
-    return {
-        aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
-        aten._embedding_bag: embedding_bag_flops,
-        aten._embedding_bag_forward_only: embedding_bag_flops,
-    }
+@contextmanager
+def _flex_uncompiled() -> Iterator[None]:
+    """Let ``flex_attention`` call its operation directly: it compiles itself otherwise, which a counter forbids."""
+    from torch.nn.attention import flex_attention as module
 
-
-# The counter calls a formula as it calls the operation, with shapes for tensors and ``out_shape`` besides.
-
-
-def attention_flops(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None, out_shape=None):
-    """Scores and weighted values of ``query [B, H, T, K]``, ``key [.., L, K]``, ``value [.., L, K']``: 2BHTL(K + K')."""
-    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
-
-
-def attention_backward_flops(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
-    dropout_p,
-    is_causal,
-    *,
-    attn_mask=None,
-    scale=None,
-    out_shape=None,
-):
-    """Five products: the scores once more, and the gradients of weights, values, queries and keys: 2BHTL(3K + 2K')."""
-    return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
-
-
-def embedding_bag_flops(
-    weight,
-    indices,
-    offsets,
-    scale_grad_by_freq=False,
-    mode=0,
-    sparse=False,
-    per_sample_weights=None,
-    include_last_offset=False,
-    padding_idx=-1,
-    *,
-    out_shape=None,
-):
-    """Each row of ``weight [M, D]`` that is read: D multiply-adds if it has a weight of its own, else D additions."""
-    return (1 if per_sample_weights is None else 2) * prod(indices) * weight[1]
+    before = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before

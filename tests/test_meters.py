@@ -84,11 +84,11 @@ def test_matrix_products():
     assert count_flops(lambda: linear(a[:1, :1])).total == 2 * 4 * 7
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_on_a_cpu(causal):
+@pytest.mark.parametrize("causal, pairs", [(False, 6 * 6), (True, 21)])
+def test_attention_on_a_cpu(causal, pairs):
     q, k, v = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 8)
     flops = count_flops(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
-    assert flops == (4 * 2 * 3 * 6 * 6 * 8, {})
+    assert flops[:2] == (4 * 2 * 3 * pairs * 8, {})
 
 
 def test_attention_backward_on_a_cpu():
@@ -118,7 +118,7 @@ def test_reads_of_a_table(weights, per_number, learned):
         with torch.set_grad_enabled(learned):
             F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights)
 
-    assert count_flops(read) == (per_number * 12 * 5, {})
+    assert count_flops(read)[:2] == (per_number * 12 * 5, {})
 
 
 def test_operations_without_a_formula_are_named():

@@ -1,0 +1,151 @@
+"""Three meters: seconds, bytes, FLOPs. Each takes a callable.
+
+- Seconds: wall time of one call with the device idle before and after it; 20th, 50th and 80th percentiles of many calls
+  after warm-up. Whoever compares two things lets their calls alternate, collects the times and takes ``percentiles``.
+- Bytes: the peak of what is in use during a call, and what every call leaves behind.
+- FLOPs, and bytes moved: what a call executes, counted operation by operation (``harness/flops.py``).
+"""
+
+import gc
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+
+from harness import memory
+from harness.flops import Flops, count_flops, optimizer_flops
+from harness.memory import Peak, PeakMemory
+
+__all__ = [
+    "Flops",
+    "Peak",
+    "Times",
+    "count_flops",
+    "growth_bytes",
+    "optimizer_flops",
+    "peak_bytes",
+    "percentiles",
+    "seconds",
+    "time_call",
+]
+
+
+class Times(NamedTuple):
+    """Percentiles of the milliseconds of ``n`` calls."""
+
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    n: int
+
+    def as_dict(self) -> dict[str, float | int]:
+        """As rows have it."""
+        return {"p20": self.p20_ms, "p50": self.p50_ms, "p80": self.p80_ms, "n": self.n}
+
+
+def time_call(call: Callable[[], object], synchronise: Callable[[], None]) -> float:
+    """Milliseconds of one call.
+
+    Args:
+        synchronise: waits until the device has done all that it was given (``Runtime.synchronise``).
+    """
+    synchronise()
+    begin = time.perf_counter()
+    call()
+    synchronise()
+    return (time.perf_counter() - begin) * 1000
+
+
+def percentiles(times_ms: Sequence[float]) -> Times:
+    """Percentiles of times, interpolated between neighbours; ValueError if there are none."""
+    if not times_ms:
+        raise ValueError("no call was timed: percentiles need one at least")
+    ordered = sorted(times_ms)
+
+    def at(fraction: float) -> float:
+        place = fraction * (len(ordered) - 1)
+        low = math.floor(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return Times(at(0.2), at(0.5), at(0.8), len(ordered))
+
+
+def seconds(
+    call: Callable[[], object],
+    *,
+    synchronise: Callable[[], None],
+    least_calls: int = 5,
+    most_seconds: float = 1.0,
+    warm_calls: int = 2,
+) -> Times:
+    """Time ``call`` again and again.
+
+    Args:
+        synchronise: as in ``time_call``.
+        least_calls: so many are timed however long they take, at least 1.
+        most_seconds: after these no further call is begun.
+        warm_calls: calls before that are not timed: they load, allocate and compile.
+    """
+    if least_calls < 1:
+        raise ValueError(f"least_calls={least_calls}: allowed are integers from 1")
+    for _ in range(warm_calls):
+        call()
+    times_ms, until = [], time.perf_counter() + most_seconds
+    while len(times_ms) < least_calls or time.perf_counter() < until:
+        times_ms.append(time_call(call, synchronise))
+    return percentiles(times_ms)
+
+
+def peak_bytes(call: Callable[[], object], *, device: torch.device, meter: PeakMemory | None = None) -> Peak:
+    """The peak of memory in use during one call. Call it once before if first calls are another thing.
+
+    Args:
+        device: a CPU or CUDA device.
+        meter: made before everything that is to count as in use. Without one, on a CPU, what was in use before the call
+            does not count; on CUDA all tensors count either way.
+    """
+    gc.collect()
+    meter = meter or PeakMemory(device)
+    meter.reset()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return meter.read()
+
+
+def growth_bytes(call: Callable[[], object], *, calls: int = 8, device: torch.device) -> float:
+    """Bytes that every further call leaves in use: 0 unless it leaks.
+
+    The median slope over all pairs of calls (Theil and Sen): a single jump, and an allocator that asks the system for
+    more only now and then, hardly move it. Exact on CUDA; on a CPU approximate, by the process's resident pages, so that
+    a few KiB a call are noise.
+
+    Args:
+        calls: measured, at least 2; one more goes before them.
+    """
+    if calls < 2:
+        raise ValueError(f"calls={calls}: allowed are integers from 2")
+    in_use = []
+    for _ in range(calls + 1):
+        call()
+        in_use.append(_in_use_bytes(device))
+    pairs = combinations(enumerate(in_use), 2)
+    return float(statistics.median((later - sooner) / (j - i) for (i, sooner), (j, later) in pairs))
+
+
+def _in_use_bytes(device: torch.device) -> int:
+    """Bytes of tensors on CUDA; on a CPU the process's resident memory, without what it has freed."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    memory.release_freed()
+    status = memory.STATUS.read_text() if memory.STATUS.exists() else ""
+    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else memory.high_water_bytes()  # a leak raises the mark, too

@@ -1,0 +1,398 @@
+"""The counters of FLOPs and of bytes moved against numbers worked out by hand, and every variant against a closed form."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+
+from harness.flops import Flops, count_flops, forward_flops_per_byte, optimizer_flops
+from harness.formulas import causal_pairs
+from harness.muon import Muon
+from harness.optim import ClippedAdagrad
+from tests.composing import CONF, TINY, plan
+from variants import fused
+from variants.window import Window
+
+aten = torch.ops.aten
+
+
+def heads(rows: int, keys: int, **choices) -> list[Tensor]:
+    """Queries, keys and values of 2 streams, 3 heads, 8 wide."""
+    return [torch.randn(2, 3, length, 8, **choices) for length in (rows, keys, keys)]
+
+
+def test_causal_pairs():
+    for rows, keys in ((1, 1), (5, 5), (5, 9), (9, 5)):
+        assert causal_pairs(rows, keys) == torch.ones(rows, keys).tril().sum()  # as torch defines is_causal
+
+
+@pytest.mark.parametrize("causal, pairs", [(False, 7 * 5), (True, 1 + 2 + 3 + 4 + 5 + 5 + 5)])
+def test_attention_on_a_cpu_counts_the_pairs_that_are_visible(causal, pairs):
+    q, k, v = heads(7, 5, requires_grad=True)
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    assert count_flops(forward).total == 4 * 2 * 3 * pairs * 8
+    whole = count_flops(lambda: forward().sum().backward(), gradients=True)
+    assert whole.total == (4 + 10) * 2 * 3 * pairs * 8
+    assert whole.unknown == {"sum": 1}
+
+
+CUDA = {
+    "flash": lambda q, k, v, causal: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal),
+    "efficient": lambda q, k, v, causal: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal),
+    "cudnn": lambda q, k, v, causal: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal),
+}
+
+
+@pytest.mark.parametrize("causal, pairs", [(False, 7 * 7), (True, 28)])
+@pytest.mark.parametrize("kernel", CUDA)
+def test_attention_on_a_gpu_counts_the_pairs_that_are_visible(kernel, causal, pairs):
+    q, k, v = heads(7, 7, requires_grad=True, device="meta", dtype=torch.bfloat16)  # shapes alone: no GPU is needed
+    assert count_flops(lambda: CUDA[kernel](q, k, v, causal)).total == 4 * 2 * 3 * pairs * 8
+    whole = count_flops(lambda: CUDA[kernel](q, k, v, causal)[0].sum().backward(), gradients=True)
+    assert whole.total == (4 + 10) * 2 * 3 * pairs * 8
+
+
+def block_mask(visible, *, streams: int | None, heads: int | None) -> flex.BlockMask:
+    return flex.create_block_mask(visible, streams, heads, 100, 72, device="cpu", BLOCK_SIZE=(32, 16))
+
+
+def test_flex_attention_counts_the_blocks_that_it_executes():
+    q, k, v = heads(100, 72)
+    attend = partial(flex.flex_attention, q, k, v)
+
+    def count(mask: flex.BlockMask) -> int:
+        flops = count_flops(lambda: attend(block_mask=mask))
+        assert flops.unknown == {}
+        return flops.total
+
+    causal = block_mask(lambda b, h, i, j: i >= j, streams=None, heads=None)
+    # Rows 0-31, 32-63, 64-95, 96-99; keys in blocks of 16, the last one of 8 (64-71).
+    assert count(causal) == 4 * 2 * 3 * 8 * (32 * 32 + 32 * 64 + 32 * 72 + 4 * 72)
+    by_head = block_mask(lambda b, h, i, j: (j < 16 * h) | (j == 71), streams=None, heads=3)
+    assert count(by_head) == 4 * 2 * 8 * 100 * (8 + (16 + 8) + (32 + 8))
+    by_stream = block_mask(lambda b, h, i, j: (b == 1) & (i < 64), streams=2, heads=None)
+    assert count(by_stream) == 4 * 3 * 8 * 64 * 72
+    assert count_flops(attend).total == 4 * 2 * 3 * 8 * 100 * 72
+    assert count_flops(lambda: torch.compile(attend)(block_mask=causal)).total == count(causal)
+
+
+def test_flex_attention_is_left_as_it_was():
+    with pytest.raises(ZeroDivisionError):
+        count_flops(lambda: 1 / 0)
+    assert flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is False
+
+
+# 12 rows of a table of 9, each 5 wide, in 3 bags.
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_reading_a_table(weighted, sparse):
+    table, rows = torch.randn(9, 5, requires_grad=True), torch.randint(9, (3, 4))
+    weights = torch.rand(3, 4, requires_grad=True) if weighted else None
+
+    def read():
+        y = F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights, sparse=sparse)
+        y.backward(torch.ones_like(y))
+
+    passes = 2 + 2 + 2 if weighted else 1 + 1  # forward, gradient of the table, gradient of the weights
+    assert count_flops(read, gradients=True)[:2] == (passes * 12 * 5, {})
+
+
+def test_gradients_of_reading_by_index():
+    table, at = torch.randn(9, 5, requires_grad=True), torch.tensor([4, 4, 0])
+    reads = {
+        "embedding": lambda: F.embedding(at, table),
+        "index_select": lambda: table.index_select(0, at),
+        "index": lambda: table[at],
+        "gather": lambda: table.gather(0, at[:, None].expand(3, 5)),
+    }
+    for name, read in reads.items():
+
+        def step(read=read):
+            y = read()
+            y.backward(torch.ones_like(y))
+
+        table.grad = None
+        assert count_flops(step, gradients=True)[:2] == (3 * 5, {name: 1})
+
+
+def test_gradients_are_recorded_only_if_asked_for():
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        count_flops(lambda: (x @ x.T).sum().backward())
+    assert x.grad is None
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert count_flops(lambda: (x @ x.T).sum().backward(), gradients=True).total == 3 * 2 * 3 * 4 * 3
+
+
+# The fused path: two products of each rectangle forward, five backward, and the ramps once more for the spans.
+
+
+def rectangles(rows: int, columns: int, chunk: int) -> int:
+    """Pairs of one head whose ``chunk`` queries at a time meet all keys that any of them sees."""
+    sizes = [min(chunk, rows - begin) for begin in range(0, rows, chunk)]
+    return sum(size * (columns - 1 + size) for size in sizes)
+
+
+def test_the_fused_path_with_gradients():
+    rows, past, width, number, ramp = 130, 99, 8, 5, 16
+    q = torch.randn(2, 2, rows, width, requires_grad=True)
+    k, v = (torch.randn(2, 2, rows + past, width, requires_grad=True) for _ in range(2))
+    extra = [torch.randn(2, number, width, requires_grad=True) for _ in range(2)]
+    z = torch.tensor([20.0, 84.0], requires_grad=True)
+
+    def step(window, persistent=None):
+        fused.attend(q, k, v, window, persistent=persistent).sum().backward()
+
+    pairs = 2 * (rectangles(rows, 40, 40) + rectangles(rows, 100, 100))
+    hard = count_flops(lambda: step(Window((40, 100))), gradients=True)
+    assert hard.total == 14 * width * pairs
+    with_vectors = count_flops(lambda: step(Window((40, 100)), fused.Persistent(q, *extra)), gradients=True)
+    assert with_vectors.total == hard.total + 14 * width * 2 * 2 * rows * number
+    spans = count_flops(lambda: step(Window((40, 100), 0, z, ramp)), gradients=True)
+    blocks = 2 * 128 * (128 + ramp)  # two blocks of 128 queries, each with the keys on their ramps
+    assert spans.total == hard.total + 2 * 2 * width * 2 * 2 * blocks  # scores and rewards, 2 streams, 2 heads
+
+
+def test_the_backward_of_the_plain_path_is_twice_the_forward():
+    planned = plan(*TINY, "runtime.path=plain")
+    model, tokens = planned.make_model(), torch.randint(256, (2, 16))
+    forward = count_flops(lambda: model(tokens))
+    step = count_flops(lambda: model(tokens).logits.square().sum().backward(), gradients=True)
+    assert step.total == 3 * forward.total + 2 * 16 * 32  # and the additions into the embedding's gradient
+    assert step.moved_bytes > 2 * forward.moved_bytes
+    assert forward.unknown.keys() < step.unknown.keys()
+
+
+# Bytes moved
+
+
+FOUR = 4  # bytes of a float32
+
+
+def moves(call, numbers: int) -> None:
+    """``call`` moves as many bytes as so many float32 numbers have."""
+    assert count_flops(call).moved_bytes == FOUR * numbers
+
+
+def test_operands_are_read_and_results_written():
+    a, b, c = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 4)
+    moves(lambda: a @ b, 12 + 20 + 15)
+    moves(lambda: a + c, 3 * 12)
+    moves(lambda: a.exp().sum(), 2 * 12 + 12 + 1)  # nothing is fused
+    moves(lambda: torch.cat([a, c]), 2 * 24)
+    moves(lambda: a.to(torch.bfloat16), 12 + 6)
+    moves(lambda: a.max(dim=1), 12 + 3 + 2 * 3)  # values, and int64 places
+
+
+def test_views_and_allocations_cost_nothing():
+    a = torch.randn(3, 4)
+    moves(lambda: (a.T, a.view(4, 3), a[:, 1], a.expand(2, 3, 4), a.split(2), a.detach()), 0)
+    moves(lambda: (torch.empty(100), torch.empty_like(a), a.new_empty(7)), 0)
+    moves(lambda: (torch.zeros(6), torch.ones_like(a), a.new_full((5,), 2.0)), 6 + 12 + 5)
+    moves(lambda: a.T.contiguous(), 2 * 12)
+
+
+def test_a_view_is_read_as_far_as_it_goes():
+    a, column = torch.randn(100, 4), torch.randn(100, 1)
+    moves(lambda: a[:10].exp(), 2 * 40)
+    moves(lambda: a + column.expand(100, 4), 400 + 100 + 400)
+    moves(lambda: a + a[:, 1:2].expand(100, 4), 400 + 100 + 400)
+    moves(lambda: a.flatten().unfold(0, 10, 1).clone(), 400 + 391 * 10)  # windows that overlap
+
+
+def test_operations_in_place_read_and_write():
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    moves(lambda: a.add_(b), 3 * 12)
+    moves(lambda: a.mul_(2), 2 * 12)
+    moves(lambda: a.fill_(1), 12)
+    moves(lambda: a.zero_(), 12)
+    moves(lambda: a.copy_(b), 2 * 12)
+    moves(lambda: torch.add(a, b, out=a.new_empty(3, 4)), 3 * 12)
+    moves(lambda: torch._foreach_mul_([a, b], 2.0), 2 * 24)
+
+
+def test_of_a_table_the_rows_that_are_read():
+    table, at, wide = torch.randn(1000, 5), torch.tensor([4, 4, 0]), torch.zeros(3, 2, dtype=torch.int64)
+    rows, indices = 2 * 15, 2 * 3  # read and written; int64
+    moves(lambda: F.embedding(at, table), rows + indices)
+    moves(lambda: table.index_select(0, at), rows + indices)
+    moves(lambda: table[at], rows + indices)
+    moves(lambda: table.gather(1, wide), 2 * 6 + 2 * 6)
+    weights = torch.rand(1, 3)
+    # A bag writes one row and, int64, the bag of each row, a size and a largest index.
+    own = count_flops(lambda: F.embedding_bag(at[None], table, mode="sum", per_sample_weights=weights))
+    bookkeeping = [x.numel() * 8 for x in torch._embedding_bag(table, at, torch.tensor([0]), mode=0)[1:]]
+    offsets = 2 * 8  # made (8) and read
+    assert own.moved_bytes == FOUR * (15 + 5 + 3 + indices) + offsets + sum(bookkeeping)
+
+
+def test_into_a_tensor_by_index_the_rows_that_are_written():
+    table, at, rows = torch.randn(1000, 5), torch.tensor([4, 2, 0]), torch.randn(3, 5)
+    moves(lambda: table.index_add_(0, at, rows), 3 * 15 + 6)
+    moves(lambda: table.index_copy_(0, at, rows), 2 * 15 + 6)
+    moves(lambda: table.index_put_((at,), rows), 2 * 15 + 6)
+    moves(lambda: table.index_put_((at,), rows, accumulate=True), 3 * 15 + 6)
+    moves(lambda: table.index_put_((at,), torch.tensor(1.0)), 15 + 1 + 6)
+    moves(lambda: table.view(100, 10, 5).index_put_((at, at), rows), 2 * 15 + 12)
+    mask = torch.zeros(1000, dtype=torch.bool)
+    mask[:3] = True
+    moves(lambda: table.index_put_((mask,), rows), 2 * 15 + 1000 // 4)
+    moves(lambda: table.scatter_add_(0, at[:, None].expand(3, 5), rows), 3 * 15 + 6)
+    moves(lambda: table.index_add(0, at, rows), 5000 + 15 + 6 + 5000)  # a copy of the whole
+    sparse = torch.sparse_coo_tensor(at[None], rows, (1000, 5), is_coalesced=True, check_invariants=False)
+    moves(lambda: table.add_(sparse), 3 * 15 + 6)
+
+
+def test_attention_moves_no_scores():
+    q, k, v = heads(50, 70)
+    mask = torch.zeros(1, 1, 50, 70)
+    moves(lambda: F.scaled_dot_product_attention(q, k, v, mask), 6 * 8 * (50 + 70 + 70 + 50) + 6 * 50 + 50 * 70)
+    scored = count_flops(lambda: (q @ k.mT).softmax(-1) @ v)
+    # Scores are written, read, written as weights and read; between the products nothing else is.
+    assert scored.moved_bytes == FOUR * (6 * 8 * (50 + 70 + 70 + 50) + 4 * 6 * 50 * 70)
+
+
+# Optimizers
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter)
+    return made
+
+
+def second_step(optimizer: torch.optim.Optimizer) -> Flops:
+    optimizer.step()  # makes the state
+    flops = optimizer_flops(optimizer.step)
+    assert flops.unknown == {}
+    return flops
+
+
+# Of AdamW without fusing: decay 2, momentum 3, squares 2 + 4, root 2, correction 2, epsilon 2, update 4.
+@pytest.mark.parametrize("kernel, passes", [("fused", 7), ("foreach", 21), (None, 21)])
+def test_adamw(kernel, passes):
+    choices = {"fused": kernel == "fused", "foreach": kernel == "foreach"} if kernel else {"foreach": False}
+    made = parameters((3, 4), (5,))
+    flops = second_step(torch.optim.AdamW(made, weight_decay=0.1, **choices))
+    assert flops.total == 14 * 17 + 2  # and the two step counts
+    steps = {"fused": 2 * 3, "foreach": 2 * 2 + 1, None: 2 * 2}[kernel]  # counted up; read once more; by a tensor of 1
+    assert flops.moved_bytes == FOUR * (passes * 17 + steps)
+    undecayed = second_step(torch.optim.AdamW(made, weight_decay=0.0, amsgrad=True, **choices))
+    assert undecayed.total == 13 * 17 + 17 + 2
+
+
+def test_adam_decays_by_the_gradient():
+    made = parameters((3, 4))
+    assert second_step(torch.optim.Adam(made, weight_decay=0.1, fused=True)).total == 15 * 12 + 1
+    assert second_step(torch.optim.Adam(made, weight_decay=0.1, foreach=False)).total == 15 * 12 + 1
+
+
+@pytest.mark.parametrize("rows, columns", [(6, 10), (10, 6)])
+def test_muon(rows, columns):
+    made, size = parameters((rows, columns), (rows, columns), (rows, columns)), 3 * 60
+    muon = Muon(made, lr=0.1, precision="float32")
+    products = 3 * 5 * 2 * (2 * 6 * 6 * 10 + 6**3)  # three matrices, five steps: two products with X, one without
+    muon.step()
+    assert count_flops(muon.step).total == products
+    # Momentum 3, Nesterov 3, norm 2, division 1, update 2; the norm's floor once a matrix.
+    assert second_step(muon).total == products + 11 * size + 3
+
+
+def test_clipped_adagrad():
+    made = parameters((3, 4), (5,))
+    # Squares 2, root, epsilon, division, norm 2, factor, update 2; the factor itself 3 a tensor.
+    assert second_step(ClippedAdagrad(made, lr=0.1, clip=0.5)).total == 10 * 17 + 3 * 2
+
+
+def test_sparse_adam_works_on_rows():
+    table = nn.Parameter(torch.randn(1000, 5))
+    at, rows = torch.tensor([[4, 2, 0]]), torch.randn(3, 5)
+    table.grad = torch.sparse_coo_tensor(at, rows, table.shape, is_coalesced=True, check_invariants=False)
+    optimizer = torch.optim.SparseAdam([table])
+    optimizer.step()
+    flops = optimizer_flops(optimizer.step)
+    # Momentum 3, squares 4, both of them whole 2, root, epsilon, division, rate, update.
+    assert flops.total == 14 * 15
+    assert flops.unknown == {"sparse_mask": 2}
+    assert flops.moved_bytes < FOUR * 1000 * 5  # less than the table
+
+
+def test_a_step_of_all_optimizers_of_a_run():
+    planned = plan(*TINY, "optim=adamw", "optim.clip=1.0")
+    model = planned.make_model()
+    optimizers = planned.make_optimizers(model)
+    for _ in range(2):
+        model(torch.randint(256, (1, 16))).logits.square().sum().backward()
+        flops = optimizer_flops(lambda: optimizers.step(0.5))
+    sizes = [p.numel() for p in model.parameters()]
+    decayed = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    clip = 2 * sum(sizes) + 2 * len(sizes) + 3 + sum(sizes)  # norms, their norm, the factor, the scaling
+    assert flops.total == 13 * sum(sizes) + decayed + len(sizes) + clip
+    assert flops.unknown == {}
+
+
+# Every variant, as its YAML has it
+
+
+D, LAYERS, H, K, S, T, V = 48, 3, 4, 12, 300, 80, 256
+VECTORS = 2 * D
+SPREAD = (0.0, 0.2, 0.5, 1.0)  # of S, with a ramp of 32: 33, 93, 183 and 300 keys, in buckets
+SPANS = (64, 128, 192, 300)
+WHOLE = (S,) * H
+SIZES = (f"model.d_model={D}", f"model.layers={LAYERS}", f"model.heads={H}", f"model.span={S}", "runtime.device=cpu")
+MEMORY = ("variant.memory.half_keys=9", "variant.memory.top_k=5", "variant.memory.heads=2", "variant.memory.d_query=6")
+
+PROJECTIONS = 4 * 2 * D * D
+FEED_FORWARD = 2 * 2 * D * 4 * D
+GATES = 2 * D * H
+PERSISTENT = H * 4 * K * VECTORS
+READS = 2 * (2 * D * 6 + 2 * 9 * 6 + 2 * 5 * D)  # two heads: query, half-keys, values
+
+
+def attention(columns: tuple[int, ...], path: str) -> float:
+    """FLOPs per byte of scores and weighted values in warm state."""
+    if path == "plain":  # every query of the segment meets all keys that one of them sees, in every head alike
+        return H * 4 * K * (T + max(columns) - 1)
+    return sum(4 * K * rectangles(T, n, max(32, min(128, n))) / T for n in columns)
+
+
+CLOSED_FORMS = {
+    "mhsa": lambda path: LAYERS * (PROJECTIONS + attention(WHOLE, path) + FEED_FORWARD),
+    "adaptive_span": lambda path: LAYERS * (PROJECTIONS + attention(SPANS, path) + FEED_FORWARD),
+    "dynamic_span": lambda path: LAYERS * (PROJECTIONS + GATES + attention(WHOLE, path) + FEED_FORWARD),
+    "all_attention": lambda path: LAYERS * (PROJECTIONS + attention(SPANS, path) + PERSISTENT),
+    "all_attention_fixed": lambda path: LAYERS * (PROJECTIONS + attention(WHOLE, path) + PERSISTENT),
+    "product_key_memory": lambda path: (
+        LAYERS * (PROJECTIONS + attention(WHOLE, path)) + (LAYERS - 1) * FEED_FORWARD + READS
+    ),
+    "adaptive_span_memory": lambda path: (
+        LAYERS * (PROJECTIONS + attention(SPANS, path)) + (LAYERS - 1) * FEED_FORWARD + READS
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ["plain", "fused"])
+@pytest.mark.parametrize("variant", sorted(path.stem for path in (CONF / "variant").glob("*.yaml")))
+def test_every_variant_against_its_closed_form(variant, path):
+    memory = MEMORY if variant.endswith("memory") else ()
+    model = plan(*SIZES, *memory, f"variant={variant}", f"runtime.path={path}").make_model()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".reach.fraction"):
+            parameter.data = torch.tensor(SPREAD)
+    model.project_()
+    if (variant, path) == ("dynamic_span", "fused"):
+        with pytest.raises(ValueError, match="runtime.path=fused"):
+            forward_flops_per_byte(model, segment=T)
+        return
+    flops = forward_flops_per_byte(model, segment=T, most_bytes=1000)
+    assert flops.warm
+    assert flops.per_byte == pytest.approx(2 * D * V + CLOSED_FORMS[variant](path), rel=1e-9)
+    assert model.ideal_flops() <= flops.per_byte
