@@ -1,0 +1,148 @@
+"""Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
+
+Reads run folders and rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, sorts what may be compared into tables, and
+writes each as Markdown, CSV and LaTeX, each figure as PNG and SVG, all of it as ``report.md``, and one ``index.html`` that
+opens from disk. What may not be shown is named with its reason. Needs neither torch nor W&B nor a server.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from bench.reporting.formats import markdown_list, to_csv, to_latex, to_markdown
+from bench.reporting.gather import Found, gather
+from bench.reporting.shown import Drawing, Table
+from bench.reporting.tables import count_of
+from bench.reporting.tables_costs import cost_tables
+from bench.reporting.tables_others import fit_tables, peer_tables
+from bench.reporting.tables_runs import run_tables
+from harness.cache import write_whole
+
+TITLE = "attention-windtunnel report"
+CONTENTS = "contents.txt"
+"""What a report wrote, so that the next one in the same folder can take away what is no longer true."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 2 for a user's mistake."""
+    asked = _parser().parse_args(words)
+    typed = shlex.join(["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)])
+    try:
+        found = gather([Path(folder) for folder in asked.folders])
+        _must_have_rows(found)
+        for line in write_report(found, Path(asked.out), command=typed):
+            print(line)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for heading, lines in (("not finished, not shown", found.unfinished), ("refused", found.refused)):
+        for line in lines:
+            print(f"{heading}: {line}")
+    return 0
+
+
+def write_report(found: Found, out: Path, *, command: str) -> Iterator[str]:
+    """Write everything, and say each thing that was written.
+
+    Args:
+        found: from ``gather``.
+        out: a folder, made if it is not there.
+        command: what was typed.
+
+    Raises:
+        ValueError: ``out`` cannot be written.
+    """
+    from bench.reporting.page import write_page  # with the figures: slow to import, and not needed to refuse
+    from bench.reporting.plots import draw_all
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # before the drawings, which take seconds
+        tables, drawings = all_tables(found), draw_all(found)
+        notes, commands, written = _notes(found), _commands(found, command=command), set()
+        for table in tables:
+            for suffix, form in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
+                write_whole(out / f"{table.name}.{suffix}", _encoded(form(table)))
+                written.add(f"{table.name}.{suffix}")
+            yield f"{out / table.name}.md .csv .tex: {table.title} ({count_of(len(table.rows), 'row')})"
+        for drawing in drawings:
+            for suffix, content in (("png", drawing.png), ("svg", drawing.svg)):
+                write_whole(out / "figures" / f"{drawing.name}.{suffix}", content)
+                written.add(f"figures/{drawing.name}.{suffix}")
+            yield f"{out / 'figures' / drawing.name}.png .svg: {drawing.title}"
+        write_whole(out / "report.md", _encoded(_whole_markdown(tables, drawings, notes=notes, commands=commands)))
+        yield f"{out / 'report.md'}: all tables and figures"
+        passing = out / f"index.html.{os.getpid()}.tmp"
+        parts = {"tables": tables, "drawings": drawings, "notes": notes, "commands": commands}
+        write_page(passing, title=TITLE, **parts).replace(out / "index.html")
+        yield f"{out / 'index.html'}: the same as a page"
+        _forget_older(out, written=written)
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
+
+
+def all_tables(found: Found) -> list[Table]:
+    """Runs, costs, peers and predictions, each by what may be compared."""
+    return [*run_tables(found.runs), *cost_tables(found.costs), *peer_tables(found.peers), *fit_tables(found.fits)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "folders", nargs="*", default=["outputs"], help="folders of runs and rows, searched to the bottom"
+    )
+    parser.add_argument("--out", default="outputs/report", help="folder to write to (default: %(default)s)")
+    return parser
+
+
+def _must_have_rows(found: Found) -> None:
+    if found.runs or found.costs or found.peers or found.fits:
+        return
+    reasons = [*(f"not finished: {line}" for line in found.unfinished), *(f"refused: {line}" for line in found.refused)]
+    raise ValueError("nothing to report; " + "; ".join(reasons))
+
+
+def _notes(found: Found) -> list[str]:
+    counts = ((found.runs, "finished run"), (found.costs, "row"), (found.peers, "row"), (found.fits, "row"))
+    verbs = ("", " of bench.cost", " of bench.peers", " of bench.fit")
+    read = [f"{count_of(len(rows), thing)}{verb}" for (rows, thing), verb in zip(counts, verbs, strict=True) if rows]
+    notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
+    notes += [f"Not finished, not shown: {line}" for line in found.unfinished]
+    return notes + [f"Refused: {line}" for line in found.refused]
+
+
+def _commands(found: Found, *, command: str) -> list[str]:
+    made = [run.provenance["command"] for run in found.runs]
+    made += [row["command"] for rows in (found.costs, found.peers, found.fits) for row in rows]
+    return list(dict.fromkeys([*made, command]))
+
+
+def _whole_markdown(
+    tables: Iterable[Table], drawings: Iterable[Drawing], *, notes: Sequence[str], commands: Sequence[str]
+) -> str:
+    parts = [f"# {TITLE}\n", markdown_list(notes), *(to_markdown(table) for table in tables)]
+    for drawing in drawings:
+        heading, caption = (markdown_list([words])[2:] for words in (drawing.title, drawing.caption))
+        parts.append(f"## {heading}\n![{drawing.name}](figures/{drawing.name}.png)\n\n{caption}")
+    typed = "".join(f"    {' '.join(command.split())}\n" for command in commands)  # indented: nothing in it is markup
+    return "\n".join([*parts, f"## Commands\n\n{typed}"])
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "replace")  # a row of JSON may hold half a surrogate pair
+
+
+def _forget_older(out: Path, *, written: set[str]) -> None:
+    """Remove what an earlier report wrote here and this one did not: its numbers would look like this one's."""
+    before = out / CONTENTS
+    for name in before.read_text(encoding="utf-8").splitlines() if before.exists() else []:
+        parts = Path(name).parts
+        if name not in written and parts and ".." not in parts and not Path(name).is_absolute():
+            (out / name).unlink(missing_ok=True)
+    write_whole(before, _encoded("".join(f"{name}\n" for name in sorted(written))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Rows: what every verb of bench writes and the report reads, one JSON object a line, each of which can stand alone.
+
+A row says what was measured, by which code, on what and how; a reader needs neither torch nor another file. Time and
+memory of two rows may be compared only on equal ``ground``, bits per byte only on equal ``data`` and ``protocol``.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.record import plain
+
+ROWS = "rows.jsonl"
+"""Of one call of a verb, in a folder of its own."""
+IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
+GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions")
+"""What time and memory depend on beside the code; ``path`` is a column."""
+
+
+class RowFile:
+    """Writes rows to ``<outputs>/<time>-<verb>/rows.jsonl``; the folder appears with the first row.
+
+    Args:
+        outputs: root of such folders.
+        verb: ``cost``, ``fit``, ``peers``, ...
+
+    Raises:
+        ValueError: ``outputs`` cannot be written.
+    """
+
+    def __init__(self, outputs: Path, *, verb: str):
+        name = time.strftime(f"%Y%m%d-%H%M%S-{verb}")
+        self.path, number = outputs / name / ROWS, 1
+        while self.path.parent.exists():  # another call of the same second
+            number += 1
+            self.path = outputs / f"{name}-{number}" / ROWS
+        probe = next(path for path in (outputs, *outputs.absolute().parents) if path.exists())
+        if not probe.is_dir():
+            raise ValueError(f"outputs={outputs}: cannot be written ({probe} is a file)")
+
+    def append(self, row: dict) -> dict:
+        """Write one row and return it as written; AssertionError if it could not be traced."""
+        row = plain(row)
+        reason = refusal(row)
+        assert reason is None, reason
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+        except OSError as error:
+            raise ValueError(f"outputs={self.path.parent.parent}: cannot be written ({error.strerror})") from error
+        return row
+
+
+def refusal(row: object) -> str | None:
+    """Why a row may not be shown: what of its provenance is missing, or None if all is there."""
+    if not isinstance(row, dict):
+        return f"a {type(row).__name__} is no row"
+    missing = [key for key in (*IDENTITY, *GROUND) if key not in row]
+    if missing:
+        return f"no provenance: {', '.join(missing)} missing"
+    if not (isinstance(row["data"], dict) and row["data"].get("sha256")):
+        return "no provenance: data.sha256 missing"
+    return None
+
+
+def ground(row: dict) -> tuple[tuple[str, str], ...]:
+    """What two rows must have in common for their times and memory to stand in one table, hashable."""
+    return tuple((key, json.dumps(row[key], sort_keys=True)) for key in GROUND)
+
+
+def read(path: Path) -> Iterator[tuple[dict | None, str | None]]:
+    """Each line of a file of rows as ``(row, None)``, or ``(None, "line 3: why it is refused")``."""
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            yield None, f"line {number}: not JSON ({error})"
+            continue
+        reason = refusal(row)
+        yield (row, None) if reason is None else (None, f"line {number}: {reason}")

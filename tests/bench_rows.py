@@ -1,0 +1,200 @@
+"""Rows as the verbs of bench write them, made up for the tests of the report; real ones have the same keys."""
+
+import json
+from pathlib import Path
+
+GIB = 2**30
+DATA = {"name": "file", "bytes": 4_000_000, "sha256": "ab" * 32}
+PROTOCOL = {"lanes": 8, "segment": 512, "span": 512, "bytes": None, "vocabulary": 256, "drop_newlines": False}
+WHERE = {
+    "device": "A made-up CPU",
+    "device_kind": "cpu",
+    "threads": 2,
+    "precision": "float32",
+    "compile": False,
+    "versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"},
+}
+
+
+def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = None) -> dict:
+    """Provenance that every row has."""
+    return {
+        "kind": kind,
+        "variant": variant,
+        "seed": seed,
+        "command": f"python -m bench.{kind} variant={variant}",
+        "config": config or {"variant": {"name": variant}, "model": {"d_model": 128, "layers": 4, "heads": 4}},
+        "config_hash": f"{variant}-config",
+        "source": "cd" * 32,
+        "commit": "ef" * 20,
+        "data": DATA,
+        "protocol": PROTOCOL,
+        "path": "fused",
+        **WHERE,
+    }
+
+
+def times(middle_ms: float) -> dict:
+    """20/50/80 percentiles of n calls, in milliseconds."""
+    return {"p20": middle_ms * 0.95, "p50": middle_ms, "p80": middle_ms * 1.1, "n": 12}
+
+
+def cost_row(*, variant: str = "mhsa", length: int = 512, path: str = "fused", mode: str = "cold", **changes) -> dict:
+    """One cell of ``bench.cost``: growth of a plain path is quadratic in ``length``, of the others linear."""
+    step_ms = length / 10 * (length / 256 if path == "plain" else 1)
+    measured = {
+        "mode": mode,
+        "length": length,
+        "segment": length,
+        "span": length,
+        "lanes": 1,
+        "path": path,
+        "status": "measured",  # or "out of memory", "failed": then reason says why and what follows is None
+        "reason": None,
+        "interleaved": True,
+        "parameters": {"total": 855_680, "touched": 823_040, "by_sublayer": {"layers.0.attention": 65_536}},
+        "spans": {"mean": 40.0, "min": 32.0, "max": 64.0} if variant == "adaptive_span" else None,
+        "flops": {
+            "executed_per_byte": 2.9e6,  # forward, warm
+            "ideal_per_byte": 2.7e6,
+            "step": 3 * 2.9e6 * length,  # counted in the very training step, forward and backward
+            "optimizer": 1.2e7,
+            "unknown": {"_softmax": 4, "mul": 20},
+        },
+        "bytes_moved": {"step": 2.0e5 * length, "optimizer": 1.0e7},
+        "memory": {
+            "parameter_bytes": 3_422_720,
+            "touched_bytes": 3_292_160,
+            "gradient_bytes": 3_422_720,
+            "optimizer_bytes": 5_000_000,
+            "state_bytes": 2 * 4 * 128 * 4 * length,
+            "train_peak_bytes": int(3e7 + (4e2 * length**2 if path == "plain" else 3e5 * length / 10)),
+            "inference_peak_bytes": int(1e7 + 1e4 * length),
+            "growth_bytes_per_step": 0,
+            "approximate": True,
+        },
+        "time": {
+            "compile_s": None,
+            "train_ms": times(step_ms),  # one step: lanes x segment bytes
+            "evaluate_ms": times(step_ms / 3),  # one forward of lanes x segment bytes
+            "generate_ms": times(2.0),  # one byte of one stream, warm
+        },
+    }
+    return identity("cost", variant=variant) | measured | changes
+
+
+def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.0, **changes) -> dict:
+    """One peer of ``bench.peers``."""
+    found = {
+        "name": name,
+        "package": "x-transformers",
+        "package_version": "2.31.10",
+        "job": "language model",  # or "product-key layer"
+        "lanes": 8,
+        "segment": 256,
+        "parameters": {"total": 3_000_000, "touched": 3_000_000},
+        "checks": {"gradients": "ok", "causal": "ok"},  # or the reason of a failure
+        "status": "measured",  # or "failed": then reason says why, and the figures are None
+        "reason": None,
+        "bytes_per_second": tokens_per_second,
+        "time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)},
+        "memory": {"train_peak_bytes": 2 * 10**8, "approximate": True},
+        "relative_to_yardstick": tokens_per_second / 10_000.0,
+        "void": None,  # or why the whole table is void
+        "path": "plain",
+    }
+    return identity("peers", variant=name) | found | changes
+
+
+def fit_row(*, variant: str = "mhsa", **changes) -> dict:
+    """One prediction of ``bench.fit``; split of the peak by cause, in bytes."""
+    split = {
+        "parameters": 3_422_720,
+        "gradients": 3_422_720,
+        "optimizer": 5_000_000,
+        "activations": 8e7,
+        "temporary": 1e7,
+    }
+    found = {
+        "lanes": 8,
+        "segment": 512,
+        "span": 512,
+        "path": "fused",
+        "device_memory_bytes": 24 * GIB,
+        "predicted_peak_bytes": int(sum(split.values())),
+        "split": split,
+        "measured_peak_bytes": None,
+        "largest": {"lanes": 1024, "span": None},  # None: not asked for
+        "roofline": {"name": "H200", "peak_flops_per_s": 989e12, "bytes_per_s": 4.8e12, "train_ms": 1.0},
+    }
+    return identity("fit", variant=variant) | found | changes
+
+
+def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:
+    """``rows.jsonl`` in a folder of its own, as ``RowFile`` writes it."""
+    path = folder / name / "rows.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_run(outputs: Path, *, variant: str = "mhsa", seed: int = 0, bits: float = 2.4, **changes) -> Path:
+    """A finished run's folder: ``record.jsonl`` and ``summary.json`` as ``train.py`` leaves them."""
+    same = identity("provenance", variant=variant, seed=seed)
+    same |= {"command": f"python train.py variant={variant} seed={seed}", "budget": {"bytes": 2_000_000}}
+    same |= {"config_hash": f"{variant}-{seed}"}
+    same |= {
+        "parameters": {"total": 855_680, "touched": 823_040, "by_sublayer": {"layers.0.attention": 65_536}},
+        "optimizers": [{"name": "default", "optimizer": "AdamW", "lr": 0.003, "parameters": 855_680, "share": 1.0}],
+    }
+    spans = {"layers.0.attention.span": [4.0, 90.0], "layers.1.attention.span": [0.0, 300.0]}
+    metrics = {"adaptive_span": spans, "product_key_memory": {"layers.1.memory.usage": 0.8, "layers.1.memory.kl": 0.6}}
+    rows = [same]
+    for step in range(1, 21):
+        place = {"bytes_seen": step * 100_000, "step": step, "epochs": step / 36, "fraction": step / 20}
+        now = bits + 2.0 / step
+        clock = {"seconds": step * 8.0, "bytes_per_second": 12_500.0}
+        rows.append({"kind": "train", **place, "bits_per_byte": now + 0.05, "metrics": {}, "clock": clock})
+        if step % 4 == 0:
+            found = {"bits_per_byte": now, "capped_bytes": 100_000, "metrics": metrics.get(variant, {})}
+            rows.append({"kind": "valid", **place, **found})
+    blocks = [bits * 0.6931 * 10_000] * 10
+    for split in ("valid", "test"):
+        rows.append({"kind": split, "final": True, "bits_per_byte": bits, "block_nats": blocks, "capped_bytes": None})
+    summary = {key: value for key, value in same.items() if key not in ("kind", "config")}
+    summary |= {
+        "status": "finished",
+        "bytes_seen": 2_000_000,
+        "epochs": 0.56,
+        "steps": 20,
+        "seconds": 160.0,
+        "bytes_per_second": 12_500.0,
+        "valid_bits_per_byte": bits,
+        "test_bits_per_byte": bits + 0.03,
+        "valid_context_512_bits_per_byte": bits + 0.01,
+        "test_context_512_bits_per_byte": bits + 0.04,
+        "valid_metrics": metrics.get(variant, {}),
+        "capped": {},
+        "compressors": {
+            "valid": {"gzip": 3.04, "bzip2": 2.58, "xz": 2.71},
+            "test": {"gzip": 3.0, "bzip2": 2.5, "xz": 2.7},
+        },
+        "flops_per_byte": {"executed": 2.95e6, "ideal": 2.69e6, "unknown": {"mul": 3}, "warm": True},
+        "training_flops": 3 * 2.69e6 * 2_000_000,
+        "memory": {
+            "peak_bytes": 340 * 2**20,
+            "inference_peak_bytes": 90 * 2**20,
+            "approximate": True,
+            "parameter_bytes": 3_422_720,
+            "gradient_bytes": 3_422_720,
+            "optimizer_bytes": 5_000_000,
+            "state_bytes": 1_048_576,
+        },
+        "best_bytes_seen": 2_000_000,
+        "spans": {"mean": 98.5, "min": 0.0, "max": 300.0} if variant == "adaptive_span" else None,
+    }
+    folder = outputs / f"{variant}-s{seed}-{abs(hash((variant, seed, bits))) % 10**8:08d}"
+    folder.mkdir(parents=True)
+    (folder / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(summary | changes) + "\n", encoding="utf-8")
+    return folder

@@ -1,0 +1,63 @@
+"""A real browser for the tests of pages: Debian's Chromium without a window, driven by selenium, with a profile of its own.
+
+Where Chromium is not installed the tests skip with the reason, except in CI, where they fail.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+@contextmanager
+def chromium(folder: Path) -> Iterator[Chrome]:
+    """A browser with a fresh profile; what is downloaded lands in ``folder/downloads``."""
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs:
+        reason = "no browser: Debian's packages chromium and chromium-driver are not installed"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    options = ChromeOptions()
+    options.binary_location = programs[0]
+    for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
+        options.add_argument(flag)
+    options.add_experimental_option("prefs", {"download.default_directory": str(folder / "downloads")})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options=options, service=ChromeService(executable_path=programs[1]))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def resize(driver: Chrome, width: int, height: int = 900) -> None:
+    """Width and height of the page's own area in CSS pixels; a window cannot be as narrow as a phone."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def prefer(driver: Chrome, scheme: str) -> None:
+    """``light`` or ``dark``."""
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def console(driver: Chrome) -> list[str]:
+    """What the console said since the last call."""
+    return [entry["message"] for entry in driver.get_log("browser")]
+
+
+def requests(driver: Chrome) -> list[str]:
+    """Addresses that pages asked for since the last call; not the browser's own pages."""
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    return [found["request"]["url"] for found in sent if not found["documentURL"].startswith("chrome")]

@@ -1,0 +1,73 @@
+"""A table as Markdown, CSV and LaTeX: escaped, marked, and with its caption."""
+
+import csv
+import io
+
+from bench.reporting.formats import to_csv, to_latex, to_markdown
+from bench.reporting.shown import Cell, Column, Table
+
+COLUMNS = (Column(heading="variant", number=False), Column(heading="bits", explained="Bits per byte."))
+STRANGE = r"a|b_c & 50% $x^2$ #1 {y} \z <b>~[q]*"
+
+
+def table(*rows: tuple[Cell, Cell], notes: tuple[str, ...] = ()) -> Table:
+    return Table(name="t-1", title="Title", caption="Caption 100%.", columns=COLUMNS, rows=rows, notes=notes)
+
+
+def test_markdown_has_caption_numbers_to_the_right_and_notes():
+    text = to_markdown(table((Cell(text="mhsa"), Cell(text="2.4000*", value=2.4)), notes=("* capped.",)))
+    assert text.splitlines()[:2] == ["## Title", ""]
+    assert "Caption 100%." in text and "- \\* capped." in text and "- bits: Bits per byte." in text
+    assert "| variant |     bits |\n| ------- | -------: |\n| mhsa    | 2.4000\\* |" in text
+
+
+def test_markdown_text_stays_text():
+    text = to_markdown(table((Cell(text=STRANGE + "\nnext"), Cell(text="1", value=1))))
+    row = next(line for line in text.splitlines() if "50%" in line)
+    assert row.startswith(r"| a\|b_c &amp; 50% $x^2$ \#1 {y} \\z &lt;b>\~\[q\]\* next |")
+
+
+def test_csv_has_unrounded_numbers_marks_and_the_caption():
+    made = table(
+        (Cell(text="a, b"), Cell(text="2.4000*", value=2.40001)),
+        (Cell(text="=1+1"), Cell(text="~12", value=12.2)),
+        (Cell(text="leaky"), Cell(text="1,5 leak", value=1.5)),
+        (Cell(text="big"), Cell(text="", value=None)),
+    )
+    rows = list(csv.reader(io.StringIO(to_csv(made))))
+    assert rows[0] == ["variant", "bits", "bits (mark)", "caption"]
+    assert [row[:3] for row in rows[1:]] == [
+        ["a, b", "2.40001", "*"],
+        ["'=1+1", "12.2", "~"],
+        ["leaky", "1.5", "leak"],
+        ["big", "", ""],
+    ]
+    assert {row[3] for row in rows[1:]} == {"Caption 100%."}
+
+
+def test_csv_without_marks_has_no_column_for_them():
+    rows = list(csv.reader(io.StringIO(to_csv(table((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))))))
+    assert rows == [["variant", "bits", "caption"], ["a", "-1.2e-05", "Caption 100%."]]
+
+
+def test_latex_is_escaped_and_has_booktabs_rules():
+    text = to_latex(table((Cell(text=STRANGE), Cell(text="1", value=1)), (Cell(text="[x]"), Cell(text="2", value=2))))
+    for line in (r"\toprule", r"\midrule", r"\bottomrule", r"\begin{tabular}{lr}", r"\label{tab:t-1}"):
+        assert line in text.splitlines()
+    assert r"\caption{Title. Caption 100\%.}" in text
+    escaped = r"a\textbar{}b\_c \& 50\% \$x\textasciicircum{}2\$ \#1 \{y\} \textbackslash{}z "
+    assert escaped + r"\textless{}b\textgreater{}\textasciitilde{}[q]* & 1 \\" in text
+    assert "\n{}[x] & 2" in text, "a row that begins with [ would be an option of the line before"
+
+
+def test_wide_latex_is_scaled():
+    columns = tuple(Column(heading=str(n)) for n in range(12))
+    wide = Table(name="w", title="T", caption="C", columns=columns, rows=((Cell(text="1", value=1),) * 12,))
+    assert r"\resizebox{\textwidth}{!}{%" in to_latex(wide) and r"\end{tabular}}" in to_latex(wide)
+    assert "resizebox" not in to_latex(table())
+
+
+def test_half_a_surrogate_pair_can_be_written():
+    made = table((Cell(text="a\ud800b"), Cell(text="1", value=1)))
+    for form in (to_markdown, to_csv, to_latex):
+        form(made).encode()

@@ -1,0 +1,314 @@
+"""The report: what may stand in one table, what is marked, how sure a difference is, and the verb itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bench.report import all_tables, main
+from bench.reporting import plots
+from bench.reporting.formats import to_csv, to_latex, to_markdown
+from bench.reporting.gather import gather
+from bench.reporting.grouping import comparable, run_row
+from bench.reporting.shown import Drawing, Table
+from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, write_rows, write_run
+from tests.test_gather import mutated
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tables(folder: Path) -> dict[str, Table]:
+    found = gather([folder])
+    assert not found.refused
+    return {table.name: table for table in all_tables(found)}
+
+
+def column(table: Table, heading: str) -> list[str]:
+    place = [column.heading for column in table.columns].index(heading)
+    return [row[place].text for row in table.rows]
+
+
+def headings(table: Table) -> list[str]:
+    return [column.heading for column in table.columns]
+
+
+def change(folder: Path, **changes) -> None:
+    """Change provenance and summary of a run alike."""
+    record, summary = folder / "record.jsonl", folder / "summary.json"
+    first, *others = record.read_text().splitlines()
+    record.write_text("\n".join([json.dumps(json.loads(first) | changes), *others]) + "\n")
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | changes))
+
+
+def test_means_over_seeds_the_best_first_and_compressors_beside(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path, variant="mhsa", seed=seed, bits=2.4 + seed / 10)
+        write_run(tmp_path, variant="adaptive_span", seed=seed, bits=2.3 + seed / 10)
+    found = tables(tmp_path)["runs-1"]
+    assert column(found, "variant") == ["adaptive_span", "mhsa", "bzip2", "xz", "gzip"]
+    assert column(found, "n") == ["2", "2", "", "", ""]
+    assert column(found, "valid, bits per byte") == ["2.3500", "2.4500", "2.5800", "2.7100", "3.0400"]
+    assert "training peak, MiB" in headings(found)
+    for words in (
+        "4,000,000 bytes",
+        "sha256 abab",
+        "lanes, segment 512",
+        "budget.bytes=2,000,000",
+        "differ in: variant",
+    ):
+        assert words in found.caption
+    seeds = tables(tmp_path)["seeds-1"]
+    assert column(seeds, "seed") == ["0", "1", "0", "1"]
+    assert column(seeds, "valid, bits per byte") == ["2.3000", "2.4000", "2.4000", "2.5000"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": {"name": "file", "bytes": 4_000_000, "sha256": "99" * 32}},
+        {"protocol": PROTOCOL | {"vocabulary": 205}},
+        {"protocol": PROTOCOL | {"lanes": 1}},
+        {"budget": {"bytes": 3_000_000}},
+        {"budget": {"steps": 2_000_000}},
+        {"capped": {"test": 10_000}},
+        {"config": {"variant": {"name": "mhsa"}, "data": {"split": [0.8, 0.1, 0.1]}}},
+    ],
+)
+def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
+    write_run(tmp_path, variant="mhsa")
+    change(write_run(tmp_path, variant="adaptive_span"), **changes)
+    found = tables(tmp_path)
+    shown = [set(column(found[name], "variant")) - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
+    assert sorted(map(sorted, shown)) == [["adaptive_span"], ["mhsa"]]
+    assert "differences-1" not in found
+
+
+def test_a_budget_of_seconds_is_equal_on_equal_ground_only(tmp_path):
+    for variant, threads in (("mhsa", 2), ("adaptive_span", 2), ("all_attention", 4)):
+        change(write_run(tmp_path, variant=variant), budget={"seconds": 60.0}, threads=threads)
+    keys = {run_row(run)["variant"]: comparable(run) for run in gather([tmp_path]).runs}
+    assert keys["mhsa"] == keys["adaptive_span"] != keys["all_attention"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"device": "Another"}, {"threads": 9}, {"precision": "bfloat16"}, {"compile": True}, {"versions": {"torch": "1"}}],
+)
+def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, changes):
+    write_run(tmp_path, variant="mhsa")
+    change(write_run(tmp_path, variant="adaptive_span"), **changes)
+    found = tables(tmp_path)
+    assert len(column(found["runs-1"], "variant")) == 5
+    assert not {"training peak, MiB", "bytes/s", "training, s"} & set(headings(found["runs-1"]))
+    assert any(next(iter(changes)) in note for note in found["runs-1"].notes)
+    for name in ("costs-1-1", "costs-1-2"):
+        assert len(found[name].rows) == 1 and {"path", "training peak, MiB"} <= set(headings(found[name]))
+    assert found["costs-1-1"].caption != found["costs-1-2"].caption
+
+
+def test_intervals_are_of_matched_seeds(tmp_path):
+    for seed, own, other in ((0, 2.40, 2.30), (1, 2.50, 2.41), (2, 2.60, 2.49)):
+        write_run(tmp_path, variant="mhsa", seed=seed, bits=own)
+        write_run(tmp_path, variant="adaptive_span", seed=seed, bits=other)
+    write_run(tmp_path, variant="adaptive_span", seed=7, bits=5.0)  # no match: no part of the difference
+    found = tables(tmp_path)["differences-1"]
+    assert found.caption.startswith("Reference: mhsa.")
+    assert column(found, "over") == ["seeds", "blocks"] * 2
+    assert column(found, "n")[0] == "3" and column(found, "difference, bits per byte")[0] == "-0.1000"
+    half = 4.30265 * 0.01 / 3**0.5
+    assert column(found, "smallest visible")[0] == f"{half:.4f}"
+    assert column(found, "95% interval")[0] == f"{-0.1 - half:+.4f} to {-0.1 + half:+.4f}"
+    assert column(found, "verdict")[0] == "better"
+    assert any("different seeds" in note for note in tables(tmp_path)["runs-1"].notes)
+
+
+def test_what_is_not_separated_says_so_and_one_seed_has_no_interval(tmp_path):
+    for seed, own, other in ((0, 2.40, 2.30), (1, 2.50, 2.61)):
+        write_run(tmp_path, variant="mhsa", seed=seed, bits=own)
+        write_run(tmp_path, variant="adaptive_span", seed=seed, bits=other)
+    write_run(tmp_path, variant="all_attention", seed=1, bits=2.6)
+    found = tables(tmp_path)["differences-1"]
+    verdicts = {
+        (variant, over): (verdict, interval, n)
+        for variant, over, verdict, interval, n in zip(
+            *(column(found, name) for name in ("variant", "over", "verdict", "95% interval", "n")), strict=True
+        )
+    }
+    assert verdicts["adaptive_span", "seeds"][0] == "not separated"
+    assert verdicts["all_attention", "seeds"] == ("n = 1", "", "1")
+
+
+def test_blocks_pair_the_same_text(tmp_path):
+    for variant, nats in (("mhsa", [7000.0, 9000.0, 8000.0, 1.0]), ("adaptive_span", [6900.0, 8920.0, 7880.0, 9.0])):
+        folder = write_run(tmp_path, variant=variant)
+        rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+        for row in rows:
+            row |= {"block_nats": nats} if row.get("final") else {}
+        (folder / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = tables(tmp_path)["differences-1"]
+    assert column(found, "over")[1] == "blocks" and column(found, "n")[1] == "3", "the last block is shorter"
+    assert column(found, "difference, bits per byte")[1] == f"{-100 / 10_000 / 0.693147:+.4f}"
+
+
+def test_capped_scores_and_other_sources_are_marked(tmp_path):
+    for variant in ("mhsa", "adaptive_span"):
+        write_run(tmp_path, variant=variant, capped={"valid": 1000})
+    change(write_run(tmp_path, variant="all_attention", capped={"valid": 1000}), source="aa" * 32)
+    found = tables(tmp_path)["runs-1"]
+    assert all(text.endswith("*") for text in column(found, "valid, bits per byte"))
+    assert not any(text.endswith("*") for text in column(found, "test, bits per byte"))
+    assert any("first 1,000 bytes of valid" in note for note in found.notes)
+    marked = {name for name in column(found, "variant") if name.endswith("+")}
+    assert marked in ({"all_attention +"}, {"mhsa +", "adaptive_span +"})  # whichever was written last is the newest
+    assert any(note.startswith("+ made by other source") and "aaaaaaaa" in note for note in found.notes)
+
+
+def test_seeds_of_other_configuration_or_source_are_not_averaged(tmp_path):
+    write_run(tmp_path, variant="mhsa", seed=0)
+    other = {"variant": {"name": "mhsa"}, "model": {"d_model": 256, "layers": 4, "heads": 4}}
+    change(write_run(tmp_path, variant="mhsa", seed=1), config=other)
+    change(write_run(tmp_path, variant="mhsa", seed=2), source="aa" * 32)
+    found = tables(tmp_path)["runs-1"]
+    assert column(found, "n")[:3] == ["1", "1", "1"] and len(set(column(found, "variant")[:3])) == 3
+    assert "model.d_model" in found.caption
+
+
+def test_a_diverged_run_is_shown_and_named(tmp_path):
+    write_run(tmp_path, variant="mhsa")
+    write_run(tmp_path, variant="adaptive_span", valid_bits_per_byte=None)
+    found = tables(tmp_path)["runs-1"]
+    assert column(found, "variant")[:2] == ["mhsa", "adaptive_span"]
+    assert any("adaptive_span, seed 0" in note for note in found.notes)
+
+
+def test_costs_by_ground_and_mode_with_the_newest_of_equal_cells(tmp_path):
+    slow = cost_row()
+    slow["time"]["train_ms"]["p50"] = 1000.0
+    write_rows(tmp_path, [slow, cost_row(path="plain")], name="20261119-000000-cost")
+    write_rows(tmp_path, [cost_row(), cost_row(length=256), cost_row(mode="stream"), cost_row(device="Another")])
+    found = tables(tmp_path)
+    assert len([name for name in found if name.endswith("-parts")]) == 3
+    sizes = sorted(len(table.rows) for name, table in found.items() if not name.endswith("-parts"))
+    assert sizes == [1, 1, 3]
+    main_table = next(table for table in found.values() if len(table.rows) == 3)
+    assert column(main_table, "path") == ["fused", "fused", "plain"]
+    assert column(main_table, "length, bytes") == ["256", "512", "512"]
+    assert column(main_table, "step, ms") == ["25.60", "51.20", "102.40"]
+    assert column(main_table, "training, bytes/s")[1] == "10,000"
+    assert any("1 older row" in note for note in main_table.notes)
+
+
+def test_what_ran_out_of_memory_is_a_row_and_a_leak_is_flagged(tmp_path):
+    nothing = dict.fromkeys(("parameters", "flops", "memory", "time", "bytes_moved", "spans"))
+    leaky = cost_row(variant="leaky")
+    leaky["memory"]["growth_bytes_per_step"] = 10**7
+    big = cost_row(variant="big", status="out of memory", reason="asked for 20 GiB", **nothing)
+    write_rows(tmp_path, [cost_row(), leaky, big])
+    found = tables(tmp_path)
+    cells = dict(zip(column(found["cost-1"], "variant"), column(found["cost-1"], "step, ms"), strict=True))
+    assert cells["big"] == "out of memory" and cells["leaky"] == "51.20"
+    grown = dict(
+        zip(*(column(found["cost-1-parts"], name) for name in ("variant", "left behind, KiB/step")), strict=True)
+    )
+    assert grown["leaky"] == "9,766 leak" and grown["mhsa"] == "0"
+    assert any("asked for 20 GiB" in note for note in found["cost-1"].notes)
+    assert any("_softmax" in note for note in found["cost-1-parts"].notes)
+
+
+def test_peers_of_different_calls_do_not_mix_and_void_ones_say_so(tmp_path):
+    write_rows(tmp_path, [peer_row(), peer_row(job="product-key layer")], name="20261120-000000-peers")
+    reason = "the yardstick is slow"
+    failed = peer_row(name="bad", status="failed", reason="not causal", bytes_per_second=None, time=None)
+    write_rows(tmp_path, [peer_row(void=reason), failed], name="20261121-000000-peers")
+    found = tables(tmp_path)
+    assert sorted(found) == ["peers-1", "peers-2", "peers-3"]
+    assert not found["peers-1"].title.startswith("VOID") and found["peers-3"].title.startswith("VOID")
+    assert column(found["peers-3"], "of the yardstick") == ["VOID", "VOID"]
+    assert column(found["peers-3"], "bytes/s") == ["10,000", "failed"]
+    assert f"VOID: {reason}." in found["peers-3"].notes and "bad: failed (not causal)." in found["peers-3"].notes
+
+
+def test_predictions_are_split_by_cause_and_checked_where_measured(tmp_path):
+    write_rows(tmp_path, [fit_row(), fit_row(variant="all_attention", measured_peak_bytes=10**8)])
+    found = tables(tmp_path)["fit-1"]
+    assert column(found, "activations, MiB") == ["76.3", "76.3"] and column(found, "most lanes") == ["1,024", "1,024"]
+    assert sorted(column(found, "error, %")) == ["", "+1.8"] and column(found, "fits") == ["yes", "yes"]
+
+
+def test_the_verb_writes_everything_and_takes_away_what_is_no_longer_true(tmp_path, capsys, monkeypatch):
+    drawing = Drawing(name="drawn", title="Drawn", caption="By hand.", svg=b"<svg/>", png=b"png")
+    monkeypatch.setattr(plots, "draw_all", lambda found: [drawing])
+    outputs, out = tmp_path / "outputs", tmp_path / "report"
+    write_run(outputs, variant="mhsa")
+    write_rows(outputs, [cost_row(), {"kind": "cost"}])
+    assert main([str(outputs), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    for name in ("runs-1.md", "runs-1.csv", "runs-1.tex", "cost-1.md", "report.md", "index.html"):
+        assert (out / name).stat().st_size and name.partition(".")[0] in said
+    assert "refused: " in said and "no provenance: variant" in said
+    markdown = (out / "report.md").read_text()
+    assert "python train.py variant=mhsa seed=0" in markdown and "Refused: " in markdown
+    assert "![drawn](figures/drawn.png)" in markdown and (out / "figures" / "drawn.svg").read_bytes() == b"<svg/>"
+    (out / "mine.md").write_text("not of the report")
+    write_rows(outputs, [])
+    assert main([str(outputs), "--out", str(out)]) == 0
+    assert not (out / "cost-1.md").exists() and (out / "runs-1.md").exists() and (out / "mine.md").exists()
+    assert not list(out.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("content", [None, "", "{}\n", "garbage"])
+def test_nothing_to_show_is_a_mistake_with_a_reason(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "rows.jsonl").write_text(content)
+    assert main([str(tmp_path), "--out", str(tmp_path / "report")]) == 2
+    assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "report").exists()
+
+
+def test_a_place_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
+    write_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path), "--out", str(tmp_path / "file" / "report")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_report_needs_neither_torch_nor_a_server(tmp_path):
+    write_run(tmp_path)
+    write_rows(tmp_path, [cost_row(), peer_row(), fit_row()])
+    code = (
+        "import sys; from bench.report import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path), "--out", str(tmp_path / "report")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert {path.suffix for path in (tmp_path / "report" / "figures").iterdir()} == {".png", ".svg"}
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed):
+    random = Random(seed)
+    folder = tmp_path_factory.mktemp("fuzz")
+    rows = [cost_row(), peer_row(), fit_row()]
+    write_rows(folder, rows + [mutated(random, random.choice(rows)) for _ in range(3)])
+    write_run(folder, variant="mhsa")
+    run = write_run(folder, variant="adaptive_span")
+    name = random.choice(["record.jsonl", "summary.json"])
+    lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    place = random.randrange(len(lines)) if random.random() < 0.7 else 0
+    lines[place] = mutated(random, lines[place])
+    if name == "record.jsonl" and place == 0 and random.random() < 0.7:  # a change that both files agree on
+        summary = json.loads((run / "summary.json").read_text())
+        shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
+        (run / "summary.json").write_text(json.dumps(summary | shared))
+    (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = gather([folder])
+    for table in all_tables(found):
+        assert all(len(row) == len(table.columns) for row in table.rows)
+        for form in (to_markdown, to_csv, to_latex):
+            form(table).encode("utf-8")
