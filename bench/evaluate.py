@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from bench.check import CONF
 from harness.cli import run_command
@@ -18,15 +18,14 @@ from harness.cli import run_command
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
+    from bench.trained import config_of_run, read_run, trained_model
     from harness import data, folder, runtime, settings
     from harness.build import plan_run
     from harness.record import plain
 
     folder_path = Path(cfg.run)
-    saved, best = _saved(folder_path)
-    own = OmegaConf.load(folder_path / "config.yaml")
-    own.runtime = cfg.runtime
-    own.trust = own.trust if cfg.trust is None else cfg.trust
+    saved, best = read_run(folder_path, key="run")
+    own = config_of_run(folder_path, runtime=cfg.runtime, trust=cfg.trust)
     if cfg.split not in ("train", "valid", "test"):
         raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
     plan = plan_run(own)
@@ -41,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     corpus = data.load(**plan.data)
     if corpus.sha256 != saved["data"]["sha256"]:
         raise ValueError(f"data: the run read {saved['data']['sha256']}, now it is {corpus.sha256}")
-    model = _model(plan, best, protocol["span"]).to(device.device)
+    model = trained_model(plan, best, span=protocol["span"], key="run").to(device.device)
     row = _score(model, corpus.splits[cfg.split][:limit], device, protocol)
     capped = limit is not None and limit < len(corpus.splits[cfg.split])
     row = {"kind": "evaluation", "split": cfg.split, "protocol": protocol | {"bytes": limit if capped else None}, **row}
@@ -52,30 +51,6 @@ def main(cfg: DictConfig) -> None:
         file.write(json.dumps(plain(row), allow_nan=False) + "\n")
     _show(row, folder_path)
     print(f"appended to {folder_path / folder.EVALUATIONS}")
-
-
-def _saved(path: Path) -> tuple[dict, dict]:
-    """Provenance and best weights of a run folder."""
-    from harness import checkpoint
-    from harness.record import RECORD, read_rows
-
-    best = path / checkpoint.FOLDER / checkpoint.BEST
-    if not best.exists() or not (path / RECORD).exists():
-        raise ValueError(f"run={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
-    return read_rows(path / RECORD)[0], checkpoint.load(best)
-
-
-def _model(plan, best: dict, span: int):
-    model = plan.make_model()
-    try:
-        model.load_state_dict(best["model"])
-    except RuntimeError as error:
-        raise ValueError(f"run: its weights do not fit the code as it is now ({error})") from error
-    model.project_()
-    if span != plan.model.span:
-        for _, sublayer in model.sublayers():
-            sublayer.set_span(span)
-    return model
 
 
 def _score(model, split, device, protocol: dict) -> dict:

@@ -11,6 +11,7 @@ from harness import checkpoint, runtime
 from harness.budget import Progress
 from harness.build import Plan
 from harness.data import Corpus, Lanes, score_lanes
+from harness.model import LanguageModel
 from harness.record import RECORD, read_rows
 from harness.runtime import Runtime
 from harness.step import Score, Trainer, score_stream
@@ -34,7 +35,7 @@ class Run:
         self.model = plan.make_model().to(device.device)
         self.optimizers = plan.make_optimizers(self.model)
         self.trainer = Trainer(self.model, self.optimizers, device, accumulate=b.accumulate)
-        self.path = _path(self.model, device)
+        self.path = path_of(self.model, device)
         self.spent, self.state = Progress(), None
         self.best_bits, self.wandb_id = math.inf, None
         self._last = Progress(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
@@ -219,7 +220,7 @@ def _must_agree(plan: Plan, theirs: dict[str, object], own: dict[str, object]) -
         raise ValueError(f"start.run={start.run}: cannot be taken up with start.take={start.take}: {'; '.join(differ)}")
 
 
-def _path(model, device: Runtime) -> str:
+def path_of(model: LanguageModel, device: Runtime) -> str:
     """Which code the sublayers run; ValueError where ``runtime.path`` is impossible."""
     paths = {sublayer.path(device.device, training=True) for _, sublayer in model.sublayers()}
     name = "fused" if "fused" in paths else "+".join(sorted(paths))

@@ -107,12 +107,13 @@ class RecordSettings:
 POSITIVE = {
     *("d_model", "layers", "heads", "span", "embedding_std", "default_bytes", "lanes", "segment", "accumulate"),
     *("every_seconds", "every_steps", "keep", "threads", "bytes", "progress_bytes"),
+    *("rounds", "seconds", "memory_limit_gib"),
 }
 SHARES = {"dropout", "embedding_dropout", "every"}
 
 
 def parse(cls: type, node: Mapping[str, object], *, key: str):
-    """A dataclass from a section of the configuration.
+    """A dataclass from a section of the configuration; ``key`` is empty for keys at the top.
 
     Raises:
         ValueError: naming the key, the value and what is allowed, for a key too many, one missing, or a wrong type.
@@ -120,15 +121,16 @@ def parse(cls: type, node: Mapping[str, object], *, key: str):
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     check_keys(node, fields, key=key)
-    values = {name: checked(value, hints[name], key=f"{key}.{name}") for name, value in node.items()}
+    before = key and f"{key}."
+    values = {name: checked(value, hints[name], key=f"{before}{name}") for name, value in node.items()}
     for name, value in values.items():
         allowed = fields[name].metadata.get("allowed")
         if allowed and value not in allowed:
-            raise ValueError(f"{key}.{name}={value}: allowed are {', '.join(allowed)}")
+            raise ValueError(f"{before}{name}={value}: allowed are {', '.join(allowed)}")
         if name in POSITIVE and value is not None and value <= 0:
-            raise ValueError(f"{key}.{name}={value}: must be above 0")
+            raise ValueError(f"{before}{name}={value}: must be above 0")
         if name in SHARES and not 0 <= value <= 1:
-            raise ValueError(f"{key}.{name}={value}: must be from 0 to 1")
+            raise ValueError(f"{before}{name}={value}: must be from 0 to 1")
     return cls(**values)
 
 

@@ -42,8 +42,8 @@ def write(folder: Path, *, module: str, conf: str) -> None:
         (folder / path).write_text(text, encoding="utf-8")
 
 
-@pytest.fixture
-def imports(monkeypatch):
+@pytest.fixture(name="imports")
+def forgotten_imports(monkeypatch):
     """Modules that a test imports are forgotten after it."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -78,8 +78,8 @@ def test_one_file_trains_and_passes_the_check(here):
     gates, width, d_model = 2, 24, 32
     assert summary["parameters"]["by_sublayer"]["layers.0.mixer"] == (gates + 1) * width * d_model + gates * width + 32
     # The checkout stands for an installed package.
-    checked = typed("-m", "bench.check", *mine, PYTHONPATH=str(ROOT))
-    assert checked.code == 0 and "mine: keeps the contract" in checked.out, checked
+    checked = typed("-m", "bench.check", *mine, "model.cache=kv", "model.attend_self=true", PYTHONPATH=str(ROOT))
+    assert checked.code == 0 and "mine: keeps the contract in 5 combinations" in checked.out, checked
     assert all(line.startswith("pass") for line in checked.out.splitlines()[:-1])
 
 
@@ -96,7 +96,8 @@ def test_a_broken_promise_fails_the_check(here):
     write(here, module="my_mixer", conf="my_conf")
     leaking = MIXER.replace("self.into(x)", "self.into(x.roll(-1, 1))")
     (here / "my_mixer.py").write_text(leaking, encoding="utf-8")
-    checked = typed("-m", "bench.check", "-cd", "my_conf", "trust=[my_mixer]", "variant=mine", PYTHONPATH=str(ROOT))
+    words = ("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", "position=none", "model.cache=kv")
+    checked = typed("-m", "bench.check", *words, PYTHONPATH=str(ROOT))
     assert checked.code == 1 and "promises broken" in checked.out and "Traceback" not in checked.err, checked
     assert "FAIL  training does not see the future" in checked.out
 

@@ -10,13 +10,15 @@ looked for in every sublayer's output, in order of execution, and then in the lo
   for safety must follow a float64 input (``torch.promote_types(x.dtype, torch.float32)``).
 - Parameters are moved off their start before anything is checked: a matrix that starts at zero hides what is behind it.
 - A declared limit (``Sublayer.limits``) must be real: then the check has to fail, and the finding says by how much.
-- Whatever a model raises is a finding too.
+- Whatever a model raises is a finding too, with the mode and bytes that it was computing and the line of its code.
 """
 
 import math
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,7 @@ from torch import nn
 from variants.promises import (
     causality,
     detached_state,
+    equal_paths,
     far_start,
     influence,
     known_limits,
@@ -101,13 +104,14 @@ def check(make_model: Callable[[], nn.Module], *, span: int, vocabulary: int = 2
     try:
         limits = limits_of(_apart_from_outside(subject.build))
     except Exception as error:
-        yield Finding("the model can be built", False, _said(error))
+        yield Finding("the model can be built", False, said(error))
         return
     for promise, limit, function in CHECKS:
+        subject.during.clear()
         try:
             breaks, kept = _apart_from_outside(function, subject)
         except Exception as error:
-            yield Finding(promise, False, _said(error))
+            yield Finding(promise, False, said(error, *subject.during))
             continue
         if limit not in limits:
             yield Finding(promise, not breaks, "; ".join(breaks[:3]) or kept)
@@ -133,8 +137,27 @@ def learns(
     try:
         bits, taken = _apart_from_outside(_train, make_model, vocabulary, steps, seed, below_bits)
     except Exception as error:
-        return Finding(promise, False, _said(error))
+        return Finding(promise, False, said(error))
     return Finding(promise, bits < below_bits, f"{bits:.3f} bits per byte after {taken} steps")
+
+
+def agree(
+    make_fast: Callable[[], nn.Module],
+    make_plain: Callable[[], nn.Module],
+    *,
+    span: int,
+    vocabulary: int = 256,
+    seed: int = 0,
+    path: str = "fused",
+) -> Finding:
+    """Whether two makes of one model, which differ in the code that computes it, give the same values and gradients."""
+    fast, plain = (Subject(make, span, vocabulary, seed) for make in (make_fast, make_plain))
+    promise = f"the {path} path equals the plain one"
+    try:
+        breaks, kept = _apart_from_outside(equal_paths, fast, plain)
+    except Exception as error:
+        return Finding(promise, False, said(error, *fast.during, *plain.during))
+    return Finding(promise, not breaks, "; ".join(breaks[:3]) or kept)
 
 
 def _train(make_model, vocabulary: int, steps: int, seed: int, below_bits: float) -> tuple[float, int]:
@@ -168,5 +191,9 @@ def _apart_from_outside(function: Callable, *arguments):
         return function(*arguments)
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def said(error: Exception, *during: str) -> str:
+    """An exception as a finding's detail: what, then when, then the line of the last code that is not torch's."""
+    torchs = str(Path(torch.__file__).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(torchs)]
+    where = [f"{Path(frames[-1].filename).name} line {frames[-1].lineno}"] if frames else []
+    return f"{type(error).__name__}: {error} ({', '.join([*during, *where])})"

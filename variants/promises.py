@@ -8,7 +8,6 @@ from variants.subject import (
     LIMITS,
     Subject,
     Verdict,
-    _NoDropout,
     change,
     collect,
     difference,
@@ -16,8 +15,10 @@ from variants.subject import (
     limits_of,
     modes,
     pick,
+    place_of,
     push,
     run,
+    run_with_gradients,
     tensors,
 )
 
@@ -27,7 +28,7 @@ def logits_shape(subject: Subject) -> Verdict:
     for mode in ("eval", "train"):
         for length in (1, subject.span + 3):
             outputs, _ = run(model.train(mode == "train"), subject.bytes(length=length))
-            logits, case = outputs["logits"], f"{mode}, {length} bytes"
+            logits, case = outputs["logits"], f"{mode}, a segment of {length}"
             if logits.shape != (3, length, subject.vocabulary) or logits.dtype != torch.float32:
                 breaks.append(f"{case}: logits are {logits.dtype} {tuple(logits.shape)}")
             breaks += [f"{case}: {line}" for line in infinite(outputs)]
@@ -57,9 +58,9 @@ def influence(subject: Subject) -> Verdict:
     model, tokens, at = subject.build(), subject.bytes(), 2
     (before, state), (after, _) = run(model, tokens), run(model, change(subject, tokens, at))
     moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
-    breaks = [] if moved[at] else [f"byte {at} changed, its own logits did not"]
+    breaks = [] if moved[at] else [f"eval, byte {at} changed: its own logits did not"]
     if any(tensor.numel() for tensor in tensors(state[1])) and not moved[at + 1]:
-        breaks.append(f"state is carried, yet byte {at} changed and the logits of byte {at + 1} did not")
+        breaks.append(f"eval, byte {at} changed: state is carried, yet the logits of byte {at + 1} did not")
     return breaks, f"byte {at} moved logits as far as byte {moved.nonzero().amax() if moved.any() else at}"
 
 
@@ -67,8 +68,8 @@ def segments(subject: Subject) -> Verdict:
     span, length = subject.span, subject.length
     tokens, breaks = subject.bytes(), []
     schemes = [(1,), (span + 2,), (length - 1,), (2, 3, span + 3), tuple(range(3, length, max(2, span // 3)))]
-    for mode, model in modes(subject):
-        with _NoDropout():
+    for mode, model, still in modes(subject):
+        with still():
             whole, _ = run(model, tokens)
             for cuts in schemes:
                 found = difference(whole, run(model, tokens, cuts=cuts)[0])
@@ -81,8 +82,8 @@ def single_bytes(subject: Subject) -> Verdict:
     length, some = subject.length, min(6, subject.length // 2)
     tokens, breaks = subject.bytes(), []
     cuts = (*range(1, some + 1), *range(length - some, length))
-    for mode, model in modes(subject):
-        with _NoDropout():
+    for mode, model, still in modes(subject):
+        with still():
             found = difference(run(model, tokens)[0], run(model, tokens, cuts=cuts)[0])
             breaks += collect((f"{mode}, first and last {some} bytes one at a time", found))
     return breaks, f"first and last {some} of {length} bytes"
@@ -96,20 +97,19 @@ def far_start(subject: Subject) -> Verdict:
     tokens, breaks, start = subject.bytes(), [], FAR + torch.tensor([0, 1, 777])
     for dtype in (torch.float64, torch.float32):
         model = subject.build(dtype=dtype)
+        case = f"eval, {str(dtype).removeprefix('torch.')}"
         absolute = sorted({type(m).__name__ for m in model.modules() if isinstance(m, Position) and not m.relative})
         cuts = (subject.span + 2,)
         near, state = run(model, tokens, cuts=cuts)
         far, _ = run(model, tokens, cuts=cuts, state=(start, (None,) * len(state[1])))
-        breaks += [f"{dtype}: {line}" for line in infinite(far)]
+        breaks += [f"{case}: {line}" for line in infinite(far)]
         if not absolute and dtype == torch.float64:
-            breaks += collect((f"{dtype}", difference(near, far, tolerance=1e-6)))
+            breaks += collect((case, difference(near, far, tolerance=1e-6)))
         elif not absolute:
-            typical = {
-                name: (far[name] - y).abs().amax(-1).median() / max(1, y.abs().max()) for name, y in near.items()
-            }
-            breaks += [
-                f"{dtype}: {name} moved by {size:.2g}, the median" for name, size in typical.items() if size > 1e-4
-            ]
+            for name, y in near.items():
+                sizes = (far[name] - y).abs().amax(-1)  # [B, T]
+                if (size := sizes.median()) > 1e-4 * max(1, y.abs().max()):
+                    breaks.append(f"{case}: {name} moved by {size:.2g}, the median, most at {place_of(sizes)}")
     return breaks, f"absolute positions ({', '.join(absolute)}): not promised" if absolute else "float64 and float32"
 
 
@@ -117,8 +117,8 @@ def streams(subject: Subject) -> Verdict:
     tokens, half, breaks = subject.bytes(), subject.span + 2, []
     head, tail = tokens[:, :half], tokens[:, half:]
     order = [2, 0, 1]
-    for mode, model in modes(subject):
-        with _NoDropout():
+    for mode, model, still in modes(subject):
+        with still():
             _, state = run(model, head)
             both, _ = run(model, tail, state=state)
             moved, _ = run(model, torch.cat([subject.other(tail[:1]), tail[1:]]), state=state)
@@ -159,8 +159,34 @@ def old_state(subject: Subject) -> Verdict:
     for sign in (1, -1):
         model = subject.build()
         states = [run(model, tokens[:, :length])[1] for length in lengths]
-        push(model, sign)
+        push(model, sign * 1e3)
         for length, state in zip(lengths, states, strict=True):
             after, _ = run(model, tokens[:, :5], state=state)
-            breaks += [f"parameters moved, state of {length} bytes: {line}" for line in infinite(after)]
+            breaks += [f"eval, parameters moved, state of {length} bytes: {line}" for line in infinite(after)]
     return breaks, f"made by {', '.join(map(str, lengths))} bytes, before parameters moved"
+
+
+def equal_paths(fast: Subject, plain: Subject) -> Verdict:
+    """Two paths of one model, in value and in every gradient, where learned spans are uneven and segments ugly.
+
+    Segments of 1, S + 2, 1 and S + 1 bytes: cold and warm, shorter and longer than the window.
+    """
+    tokens, breaks, cuts = fast.bytes(), [], (1, fast.span + 3, fast.span + 4)
+    for mode in ("eval", "train"):
+        found = []
+        for subject in (fast, plain):
+            model = subject.build().train(mode == "train")
+            push(model, 0.3)
+            outputs, _ = run_with_gradients(model, tokens, cuts=cuts)
+            generator = torch.Generator().manual_seed(subject.seed)
+            upstream = torch.randn(outputs["logits"].shape, generator=generator, dtype=torch.float64)
+            (outputs["logits"] * upstream).sum().backward()
+            found.append((outputs, {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}))
+        (outputs, gradients), (expected, wanted) = found
+        breaks += collect((mode, difference(expected, outputs)))
+        breaks += [f"{mode}: {name} has a gradient in one only" for name in sorted(gradients.keys() ^ wanted.keys())]
+        for name in [name for name in wanted if name in gradients]:
+            size = (gradients[name] - wanted[name]).abs().nan_to_num(torch.inf).max()
+            if size > 1e-9 * wanted[name].abs().max().clamp(min=1):
+                breaks.append(f"{mode}: the gradient of {name} differs by {size:.2g} over {fast.length} bytes")
+    return breaks, f"values and {len(wanted)} gradients, {fast.length} bytes cut at {', '.join(map(str, cuts))}"

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,12 +23,16 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is checked, and what it is fed."""
+    """The model that is checked, and what it is fed.
+
+    ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended.
+    """
 
     make_model: Callable[[], nn.Module]
     span: int
     vocabulary: int
     seed: int
+    during: list[str] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -40,9 +45,17 @@ class Subject:
         torch.manual_seed(self.seed + seed)
         model = self.make_model().to(dtype).eval()
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(0.1 * torch.randn(parameter.shape))  # float32: the same in any precision, and quick
         model.project_()
+        model.register_forward_pre_hook(self._enters)
+        model.register_forward_hook(lambda *_: self.during.clear())
         return model
+
+    def _enters(self, model: nn.Module, given: tuple) -> None:
+        tokens, state = (*given, None)[:2]
+        first = 0 if state is None else state[0].min().item()
+        last = first + tokens.shape[1] - 1
+        self.during[:] = [f"{mode_of(model)}, byte {first}" + (f" to {last}" if last > first else "")]
 
     def bytes(self, *, length: int | None = None, seed: int = 0) -> Tensor:
         """Random bytes ``[3, length]``."""
@@ -54,7 +67,7 @@ class Subject:
         return (tokens + self.vocabulary // 2) % self.vocabulary
 
 
-class _NoDropout(TorchDispatchMode):
+class NoDropout(TorchDispatchMode):
     """Every coin shows its expected value, so that dropout multiplies by 1 and training mode compares across cuts."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -63,8 +76,7 @@ class _NoDropout(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@torch.no_grad()
-def run(
+def run_with_gradients(
     model: nn.Module, tokens: Tensor, *, cuts: tuple[int, ...] = (), state: State = None, seed: int = 0
 ) -> tuple[Outputs, State]:
     """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after.
@@ -92,6 +104,14 @@ def run(
     return {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}, state
 
 
+run = torch.no_grad()(run_with_gradients)
+
+
+def mode_of(model: nn.Module) -> str:
+    """``train`` or ``eval``."""
+    return "train" if model.training else "eval"
+
+
 def difference(expected: Outputs, found: Outputs, *, tolerance: float | None = None) -> str:
     """The first output that differs: name, size and place; empty where none does.
 
@@ -105,11 +125,16 @@ def difference(expected: Outputs, found: Outputs, *, tolerance: float | None = N
         allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5)
         sizes = (a - b).abs().nan_to_num(math.inf).flatten(2).amax(-1)  # [B, T]
         if sizes.numel() and sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
-            stream, byte = divmod(sizes.argmax().item(), sizes.shape[1])
             size = sizes.max().item()
             hint = ", as rounding in float32 would" if size < 1e-5 else ""
-            return f"{name} moved by {size:.2g} at byte {byte} of stream {stream}{hint}"
+            return f"{name} moved by {size:.2g} at {place_of(sizes)}{hint}"
     return ""
+
+
+def place_of(sizes: Tensor) -> str:
+    """Where the first of the largest of ``sizes [B, T]`` stands."""
+    stream, byte = divmod(sizes.argmax().item(), sizes.shape[1])
+    return f"byte {byte} of stream {stream}"
 
 
 def pick(outputs: Outputs, index: slice | list[int] | tuple) -> Outputs:
@@ -122,14 +147,21 @@ def collect(*pairs: tuple[str, str]) -> list[str]:
     return [f"{done}: {moved}" for done, moved in pairs if moved]
 
 
-def modes(subject: Subject) -> Iterator[tuple[str, nn.Module]]:
-    """The model in evaluation mode, and in training mode where that draws no random numbers but dropout's."""
-    yield "eval", subject.build()
-    model = subject.build().train()
-    tokens = subject.bytes()
-    with _NoDropout():
-        if not difference(run(model, tokens, seed=1)[0], run(model, tokens, seed=2)[0]):
-            yield "train", model
+def modes(subject: Subject) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
+    """The model in evaluation mode, and in training mode where that draws no random numbers but dropout's.
+
+    The third is a context in which nothing is drawn: one that does nothing, which is quick, where none is needed.
+    """
+    yield "eval", subject.build(), nullcontext
+    model, tokens = subject.build().train(), subject.bytes()
+    run(model, tokens, seed=1)
+    if torch.equal(torch.get_rng_state(), torch.manual_seed(1).get_state()):
+        yield "train", model, nullcontext
+        return
+    with NoDropout():
+        still = not difference(run(model, tokens, seed=1)[0], run(model, tokens, seed=2)[0])
+    if still:
+        yield "train", model, NoDropout
 
 
 def tensors(state: State) -> list[Tensor]:
@@ -155,8 +187,13 @@ def change(subject: Subject, tokens: Tensor, at: int) -> Tensor:
 
 
 def infinite(outputs: Outputs) -> list[str]:
-    """A line for each output with an entry that is not finite."""
-    return [f"{name} is not finite" for name, y in outputs.items() if not y.isfinite().all()]
+    """A line for each output with an entry that is not finite: how many bytes have one, and the first of them."""
+    lines = []
+    for name, y in outputs.items():
+        bad = ~y.isfinite().flatten(2).all(-1)  # [B, T]
+        if bad.any():
+            lines.append(f"{name} is not finite at {place_of(bad.int())} ({bad.sum()} of {bad.numel()} bytes)")
+    return lines
 
 
 def limits_of(model: nn.Module) -> frozenset[str]:
@@ -165,11 +202,11 @@ def limits_of(model: nn.Module) -> frozenset[str]:
 
 
 @torch.no_grad()
-def push(model: nn.Module, sign: int) -> list[str]:
-    """Move the parameters of all sublayers that have a ``project_`` far out, then project; the sublayers' names."""
+def push(model: nn.Module, size: float) -> list[str]:
+    """Move the parameters of all sublayers that have a ``project_`` by ``size``, then project; the sublayers' names."""
     ranged = [(name, s) for name, s in model.sublayers() if type(s).project_ is not Sublayer.project_]
     generator = torch.Generator().manual_seed(0)
     for parameter in {p: None for _, sublayer in ranged for p in sublayer.parameters()}:
-        parameter.add_(sign * 1e3 * torch.randn(parameter.shape, generator=generator))
+        parameter.add_(size * torch.randn(parameter.shape, generator=generator))
     model.project_()
     return [name for name, _ in ranged]

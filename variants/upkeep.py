@@ -49,11 +49,15 @@ def gradients(subject: Subject) -> Verdict:
             total = total + F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + out.loss
         total.backward()
         found = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
-        breaks += [f"{name}: gradient is not finite" for name, grad in found.items() if not grad.isfinite().all()]
+        breaks += [
+            f"train, {tokens.shape[1]} bytes: the gradient of {name} is not finite"
+            for name, grad in found.items()
+            if not grad.isfinite().all()
+        ]
         waiting -= {name for name, grad in found.items() if grad.any()}
         if not waiting:
             break
-    breaks += [f"{name} has no gradient" for name in sorted(waiting)]
+    breaks += [f"train: {name} has no gradient after 3 batches of {subject.length} bytes" for name in sorted(waiting)]
     return breaks, f"{len(list(model.parameters()))} parameters"
 
 
@@ -61,14 +65,14 @@ def projection(subject: Subject) -> Verdict:
     breaks, tokens = [], subject.bytes()
     for sign in (1, -1):
         model = subject.build()
-        ranged = push(model, sign)
+        ranged = push(model, sign * 1e3)
         outputs, _ = run(model, tokens)
         before = snapshot(model)
         model.project_()
         lines = [*infinite(outputs), *(f"a second project_ changed {name}" for name in changed(model, before))]
         again, _ = run(model, tokens)
         lines += collect(("a second project_", difference(outputs, again)))
-        breaks += [f"parameters moved by {sign} * 1000 * normal: {line}" for line in lines]
+        breaks += [f"eval, parameters moved by {sign} * 1000 * normal: {line}" for line in lines]
     return breaks, ", ".join(ranged) or "no sublayer restricts its parameters"
 
 
@@ -85,7 +89,9 @@ def saved(subject: Subject) -> Verdict:
     fresh.project_()
     again = subject.bytes(seed=1)
     found = difference(run(model, again, state=state)[0], run(fresh, again, state=loaded)[0])
-    return collect(("a fresh model with loaded parameters and state", found)), "parameters and state through torch.save"
+    return collect(
+        ("eval, a fresh model with loaded parameters and state", found)
+    ), "parameters and state through torch.save"
 
 
 def writes(subject: Subject) -> Verdict:
@@ -124,20 +130,24 @@ def statistics(subject: Subject) -> Verdict:
         return {f"{name}.{key}": t.double() for name, own in out.seen.items() for key, t in own.items()}, out.state
 
     (first, state), (whole, _) = look(tokens[:, :half]), look(tokens)
-    splits = {
-        "segments": [first, look(tokens[:, half:], state)[0]],
-        "streams_apart": [look(tokens[:1])[0], look(tokens[1:])[0]],
-    }
-    for limit, (a, b) in splits.items():
+    splits = [
+        ("segments", f"bytes before and from {half}", first, look(tokens[:, half:], state)[0]),
+        ("streams_apart", "stream 0 and the others", look(tokens[:1])[0], look(tokens[1:])[0]),
+    ]
+    for limit, parts, a, b in splits:
         for name, total in whole.items() if limit not in limits else ():
             if not torch.allclose(a[name] + b[name], total, rtol=1e-9, atol=1e-9):
-                breaks.append(f"{name}: the parts of two {limit.removesuffix('_apart')} are not the whole")
+                size = (a[name] + b[name] - total).abs().max()
+                breaks.append(f"eval, {parts}: {name} is off by {size:.2g} from the whole")
     out = model(tokens, look=True)
-    breaks += collect(("looking", difference({"logits": model(tokens).logits}, {"logits": out.logits})))
-    breaks += [f"{name} has a gradient" for name, own in out.seen.items() for t in own.values() if t.requires_grad]
+    breaks += collect(("eval, looking", difference({"logits": model(tokens).logits}, {"logits": out.logits})))
+    attached = [name for name, own in out.seen.items() if any(t.requires_grad for t in own.values())]
+    breaks += [f"eval: statistics of {name} have a gradient" for name in attached]
     model.metrics({})
     found = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in model.metrics(out.seen).items()}
-    breaks += [f"metric {name} is {value.tolist()}" for name, value in found.items() if not value.isfinite().all()]
+    breaks += [
+        f"eval: metric {name} is {value.tolist()}" for name, value in found.items() if not value.isfinite().all()
+    ]
     return breaks, f"{len(whole)} statistics, {len(found)} metrics"
 
 
@@ -149,7 +159,7 @@ def autocast(subject: Subject) -> Verdict:
         (F.cross_entropy(out.logits.flatten(0, 1).float(), tokens.flatten()) + out.loss).backward()
     wide = model.eval()(tokens, out.state)  # a state may come from a forward of another precision
     for case, logits in (("train", out.logits), ("eval, float32 after bfloat16", wide.logits)):
-        breaks += [] if logits.isfinite().all() else [f"{case}: logits are not finite"]
+        breaks += [f"{case}: {line}" for line in infinite({"logits": logits})]
     grads = [(name, p.grad.to_dense()) for name, p in model.named_parameters() if p.grad is not None]
     breaks += [f"train: gradient of {name} is not finite" for name, grad in grads if not grad.isfinite().all()]
     return breaks, "forward, backward, and its state in float32"

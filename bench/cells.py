@@ -1,0 +1,140 @@
+"""Fresh processes that answer one question at a time, so that what is measured has a heap and a clock to itself.
+
+A cell is forked from a server that has imported torch and computed nothing: its memory is its own, and it is there in a
+fraction of a second. While the parent asks one cell, the others wait and take no time, so that several can be asked in
+turn, A B A B, under the same weather.
+"""
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Self
+
+PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.job", "bench.planning"]
+OUT_OF_MEMORY = "out of memory"
+FAILED = "failed"
+
+
+class CellError(Exception):
+    """A cell could not answer; ``status`` is ``out of memory`` or ``failed``, the text says why."""
+
+    def __init__(self, status: str, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+class Cell:
+    """A process that makes one object and calls its methods when asked.
+
+    Args:
+        make: a function or class of a module; called there with ``arguments``, which are pickled.
+        memory_limit_bytes: most memory for data that the process may have beyond what it began with; more is answered
+            by ``CellError("out of memory")``. None for what the machine gives.
+    """
+
+    def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._connection, theirs = context.Pipe()
+        where = os.getcwd()
+        self._process = context.Process(
+            target=_serve, args=(theirs, where, memory_limit_bytes, make, arguments), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def ask(self, method: str, *arguments, **keywords):
+        """What the object's method gives; CellError if it raises or the process dies, and then the cell is closed.
+
+        A ValueError, a user's mistake, is raised here as it was there.
+        """
+        try:
+            self._connection.send((method, arguments, keywords))
+            kind, value = self._connection.recv()
+        except (EOFError, OSError) as error:
+            self.close()
+            raise self._death() from error
+        if kind == "value":
+            return value
+        self.close()
+        if kind == "mistake":
+            raise ValueError(value)
+        raise CellError(*value)
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _death(self) -> CellError:
+        code = self._process.exitcode
+        if code == -signal.SIGKILL:
+            return CellError(
+                OUT_OF_MEMORY, "the process was killed by SIGKILL, as the system does when memory is short"
+            )
+        name = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return CellError(FAILED, f"the process ended by {name}")
+
+
+def _serve(connection: Connection, where: str, limit: int | None, make: Callable, arguments: tuple) -> None:
+    """The child's whole life: make the object at the first question, answer, end when the parent hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    os.chdir(where)
+    if limit is not None:
+        _limit_memory(limit)
+    subject = None
+    while True:
+        try:
+            method, own, keywords = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            subject = subject or make(*arguments)
+            answer = ("value", getattr(subject, method)(*own, **keywords))
+        except Exception as error:
+            answer = _said(error)
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+def _said(error: Exception) -> tuple[str, object]:
+    if _is_out_of_memory(error):
+        return "error", (OUT_OF_MEMORY, str(error).strip().partition("\n")[0])
+    if isinstance(error, ValueError):
+        return "mistake", str(error)
+    if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
+        traceback.print_exception(error, file=sys.stderr)
+    return "error", (FAILED, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch has a class for it on CUDA; on a CPU its allocator raises a RuntimeError."""
+    kinds = (MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
+    return isinstance(error, kinds) or "can't allocate memory" in str(error) or "not enough memory" in str(error)
+
+
+def _limit_memory(limit: int) -> None:
+    """Linux counts private anonymous pages, a heap's and a large tensor's alike, as data."""
+    with open("/proc/self/status", encoding="utf-8") as lines:
+        held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + limit, held + limit))

@@ -1,0 +1,120 @@
+"""The contract on a plan: ``variants/conformance.py``, and the promises that need the harness to be seen.
+
+A plan as it was asked for is too large to be checked, so ``shrunk`` makes a small one of the same kind from its
+configuration: every kind of layer, the same position scheme, cache, ``attend_self``, norms, dropout and path.
+"""
+
+from dataclasses import replace
+
+import torch
+from omegaconf import OmegaConf
+
+from harness.build import Plan, plan_run
+from harness.flops import forward_flops_per_byte
+from variants.conformance import Finding, agree, check, learns, said
+
+HEADS, HEAD_WIDTH = 2, 16
+SPANS = (13, 64)
+"""Odd and prime, or for mechanisms that want a multiple of something."""
+LONG = 70
+"""Keys from which learned spans of several lengths are computed apart: widths come in steps of 64."""
+
+
+def findings(plan: Plan) -> list[Finding]:
+    """Every promise, one finding each, on the very model of a small plan; only the first where it cannot be built."""
+    vocabulary = plan.data["vocabulary"]
+    found = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
+    if len(found) > 1:
+        path = fast_path(plan)
+        found += [ideal_at_most_executed(plan), learns(plan.make_model, vocabulary=vocabulary)]
+        found += [paths_agree(plan, path)] if path else []
+    return found
+
+
+def fast_path(plan: Plan) -> str | None:
+    """The path beside ``plain`` on a CPU, in evaluation or in training, or None.
+
+    ValueError where the plan cannot be built or its path cannot run; another exception is left to ``findings``.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
+    except ValueError:
+        raise
+    except Exception:
+        return None
+    paths = {s.path(torch.device("cpu"), training=training) for s in sublayers for training in (False, True)}
+    return "+".join(sorted(paths - {"plain"})) or None
+
+
+def ideal_at_most_executed(plan: Plan) -> Finding:
+    """What a mechanism says it needs is no more than what its code executes, in warm state."""
+    promise, span = "ideal FLOPs are at most the executed ones", plan.model.span
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = plan.make_model()
+        executed = forward_flops_per_byte(model, segment=2 * span, most_bytes=16 * span).per_byte
+        ideal = model.ideal_flops()
+    except Exception as error:
+        return Finding(promise, False, said(error))
+    detail = f"eval, segments of {2 * span} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"
+    return Finding(promise, ideal <= executed, detail)
+
+
+def paths_agree(plan: Plan, path: str) -> Finding:
+    """The fast path against the plain one, at the plan's span and, if that can be, at one where heads differ in width."""
+    own = plan.model.span
+    for span in (own, own * -(-LONG // own)):
+        fast = varied(plan, model={"span": span})
+        plain = varied(fast, runtime={"path": "plain"})
+        if span != own and not _runs(fast):
+            break
+        sizes = {"span": span, "vocabulary": plan.data["vocabulary"]}
+        found = agree(fast.make_model, plain.make_model, path=path, **sizes)
+        finding = replace(found, detail=f"span {span}, {found.detail}")
+        if not finding.passed:
+            break
+    return finding
+
+
+def varied(plan: Plan, **sections: dict) -> Plan:
+    """The plan of the same configuration with other keys in some sections."""
+    config = {
+        name: value | sections.get(name, {}) if name in sections else value for name, value in plan.config.items()
+    }
+    return plan_run(OmegaConf.create(config), trusted=plan.trust)
+
+
+def shrunk(plan: Plan) -> Plan:
+    """A small plan of the same kind.
+
+    - Layers: one of each kind, in order, where a kind is its list of sublayers; two if all are alike.
+    - Width: 2 heads of 16, or as many heads as asked for, or all as asked for: the first with which a model runs.
+    - Span: 13, or 64 where none runs with that, or the one asked for, which takes long.
+
+    Keywords of sublayers (an explicit ``d_head``, the number of persistent vectors or half-keys) stay as they are, so
+    one that was interpolated from ``model.d_model`` needs all the width asked for.
+    """
+    kinds = list(dict.fromkeys(tuple(layer) for layer in plan.layers))
+    layers = kinds * 2 if len(kinds) == 1 and len(plan.layers) > 1 else kinds
+    variant = {"layers": list(layers[0]), "at": {i: list(names) for i, names in enumerate(layers)}}
+    asked = plan.model
+    widths = [(HEADS, HEADS * HEAD_WIDTH), (asked.heads, asked.heads * HEAD_WIDTH), (asked.heads, asked.d_model)]
+    for span in (*SPANS, asked.span):
+        for heads, d_model in widths:
+            model = {"layers": len(layers), "heads": heads, "d_model": d_model, "span": span}
+            small = varied(plan, variant=variant, model=model)
+            if _runs(small):
+                return small
+    return small
+
+
+def _runs(plan: Plan) -> bool:
+    """Whether these sizes fit together; where none do, the check tells what the last of them say."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            plan.make_model().eval()(torch.zeros(2, 3, dtype=torch.int64))
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,217 @@
+"""One entrant of ``bench.peers`` in a process of its own: it proves itself, says what it takes, and trains when asked.
+
+Every entrant gets the same bytes in the same order, and takes the whole training step: forward, loss, backward, optimizer,
+gradients dropped. Ours take the trainer's own step. The learning rate is 0: the optimizer does all its work, and spans
+stay where they start.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from bench.contest.proof import Probe, prove
+from bench.contest.rivals import INSTALL, Rival, Sizes, touched_parameters
+from bench.contest.yardstick import fused_adamw
+from harness import runtime
+from harness.build import plan_run
+from harness.memory import PeakMemory
+from harness.run import path_of
+from harness.step import Trainer
+
+WARM_STEPS, MEASURED_STEPS = 2, 3
+PROOF_STREAMS = 2
+MIDDLE = 0.5
+"""Fraction of the budget that a schedule is asked for; the rate is 0 whatever it answers."""
+
+
+class Entrant:
+    """What a cell is asked: ``prove`` in a process that is thrown away, in another ``weigh`` and then ``round`` after round.
+
+    Args:
+        config: of a training run, resolved: sizes, lanes, segment, runtime, and for ours the variant.
+        trusted: packages that it may name beside its ``trust``.
+
+    Attributes:
+        model: on the run's device; made by the subclass, below whose ``load`` the memory's baseline lies.
+    """
+
+    model: nn.Module
+
+    def __init__(self, config: dict, trusted: tuple[str, ...]):
+        self.plan = plan_run(OmegaConf.create(config), trusted=trusted)
+        self.runtime = runtime.start(self.plan.runtime)
+        load_libraries(self.runtime.device)
+        self.load()
+        self.meter = PeakMemory(self.runtime.device)
+        runtime.seed(self.plan.seed)
+
+    def load(self) -> None:
+        """Import what is measured: code is not what its memory is about."""
+
+    def train(self) -> None:
+        """One whole training step."""
+        raise NotImplementedError
+
+    def probe(self) -> Probe:
+        """What is checked."""
+        raise NotImplementedError
+
+    def touched(self) -> int:
+        """Parameters read per byte."""
+        return touched_parameters(self.model)
+
+    def path(self) -> str:
+        """``plain``, ``fused``, ..."""
+        return "plain"
+
+    def prove(self) -> dict[str, str]:
+        """The checks: name to ``ok`` or the reason of the failure."""
+        return prove(self.probe())
+
+    def weigh(self) -> dict:
+        """Parameters, path, and the peak of a training step after warm-up."""
+        for _ in range(WARM_STEPS):
+            self.train()
+        self.meter.reset()
+        for _ in range(MEASURED_STEPS):
+            self.train()
+        self.runtime.synchronise()
+        peak = self.meter.read()
+        path = self.path()
+        return {
+            "parameters": {"total": sum(p.numel() for p in self.model.parameters()), "touched": self.touched()},
+            "path": f"{path}, compiled" if self.runtime.compile and "compiled" not in path else path,
+            "memory": {"train_peak_bytes": peak.bytes, "approximate": peak.approximate},
+        }
+
+    def round(self, seconds: float) -> list[float]:
+        """Milliseconds of each training step, for so long, two steps at least; one before them is not counted, because
+        others have used the caches since the last round."""
+        self.train()
+        self.runtime.synchronise()
+        found, until = [], time.perf_counter() + seconds
+        while len(found) < 2 or time.perf_counter() < until:
+            began = time.perf_counter()
+            self.train()
+            self.runtime.synchronise()
+            found.append((time.perf_counter() - began) * 1000)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A language model out of plain values, so that it can be sent to another process.
+
+    Attributes:
+        config, trusted: as in ``Entrant``.
+        batches: uint8 ``[n, B, T + 1]``, read in a circle.
+        rival, sizes: for a peer.
+    """
+
+    config: dict
+    trusted: tuple[str, ...]
+    batches: Tensor
+    rival: Rival | None = None
+    sizes: Sizes | None = None
+
+
+class LanguageEntrant(Entrant):
+    """A language model; a subclass says how it is made, called and trained."""
+
+    def __init__(self, task: Task):
+        self.task = task
+        super().__init__(task.config, task.trusted)
+        pairs = task.batches.to(self.runtime.device).long()
+        self.inputs, self.targets, self.taken = pairs[:, :, :-1], pairs[:, :, 1:], 0
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """``[B, T, V]`` from ``tokens [B, T]``."""
+        raise NotImplementedError
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """The next inputs and targets, int64 ``[B, T]``."""
+        number = self.taken % len(self.inputs)
+        self.taken += 1
+        return self.inputs[number], self.targets[number]
+
+    def probe(self) -> Probe:
+        targets = self.targets[0, :PROOF_STREAMS]
+        return Probe(
+            model=self.model,
+            outputs=self.logits,
+            inputs=self.inputs[0, :PROOF_STREAMS],
+            loss=lambda logits: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+            vocabulary=self.plan.data["vocabulary"],
+        )
+
+
+class OurModel(LanguageEntrant):
+    """A variant of the configuration, with the trainer's step and optimizers."""
+
+    def __init__(self, task: Task):
+        super().__init__(task)
+        self.model = self.plan.make_model().to(self.runtime.device)
+        optimizers = self.plan.make_optimizers(self.model)
+        optimizers.lr = 0.0
+        self.trainer = Trainer(self.model, optimizers, self.runtime)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).logits
+
+    def train(self) -> None:
+        self.trainer.step(*self.batch(), None, fraction=MIDDLE)
+
+    def touched(self) -> int:
+        return self.model.touched_parameters()
+
+    def path(self) -> str:
+        return path_of(self.model, self.runtime)
+
+
+class PeerModel(LanguageEntrant):
+    """A peer, with fused AdamW."""
+
+    def __init__(self, task: Task):
+        super().__init__(task)
+        self.model = built(task.rival, task.sizes).to(self.runtime.device)
+        self.optimizer = fused_adamw(list(self.model.parameters()), lr=0.0)
+        self.forward = self.runtime.forward(self.model.train())
+
+    def load(self) -> None:
+        built(self.task.rival, self.task.sizes)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+    def train(self) -> None:
+        inputs, targets = self.batch()
+        with self.runtime.autocast():
+            logits = self.forward(inputs)
+        F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def path(self) -> str:
+        return self.task.rival.path
+
+
+def built(rival: Rival, sizes: Sizes) -> nn.Module:
+    """The peer's model; RuntimeError with what its package says where it cannot be had with these sizes."""
+    arguments = rival.arguments(sizes)
+    try:
+        return rival.build(sizes, arguments)
+    except ImportError as error:
+        raise RuntimeError(f"{rival.package}: {INSTALL} ({error})") from error
+    except Exception as error:  # a package's complaint is no mistake of the user's
+        raise RuntimeError(f"cannot be built with {arguments}: {type(error).__name__}: {error}") from error
+
+
+def load_libraries(device: torch.device) -> None:
+    """What torch loads and allocates at its first products belongs to no model."""
+    x = torch.ones(1, 2, 64, 32, device=device, requires_grad=True)
+    F.scaled_dot_product_attention(x, x, x @ x.mT @ x).softmax(-1).sum().backward()
+    torch.optim.AdamW([x]).step()

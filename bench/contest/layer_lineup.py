@@ -1,0 +1,82 @@
+"""Who takes part in ``bench.peers job=layer``: for each number of half-keys the package's product-key memory with Adam, as
+its documentation has it, the same with fused AdamW, and ours with the optimizers of a training run."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from bench.contest.layer_entrants import LayerTask, OurLayer, PackageLayer
+from bench.contest.lineup import HELD, OURS, Gate, check_typed, peer_identity, set_memory
+from bench.contest.rivals import Memory, pkm_arguments
+from bench.contest.rounds import Entry
+from bench.planning import bench_plan, provenance, recompose, typed_command
+from harness import data, runtime
+from harness.build import Plan
+from harness.settings import checked, parse
+
+if TYPE_CHECKING:
+    from bench.peers import PeerSettings
+
+PACKAGE = "product-key-memory"
+OPTIMIZERS = ("adam", "fused adamw")
+"""Of the package; the first is the reference."""
+HELD_HERE = HELD | {
+    "variants": "product_key_memory is the one",
+    "peers": f"{PACKAGE} is the one",
+    "context": "layer.positions sets it",
+    "model.d_model": "layer.width sets it",
+    "model.layers": "it is one layer",
+    "batch.lanes": "it is one stream",
+    "batch.segment": "layer.positions sets it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """The keys of ``layer`` in ``conf/peers.yaml``."""
+
+    width: int
+    positions: int
+    half_keys: list
+    top_k: int
+    heads: int
+    d_query: int
+
+
+def layer_entries(_cfg: DictConfig, settings: "PeerSettings") -> list[Entry]:
+    """Entries by number of half-keys. ValueError naming the key, the value and what is allowed."""
+    check_typed(HELD_HERE)
+    asked = parse(LayerSettings, settings.layer, key="layer")
+    if not asked.half_keys:
+        raise ValueError("layer.half_keys=[]: must be a list of integers from 1")
+    numbers = [checked(number, int, key="layer.half_keys") for number in asked.half_keys]
+    if min(asked.positions, asked.width, *numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise ValueError(f"layer={vars(asked)}: positions, width and half_keys must be at least 1, half_keys each once")
+    entries = []
+    for half_keys in numbers:
+        memory = Memory(half_keys=half_keys, top_k=asked.top_k, heads=asked.heads, d_query=asked.d_query)
+        config = recompose("peers", "variant=product_key_memory", own=tuple(vars(settings)))
+        config.model.d_model, config.model.layers = asked.width, 2
+        config.batch.lanes, config.batch.segment = 1, asked.positions
+        set_memory(config, memory)
+        entries += _of_size(bench_plan(config), memory, positions=asked.positions)
+    return entries
+
+
+def _of_size(plan: Plan, memory: Memory, *, positions: int) -> list[Entry]:
+    here, corpus = runtime.start(plan.runtime), data.load(**plan.data)
+    plan.make_model()  # it complains of sizes
+    arguments = pkm_arguments(memory, d_model=plan.model.d_model)
+    identity = provenance(plan, kind="peers", corpus=corpus, runtime=here, command=typed_command("peers"))
+    names = {optimizer: f"{PACKAGE} {memory.half_keys}^2 {optimizer}" for optimizer in OPTIMIZERS}
+    same = {"job": f"product-key layer, {memory.half_keys}^2 slots", "bytes_per_step": positions}
+    same |= {"reference": names[OPTIMIZERS[0]]}
+    task = {"config": plan.config, "trusted": plan.trust, "memory": memory, "positions": positions}
+    entries = []
+    for optimizer, name in names.items():
+        known = peer_identity(identity, name, {"package": PACKAGE, "arguments": arguments, "optimizer": optimizer})
+        own = {"make": PackageLayer, "task": LayerTask(**task, optimizer=optimizer), "identity": known}
+        entries.append(Entry(name=name, package=PACKAGE, **own, **same))
+    own = {"make": OurLayer, "task": LayerTask(**task), "gate": (Gate, plan.config, plan.trust), "identity": identity}
+    return [*entries, Entry(name=f"{plan.variant} {memory.half_keys}^2", package=OURS, **own, **same)]

@@ -1,0 +1,94 @@
+"""What every speed is measured against: the least transformer that a competent user would write in PyTorch.
+
+Pre-norm, queries, keys and values from one matrix, ``scaled_dot_product_attention(is_causal=True)``, a GELU feed-forward
+of four times the width, learned positions, no dropout, no biases but those of the norms; and AdamW in its fused form.
+It sees the whole segment, carries no state, and has
+
+    parameters = 2 V D + T D + layers (12 D^2 + 4 D) + 2 D.
+
+A mechanism that is slower than this costs time; a table whose yardstick is itself slow flatters everything in it.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention over the segment."""
+
+    def __init__(self, d_model: int, *, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.out = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [B, T, D]`` to ``[B, T, D]``."""
+        q, k, v = rearrange(self.query_key_value(x), "b t (three h k) -> three b h t k", three=3, h=self.heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(rearrange(y, "b h t k -> b t (h k)"))
+
+
+class Yardstick(nn.Module):
+    """Bytes in, logits of the next byte out.
+
+    Args:
+        vocabulary: V, symbols.
+        d_model: width D, a multiple of ``heads``.
+        layers, heads: their numbers.
+        longest: T, positions that are learned.
+        in_place: for layers counted from 0, a module ``[B, T, D]`` to ``[B, T, D]`` in place of the feed-forward.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        d_model: int,
+        layers: int,
+        heads: int,
+        longest: int,
+        in_place: Mapping[int, nn.Module] | None = None,
+    ):
+        super().__init__()
+        if d_model % heads:
+            raise ValueError(f"model.heads={heads}: must divide model.d_model={d_model}")
+        given = in_place or {}
+        self.embedding = nn.Embedding(vocabulary, d_model)
+        self.positions = nn.Embedding(longest, d_model)
+        self.attention = nn.ModuleList(Attention(d_model, heads=heads) for _ in range(layers))
+        self.feed_forward = nn.ModuleList(given.get(i) or feed_forward(d_model) for i in range(layers))
+        self.attention_norm = nn.ModuleList(nn.LayerNorm(d_model) for _ in range(layers))
+        self.feed_forward_norm = nn.ModuleList(nn.LayerNorm(d_model) for _ in range(layers))
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, vocabulary, bias=False)
+        for table in (self.embedding, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``tokens`` (int64 ``[B, T]``, T at most ``longest``) to logits ``[B, T, V]``."""
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for i, attention in enumerate(self.attention):
+            x = x + attention(self.attention_norm[i](x))
+            x = x + self.feed_forward[i](self.feed_forward_norm[i](x))
+        return self.head(self.norm(x))
+
+
+def feed_forward(d_model: int) -> nn.Module:
+    """Two matrices with a GELU between, four times as wide inside."""
+    wide = 4 * d_model
+    return nn.Sequential(nn.Linear(d_model, wide, bias=False), nn.GELU(), nn.Linear(wide, d_model, bias=False))
+
+
+def parameter_count(*, vocabulary: int, d_model: int, layers: int, longest: int) -> int:
+    """The closed form of the module's docstring."""
+    return 2 * vocabulary * d_model + longest * d_model + layers * (12 * d_model**2 + 4 * d_model) + 2 * d_model
+
+
+def fused_adamw(parameters: list[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
+    """AdamW as its users run it where speed counts."""
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)

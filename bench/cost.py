@@ -1,0 +1,137 @@
+"""What a mechanism costs: ``python -m bench.cost variants=[mhsa,adaptive_span] lengths=[256,1024]``.
+
+Every variant must first keep the contract. Then, for each length, every variant and path gets a process of its own; peak
+memory is read there, and the training step, an evaluation and the generation of one byte are timed in turn, A B A B, so
+that all of a length share the machine's moods. Out of memory is a row. Rows go to ``outputs/bench/<time>-cost/rows.jsonl``.
+
+``mode=cold``: segment = span = length and nothing carried, so that growth with context is visible. ``mode=stream``: the
+segment stays, the span is the length, and streams carry a full state. FLOPs per byte are warm in both.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from bench.planning import CONF
+from harness.cli import run_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSettings:
+    """The keys of ``conf/cost.yaml``, which says what they mean."""
+
+    variants: list | None
+    lengths: list
+    mode: str = field(metadata={"allowed": ("cold", "stream")})
+    paths: list
+    lanes: int
+    rounds: int
+    seconds: float
+    memory_limit_gib: float | None
+
+
+OWN = tuple(CostSettings.__dataclass_fields__)
+WITH_CHECKPOINT = (*OWN, "checkpoint", "runtime", "trust", "outputs")
+"""What may be given beside a checkpoint, which has its own configuration for the rest."""
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
+def main(cfg: DictConfig) -> None:
+    from bench.check import passed
+    from bench.cost_table import print_costs
+    from bench.measuring import measure_together
+    from bench.planning import bench_plan
+    from bench.progress import Steps
+    from bench.rows import RowFile
+
+    settings, configs, weights = _asked(cfg)
+    plans = [bench_plan(config) for config in configs]
+    groups = [
+        [
+            _task(config, settings, length=length, path=path, weights=weights)
+            for config in configs
+            for path in settings.paths
+        ]
+        for length in settings.lengths
+    ]
+    file, rows = RowFile(Path(cfg.outputs), verb="cost"), []
+    with Steps(len(plans) + sum(len(group) for group in groups)) as progress:
+        for plan in plans:
+            progress.doing(f"{plan.variant}: does it keep the contract?")
+            passed(plan)
+            progress.advance()
+        for group in groups:
+            for row in measure_together(group, settings=settings, progress=progress):
+                rows.append(file.append(row))
+    print_costs(rows)
+    print(f"rows: {file.path}")
+
+
+def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]:
+    """The verb's own settings, a training configuration for each variant, and the run folder of the weights."""
+    from bench.planning import own_keys, recompose
+    from bench.trained import config_of_run, read_run
+    from harness.settings import parse
+
+    settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
+    _check_lists(settings)
+    if isinstance(cfg.checkpoint, str):  # in place of the section that says when a training run writes one
+        _only_with_checkpoint(cfg.checkpoint)
+        read_run(Path(cfg.checkpoint), key="checkpoint")
+        trained = config_of_run(Path(cfg.checkpoint), runtime=cfg.runtime, trust=cfg.trust or None)
+        return settings, [trained], cfg.checkpoint
+    if settings.variants is None:
+        return settings, [cfg], None
+    return settings, [recompose("cost", f"variant={name}", own=OWN) for name in settings.variants], None
+
+
+def _check_lists(settings: CostSettings) -> None:
+    from harness.settings import RuntimeSettings
+
+    paths = RuntimeSettings.__dataclass_fields__["path"].metadata["allowed"]
+    if not settings.paths or set(settings.paths) - set(paths):
+        raise ValueError(f"paths={settings.paths}: must be a list of {', '.join(paths)}")
+    whole = all(isinstance(length, int) and length > 0 for length in settings.lengths)
+    if not settings.lengths or not whole:
+        raise ValueError(f"lengths={settings.lengths}: must be a list of bytes, each an integer above 0")
+    if settings.variants is not None and not settings.variants:
+        raise ValueError("variants=[]: must be a list of variants, or null for the one of variant=")
+
+
+def _only_with_checkpoint(folder: str) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
+    for word in HydraConfig.get().overrides.task:
+        key = word.lstrip("+~").partition("=")[0]
+        if key.partition(".")[0].partition("@")[0] not in WITH_CHECKPOINT or key == "variants":
+            allowed = ", ".join(name for name in WITH_CHECKPOINT if name != "variants")
+            raise ValueError(f"{word}: checkpoint={folder} has its own configuration; allowed beside it are {allowed}")
+
+
+def _task(config: DictConfig, settings: CostSettings, *, length: int, path: str, weights: str | None):
+    """One cell: the configuration with the cell's own length and path."""
+    from bench.planning import bench_plan, typed_command
+    from bench.subject import Task
+    from harness.build import hydra_facts
+
+    own = copy.deepcopy(config)
+    own.batch.lanes, own.batch.carry, own.batch.accumulate = settings.lanes, settings.mode == "stream", 1
+    own.batch.segment = length if settings.mode == "cold" else own.batch.segment
+    own.runtime.path = path
+    if weights is None:
+        own.model.span = length
+    return Task(
+        config=bench_plan(own).config,
+        trusted=hydra_facts()["trusted"],
+        warm=settings.mode == "stream",
+        weights=weights,
+        span=length,
+        command=typed_command("cost"),
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

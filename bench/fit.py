@@ -1,0 +1,263 @@
+"""Will it fit? ``python -m bench.fit variant=adaptive_span model=base device_memory=24GiB``, without the hardware.
+
+The trainer's very step runs on tensors without data (``fake.py``): peak memory by cause, and the largest batch or span
+that stays within the device's memory. The roofline is the time below which no step can be: every operation takes its
+FLOPs at the peak rate or its bytes at the peak bandwidth, whichever is longer; latencies and launches count nothing.
+
+``runtime.device`` says what is predicted: ``cpu``, or a GPU (``auto``, ``cuda``). Not in the figures: what kernels and
+libraries take for themselves (a CUDA context is about half a GiB, its allocator's fragments come on top), and on a CPU
+the corpus and freed blocks that the C library keeps. Learned spans are as they start: for the worst case set
+``variant.attention.reach.initial=1``.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from bench.planning import CONF
+from harness.cli import run_command
+
+GIB = 2**30
+OWN = ("hardware", "device_memory", "largest", "peak_tflops", "bandwidth_gbs", "devices")
+MOST = 2**20
+"""Lanes or span from which on a search ends: at least so many fit."""
+UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": GIB,
+    "TIB": 2**40,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a step is predicted for.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        name: as shown.
+        memory_bytes: to stay within, or None.
+        flops_per_s: dense peak by dtype, empty where no roofline was asked for.
+        bytes_per_s: of its memory, or None.
+    """
+
+    kind: str
+    name: str
+    memory_bytes: int | None
+    flops_per_s: dict[str, float]
+    bytes_per_s: float | None
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
+def main(cfg: DictConfig) -> None:
+    from bench.check import passed
+    from bench.fake import predict
+    from bench.planning import bench_plan, own_keys
+    from bench.rows import RowFile
+
+    own = own_keys(cfg, *OWN)
+    plan = bench_plan(cfg)
+    hardware = choose(own, device=plan.runtime.device, precision=plan.runtime.precision)
+    asked = _asked(own["largest"], hardware)
+    passed(plan)
+    file = RowFile(Path(cfg.outputs), verb="fit")
+    found = predict(plan, kind=hardware.kind)
+    largest = {}
+    for name in asked:
+        with Console(stderr=True).status(f"the largest {name} within {_gib(hardware.memory_bytes)} GiB"):
+            largest[name] = push(
+                lambda size, name=name: predict(plan, kind=hardware.kind, **{name: size}).peak_bytes,
+                limit_bytes=hardware.memory_bytes,
+                least=plan.batch.accumulate if name == "lanes" else 1,
+            )
+    row = file.append(_row(plan, found, hardware, largest))
+    _show(row, warm=found.warm)
+    print(f"rows: {file.path}")
+
+
+def parse_memory(value: object, *, key: str) -> int:
+    """Bytes of ``24GiB``, ``80GB``, ``24e9`` or a number; ValueError naming the key."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\+?\d+)?)\s*([KMGT]?I?B)?\s*", str(value), re.IGNORECASE)
+    unit = (match[2] or "").upper().removeprefix("B") if match else None
+    if isinstance(value, bool) or unit not in UNITS or not 1 <= float(match[1]) * UNITS[unit] < 2**63:
+        raise ValueError(f"{key}={value}: allowed are bytes above 0, as in 24GiB (2^30), 80GB (10^9) or 25769803776")
+    return int(float(match[1]) * UNITS[unit])
+
+
+def choose(own: dict, *, device: str, precision: str) -> Hardware:
+    """The hardware that the verb's own keys and ``runtime.device`` name; ValueError where they are at odds."""
+    from harness.settings import checked
+
+    kind = "cpu" if device.partition(":")[0] == "cpu" else "cuda"
+    name, devices = own["hardware"], own["devices"]
+    if name == "auto":
+        name = "rtx_4090" if kind == "cuda" else None
+    if name is not None and name not in devices:
+        raise ValueError(f"hardware={name}: allowed are auto, null, {', '.join(devices)}")
+    if name is not None and kind == "cpu":
+        raise ValueError(f"hardware={name}: is a GPU, with runtime.device={device} allowed are auto and null")
+    entry = devices[name] if name else {}
+    own_rate = _positive(checked(own["peak_tflops"], float | None, key="peak_tflops"), "peak_tflops")
+    own_width = _positive(checked(own["bandwidth_gbs"], float | None, key="bandwidth_gbs"), "bandwidth_gbs")
+    rates = {dtype: entry.get(f"{dtype}_tflops") for dtype in ("float32", "bfloat16")}
+    if own_rate is not None:
+        rates = dict.fromkeys(rates, own_rate) if not name else rates | {precision: own_rate}
+    width = own_width or entry.get("bandwidth_gbs")
+    if (width is None) != (None in rates.values()):
+        missing = "bandwidth_gbs" if width is None else "peak_tflops"
+        raise ValueError(f"{missing}=null: must be given for a roofline without a named hardware")
+    memory = own["device_memory"]
+    memory = entry.get("memory") if memory is None else memory
+    key = "device_memory" if own["device_memory"] is not None else f"devices.{name}.memory"
+    return Hardware(
+        kind=kind,
+        name=entry.get("name", kind),
+        memory_bytes=None if memory is None else parse_memory(memory, key=key),
+        flops_per_s={} if width is None else {dtype: rate * 1e12 for dtype, rate in rates.items()},
+        bytes_per_s=None if width is None else width * 1e9,
+    )
+
+
+def _positive(value: float | None, key: str) -> float | None:
+    if value is not None and value <= 0:
+        raise ValueError(f"{key}={value}: must be above 0")
+    return value
+
+
+def _asked(names: object, hardware: Hardware) -> list[str]:
+    names = [names] if isinstance(names, str) else names or []
+    if not isinstance(names, list) or not set(names) <= {"lanes", "span"}:
+        raise ValueError(f"largest={names}: allowed are lanes, span, [lanes,span] and []")
+    if names and hardware.memory_bytes is None:
+        raise ValueError("device_memory=null: must be given with largest, as in device_memory=24GiB; or set largest=[]")
+    return names
+
+
+def push(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, most: int = MOST) -> int:
+    """The largest size from ``least`` to ``most`` whose peak stays within the limit and that of the next does not; 0 if none.
+
+    Memory is nearly affine in the size: each guess lies on the line through the last that fits and the first that does
+    not, or the two last that fit; every fourth one halves or doubles, which ends the search whatever the shape.
+    """
+    low, low_bytes = least, peak_bytes(least)
+    if low_bytes > limit_bytes:
+        return 0
+    below, below_bytes, high, high_bytes = 0, 0, None, 0
+    for turn in range(1, 200):
+        if low >= most or high == low + 1:
+            return low
+        if turn == 1:
+            guess = low + 1
+        elif high is None:
+            slope = (low_bytes - below_bytes) / (low - below)
+            guess = most if slope <= 0 else low + int(min(most, (limit_bytes - low_bytes) / slope))
+            guess = 2 * low if turn % 4 == 0 else guess
+        else:
+            along = (limit_bytes - low_bytes) / (high_bytes - low_bytes)
+            guess = (low + high) // 2 if turn % 4 == 0 else low + int(along * (high - low))
+        guess = max(low + 1, min(guess, most if high is None else high - 1))
+        guess_bytes = peak_bytes(guess)
+        if guess_bytes <= limit_bytes:
+            below, below_bytes, low, low_bytes = low, low_bytes, guess, guess_bytes
+        else:
+            high, high_bytes = guess, guess_bytes
+    raise AssertionError("the search did not end")
+
+
+def _row(plan, found, hardware: Hardware, largest: dict[str, int]) -> dict:
+    """As ``tests/bench_rows.py`` has it; the device is the predicted one, versions are of the torch that predicts."""
+    import torch
+
+    from bench.planning import provenance, typed_command
+    from harness import data
+    from harness.runtime import Runtime
+
+    here = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
+    identity = provenance(plan, kind="fit", corpus=data.load(**plan.data), runtime=here, command=typed_command("fit"))
+    return identity | {
+        "device": f"{hardware.name}, predicted",
+        "device_kind": hardware.kind,
+        "lanes": found.lanes,
+        "segment": found.segment,
+        "span": found.span,
+        "path": found.path,
+        "device_memory_bytes": hardware.memory_bytes,
+        "predicted_peak_bytes": found.peak_bytes,
+        "split": found.split,
+        "measured_peak_bytes": None,
+        "warm": found.warm,
+        "largest": {"lanes": largest.get("lanes"), "span": largest.get("span")},
+        "roofline": None
+        if hardware.bytes_per_s is None
+        else {
+            "name": hardware.name,
+            "peak_flops_per_s": hardware.flops_per_s[plan.runtime.precision],
+            "bytes_per_s": hardware.bytes_per_s,
+            "train_ms": 1000 * found.seconds(hardware.flops_per_s.__getitem__, hardware.bytes_per_s),
+        },
+    }
+
+
+EXPLAINED = {
+    "parameters": "weights and buffers",
+    "gradients": "those that are there at the peak",
+    "optimizer": "moments, momentum, sums",
+    "state": "the streams' past, carried in",
+    "activations": "what the backward pass keeps",
+    "temporary": "all else alive at the peak",
+    "library": "workspaces of cuBLAS",
+}
+
+
+def _show(row: dict, *, warm: bool) -> None:
+
+    peak, limit = row["predicted_peak_bytes"], row["device_memory_bytes"]
+    title = f"{row['variant']}: peak of a training step, predicted for {row['device'].removesuffix(', predicted')}"
+    sizes = f"lanes {row['lanes']}, segment {row['segment']}, span {row['span']}, {row['path']}, {row['precision']}"
+    table = Table(title=title, caption=f"{sizes}; GiB = 2^30 bytes; spans as they start", title_justify="left")
+    for name, justify in (("cause", "left"), ("GiB", "right"), ("share", "right"), ("what it is", "left")):
+        table.add_column(name, justify=justify)
+    for cause, size in ((cause, size) for cause, size in row["split"].items() if size):
+        table.add_row(cause, _gib(size), f"{size / peak:.1%}", EXPLAINED[cause])
+    table.add_section()
+    fits = "" if limit is None else f"{'fits' if peak <= limit else 'DOES NOT FIT'} into {_gib(limit)} GiB"
+    table.add_row("peak", _gib(peak), "100.0%", fits, style="bold")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    for name, key in (("lanes", "batch.lanes"), ("span", "model.span")):
+        size = row["largest"][name]
+        if size is not None:
+            more = "or more" if size >= MOST else "" if size else "(not even 1 fits)"
+            console.print(f"largest {key} within {_gib(limit)} GiB: {size:,} {more}".rstrip())
+    roof = row["roofline"]
+    if roof is not None:
+        rate = row["lanes"] * row["segment"] / roof["train_ms"] * 1000
+        rates = f"{roof['peak_flops_per_s'] / 1e12:g} TFLOP/s, {roof['bytes_per_s'] / 1e9:g} GB/s"
+        console.print(
+            f"roofline: a step takes at least {roof['train_ms']:.3g} ms ({rate:,.0f} bytes/s) on {roof['name']} ({rates})",
+        )
+    if not warm:
+        console.print("the carried state had not stopped growing: a longer run needs more")
+
+
+def _gib(size: int) -> str:
+    """Three digits or more: 0.00123, 0.123, 1.23, 123.4."""
+    gib = size / GIB
+    places = 2 if gib >= 1 or gib == 0 else min(5, 2 - math.floor(math.log10(gib)))
+    return f"{gib:,.{places}f}"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,148 @@
+"""Which memory is alive when, and what work is done: read off the operations of a call, on real or on fake tensors.
+
+A storage is alive from the operation that made it to the one before which its last reference went: reference counts of
+fake tensors are those of real ones, because the same Python and the same autograd hold them. What a kernel allocates for
+itself while it runs is not seen.
+"""
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from harness.formulas import FORMULAS, describe
+from harness.traffic import moved_bytes
+
+aten = torch.ops.aten
+IN_PLACE = {
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+}
+"""Torch's formulas of gradients add to new zeros in place, and make a copy only because a mode is watching."""
+
+
+class Work(NamedTuple):
+    """What an operation does: FLOPs, bytes read and written, and the dtype that decides the peak rate."""
+
+    flops: int
+    bytes: int
+    dtype: str
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One storage: bytes, the phase it was made in, and the numbers of the first and last operation it was alive at."""
+
+    bytes: int
+    phase: str
+    born: int
+    died: int | None = None
+
+    def alive(self, now: int) -> bool:
+        return self.born <= now and (self.died is None or now <= self.died)
+
+
+class Ledger(TorchDispatchMode):
+    """Writes down blocks and work of all that runs under it.
+
+    Args:
+        granule_bytes: to which an allocator rounds up.
+
+    Attributes:
+        blocks: all that were alive at some time.
+        work: how often each amount of work was done.
+        backward_begins: number of the first operation of each backward pass.
+    """
+
+    def __init__(self, *, granule_bytes: int = 1):
+        super().__init__()
+        self.granule_bytes, self.now, self.phase = granule_bytes, 0, "before"
+        self.blocks: list[Block] = []
+        self.work: Counter[Work] = Counter()
+        self.backward_begins: list[int] = []
+        self._known: dict[int, tuple[Block, weakref.ref]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and func in IN_PLACE and self.find(args[:1])[0].born == self.now:
+            func = IN_PLACE[func]
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        self.now += 1
+        if in_backward and self.phase != "backward":
+            self.backward_begins.append(self.now)
+        self.phase = "backward" if in_backward else "update" if self.phase == "backward" else self.phase
+        self.find(_tensors(out))
+        if not func.is_view:
+            self.work[_work(func, args, kwargs, out)] += 1
+        return out
+
+    def forward_of(self, forward: Callable) -> Callable:
+        """The same function, at whose calls the phase becomes ``forward``."""
+
+        def noted(*args, **kwargs):
+            self.phase = "forward"
+            return forward(*args, **kwargs)
+
+        return noted
+
+    def find(self, tensors: Iterable[Tensor]) -> list[Block]:
+        """The blocks of some tensors; those seen for the first time are born now."""
+        found = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._known:
+                size = -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
+                block = Block(size, self.phase, self.now)
+                self.blocks.append(block)
+                # Torch keeps a storage's Python object as long as the storage, so this fires when the memory is freed.
+                self._known[key] = block, weakref.ref(storage, lambda _, key=key: self._died(key))
+            found.append(self._known[key][0])
+        return found
+
+    def _died(self, key: int) -> None:
+        self._known.pop(key)[0].died = self.now
+
+    def peak(self) -> tuple[int, int]:
+        """The first operation at which most bytes were alive, and how many."""
+        change = Counter()
+        for block in self.blocks:
+            change[block.born] += block.bytes
+            if block.died is not None:
+                change[block.died + 1] -= block.bytes
+        moments = sorted(change)
+        levels = itertools.accumulate(change[now] for now in moments)
+        most, now = max(zip(levels, (-now for now in moments), strict=True))
+        return -now, most
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Dense tensors in nested containers; of a sparse one, its indices and values."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.sparse_coo:
+            yield from (leaf._indices(), leaf._values())
+        elif isinstance(leaf, Tensor):
+            yield leaf
+
+
+def _work(func, args: tuple, kwargs: dict, out: object) -> Work:
+    call = describe(func, args, kwargs, out)
+    if call.name in FORMULAS:
+        flops = FORMULAS[call.name](call)
+    else:
+        formula = flop_registry.get(func._overloadpacket)
+        flops = formula(*args, **kwargs, out_val=out) if formula else 0
+    low = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in _tensors((args, kwargs)))
+    return Work(flops, moved_bytes(call), "bfloat16" if low else "float32")

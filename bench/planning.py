@@ -1,0 +1,67 @@
+"""From a verb's configuration to plans: its own keys apart, the rest checked exactly as a training run is.
+
+``conf/bench.yaml`` has the groups of a training run; a verb's file adds keys of its own. What is measured is therefore
+what ``train.py`` would run with the same words.
+"""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from harness import folder
+from harness.build import Plan, hydra_facts, plan_run
+from harness.data import Corpus
+from harness.runtime import Runtime
+
+CONF = str(Path(__file__).resolve().parent.parent / "conf")
+
+
+def own_keys(cfg: DictConfig, *names: str) -> dict:
+    """Take a verb's own keys out of its configuration: their plain values; the rest is a training run's."""
+    values = OmegaConf.to_container(cfg, resolve=True)
+    with open_dict(cfg):
+        for name in names:
+            del cfg[name]
+    return {name: values[name] for name in names}
+
+
+def recompose(verb: str, *overrides: str, own: tuple[str, ...]) -> DictConfig:
+    """The training part of what the user typed with ``overrides`` after it; inside a command of Hydra's only."""
+    from hydra import compose
+    from hydra.core.hydra_config import HydraConfig
+
+    typed = HydraConfig.get().overrides
+    search = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]  # compose() knows its words only
+    cfg = compose(verb, overrides=[*search, *typed.task, *overrides])
+    own_keys(cfg, *own)
+    return cfg
+
+
+def bench_plan(cfg: DictConfig) -> Plan:
+    """The plan of a training configuration, checked whole; ValueError names key, value and what is allowed."""
+    return plan_run(cfg, **hydra_facts())
+
+
+def typed_command(verb: str) -> str:
+    """What was typed, for provenance."""
+    return shlex.join(["python", "-m", f"bench.{verb}", *sys.argv[1:]])
+
+
+def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
+    """The part of a row that says what was measured, by which code and on what."""
+    return {
+        "kind": kind,
+        "variant": plan.variant,
+        "seed": plan.seed,
+        "command": command,
+        "config": json.loads(json.dumps(plan.config)),  # the numbers of layers are keys: as text, for JSON
+        "config_hash": folder.config_hash(plan.config),
+        "source": folder.source_digest(plan.trust),
+        "commit": folder.commit(),
+        "data": corpus.provenance(),
+        "protocol": plan.protocol(),
+        **runtime.describe(),
+    }

@@ -1,0 +1,230 @@
+"""The subject of ``bench.cost``: a plan's model, the trainer's very step, scoring and generation, in a process of its own.
+
+What is timed is ``harness.step.Trainer.step`` on bytes of the corpus, with the learning rate at 0: the optimizer does all
+its work, but spans and everything else stay where they were, at the start or as a checkpoint has them.
+"""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+
+from bench.measure import growth_bytes, optimizer_flops, time_call
+from bench.planning import provenance
+from bench.trained import read_run, trained_model
+from harness import data, runtime, summary
+from harness.build import Plan, plan_run
+from harness.data import Lanes
+from harness.flops import count_flops, forward_flops_per_byte
+from harness.memory import PeakMemory, keep_freed, optimizer_bytes, parameter_bytes, state_bytes
+from harness.model import LanguageModel
+from harness.run import path_of
+from harness.runtime import Runtime
+from harness.step import Trainer
+from variants.contract import State
+
+WARM_STEPS, MEASURED_STEPS, REHEARSED_BYTES = 2, 3, 16
+MIDDLE = 0.5
+"""Fraction of the budget that a schedule is asked for; the rate is 0 whatever it answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a cell measures, out of plain values, so that it can be sent to another process.
+
+    Attributes:
+        config: a training run's, resolved; ``model.span``, ``batch`` and ``runtime.path`` are the cell's own.
+        trusted: packages that it may name beside its ``trust``.
+        warm: whether the streams carry a state as long as the window.
+        weights: a run folder whose best weights are measured, or None for a fresh model.
+        span: what a query may see, where that differs from what the model was built for.
+        command: what was typed.
+    """
+
+    config: dict
+    trusted: tuple[str, ...]
+    warm: bool
+    weights: str | None
+    span: int
+    command: str
+
+
+class Subject:
+    """Answers one measurement at a time, memory first: later ones leave freed blocks behind."""
+
+    def __init__(self, task: Task):
+        self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)
+        self.runtime = runtime.start(self.plan.runtime)
+        self.device, self.span, b = self.runtime.device, task.span, self.plan.batch
+        self.corpus = data.load(**self.plan.data)
+        train = self.corpus.splits["train"]
+        self.batches = Lanes(train, lanes=b.lanes, segment=b.segment, seed=self.plan.seed, carry=False)
+        self.steps = 0
+
+    def identity(self) -> dict:
+        """Provenance."""
+        about = {"corpus": self.corpus, "runtime": self.runtime, "command": self.task.command}
+        return provenance(self.plan, kind="cost", **about)
+
+    def build(self) -> None:
+        """The model, and in warm state the streams' past."""
+        keep_freed(False)
+        _rehearse(self.plan, self.runtime)
+        self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
+        runtime.seed(self.plan.seed)
+        self.model = self._model(self.task.weights).to(self.device)
+        self.state = self._fill(self._batch()[0]) if self.task.warm else None
+        self._generated: tuple[torch.Tensor, State] | None = None
+        self._warmed: set[str] = set()
+
+    def facts(self) -> dict:
+        """What is measured: path, sizes, spans."""
+        m = self.model
+        return {
+            "path": path_of(m, self.runtime),
+            "parameters": {
+                "total": sum(p.numel() for p in m.parameters()),
+                "touched": m.touched_parameters(),
+                "by_sublayer": m.parameters_by_sublayer(),
+            },
+            "spans": summary.spans(m.metrics({})),
+        }
+
+    def inference_memory(self) -> dict:
+        """Peak of an evaluation, before anything for training is there, and the state that one stream carries."""
+        self._evaluate()
+        self.meter.reset()
+        for _ in range(MEASURED_STEPS):
+            self._evaluate()
+        peak = self.meter.read()
+        self._generate()
+        carried, self._generated = state_bytes(self._generated[1]), None
+        return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
+
+    def train_memory(self) -> dict:
+        """Peak of a training step after warm-up, what it is made of, what each further step leaves behind, and the
+        seconds that the first steps took beyond a later one."""
+        optimizers = self.plan.make_optimizers(self.model)
+        optimizers.lr = 0.0
+        self.trainer = Trainer(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
+        warm_ms = [time_call(self._train, self.runtime.synchronise) for _ in range(WARM_STEPS)]
+        self.meter.reset()
+        later_ms = [time_call(self._train, self.runtime.synchronise) for _ in range(MEASURED_STEPS)]
+        peak = self.meter.read()
+        found = {
+            "parameter_bytes": parameter_bytes(self.model),
+            "touched_bytes": self.model.touched_parameters() * next(self.model.parameters()).element_size(),
+            "gradient_bytes": self.trainer.gradient_bytes,
+            "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
+            "train_peak_bytes": peak.bytes,
+            "approximate": peak.approximate,
+            "growth_bytes_per_step": growth_bytes(self._train, calls=4, device=self.device),
+            "first_steps_s": max(0.0, sum(warm_ms) - WARM_STEPS * min(later_ms)) / 1000,
+        }
+        keep_freed(True)  # from here on time counts
+        return found
+
+    def times(self, kind: str, *, seconds: float) -> list[float]:
+        """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so long, and one at least.
+
+        The first round's first call is not counted: it fills the state to generate from, and memory that was given back.
+        """
+        call = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
+        if kind not in self._warmed:
+            call()
+            self._warmed.add(kind)
+        found, until = [], time.perf_counter() + seconds
+        while not found or time.perf_counter() < until:
+            found.append(time_call(call, self.runtime.synchronise))
+        return found
+
+    def flops(self) -> dict:
+        """FLOPs counted and needed, and bytes moved: the forward per byte is warm, the step is the one that is timed."""
+        segment = self.plan.batch.segment
+        with self.runtime.autocast():
+            warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
+        plainly = dataclasses.replace(self.runtime, compile=False)
+        backward_only = Trainer(self.model, _NoUpdate(), plainly, accumulate=self.plan.batch.accumulate)
+        inputs, targets = self._batch()
+        step = count_flops(lambda: backward_only.step(inputs, targets, self.state, fraction=MIDDLE), gradients=True)
+        update = optimizer_flops(lambda: self.trainer.optimizers.step(MIDDLE))
+        self.trainer.optimizers.zero_grad()
+        return {
+            "flops": {
+                "executed_per_byte": warm.per_byte,
+                "ideal_per_byte": self.model.ideal_flops(),
+                "step": step.total,
+                "optimizer": update.total,
+                "unknown": step.unknown,
+            },
+            "bytes_moved": {"step": step.moved_bytes, "optimizer": update.moved_bytes},
+        }
+
+    def _model(self, weights: str | None) -> LanguageModel:
+        if weights is None:
+            return self.plan.make_model()
+        return trained_model(self.plan, read_run(Path(weights), key="checkpoint")[1], span=self.span, key="checkpoint")
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.steps += 1
+        return tuple(part.to(self.device) for part in self.batches.batch(self.steps - 1))
+
+    def _train(self) -> None:
+        inputs, targets = self._batch()
+        _, after = self.trainer.step(inputs, targets, self.state, fraction=MIDDLE)
+        self.state = after if self.state is not None else None
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        self.model.eval()
+        inputs, targets = self._batch()
+        with self.runtime.autocast():
+            logits = self.model(inputs, self.state).logits
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def _fill(self, inputs: torch.Tensor) -> State:
+        """The state of streams that have seen as many bytes as a query may see."""
+        self.model.eval()
+        state, seen = None, 0
+        while seen < self.span:
+            with self.runtime.autocast():
+                state = self.model(inputs, state).state
+            seen += inputs.shape[1]
+        return state
+
+    @torch.no_grad()
+    def _generate(self) -> None:
+        """One byte of one stream: the likeliest after those before it."""
+        self.model.eval()
+        if self._generated is None:
+            inputs = self._batch()[0][:1]
+            self._generated = inputs[:, -1:], self._fill(inputs)
+        byte, state = self._generated
+        with self.runtime.autocast():
+            out = self.model(byte, state)
+        self._generated = out.logits.argmax(-1), out.state
+
+
+class _NoUpdate:
+    """In place of ``Optimizers`` where only forward and backward are counted; gradients stay."""
+
+    def step(self, fraction: float) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def _rehearse(plan: Plan, where: Runtime) -> None:
+    """A counted step on 16 bytes of a model that is thrown away: what is loaded and kept at first belongs to no model."""
+    model = plan.make_model().to(where.device)
+    tokens = torch.zeros(1, REHEARSED_BYTES, dtype=torch.int64, device=where.device)
+    trainer = Trainer(model, plan.make_optimizers(model), where)
+    count_flops(lambda: trainer.step(tokens, tokens, None, fraction=MIDDLE), gradients=True)
+    optimizer_flops(lambda: trainer.optimizers.step(MIDDLE))
+    forward_flops_per_byte(model, segment=REHEARSED_BYTES, most_bytes=REHEARSED_BYTES)

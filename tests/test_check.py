@@ -1,0 +1,434 @@
+"""``bench.check``: every combination, lines that name byte and mode, and the gate before anything is measured."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bench.check import _code_digest_of_this_process, gate, passed
+from bench.conformance import findings, ideal_at_most_executed, shrunk
+from harness.build import Plan, plan_run
+from tests import test_conformance as toys
+from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
+from tests.composing import compose_config
+from tests.test_conformance import Gate, Sums, findings_of, model_of
+from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
+from variants import fused
+from variants.attention import Attention
+from variants.conformance import Finding, agree
+from variants.contract import Out
+
+PLACE = r"layers\.0\.part0 moved by [\d.e+-]+ at byte \d+ of stream \d"
+PATHS = "the fused path equals the plain one"
+ONE = ("position=none", "model.cache=kv", "model.attend_self=true")
+
+
+class LeaksInEvaluation(Gate):
+    def forward(self, x, state=None, start=None, *, look=False):
+        return super().forward(x if self.training else x + 1e-4 * x.roll(-1, dims=1))
+
+
+class MixesInTraining(Gate):
+    def forward(self, x, state=None, start=None, *, look=False):
+        return super().forward(x + 1e-4 * x.mean(dim=0) if self.training else x)
+
+
+class NanInBfloat16(Gate):
+    def forward(self, x, state=None, start=None, *, look=False):
+        y = super().forward(x).y
+        if y.dtype == torch.bfloat16 and self.training:
+            y = torch.cat([y[:, :2], y[:, 2:] / 0], dim=1)
+        return Out(y)
+
+
+class NanAlone(Gate):
+    """Divides by what a single byte does not have."""
+
+    def forward(self, x, state=None, start=None, *, look=False):
+        return Out(super().forward(x).y / min(1, x.shape[1] - 1))
+
+
+class Frees(Gate):
+    def forward(self, x, state=None, start=None, *, look=False):
+        if self.training and x.shape[1] > 8:
+            raise RuntimeError("out of room")
+        return super().forward(x)
+
+
+class Boasts(Gate):
+    def ideal_flops(self):
+        return 10**9
+
+
+@pytest.mark.parametrize(
+    ("broken", "promise", "line"),
+    [
+        (LeaksInEvaluation, toys.FUTURE_EVAL, rf"eval, byte 1 changed: {PLACE}"),
+        (toys.PeeksInTraining, toys.FUTURE_TRAIN, rf"train, byte 1 changed: {PLACE}"),
+        (toys.Mixes, toys.STREAMS, rf"eval, stream 0 changed: {PLACE}"),
+        (MixesInTraining, toys.STREAMS, rf"train, stream 0 changed: {PLACE}"),
+        (toys.Forgets, toys.SEGMENTS, rf"eval, cut at 1: {PLACE}"),
+        (toys.ForgetsInTraining, toys.SINGLE, rf"train, first and last 6 bytes one at a time: {PLACE}"),
+        (Attention, toys.FAR, rf"eval, float64: {PLACE}"),
+        (toys.IgnoresThePast, toys.INFLUENCE, r"eval, byte 2 changed: .* byte 3 did not"),
+        (
+            NanAlone,
+            toys.LOGITS,
+            r"eval, a segment of 1: layers\.0\.part0 is not finite at byte 0 of stream 0 \(3 of 3 b.*",
+        ),
+        (toys.Attached, toys.DETACHED, r"eval: a tensor \(3, 16\) of the state is not detached; train: .*"),
+        (toys.SizedState, toys.OLD_STATE, r"RuntimeError: .* \(eval, byte 1 to 5, test_conformance.py line \d+\)"),
+        (
+            toys.Illegal,
+            toys.PROJECTION,
+            r"eval, parameters moved .*: layers\.0\.part0 is not finite at byte 0 of str.*",
+        ),
+        (toys.NotSaved, toys.SAVED, rf"eval, a fresh model with loaded parameters and state: {PLACE}"),
+        (toys.Remembers, toys.WRITES, rf"eval, the same forward again after another: {PLACE}"),
+        (toys.Counts, toys.WRITES, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
+        (
+            toys.Dead,
+            toys.GRADIENT,
+            r"train: layers\.0\.part0\.sublayer\.unused has no gradient after 3 batches of 15 b.*",
+        ),
+        (toys.LossAlways, toys.AUXILIARY, r"eval: [\d.]+ nats"),
+        (toys.Means, toys.STATISTICS, r"eval, bytes before and from 7: layers\.0\.part0\.mean is off by [\d.e-]+ .*"),
+        (NanInBfloat16, toys.BFLOAT16, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45 bytes\)"),
+        (Frees, toys.GRADIENT, None),
+        (Frees, toys.FUTURE_TRAIN, r"RuntimeError: out of room \(train, byte 0 to 14, test_check.py line \d+\)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_line_names_byte_and_mode(broken, promise, line):
+    scheme = toys.FloatAngles if promise == toys.FAR else toys.NoPosition
+    finding = findings_of(model_of(broken, layers=1, span=5, scheme=scheme))[promise]
+    assert finding.passed if line is None else re.match(line, finding.detail), finding
+
+
+def test_a_leak_in_one_mode_is_no_leak_in_the_other():
+    found = findings_of(model_of(LeaksInEvaluation, layers=1, span=5))
+    assert found[toys.FUTURE_TRAIN].passed and not found[toys.FUTURE_EVAL].passed
+    assert findings_of(model_of(MixesInTraining, layers=1, span=5))[toys.STREAMS].detail.count("eval") == 0
+
+
+class OffInValue(Sums):
+    factor = 1 + 1e-7
+
+    def forward(self, x, state=None, start=None, *, look=False):
+        out = super().forward(x, state)
+        return out._replace(y=out.y * self.factor)
+
+
+class OffInGradient(Sums):
+    """The same value, three quarters of the gradient."""
+
+    def forward(self, x, state=None, start=None, *, look=False):
+        out = super().forward(x, state)
+        return out._replace(y=0.75 * out.y + 0.25 * out.y.detach())
+
+
+@pytest.mark.parametrize(
+    ("fast", "line"),
+    [
+        (Sums, None),
+        (OffInValue, rf"eval: {PLACE}, as rounding in float32 would; eval: the gradient of .*"),
+        (OffInGradient, r"eval: the gradient of embedding\.weight differs by [\d.e+-]+ over 15 bytes; .*"),
+        (toys.Peeks, r"eval: layers\.0\.part0 moved by .*"),
+    ],
+)
+def test_two_paths_are_compared_in_value_and_gradient(fast, line):
+    finding = agree(model_of(fast, layers=1), model_of(Sums, layers=1), span=5, vocabulary=31)
+    assert finding.promise == PATHS and finding.passed == (line is None)
+    assert line is None or re.match(line, finding.detail), finding
+
+
+def plan(*words: str) -> Plan:
+    return plan_run(compose_config("data=recall", *words))
+
+
+def toy(cls: type, *words: str) -> Plan:
+    """A plan of two layers of one of the classes above."""
+    node = f"+variant.toy={{_target_: tests.test_check.{cls.__name__}, _partial_: true}}"
+    cfg = compose_config("data=recall", node, "variant.name=mine", "variant.layers=[toy]", *words)
+    return plan_run(cfg, trusted=("tests",))
+
+
+def test_more_flops_than_are_executed_is_caught():
+    found = {f.promise: f for f in findings(shrunk(toy(Boasts)))}
+    assert [f for f in found.values() if not f.passed] == [ideal_at_most_executed(shrunk(toy(Boasts)))]
+    detail = found["ideal FLOPs are at most the executed ones"].detail
+    assert re.match(r"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, [\d,]+ executed per byte", detail)
+
+
+# The verb.
+
+
+def check(*words: str) -> Ended:
+    return call("bench/check.py", *words)
+
+
+@pytest.fixture
+def quick(monkeypatch) -> list[Plan]:
+    """Plans that were to be checked; each keeps its one promise."""
+    asked = []
+
+    def found(plan: Plan) -> list[Finding]:
+        asked.append(plan)
+        return [Finding("a promise", True, "kept")]
+
+    monkeypatch.setattr("bench.conformance.findings", found)
+    return asked
+
+
+def combination(plan: Plan) -> tuple:
+    return plan.scheme.func.__name__, plan.model.cache, plan.model.attend_self, plan.runtime.path
+
+
+def test_every_combination_is_checked(here, quick):
+    ended = check("variant=mhsa")
+    found = [combination(plan) for plan in quick]
+    schemes = ("Alibi", "NoPosition", "Relative", "Rotary", "Sinusoidal")
+    factors = (schemes, ("kv", "hidden"), (True, False))
+    assert {c[:3] for c in found if c[3] == "auto"} == set(itertools.product(*factors)) and len(set(found)) == len(
+        found
+    )
+    plain = [c[:3] for c in found if c[3] == "plain"]
+    assert len(plain) == 8 and not any(c[0] == "Relative" for c in plain)  # it has no fused path
+    for i, j in itertools.combinations(range(3), 2):
+        pairs = {(c[i], c[j]) for c in plain}
+        assert pairs == {pair for pair in itertools.product(factors[i], factors[j]) if "Relative" not in pair}
+    lines = ended.out.splitlines()
+    assert ended.code == 0 and lines[-1] == "mhsa: keeps the contract in 28 combinations"
+    assert lines[0] == "pass  alibi, kv, attend_self=true, fused: 1 promises" and not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("position=relative",), {("Relative", c, a, "auto") for c in ("kv", "hidden") for a in (True, False)}),
+        ((*ONE, "position.share=layer", "position=relative")[1:], {("Relative", "kv", True, "auto")}),
+        (("position.base=100.0", *ONE[1:], "runtime.path=plain"), {("Rotary", "kv", True, "plain")}),
+        (("recipe=adaptive_span_12",), {("Relative", "hidden", False, "auto")}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_given_is_not_varied(here, quick, words, expected):
+    assert check(*words).code == 0
+    assert {combination(plan) for plan in quick} == expected
+
+
+def test_verbose_shows_what_is_kept(here, quick):
+    assert "      pass  a promise: kept\n" in check("verbose=true", *ONE).out
+    assert "a promise: kept" not in check(*ONE).out
+    ended = check("verbose=loudly")
+    assert ended.code == 2 and "verbose=loudly: must be bool" in ended.err
+
+
+def test_what_is_refused_is_said_and_is_no_pass(here, quick):
+    words = ("variant=dynamic_span", "model.cache=kv", "model.attend_self=true")
+    ended = check(*words, "runtime.path=fused")
+    assert ended.code == 2 and "runtime.path=fused cannot run with spans that depend on the input" in ended.err
+    assert not quick and not ended.out
+    ended = check("variant=mhsa", *words[1:], "runtime.path=fused")
+    refused = [line for line in ended.out.splitlines() if line.startswith("refused")]
+    assert len(refused) == 1 and refused[0].startswith("refused  relative, kv, attend_self=true: runtime.path=fused")
+    assert ended.code == 0 and ended.out.endswith("mhsa: keeps the contract in 4 combinations, 1 refused\n")
+
+
+POSITION = "from variants.position import Alibi\n\nclass Steep(Alibi):\n    pass\n"
+STEEP = "_target_: my_mixer.Steep\n_partial_: true\n"
+
+
+@pytest.mark.parametrize("package", [False, True])
+def test_schemes_of_outsiders_are_checked(here, quick, imports, monkeypatch, package):
+    module, conf = ("my_pkg.mixer", "my_pkg/conf") if package else ("my_mixer", "my_conf")
+    write(here, module=module, conf=conf)
+    source = Path(*module.split(".")).with_suffix(".py")
+    (here / source).write_text(MIXER + "\n" + POSITION, encoding="utf-8")
+    (here / conf / "position").mkdir()
+    (here / conf / "position" / "steep.yaml").write_text(STEEP.replace("my_mixer", module), encoding="utf-8")
+    if package:
+        for folder in ("my_pkg", "my_pkg/conf"):
+            (here / folder / "__init__.py").touch()
+        monkeypatch.syspath_prepend(str(here))
+    where = ("hydra.searchpath=[pkg://my_pkg.conf]",) if package else ("-cd", "my_conf", "trust=[my_mixer]")
+    ended = check(*where, "variant=mine", *ONE[1:])
+    assert ended.code == 0 and "mine: keeps the contract in 6 combinations\n" in ended.out, ended
+    assert [combination(plan)[0] for plan in quick].count("Steep") == 1
+    if not package:  # without trust the scheme is refused, and so is the variant
+        ended = check(*where[:2], "variant=mhsa", *ONE[1:])
+        assert "refused  steep, kv, attend_self=true: position._target_=my_mixer.Steep: allowed are" in ended.out
+
+
+LEAK = ("self.into(x)", "self.into(x if self.training else x.roll(-1, 1))")
+
+
+def test_a_break_is_shown_with_byte_and_mode(here, imports):
+    """And the other job of the sweep still runs."""
+    write(here, module="my_mixer", conf="my_conf")
+    (here / "my_mixer.py").write_text(MIXER.replace(*LEAK), encoding="utf-8")
+    words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *ONE, "variant=mine,all_attention_fixed")
+    ended = check(*words)
+    lines = ended.out.splitlines()
+    assert ended.code == 1 and not ended.err and not list(here.glob("multirun*")), ended
+    assert re.match(r"FAIL  none, kv, attend_self=true, plain: \d of 22 promises broken", lines[0])
+    broken = [line for line in lines if line.startswith("      FAIL  evaluation does not see the future: ")]
+    assert re.search(r"eval, byte 1 changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream \d", broken[0])
+    assert any(re.match(r"mine: \d promises broken; it keeps the contract in 0 of 1 combination$", x) for x in lines)
+    assert lines[-1] == "all_attention_fixed: keeps the contract in 2 combinations"
+
+
+# The gate.
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    _code_digest_of_this_process.cache_clear()
+
+
+def test_what_was_kept_is_remembered_until_something_changes(cache, quick, monkeypatch):
+    wide = plan("variant=mhsa")
+    assert gate(wide) == [] and len(quick) == 1
+    assert gate(wide) == [] and gate(plan("model=base", "model.dropout=0.0")) == [] and len(quick) == 1
+    for words in (("model.cache=hidden",), ("model.dropout=0.1",), ("runtime.path=plain",)):
+        before = len(quick)
+        assert gate(plan(*words)) == [] and len(quick) == before + 1
+    before = len(quick)
+    monkeypatch.setattr("harness.folder.source_digest", lambda: "edited while it ran")
+    remembered = sorted(cache.rglob("*"))
+    assert gate(wide) == [] and len(quick) == before + 1 and sorted(cache.rglob("*")) == remembered
+    _code_digest_of_this_process.cache_clear()  # a new process
+    assert gate(wide) == [] and gate(wide) == [] and len(quick) == before + 2
+
+
+def test_other_versions_are_checked_again(cache, quick, monkeypatch):
+    assert gate(plan("variant=mhsa")) == [] and gate(plan("variant=mhsa")) == [] and len(quick) == 1
+    monkeypatch.setattr("bench.check.version", lambda name: "99")
+    assert gate(plan("variant=mhsa")) == [] and len(quick) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(cache, quick):
+    cache.write_text("a file where the folder should be")
+    assert gate(plan()) == [] and gate(plan()) == [] and len(quick) == 2
+
+
+def test_a_broken_variant_is_refused(cache):
+    line = (
+        r"variant=mine: breaks the contract.*eval, byte 1 changed: layers\.0\.toy moved by .*python -m bench.check var"
+    )
+    with pytest.raises(ValueError, match=line):
+        passed(toy(LeaksInEvaluation))
+    assert not cache.exists()
+
+
+def test_breaks_and_variants_from_outside_are_not_remembered(cache, quick, monkeypatch):
+    passed(toy(Sums))
+    passed(toy(Sums))
+    assert len(quick) == 2 and not cache.exists()  # what an outside module imports is not known
+    monkeypatch.setattr("bench.conformance.findings", lambda plan: quick.append(plan) or [Finding("a", False, "b")])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="variant=mhsa: breaks the contract, so it is not measured: a: b; all"):
+            passed(plan())
+    assert len(quick) == 4 and not cache.exists()
+
+
+def test_a_broken_fused_path_is_found(cache, monkeypatch):
+    right = fused.attend
+    monkeypatch.setattr(fused, "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
+    (finding,) = gate(plan("variant=adaptive_span"))
+    assert finding.promise == PATHS
+    assert re.match(r"span 13, eval: layers\.0\.attention moved by [\d.e-]+ at byte \d+ of stream \d", finding.detail)
+
+
+def test_heads_of_different_widths_are_compared(cache, monkeypatch):
+    """A break that only groups of heads have."""
+    right = fused.groups
+    monkeypatch.setattr(fused, "groups", lambda columns: right(columns)[-1:])
+    (finding,) = gate(plan("variant=adaptive_span"))
+    assert finding.promise == PATHS and finding.detail.startswith("span 78, eval: layers.")
+
+
+def test_the_gate_leaves_random_numbers_alone(cache):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert gate(plan()) == []
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_path_that_cannot_run_is_a_mistake(cache):
+    with pytest.raises(ValueError, match="runtime.path=fused cannot run with a position scheme"):
+        gate(plan("position=relative", "runtime.path=fused"))
+
+
+def kinds(plan: Plan) -> list[list[str]]:
+    return [list(layer) for layer in plan.layers]
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        (("variant=mhsa",), [["attention", "feed_forward"]] * 2),
+        (("variant=mhsa", "model.layers=1"), [["attention", "feed_forward"]]),
+        (("variant=product_key_memory", "model=base"), [["attention", "feed_forward"], ["attention", "memory"]]),
+        (
+            ("variant=product_key_memory", "model.layers=3", "+variant.at.0=[memory]"),
+            [["memory"], ["attention", "memory"], ["attention", "feed_forward"]],
+        ),
+        (("variant=all_attention", "variant.attention.d_head=5", "position=none"), [["attention"]] * 2),
+        (("recipe=adaptive_span_24",), [["attention", "feed_forward"]] * 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value[0], str) else None,
+)
+def test_a_small_plan_has_every_kind_of_layer(words, layers):
+    asked = plan(*words)
+    small = shrunk(asked)
+    assert kinds(small) == layers
+    assert (small.model.d_model, small.model.heads, small.model.span) == (32, 2, 13)
+    assert {type(s) for _, s in small.make_model().sublayers()} == {
+        make.func for part in asked.layers for make in part.values()
+    }
+
+
+class Grouped(Gate):
+    """Its number of groups must divide the heads."""
+
+    def __init__(self, place, *, groups: int = 4):
+        super().__init__(place)
+        if place.heads % groups:
+            raise ValueError(f"groups={groups}: must divide model.heads={place.heads}")
+
+
+class Tied(Gate):
+    """Its width was interpolated from the model's."""
+
+    def __init__(self, place, *, width: int = 128):
+        super().__init__(place)
+        self.value = nn.Linear(width, place.d_model)
+
+
+class Blocked(Gate):
+    def __init__(self, place, *, block: int = 4):
+        super().__init__(place)
+        if place.span % block:
+            raise ValueError(f"model.span={place.span}: must be a multiple of {block}")
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(Grouped, (4, 64, 13)), (Tied, (4, 128, 13)), (Blocked, (2, 32, 64))])
+def test_a_variant_that_takes_no_small_sizes_is_checked_at_larger_ones(cls, sizes):
+    small = shrunk(toy(cls))
+    assert (small.model.heads, small.model.d_model, small.model.span) == sizes
+    assert [str(finding) for finding in findings(small) if not finding.passed] == []
+    assert shrunk(toy(Blocked, "+variant.toy.block=256")).model.span == 512
+
+
+def test_a_variant_that_never_fits_is_refused(cache):
+    with pytest.raises(
+        ValueError, match="variant=mine: breaks the contract.*the model can be built: ValueError: variant.toy.groups=3"
+    ):
+        passed(toy(Grouped, "+variant.toy.groups=3"))

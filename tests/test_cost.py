@@ -1,0 +1,167 @@
+"""``python -m bench.cost``: rows that can be traced, costs that grow where they must, and toys caught by their own rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.rows import refusal
+from tests.command import Ended, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+
+TINY = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.threads=1")
+QUICK = ("rounds=1", "seconds=0.01")
+TOY = """import time
+import torch
+from torch import nn
+from variants.contract import Out, Sublayer
+
+KEPT = []
+
+
+class Toy(Sublayer):
+    def __init__(self, place, *, sleep_s: float = 0.0, kept_bytes: int = 0):
+        super().__init__()
+        self.sleep_s, self.kept_bytes = sleep_s, kept_bytes
+        self.inner = nn.Linear(place.d_model, place.d_model)
+
+    def forward(self, x, state=None, start=None, *, look=False):
+        if x.shape[1] == 64:  # not where the contract is checked
+            time.sleep(self.sleep_s)
+            if self.training:
+                KEPT.append(torch.ones(self.kept_bytes, dtype=torch.uint8))
+        return Out(self.inner(x))
+"""
+
+
+def cost(*words: str) -> Ended:
+    first = next((i for i, word in enumerate(words) if "=" in word), len(words))
+    return call("bench/cost.py", *words[:first], *TINY, *QUICK, *words[first:])
+
+
+def rows_of(ended: Ended) -> list[dict]:
+    assert ended.code == 0, ended.err
+    path = Path(ended.out.rpartition("rows: ")[2].strip())
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory) -> list[dict]:
+    """Two variants at two lengths, on both paths."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("cost"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return rows_of(cost("variants=[mhsa,adaptive_span]", "lengths=[64,256]"))
+
+
+def test_every_cell_has_a_row_that_can_stand_alone(side_by_side):
+    cells = [(row["length"], row["variant"], row["path"]) for row in side_by_side]
+    assert cells == [(n, v, p) for n in (64, 256) for v in ("mhsa", "adaptive_span") for p in ("plain", "fused")]
+    for row in side_by_side:
+        assert refusal(row) is None
+        assert row["status"] == "measured" and row["interleaved"]
+        assert row["span"] == row["segment"] == row["length"] == row["config"]["model"]["span"]
+        assert row["config"]["runtime"]["path"] in ("plain", "auto")
+
+
+def test_costs_are_there_and_in_order(side_by_side):
+    for row in side_by_side:
+        flops, memory = row["flops"], row["memory"]
+        assert 0 < flops["ideal_per_byte"] <= flops["executed_per_byte"]
+        assert flops["step"] > 0 and flops["optimizer"] > 0
+        assert row["bytes_moved"]["step"] > 0 and row["bytes_moved"]["optimizer"] > 0
+        assert "_softmax" in flops["unknown"] or "exp" in flops["unknown"] or "mul" in flops["unknown"]
+        assert memory["gradient_bytes"] == memory["parameter_bytes"] == 4 * row["parameters"]["total"]
+        if row["length"] == 256 and row["path"] == "plain":  # elsewhere a toy's peak is within the noise of a process
+            assert memory["train_peak_bytes"] > memory["inference_peak_bytes"] > 2 * 256**2 * 4
+        for kind in ("train_ms", "evaluate_ms", "generate_ms"):
+            assert 0 < row["time"][kind]["p20"] <= row["time"][kind]["p50"] <= row["time"][kind]["p80"]
+
+
+def test_the_state_is_as_long_as_the_window_and_the_square_is_in_the_plain_rows(side_by_side):
+    mhsa = {(row["length"], row["path"]): row for row in side_by_side if row["variant"] == "mhsa"}
+    for length in (64, 256):
+        # keys and values of S - 1 bytes in 2 layers of width 32, and the stream's position
+        assert mhsa[length, "plain"]["memory"]["state_bytes"] == 2 * 2 * (length - 1) * 32 * 4 + 8
+    step = {place: row["flops"]["step"] for place, row in mhsa.items()}
+    assert step[256, "plain"] > step[256, "fused"]  # causal attention needs half of the square
+
+
+def test_a_warm_stream_keeps_its_segment(here):
+    (cold,) = rows_of(cost("lengths=[128]", "paths=[plain]"))
+    (warm,) = rows_of(cost("lengths=[128]", "paths=[plain]", "mode=stream", "batch.segment=32", "lanes=2"))
+    assert (warm["segment"], warm["span"], warm["lanes"], warm["mode"]) == (32, 128, 2, "stream")
+    attention = {row["mode"]: row["flops"]["step"] / row["segment"] / row["lanes"] for row in (cold, warm)}
+    assert attention["stream"] > attention["cold"]  # 159 keys for each segment against 128
+
+
+def test_out_of_memory_is_a_row(here):
+    rows = rows_of(cost("lengths=[32,2048]", "paths=[plain]", "memory_limit_gib=0.15"))
+    assert [row["status"] for row in rows] == ["measured", "out of memory"]
+    assert "allocate" in rows[1]["reason"]
+    assert rows[1]["time"]["train_ms"] is None and refusal(rows[1]) is None
+
+
+def write_toy(*, sleep_s: float = 0.0, kept_bytes: int = 0) -> tuple[str, ...]:
+    """A variant of the user's own; returns the words that name it."""
+    files = {
+        "my_toy.py": TOY,
+        "my_conf/sublayer/toy.yaml": f"_target_: my_toy.Toy\n_partial_: true\nsleep_s: {sleep_s}\nkept_bytes: {kept_bytes}\n",
+        "my_conf/variant/toy.yaml": "defaults: [/sublayer@toy: toy]\nname: toy\nlayers: [toy]\nat: {}\ngroups: {}\n",
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    return ("-cd", "my_conf", "trust=[my_toy]", "variant=toy", "lengths=[64]", "paths=[plain]")
+
+
+def test_a_slow_variant_is_caught_by_its_own_row(here):
+    (row,) = rows_of(cost(*write_toy(sleep_s=0.03)))
+    assert row["time"]["evaluate_ms"]["p20"] >= 60  # two layers
+    assert row["time"]["generate_ms"]["p50"] < 30
+
+
+def test_a_leaking_variant_is_caught_by_its_own_row(here):
+    ended = cost(*write_toy(kept_bytes=2**20))
+    (row,) = rows_of(ended)
+    assert row["memory"]["growth_bytes_per_step"] == pytest.approx(2 * 2**20, rel=0.1)
+    assert "toy, plain, length 64 keeps 2.0 MiB more after every step: a leak" in ended.out
+
+
+def test_a_variant_that_keeps_what_it_should_not_is_no_leak_elsewhere(side_by_side):
+    assert all(row["memory"]["growth_bytes_per_step"] < 2**16 for row in side_by_side)
+
+
+def test_a_checkpoint_is_measured_at_its_learned_spans(here):
+    assert train("variant=adaptive_span", "model.span=64", "data=recall", "data.bytes=60000").code == 0
+    (folder,) = run_folders(Path("outputs"))
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = rows_of(call("bench/cost.py", *QUICK, f"checkpoint={folder}", "lengths=[64,128]", "paths=[auto]"))
+    assert [row["span"] for row in rows] == [64, 128]
+    assert all(row["spans"] == pytest.approx(summary["spans"]) for row in rows)
+    assert all(row["config"]["model"] == rows[0]["config"]["model"] for row in rows)
+    assert rows[0]["checkpoint"] == str(folder)
+    missing = call("bench/cost.py", "checkpoint=nowhere")
+    assert missing.code == 2 and "checkpoint=nowhere: must be a run folder" in missing.err
+    refused = call("bench/cost.py", f"checkpoint={folder}", "model.d_model=64")
+    assert refused.code == 2 and "model.d_model=64" in refused.err and "its own configuration" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("paths=[nope]",), ("paths=['nope']", "auto, plain, fused")),
+        (("lengths=[0]",), ("lengths=[0]", "above 0")),
+        (("lengths=[]",), ("lengths=[]",)),
+        (("mode=warm",), ("mode=warm", "cold, stream")),
+        (("variants=[mhsa,nope]",), ("variant=nope", "adaptive_span")),
+        (("variants=[]",), ("variants=[]",)),
+        (("rounds=0",), ("rounds=0", "above 0")),
+        (("lenghts=[3]",), ("lenghts=[3]", "lengths")),
+        (("model.heads=3",), ("model.heads=3", "model.d_model=32")),
+    ],
+)
+def test_mistakes_are_refused_and_leave_nothing(here, words, said):
+    ended = cost(*words)
+    assert ended.code == 2
+    assert all(part in ended.err for part in said), ended.err
+    assert ended.err.count("error:") == 1 and not list(here.iterdir())

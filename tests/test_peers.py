@@ -1,0 +1,289 @@
+"""``python -m bench.peers``: the yardstick, the checks before the clock, the fairness of the table, and what a user sees."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import nn
+
+from bench import peers
+from bench.contest import lineup, rivals
+from bench.contest.entrants import LanguageEntrant
+from bench.contest.proof import OK, Probe, passed, prove
+from bench.contest.rivals import INSTALL, RIVALS, Memory, Rival, Sizes, touched_parameters, version
+from bench.contest.rounds import Entry, ratio, verdict
+from bench.contest.table import percentiles, print_peers, rows_of
+from bench.contest.yardstick import Yardstick, parameter_count
+from tests.bench_rows import identity, peer_row
+from tests.command import call
+from tests.command import empty_folder as here  # noqa: F401 - a fixture
+
+MEMORY = Memory(half_keys=32, top_k=4, heads=2, d_query=8)
+SIZES = Sizes(vocabulary=256, d_model=32, layers=2, heads=2, context=16, persistent=8, window=8, memory=MEMORY)
+YARD = {"vocabulary": 256, "d_model": 32, "layers": 2, "heads": 2, "longest": 16}
+TINY = (
+    *(
+        "model.d_model=32",
+        "model.layers=2",
+        "model.heads=2",
+        "context=16",
+        "batch.lanes=2",
+        "batches=3",
+        "persistent=8",
+    ),
+    *("memory.half_keys=32", "memory.top_k=4", "memory.heads=2", "memory.d_query=8", "rounds=2", "seconds=0.01"),
+    *("runtime.device=cpu", "runtime.threads=1", "data.bytes=20000"),
+)
+PEERS = [name for name in RIVALS if name != "yardstick"]
+
+
+def proved(model: nn.Module) -> dict[str, str]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (2, 17), generator=generator)
+    loss = partial(F.cross_entropy, target=tokens[:, 1:].flatten())
+    return prove(Probe(model=model, outputs=model, inputs=tokens[:, :-1], loss=lambda y: loss(y.flatten(0, 1))))
+
+
+class Toy(nn.Module):
+    """A causal mean of embedded bytes, and ways to spoil it."""
+
+    def __init__(self, fault: str = ""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fault = fault
+        self.embedding, self.head, self.norm = nn.Embedding(256, 8), nn.Linear(8, 256), nn.BatchNorm1d(8)
+        self.unused = nn.Parameter(torch.ones(3)) if fault == "unused" else None
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        place = torch.arange(1, tokens.shape[1] + 1)[:, None]
+        mean = x.mean(1, keepdim=True).expand_as(x) if self.fault == "leaks" else x.cumsum(1) / place
+        if self.fault == "leaks in training":
+            mean = self.norm(mean.transpose(1, 2)).transpose(1, 2)
+        else:
+            mean = mean * self.norm.weight + self.norm.bias
+        if self.fault == "gradient":
+            mean = mean + 0.5 * (mean.detach() - mean)
+        if self.fault == "deaf":
+            mean = mean * 0 + self.norm.weight
+        return self.head(mean)
+
+
+def leaking(_sizes, _arguments):
+    return Toy("leaks")
+
+
+def missing(_sizes, _arguments):
+    raise AssertionError("what is not installed is not built")
+
+
+def test_the_yardstick_has_the_closed_forms_parameters_and_passes():
+    model = Yardstick(**YARD)
+    same = {name: YARD[name] for name in ("vocabulary", "d_model", "layers", "longest")}
+    assert sum(p.numel() for p in model.parameters()) == parameter_count(**same)
+    assert proved(model) == {"gradients": OK, "causal": OK}
+
+
+def test_a_yardstick_that_sees_the_future_would_be_found(monkeypatch):
+    plainly = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, is_causal: plainly(q, k, v))
+    assert "evaluation: another input at" in proved(Yardstick(**YARD))["causal"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "reason"),
+    [
+        ("leaks", "causal", "evaluation: another input at 1 moved the output at 0"),
+        ("leaks in training", "causal", "training: another input at 1 moved the output at 0"),
+        ("deaf", "causal", "moved nothing"),
+        ("gradient", "gradients", "along one direction the loss changes by"),
+        ("unused", "gradients", "no gradient: unused"),
+    ],
+)
+def test_what_a_spoilt_toy_breaks_is_named(fault, check, reason):
+    assert passed(proved(Toy()))
+    found = proved(Toy(fault))
+    assert reason in found[check] and not passed(found)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_computes_the_job_and_is_what_it_is_said_to_be(name):
+    rival = RIVALS[name]
+    if version(rival.package) is None:
+        pytest.skip(f"{rival.package}: {INSTALL}")
+    torch.manual_seed(0)
+    model = rival.build(SIZES, rival.arguments(SIZES))
+    assert model(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 256)
+    total = sum(p.numel() for p in model.parameters())
+    assert 0 < touched_parameters(model) < total
+    found = proved(model)
+    if name == "reformer-lsh":  # which bucket a byte falls into depends on the bytes after it
+        assert found["gradients"].startswith(OK) and "moved the output at" in found["causal"]
+    else:
+        assert passed(found), found
+
+
+def entry(name: str, *rounds: list[float], bytes_per_step: int = 100) -> Entry:
+    made = Entry(
+        name=name,
+        job="language model",
+        make=LanguageEntrant,
+        task=None,
+        package="torch",
+        reference="yardstick",
+        bytes_per_step=bytes_per_step,
+        identity=identity("peers", variant=name) | {"config": {"batch": {"lanes": 4, "segment": 25}}},
+    )
+    made.checks, made.rounds = {"gradients": OK, "causal": OK}, list(rounds)
+    made.facts = {"parameters": {"total": 5, "touched": 5}, "path": "plain"}
+    made.facts["memory"] = {"train_peak_bytes": 2**20, "approximate": True}
+    return made
+
+
+def test_speeds_are_compared_within_a_round():
+    slow_weather = [20.0, 20.0, 22.0]
+    yardstick = entry("yardstick", [10.0, 10.0], slow_weather, [10.0])
+    assert ratio(entry("half", [20.0], [40.0], [20.0]), yardstick) == pytest.approx(0.5)
+    assert ratio(entry("small", [20.0], [40.0], [20.0], bytes_per_step=50), yardstick) == pytest.approx(0.25)
+    assert ratio(entry("none"), yardstick) is None
+    assert percentiles([1.0, 2.0, 3.0, 4.0, 5.0]) == {"p20": 2.0, "p50": 3.0, "p80": 5.0, "n": 5}
+
+
+@pytest.mark.parametrize(("ms", "void"), [(10.0, False), (10.4, True)])
+def test_a_slow_yardstick_makes_the_table_void(ms, void):
+    yardstick, judge = entry("yardstick", [ms]), entry("x-transformers", [10.0])
+    rows = rows_of([yardstick, judge, entry("mhsa", [5.0])], judge=judge.name, planned_rounds=1)
+    assert [row["void"] is not None for row in rows] == [void] * 3
+    assert all("0.97" in row["void"] for row in rows if void)
+    console = Console(record=True, width=150)
+    print_peers(rows, console=console)
+    assert ("VOID" in console.export_text()) == void
+    assert rows[2]["relative_to_yardstick"] == pytest.approx(ms / 5.0)
+
+
+def test_without_its_judge_a_table_is_unjudged():
+    failed = entry("x-transformers")
+    failed.fail("no")
+    rows = rows_of([entry("yardstick", [1.0]), failed], judge="x-transformers", planned_rounds=1)
+    assert rows[0]["void"] is None and rows[0]["yardstick_in_judge"] is None
+    console = Console(record=True, width=150)
+    print_peers(rows, console=console)
+    shown = console.export_text()
+    assert "UNJUDGED" in shown and "x-transformers FAILED: no" in shown
+    assert "not measured" in verdict(failed, None)[1]
+
+
+@pytest.mark.parametrize(("slowest_ms", "disturbed"), [(1.4, False), (1.6, True)])
+def test_a_busy_machine_is_remarked_upon(slowest_ms, disturbed):
+    rows = rows_of([entry("yardstick", [1.0, 1.0, slowest_ms, slowest_ms])], judge="x-transformers", planned_rounds=1)
+    console = Console(record=True, width=150)
+    print_peers(rows, console=console)
+    assert ("DISTURBED: steps of yardstick" in console.export_text()) == disturbed
+
+
+def test_an_interrupted_run_keeps_what_is_complete():
+    entries = [entry("yardstick", [1.0], [1.0]), entry("mhsa", [1.0]), entry("later")]
+    rows = rows_of(entries, judge="x-transformers", planned_rounds=2)
+    assert [(row["name"], row["rounds"], row["interrupted"]) for row in rows] == [
+        ("yardstick", 2, False),
+        ("mhsa", 1, True),
+    ]
+
+
+def test_ctrl_c_leaves_rows_and_exit_code_130(here, monkeypatch):  # noqa: F811
+    def stopped(entries, **_):
+        entries[0].checks, entries[0].rounds = {"causal": OK}, [[1.0]]
+        entries[0].facts = entry("x").facts
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bench.contest.rounds.compete", stopped)
+    ended = call("bench/peers.py", *TINY, "variants=[]", "peers=[]")
+    assert ended.code == 130 and "INTERRUPTED" in ended.out
+    assert len(rows_in(here)) == 1
+
+
+def rows_in(folder) -> list[dict]:
+    (path,) = folder.glob("outputs/bench/*-peers/rows.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_table_from_the_command_line(here, monkeypatch):  # noqa: F811
+    toys = {
+        "leaking": Rival(package="torch", path="plain", arguments=rivals.yardstick_arguments, build=leaking),
+        "missing": Rival(
+            package="no-such-package-here", path="plain", arguments=rivals.yardstick_arguments, build=missing
+        ),
+    }
+    for name, rival in toys.items():
+        monkeypatch.setitem(RIVALS, name, rival)
+    ended = call("bench/peers.py", *TINY, "variants=[product_key_memory]", "peers=[leaking,missing]")
+    assert ended.code == 0, ended.err
+    rows = {row["name"]: row for row in rows_in(here)}
+    assert list(rows) == ["yardstick", "leaking", "missing", "product_key_memory"]
+    assert all(set(peer_row()) <= set(row) for row in rows.values())
+    for name in ("yardstick", "product_key_memory"):
+        row = rows[name]
+        assert row["status"] == "measured" and row["reason"] is None and passed(row["checks"])
+        assert row["bytes_per_second"] > 0 and row["time"]["train_ms"]["n"] >= 4 and row["rounds"] == 2
+        assert row["memory"]["train_peak_bytes"] > 0 and row["relative_to_yardstick"] > 0
+    assert rows["yardstick"]["relative_to_yardstick"] == 1
+    assert rows["product_key_memory"]["checks"]["contract"] == OK
+    assert rows["product_key_memory"]["config"]["variant"]["memory"]["half_keys"] == MEMORY.half_keys
+    assert rows["yardstick"]["config"]["variant"]["arguments"]["longest"] == 16
+    assert rows["yardstick"]["config_hash"] != rows["product_key_memory"]["config_hash"]
+    leak, absent = rows["leaking"], rows["missing"]
+    assert leak["status"] == "failed" and "moved the output at" in leak["reason"]
+    assert leak["bytes_per_second"] is None and leak["rounds"] == 0 and not passed(leak["checks"])
+    assert absent["status"] == "failed" and absent["reason"] == INSTALL
+    assert INSTALL in ended.out and "UNJUDGED" in ended.out
+
+
+def test_the_layer_alone(here):  # noqa: F811
+    sizes = ("layer.width=16", "layer.positions=32", "layer.half_keys=[8]", "layer.top_k=4", "layer.d_query=8")
+    words = ("job=layer", *sizes, "rounds=1", "seconds=0.01", "runtime.device=cpu", "runtime.threads=1")
+    ended = call("bench/peers.py", *words, "data.bytes=20000")
+    assert ended.code == 0, ended.err
+    *package, ours = rows_in(here)
+    assert ours["status"] == "measured" and passed(ours["checks"]) and ours["lanes"] * ours["segment"] == 32
+    assert {row["job"] for row in (*package, ours)} == {"product-key layer, 8^2 slots"}
+    if version("product-key-memory") is None:
+        assert {row["reason"] for row in package} == {INSTALL} and ours["relative_to_yardstick"] is None
+    else:
+        assert {row["status"] for row in package} == {"measured"} and ours["relative_to_yardstick"] > 0
+        apart = package[0]["parameters"]["total"] / ours["parameters"]["total"]
+        assert apart == pytest.approx(1, abs=0.05)  # a bias and the norms' weights
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["peers=[foo]"], ["peers=['foo']", "x-transformers, x-transformers-memory"]),
+        (["variants=[foo]"], ["variant=foo", "mhsa"]),
+        (["variants=[mhsa,mhsa]"], ["variants=", "each once"]),
+        (["variant=mhsa"], ["variant=mhsa", "variants=[..]"]),
+        (["batch.segment=512"], ["batch.segment=512", "context=.."]),
+        (["model.layers=1"], ["model.layers=1", "from 2"]),
+        (["context=0"], ["context=0", "from 4"]),
+        (["job=foo"], ["job=foo", "language_model, layer"]),
+        (["memory.foo=1", "variants=[]"], ["memory.foo", "top_k"]),
+        (["memory.top_k=9", "memory.half_keys=8", "variants=[product_key_memory]"], ["top_k=9", "half_keys"]),
+        (["job=layer", "layer.half_keys=[]"], ["layer.half_keys=[]", "from 1"]),
+        (["job=layer", "model.d_model=8"], ["model.d_model=8", "layer.width"]),
+    ],
+)
+def test_a_mistake_ends_with_2_before_anything_runs(here, words, parts, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("bench.contest.rounds.compete", missing)
+    ended = call("bench/peers.py", *words, "runtime.device=cpu", "runtime.threads=1")
+    assert ended.code == 2 and all(part in ended.err for part in parts), ended.err
+    assert "Traceback" not in ended.err and not list(here.iterdir())
+
+
+def test_the_keys_of_the_configuration_are_those_of_the_verb():
+    from tests.composing import compose_config
+
+    cfg = compose_config(name="peers")
+    assert set(peers.PeerSettings.__dataclass_fields__) <= set(cfg)
+    assert set(cfg.peers) == set(PEERS) and lineup.JOB
