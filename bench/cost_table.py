@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 MIB = 2**20
-WIDTH = 118
-COLUMNS = ("step ms", "spread", "evaluate ms", "byte ms", "train MiB", "infer MiB", "state KiB", "FLOPs/B", "ideal")
+WIDTH = 122
+COLUMNS = ("step ms", "spread", "eval ms", "byte ms", "train MiB", "infer MiB", "state KiB", "FLOPs/B", "ideal")
 
 
 def print_costs(rows: Sequence[dict], *, console: Console | None = None) -> None:
@@ -17,7 +17,7 @@ def print_costs(rows: Sequence[dict], *, console: Console | None = None) -> None
 
     Args:
         rows: of ``bench.cost``, in order.
-        console: where to; None is standard output, at least 118 characters wide: a wrapped number is no number.
+        console: where to; None is standard output, at least 122 characters wide: a wrapped number is no number.
     """
     console = console or Console(highlight=False)
     console.width = max(console.width, WIDTH)

@@ -27,7 +27,7 @@ from harness.runtime import Runtime
 from harness.step import Trainer
 from variants.contract import State
 
-WARM_STEPS, MEASURED_STEPS, REHEARSED_BYTES = 2, 3, 16
+WARM_STEPS, REHEARSED_BYTES = 2, 16
 MIDDLE = 0.5
 """Fraction of the budget that a schedule is asked for; the rate is 0 whatever it answers."""
 
@@ -98,8 +98,7 @@ class Subject:
         """Peak of an evaluation, before anything for training is there, and the state that one stream carries."""
         self._evaluate()
         self.meter.reset()
-        for _ in range(MEASURED_STEPS):
-            self._evaluate()
+        self._evaluate()
         peak = self.meter.read()
         self._generate()
         carried, self._generated = state_bytes(self._generated[1]), None
@@ -111,9 +110,15 @@ class Subject:
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.trainer = Trainer(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
-        warm_ms = [time_call(self._train, self.runtime.synchronise) for _ in range(WARM_STEPS)]
+        taken_ms: list[float] = []
+
+        def step() -> None:
+            taken_ms.append(time_call(self._train, self.runtime.synchronise))
+
+        for _ in range(WARM_STEPS):
+            step()
         self.meter.reset()
-        later_ms = [time_call(self._train, self.runtime.synchronise) for _ in range(MEASURED_STEPS)]
+        growth = growth_bytes(step, calls=2, device=self.device)
         peak = self.meter.read()
         found = {
             "parameter_bytes": parameter_bytes(self.model),
@@ -122,8 +127,8 @@ class Subject:
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
             "train_peak_bytes": peak.bytes,
             "approximate": peak.approximate,
-            "growth_bytes_per_step": growth_bytes(self._train, calls=4, device=self.device),
-            "first_steps_s": max(0.0, sum(warm_ms) - WARM_STEPS * min(later_ms)) / 1000,
+            "growth_bytes_per_step": growth,
+            "first_steps_s": max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000,
         }
         keep_freed(True)  # from here on time counts
         return found
@@ -131,16 +136,18 @@ class Subject:
     def times(self, kind: str, *, seconds: float) -> list[float]:
         """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so long, and one at least.
 
-        The first round's first call is not counted: it fills the state to generate from, and memory that was given back.
+        The first round's first call is not counted if it is short: it fills what memory was given back. That of ``generate``
+        never is: it reads the bytes to go on from.
         """
         call = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
-        if kind not in self._warmed:
+        if kind == "generate" and self._generated is None:
             call()
-            self._warmed.add(kind)
         found, until = [], time.perf_counter() + seconds
         while not found or time.perf_counter() < until:
             found.append(time_call(call, self.runtime.synchronise))
-        return found
+        warm = kind in self._warmed or len(found) == 1
+        self._warmed.add(kind)
+        return found if warm else found[1:]
 
     def flops(self) -> dict:
         """FLOPs counted and needed, and bytes moved: the forward per byte is warm, the step is the one that is timed."""
