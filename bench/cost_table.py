@@ -62,7 +62,8 @@ def _cells(row: dict) -> list[str]:
 
 def _notes(rows: Sequence[dict]) -> list[str]:
     notes = [
-        "FLOPs/B: forward, warm, executed; ideal: what the mechanism needs. byte: generating one byte of one stream."
+        "step: a training step, the median, and the spread from 20th to 80th percentile. byte: generating one, of one stream.",
+        "FLOPs/B: forward, warm, as executed; ideal: what the mechanism needs.",
     ]
     if any((row["memory"] or {}).get("approximate") for row in rows):
         notes.append("Memory is the process's high-water mark above its start: approximate.")
