@@ -196,22 +196,29 @@ def test_every_combination_is_checked(here, quick):
         found
     )
     plain = [c[:3] for c in found if c[3] == "plain"]
-    assert len(plain) == 8 and not any(c[0] == "Relative" for c in plain)  # it has no fused path
+    assert len(plain) == 10
     for i, j in itertools.combinations(range(3), 2):
         pairs = {(c[i], c[j]) for c in plain}
-        assert pairs == {pair for pair in itertools.product(factors[i], factors[j]) if "Relative" not in pair}
+        assert pairs == set(itertools.product(factors[i], factors[j]))
     lines = ended.out.splitlines()
-    assert ended.code == 0 and lines[-1] == "mhsa: keeps the contract in 28 combinations"
+    assert ended.code == 0 and lines[-1] == "mhsa: keeps the contract in 30 combinations"
     assert lines[0] == "pass  alibi, kv, attend_self=true, fused: 1 promises" and not list(here.iterdir())
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("position=relative",), {("Relative", c, a, "auto") for c in ("kv", "hidden") for a in (True, False)}),
-        ((*ONE, "position.share=layer", "position=relative")[1:], {("Relative", "kv", True, "auto")}),
+        (
+            ("position=relative",),
+            {("Relative", c, a, "auto") for c in ("kv", "hidden") for a in (True, False)}
+            | {("Relative", "kv", True, "plain"), ("Relative", "hidden", False, "plain")},
+        ),
+        (
+            (*ONE, "position.share=layer", "position=relative")[1:],
+            {("Relative", "kv", True, p) for p in ("auto", "plain")},
+        ),
         (("position.base=100.0", *ONE[1:], "runtime.path=plain"), {("Rotary", "kv", True, "plain")}),
-        (("recipe=adaptive_span_12",), {("Relative", "hidden", False, "auto")}),
+        (("recipe=adaptive_span_12",), {("Relative", "hidden", False, p) for p in ("auto", "plain")}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -232,10 +239,10 @@ def test_what_is_refused_is_said_and_is_no_pass(here, quick):
     ended = check(*words, "runtime.path=fused")
     assert ended.code == 2 and "runtime.path=fused cannot run with spans that depend on the input" in ended.err
     assert not quick and not ended.out
-    ended = check("variant=mhsa", *words[1:], "runtime.path=fused")
+    ended = check("variant=mhsa", *words[1:], "variant.attention.d_head=5")
     refused = [line for line in ended.out.splitlines() if line.startswith("refused")]
-    assert len(refused) == 1 and refused[0].startswith("refused  relative, kv, attend_self=true: runtime.path=fused")
-    assert ended.code == 0 and ended.out.endswith("mhsa: keeps the contract in 4 combinations, 1 refused\n")
+    assert len(refused) == 1 and refused[0].startswith("refused  rotary, kv, attend_self=true: position=rotary needs")
+    assert ended.code == 0 and ended.out.endswith("mhsa: keeps the contract in 7 combinations, 1 refused\n")
 
 
 POSITION = "from variants.position import Alibi\n\nclass Steep(Alibi):\n    pass\n"
@@ -362,8 +369,8 @@ def test_the_gate_leaves_random_numbers_alone(cache):
 
 
 def test_a_path_that_cannot_run_is_a_mistake(cache):
-    with pytest.raises(ValueError, match="runtime.path=fused cannot run with a position scheme"):
-        gate(plan("position=relative", "runtime.path=fused"))
+    with pytest.raises(ValueError, match="runtime.path=fused cannot run with spans that depend on the input"):
+        gate(plan("variant=dynamic_span", "runtime.path=fused"))
 
 
 def kinds(plan: Plan) -> list[list[str]]:

@@ -62,7 +62,7 @@ MISTAKES = {
     ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
     ("variant=product_key_memory", "variant.memory.top_k=65"): ("variant.memory.top_k=65", "half_keys=64"),
     ("variant=all_attention", "variant.attention.persistent.number=0"): ("variant.attention.persistent.number=0",),
-    ("runtime.path=fused", "position=relative"): ("runtime.path=fused", "auto, plain"),
+    ("runtime.path=fused", "variant=dynamic_span"): ("runtime.path=fused", "auto, plain"),
     ("runtime.device=tpu",): ("runtime.device=tpu", "auto, cpu, cuda"),
     ("optim.lr=-1",): ("optim.lr=-1", "above 0"),
     ("foo bar",): ("'foo bar'", "KEY=VALUE"),

@@ -18,7 +18,8 @@ from variants.attention import Attention
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
-COMMANDS = {"train": TINY, "check": TINY, "evaluate": ("run=somewhere",)}
+COMMANDS = {"train": TINY, "bench": TINY, "evaluate": ("run=somewhere",)}
+COMMANDS |= dict.fromkeys(("check", "cost", "fit", "peers"), ())  # they have keys of their own
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
 POSITIONS = [file.removeprefix("position/") for file in FILES if file.startswith("position/")]
 RESERVED = ("values", "keys", "items", "pop", "forward", "training")

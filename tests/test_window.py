@@ -15,7 +15,14 @@ from variants.position import alibi_slopes
 from variants.window import Persistent, Window, skew, soft_mask, visible
 
 ATTEND = {"plain": window.attend, "fused": fused.attend}
-PATHS = pytest.mark.parametrize("attend", ATTEND.values(), ids=ATTEND)
+
+
+def banded(q: Tensor, k: Tensor, v: Tensor, window: Window, *, persistent: Persistent | None = None) -> Tensor:
+    """The fused path with a vector for each distance, all of them zero."""
+    return fused.attend(q, k, v, window, vectors=q.new_zeros(max(window.columns), q.shape[-1]), persistent=persistent)
+
+
+PATHS = pytest.mark.parametrize("attend", [*ATTEND.values(), banded], ids=[*ATTEND, "banded"])
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -124,7 +131,10 @@ class Draw:
     def attend(self, path: str, **changes) -> Tensor:
         persistent = Persistent(*(self.inputs[n] for n in ("extra_q", "m_k", "m_v"))) if "m_k" in self.inputs else None
         q, k, v = (self.inputs[name] for name in "qkv")
-        return ATTEND[path](q, k, v, self.seen._replace(**changes), bias=self.bias, persistent=persistent)
+        added = {"bias": self.bias}
+        if (vectors := self.inputs.get("p")) is not None:
+            added = {"bias": q @ vectors.T} if path == "plain" else {"vectors": vectors}
+        return ATTEND[path](q, k, v, self.seen._replace(**changes), **added, persistent=persistent)
 
 
 @st.composite
@@ -146,13 +156,16 @@ def draws(draw, dtype: torch.dtype = DOUBLE) -> Draw:
     if draw(st.booleans()):
         number = draw(st.sampled_from([1, 40]))
         shapes |= {"extra_q": shapes["q"], "m_k": (heads, number, width), "m_v": (heads, number, width)}
+    kind = draw(st.sampled_from(["nothing", "bias", "vectors"]))
+    if kind == "vectors":
+        shapes["p"] = (max(columns), width)
     seed = draw(st.integers(0, 99))
     inputs = {
         n: normal(*shape, seed=seed + i).detach().to(dtype).requires_grad_()
         for i, (n, shape) in enumerate(shapes.items())
     }
     bias = None
-    if draw(st.booleans()):
+    if kind == "bias":
         bias = (-alibi_slopes(heads)[:, None] * torch.arange(max(columns))).to(dtype)
     return Draw(inputs | ({} if z is None else {"z": z}), Window(columns, draw(st.integers(0, 1)), z, ramp), bias)
 

@@ -175,24 +175,31 @@ class Attention(Sublayer):
         return k, v, (k[:, :, skip:].detach(), v[:, :, skip:].detach())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, reach: Window, persistent: Persistent | None) -> Tensor:
-        bias = self.position.bias(q, max(reach.columns))
+        columns = max(reach.columns)
         if self.path(q.device, training=self.training) == "fused":
-            return fused.attend(q, k, v, reach, bias=bias, persistent=persistent)
+            vectors = self.position.vectors(columns)
+            bias = self.position.bias(q, columns) if vectors is None else None
+            return fused.attend(q, k, v, reach, bias=bias, vectors=vectors, persistent=persistent)
+        bias = self.position.bias(q, columns)
         dropout = self.dropout if self.training else 0.0
         return window.attend(q, k, v, reach, bias=bias, persistent=persistent, dropout=dropout)
 
     def path(self, device: torch.device, *, training: bool) -> str:
-        """``fused`` where it computes the same: on a CPU, without attention dropout, spans and biases per head."""
+        """``fused`` where it computes the same: on a CPU, without attention dropout, with spans per head, and with a bias
+        that is constant or one vector a distance. ValueError where it was asked for and cannot run."""
         obstacles = {
             f"runtime.device={device.type}": device.type != "cpu",
             f"model.dropout={self.dropout}": training and self.dropout > 0,
             "spans that depend on the input": not self.reach.fusable,
-            "a position scheme whose bias depends on the query": not self.position.constant_bias,
+            "a position scheme whose bias depends on the query": not self._kernel_knows_bias(),
         }
         found = [name for name, stands in obstacles.items() if stands]
         if self.wanted_path == "fused" and found:
             raise ValueError(f"runtime.path=fused cannot run with {', '.join(found)}: allowed are auto, plain")
         return "plain" if self.wanted_path == "plain" or found else "fused"
+
+    def _kernel_knows_bias(self) -> bool:
+        return self.position.constant_bias or self.position.vectors(1) is not None
 
     def _look(self, q: Tensor, k: Tensor, reach: Window, persistent: Persistent | None) -> dict[str, Tensor]:
         seen = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.reach.seen(reach.z)

@@ -155,6 +155,10 @@ class Position(nn.Module):
         """Queries or keys ``x [B, H, T, K]`` at stream positions ``start [B]`` and on, turned by their position."""
         return x
 
+    def vectors(self, columns: int) -> Tensor | None:
+        """``[columns, K]`` where ``bias`` is ``q @ vectors.T``, one for each distance, so that kernels may take it as such."""
+        return None
+
     def bias(self, q: Tensor, columns: int) -> Tensor | None:
         """What to add to scaled scores: a constant ``[H, columns]``, or ``[B, H, T, columns]``, or None for nothing.
 

@@ -9,12 +9,15 @@ Three facts make it exact (1905.07799's soft mask, written as an additive bias):
 3. The gradient of a span needs the ramp alone: with upstream g and output o,
    dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t),
    so the kernel treats spans as constants and the ramp is a band of R + 1 keys a query.
+
+The kernel is torch's flash attention for CPUs; a learned vector per distance goes through ``banded.py`` instead.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from variants import banded
 from variants.window import Persistent, Window, skew, soft_mask, visible
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -22,13 +25,25 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, window: Window, *, bias: Tensor | None = None, persistent: Persistent | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    *,
+    bias: Tensor | None = None,
+    vectors: Tensor | None = None,
+    persistent: Persistent | None = None,
 ) -> Tensor:
-    """The same function as ``window.attend`` without dropout; ``bias`` is a constant ``[H, n]``, ``z`` is ``[H]``."""
+    """The same function as ``window.attend`` without dropout; ``z`` is ``[H]``.
+
+    Args:
+        bias: a constant ``[H, n]``.
+        vectors: ``[n, K]`` in its place: the bias is ``q @ vectors.T``, and they get a gradient.
+    """
     keep = min(k.shape[2], q.shape[2] + window.past())
     k, v = k[:, :, k.shape[2] - keep :], v[:, :, v.shape[2] - keep :]
     extra = (None, None, None) if persistent is None else persistent
-    return _Attend.apply(q, k.to(q.dtype), v.to(q.dtype), window.z, *extra, bias, window)
+    return _Attend.apply(q, k.to(q.dtype), v.to(q.dtype), window.z, *extra, vectors, bias, window)
 
 
 def groups(columns: tuple[int, ...]) -> list[tuple[int, list[int]]]:
@@ -80,15 +95,11 @@ def _plan(table: Tensor | None, window: Window, q: Tensor, k: Tensor):
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, z, extra_q, extra_k, extra_v, bias, window):
-        y = torch.zeros_like(q)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for heads, t, j, mask in _plan(_table(bias, window), window, q, k):
-            y[:, heads, t], lse[:, heads, t] = _flash(
-                q[:, heads, t], k[:, heads, j], v[:, heads, j], attn_mask=mask, scale=1.0
-            )
-        blind = max(0, window.shift - (k.shape[2] - q.shape[2]))  # first rows that see no key; the kernel says 0
-        lse[:, :, :blind] = -torch.inf
+    def forward(ctx, q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, window):
+        if vectors is None:
+            y, lse = _forward(q, k, v, bias, window)
+        else:
+            y, lse = banded.forward(q, k, v, window, vectors)
         if extra_q is not None:
             out, part = _flash(_fold(extra_q), extra_k[None].to(q.dtype), extra_v[None].to(q.dtype), scale=1.0)
             out, part = _unfold(out, q.shape[0]), _unfold(part, q.shape[0])
@@ -96,29 +107,52 @@ class _Attend(torch.autograd.Function):
             y = y * (lse - joint).exp()[..., None].to(q.dtype) + out * (part - joint).exp()[..., None].to(q.dtype)
             lse = joint
         lse.masked_fill_(lse == -torch.inf, torch.inf)  # a blind row has weights 0, also in the backward
-        ctx.save_for_backward(q, k, v, z, extra_q, extra_k, extra_v, bias, y, lse)
+        ctx.save_for_backward(q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, y, lse)
         ctx.window = window
         return y
 
     @staticmethod
     def backward(ctx, g):
-        q, k, v, z, extra_q, extra_k, extra_v, bias, y, lse = ctx.saved_tensors
-        window, g = ctx.window, g.contiguous()
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for heads, t, j, mask in _plan(_table(bias, window), window, q, k):
-            one, two = (g[:, heads, t], q[:, heads, t]), (k[:, heads, j], v[:, heads, j])
-            joint = (y[:, heads, t], lse[:, heads, t].contiguous())
-            a, b, c = _flash_backward(*one, *two, *joint, 0.0, False, attn_mask=mask, scale=1.0)
-            dq[:, heads, t] = a
-            dk[:, heads, j] += b
-            dv[:, heads, j] += c
-        dz = _span_gradient(q, k, v, z, y, lse, g, bias, window) if ctx.needs_input_grad[3] else None
+        q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, y, lse = ctx.saved_tensors
+        g, dvectors = g.contiguous(), None
+        if vectors is None:
+            dq, dk, dv = _backward(g, q, k, v, y, lse, bias, ctx.window)
+            dz = _span_gradient(q, k, v, z, y, lse, g, bias, ctx.window) if ctx.needs_input_grad[3] else None
+        else:
+            dq, dk, dv, dvectors, dz = banded.backward(g, q, k, v, y, lse, ctx.window, vectors)
+            dz = None if dz is None else dz.to(z.dtype)
         extras = (None, None, None)
         if extra_q is not None:
             two, joint = (extra_k[None].to(q.dtype), extra_v[None].to(q.dtype)), (_fold(y), _fold(lse).contiguous())
             a, b, c = _flash_backward(_fold(g), _fold(extra_q), *two, *joint, 0.0, False, scale=1.0)
             extras = (_unfold(a, q.shape[0]), b[0].to(extra_k.dtype), c[0].to(extra_v.dtype))
-        return dq, dk, dv, dz, *extras, None, None
+        return dq, dk, dv, dz, *extras, dvectors, None, None
+
+
+def _forward(q, k, v, bias, window: Window) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the context alone, -inf where nothing is seen."""
+    y = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    for heads, t, j, mask in _plan(_table(bias, window), window, q, k):
+        y[:, heads, t], lse[:, heads, t] = _flash(
+            q[:, heads, t], k[:, heads, j], v[:, heads, j], attn_mask=mask, scale=1.0
+        )
+    blind = max(0, window.shift - (k.shape[2] - q.shape[2]))  # first rows that see no key; the kernel says 0
+    lse[:, :, :blind] = -torch.inf
+    return y, lse
+
+
+def _backward(g, q, k, v, y, lse, bias, window: Window) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by the context, from the joint output and log-sum-exp."""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for heads, t, j, mask in _plan(_table(bias, window), window, q, k):
+        one, two = (g[:, heads, t], q[:, heads, t]), (k[:, heads, j], v[:, heads, j])
+        joint = (y[:, heads, t], lse[:, heads, t].contiguous())
+        a, b, c = _flash_backward(*one, *two, *joint, 0.0, False, attn_mask=mask, scale=1.0)
+        dq[:, heads, t] = a
+        dk[:, heads, j] += b
+        dv[:, heads, j] += c
+    return dq, dk, dv
 
 
 def _fold(x: Tensor) -> Tensor:

@@ -111,8 +111,11 @@ class Relative(Position):
         if d_head:
             self.table = place.shared(Relative, d_head, make) if share == "network" else make()  # [S, K]
 
+    def vectors(self, columns: int) -> Tensor:
+        return self.table[:columns]
+
     def bias(self, q: Tensor, columns: int) -> Tensor:
-        return q @ self.table[:columns].T.to(q.dtype)
+        return q @ self.vectors(columns).T.to(q.dtype)
 
     def ideal_flops(self, columns: float) -> float:
         return 2 * columns * self.table.shape[1]
