@@ -42,7 +42,7 @@ WITH_CHECKPOINT = (*OWN, "checkpoint", "runtime", "trust", "outputs")
 def main(cfg: DictConfig) -> None:
     from bench.check import passed
     from bench.cost_table import print_costs
-    from bench.measuring import measure_together
+    from bench.measuring import STEPS, measure_together
     from bench.planning import bench_plan
     from bench.progress import Steps
     from bench.rows import RowFile
@@ -58,7 +58,7 @@ def main(cfg: DictConfig) -> None:
         for length in settings.lengths
     ]
     file, rows = RowFile(Path(cfg.outputs), verb="cost"), []
-    with Steps(len(plans) + sum(len(group) for group in groups)) as progress:
+    with Steps(len(plans) + STEPS * sum(len(group) for group in groups)) as progress:
         for plan in plans:
             progress.doing(f"{plan.variant}: does it keep the contract?")
             passed(plan)

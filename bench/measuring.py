@@ -10,6 +10,8 @@ from bench.subject import Subject, Task
 
 KINDS = ("train", "evaluate", "generate")
 GIB = 2**30
+STEPS = 2
+"""Of progress that a cell gives: its memory, and its times with all else."""
 
 
 @dataclass(kw_only=True)
@@ -46,7 +48,7 @@ def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Ite
     Args:
         tasks: all of one length.
         settings: ``CostSettings``.
-        progress: gets one step a task.
+        progress: gets ``STEPS`` a task.
     """
     cells = _measure(tasks, settings=settings, progress=progress)
     for number, cell in enumerate(cells):
@@ -57,7 +59,6 @@ def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Ite
         row = _row(cell, settings=settings, together=len(cells))
         progress.say(_line(row))
         yield row
-    progress.advance(len(tasks))
 
 
 def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measured]:
@@ -73,8 +74,10 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
             new.found |= new.ask("facts") or {}
             if any(_same(new, other) for other in cells[:-1]):
                 cells.pop().cell.close()
+                progress.advance(STEPS)
                 continue
             new.found["memory"] = (new.ask("inference_memory") or {}) | (new.ask("train_memory") or {})
+            progress.advance()
         for kind in KINDS:
             for number in range(settings.rounds):
                 for cell in cells:
@@ -83,6 +86,7 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
         for cell in cells:
             progress.doing(f"length {cell.task.span}: {cell.name}: FLOPs")
             cell.found |= cell.ask("flops") or {}
+            progress.advance()
     finally:
         for cell in cells:
             if cell.cell is not None:

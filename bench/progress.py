@@ -17,12 +17,12 @@ class Steps:
     def __init__(self, total: int, *, console: Console | None = None):
         self._console = console or Console(highlight=False, soft_wrap=True)
         columns = (
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.description}"),
         )
-        self._bar = Progress(*columns, console=self._console, expand=True) if self._console.is_interactive else None
+        self._bar = Progress(*columns, console=self._console) if self._console.is_interactive else None
         self._total = total
 
     def doing(self, text: str) -> None:

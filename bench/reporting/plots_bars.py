@@ -143,7 +143,8 @@ def _fits(rows: list[dict], *, name: str) -> Drawing:
     ax.set_yticks(range(len(rows)), [_fit_label(row) for row in rows])
     ax.grid(axis="y", visible=False)
     handles = [_patch(cause) for cause in causes]
-    handles.append(Line2D([], [], color=INK, linewidth=2, label="memory of the device"))
+    if any(number(row, "device_memory_bytes") for row in rows):
+        handles.append(Line2D([], [], color=INK, linewidth=2, label="memory of the device"))
     if any(number(row, "measured_peak_bytes") for row in rows):
         handles.append(Line2D([], [], color=INK, marker="D", linestyle="none", fillstyle="none", label="measured peak"))
     legend_below(figure, handles)

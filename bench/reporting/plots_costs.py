@@ -85,11 +85,10 @@ def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     handles = [
         Line2D([], [], **_style(line, paths=paths, look=look), label=f"{line.label}, {_path(line)}") for line in lines
     ]
-    handles += [
-        Line2D([], [], color=GREY, marker="o", fillstyle="none", linestyle="none", label="ideal FLOPs"),
-        Line2D([], [], color=GREY, marker="x", linestyle="none", markersize=7, label="out of memory"),
-        Line2D([], [], color=GREY, linewidth=0.8, label="growth with L and L²"),
-    ]
+    handles.append(Line2D([], [], color=GREY, marker="o", fillstyle="none", linestyle="none", label="ideal FLOPs"))
+    if any(row["status"] == OUT for row in rows):
+        handles.append(Line2D([], [], color=GREY, marker="x", linestyle="none", markersize=7, label=OUT))
+    handles.append(Line2D([], [], color=GREY, linewidth=0.8, label="growth with L and L²"))
     legend_below(figure, handles)
     return finish(figure, name=name, title=title, caption=_caption(rows))
 
