@@ -10,7 +10,8 @@ Three facts make it exact (1905.07799's soft mask, written as an additive bias):
    dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t),
    so the kernel treats spans as constants and the ramp is a band of R + 1 keys a query.
 
-The kernel is torch's flash attention for CPUs; a learned vector per distance goes through ``banded.py`` instead.
+The kernel is torch's flash attention for CPUs; learned vectors per distance, and heads with a short soft window, go
+through ``banded.py`` instead.
 """
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from variants import banded
 from variants.window import Persistent, Window, skew, soft_mask, visible
 
+SHORT = 128
+"""Columns up to which a head with a soft mask goes through ``banded.py``: there its span's gradient costs little."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -80,9 +83,12 @@ def _table(bias: Tensor | None, window: Window) -> Tensor | None:
     return soft if bias is None else soft + bias
 
 
-def _plan(table: Tensor | None, window: Window, q: Tensor, k: Tensor):
-    """Yields heads, slices and mask of every call of the kernel; masks of equal shape are made once."""
+def _plan(table: Tensor | None, window: Window, q: Tensor, k: Tensor, widths: set[int]):
+    """Yields heads, slices and mask of every call of the kernel, for heads with so many columns; masks of equal shape
+    are made once."""
     for columns, heads in groups(window.columns):
+        if columns not in widths:
+            continue
         part = slice(None) if len(heads) == len(window.columns) else heads
         mine = None if table is None else table[part]
         masks: dict[tuple[int, int], Tensor] = {}
@@ -96,10 +102,9 @@ def _plan(table: Tensor | None, window: Window, q: Tensor, k: Tensor):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, window):
-        if vectors is None:
-            y, lse = _forward(q, k, v, bias, window)
-        else:
-            y, lse = banded.forward(q, k, v, window, vectors)
+        y = torch.zeros_like(q)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        _forward_(y, lse, q, k, v, bias, vectors, window)
         if extra_q is not None:
             out, part = _flash(_fold(extra_q), extra_k[None].to(q.dtype), extra_v[None].to(q.dtype), scale=1.0)
             out, part = _unfold(out, q.shape[0]), _unfold(part, q.shape[0])
@@ -114,45 +119,59 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, y, lse = ctx.saved_tensors
-        g, dvectors = g.contiguous(), None
-        if vectors is None:
-            dq, dk, dv = _backward(g, q, k, v, y, lse, bias, ctx.window)
-            dz = _span_gradient(q, k, v, z, y, lse, g, bias, ctx.window) if ctx.needs_input_grad[3] else None
-        else:
-            dq, dk, dv, dvectors, dz = banded.backward(g, q, k, v, y, lse, ctx.window, vectors)
-            dz = None if dz is None else dz.to(z.dtype)
+        g = g.contiguous()
+        d = _backward(g, q, k, v, z if ctx.needs_input_grad[3] else None, y, lse, bias, vectors, ctx.window)
         extras = (None, None, None)
         if extra_q is not None:
             two, joint = (extra_k[None].to(q.dtype), extra_v[None].to(q.dtype)), (_fold(y), _fold(lse).contiguous())
             a, b, c = _flash_backward(_fold(g), _fold(extra_q), *two, *joint, 0.0, False, scale=1.0)
             extras = (_unfold(a, q.shape[0]), b[0].to(extra_k.dtype), c[0].to(extra_v.dtype))
-        return dq, dk, dv, dz, *extras, dvectors, None, None
+        return d.q, d.k, d.v, d.z, *extras, d.vectors, None, None
 
 
-def _forward(q, k, v, bias, window: Window) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the context alone, -inf where nothing is seen."""
-    y = torch.zeros_like(q)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    for heads, t, j, mask in _plan(_table(bias, window), window, q, k):
+def _added(bias: Tensor | None, vectors: Tensor | None, window: Window) -> banded.Added:
+    """What goes through ``banded.py``: all heads with vectors, else the short ones with a soft mask."""
+    if vectors is not None:
+        return banded.Added(bias, vectors)
+    return banded.Added(bias, most_columns=0 if window.z is None else SHORT)
+
+
+def _forward_(y, lse, q, k, v, bias, vectors, window: Window) -> None:
+    """Output and log-sum-exp of the context alone, which are 0 and -inf where nothing is seen."""
+    added = _added(bias, vectors, window)
+    if added.widths(window):
+        banded.forward_(y, lse, q, k, v, window, added)
+    others = set(window.columns) - added.widths(window)
+    for heads, t, j, mask in _plan(_table(bias, window), window, q, k, others):
         y[:, heads, t], lse[:, heads, t] = _flash(
             q[:, heads, t], k[:, heads, j], v[:, heads, j], attn_mask=mask, scale=1.0
         )
     blind = max(0, window.shift - (k.shape[2] - q.shape[2]))  # first rows that see no key; the kernel says 0
     lse[:, :, :blind] = -torch.inf
-    return y, lse
 
 
-def _backward(g, q, k, v, y, lse, bias, window: Window) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by the context, from the joint output and log-sum-exp."""
+def _backward(g, q, k, v, z, y, lse, bias, vectors, window: Window) -> banded.Gradients:
+    """Gradients by the context, from the joint output and log-sum-exp; that of z only where it is given."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for heads, t, j, mask in _plan(_table(bias, window), window, q, k):
+    dz = None if z is None else torch.zeros_like(z, dtype=lse.dtype)
+    dvectors = None if vectors is None else torch.zeros_like(vectors)
+    d, added = banded.Gradients(dq, dk, dv, dvectors, dz), _added(bias, vectors, window)
+    if added.widths(window):
+        banded.backward_(d, g, q, k, v, y, lse, window, added)
+    others = set(window.columns) - added.widths(window)
+    long = [h for h, columns in enumerate(window.columns) if columns in others]
+    if z is not None and long:
+        part = window._replace(columns=tuple(window.columns[h] for h in long))
+        mine = [x[:, long] for x in (q, k, v, y, lse, g)]
+        dz[long] = _span_gradient(*mine, z[long], None if bias is None else bias[long], part).to(dz.dtype)
+    for heads, t, j, mask in _plan(_table(bias, window), window, q, k, others):
         one, two = (g[:, heads, t], q[:, heads, t]), (k[:, heads, j], v[:, heads, j])
         joint = (y[:, heads, t], lse[:, heads, t].contiguous())
         a, b, c = _flash_backward(*one, *two, *joint, 0.0, False, attn_mask=mask, scale=1.0)
         dq[:, heads, t] = a
         dk[:, heads, j] += b
         dv[:, heads, j] += c
-    return dq, dk, dv
+    return d if dz is None else d._replace(z=dz.to(z.dtype))
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -164,10 +183,10 @@ def _unfold(x: Tensor, streams: int) -> Tensor:
     return x[0].unflatten(1, (streams, -1)).transpose(0, 1)
 
 
-def _span_gradient(q, k, v, z, y, lse, g, bias, window: Window) -> Tensor:
+def _span_gradient(q, k, v, y, lse, g, z, bias, window: Window) -> Tensor:
     """Fact 3: ``[H]``, from a block of scores of which only the band on the ramp is read."""
     rows, keys, ramp = q.shape[2], k.shape[2], window.ramp
-    size = min(rows, 128)
+    size = min(rows, 64)
     blocks = -(-rows // size)
     far = z + ramp  # rounded as in soft_mask, so that both agree on which side of a kink z is
     near = far.ceil().long() - ramp  # nearest column of each head's ramp
