@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.norms import RMSNorm
 from variants.contract import Place, Position, State, Sublayer
 
 Layers = list[dict[str, Callable[[Place], Sublayer]]]
@@ -84,7 +85,7 @@ class LanguageModel(nn.Module):
         head_zero_init: bool = False,
     ):
         super().__init__()
-        norms = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+        norms = {"layer": nn.LayerNorm, "rms": RMSNorm}
         if norm not in norms:
             raise ValueError(f"model.norm={norm}: allowed are {', '.join(norms)}")
         width = place(0).d_model
