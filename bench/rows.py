@@ -24,20 +24,24 @@ class RowFile:
     Args:
         outputs: root of such folders.
         verb: ``cost``, ``fit``, ``peers``, ...
+        path: a file of the user's own instead, to which rows are added.
 
     Raises:
-        ValueError: ``outputs`` cannot be written.
+        ValueError: ``outputs`` or ``rows`` cannot be written.
     """
 
-    def __init__(self, outputs: Path, *, verb: str):
+    def __init__(self, outputs: Path, *, verb: str, path: Path | None = None):
         name = time.strftime(f"%Y%m%d-%H%M%S-{verb}")
-        self.path, number = outputs / name / ROWS, 1
-        while self.path.parent.exists():  # another call of the same second
+        self.path, number = path or outputs / name / ROWS, 1
+        while path is None and self.path.parent.exists():  # another call of the same second
             number += 1
             self.path = outputs / f"{name}-{number}" / ROWS
-        probe = next(path for path in (outputs, *outputs.absolute().parents) if path.exists())
+        self._key, root = (f"outputs={outputs}", outputs) if path is None else (f"rows={path}", path.parent)
+        probe = next(place for place in (root, *root.absolute().parents) if place.exists())
         if not probe.is_dir():
-            raise ValueError(f"outputs={outputs}: cannot be written ({probe} is a file)")
+            raise ValueError(f"{self._key}: cannot be written ({probe} is a file)")
+        if self.path.is_dir():
+            raise ValueError(f"{self._key}: cannot be written ({self.path} is a folder)")
 
     def append(self, row: dict) -> dict:
         """Write one row and return it as written; AssertionError if it could not be traced."""
@@ -49,7 +53,7 @@ class RowFile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
         except OSError as error:
-            raise ValueError(f"outputs={self.path.parent.parent}: cannot be written ({error.strerror})") from error
+            raise ValueError(f"{self._key}: cannot be written ({error.strerror})") from error
         return row
 
 

@@ -218,7 +218,7 @@ class _Spans:
         on_ramp = (columns >= far.ceil() - window.ramp) & (mask > 0)
         self._share = torch.where(on_ramp, 1 / (window.ramp * mask), 0)
         self._end = torch.where(far == far.floor(), far, -1)[:, 0].long()  # the column of weight 0, where there is one
-        self._any_end, self._ramp = bool((self._end >= 0).any()), window.ramp
+        self._ramp = window.ramp
         self.total = torch.zeros(len(z), dtype=dtype, device=z.device)
 
     def add(self, scores: Tensor, reward: Tensor, moved: Tensor, heads: list[int], hidden: int) -> None:
@@ -234,8 +234,6 @@ class _Spans:
         by_column = moved.unflatten(0, (-1, len(heads))).sum(dim=(0, 2))
         self.total[heads] += (by_column * self._share[heads, :n].flip(-1)).sum(-1)
         end = self._end[heads]
-        if not self._any_end or not ((end >= 0) & (end < n)).any():
-            return
         place = (n - 1 - end).clamp(0, n - 1)
         at = place[None, :, None, None].expand(len(scores) // len(heads), -1, scores.shape[1], 1)
         weight, own = (x.unflatten(0, (-1, len(heads))).gather(-1, at)[..., 0] for x in (scores, reward))

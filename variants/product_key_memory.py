@@ -23,11 +23,14 @@ Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
 import math
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from variants.contract import Out, Place, State, Sublayer
+from variants.table import read, read_uncompiled
+
+SCORES_AT_ONCE = 2**20
 
 
 def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
@@ -54,24 +57,68 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> Tensor:
     return at.gather(-1, ranks.gather(-1, winners.expand(2, *winners.shape)))
 
 
-def weigh(scores: Tensor, found: Tensor, *, activation: str) -> Tensor:
-    """Weights ``[..., k]`` of the slots ``found [2, ..., k]``, from the ``scores [2, ..., C]`` of the two halves.
+class _Choose(torch.autograd.Function):
+    """The slots that each byte reads and their scores, found a block of bytes at a time.
 
-    In float32 or better. The gradient goes to the 2*k scores that were used.
+    Of the C scores of a half, at most k are used: none are kept, and their gradient is made again from those of the sums.
     """
-    sums = at_least_float32(scores.gather(-1, found)).sum(0)
-    return sums.softmax(-1) if activation == "softmax" else sums.relu()
+
+    @staticmethod
+    def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        found, sums = [], []
+        for part in query.split(_block(query, keys)):
+            scores = part.transpose(0, 1) @ keys.mT  # [2 H, b, C]
+            by_half = _by_half(scores)
+            found.append(search(by_half, top_k=top_k, pairs=pairs))
+            sums.append(at_least_float32(by_half.gather(-1, found[-1])).sum(0))
+        found, sums = torch.cat(found, 1), torch.cat(sums)
+        ctx.save_for_backward(query, keys, found)
+        ctx.dtype = scores.dtype  # autocast may have chosen a lower one
+        ctx.mark_non_differentiable(found)
+        return found, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _found: None, d_sums: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        query, keys, found = ctx.saved_tensors
+        block = _block(query, keys)
+        low, d_query, d_keys = keys.to(ctx.dtype), [], torch.zeros_like(keys)
+        d_both = d_sums.expand(2, *d_sums.shape)
+        for part, at, d_part in zip(query.split(block), found.split(block, 1), d_both.split(block, 1), strict=True):
+            d_scores = d_sums.new_zeros(keys.shape[0], len(part), keys.shape[1])  # [2 H, b, C]
+            _by_half(d_scores).scatter_add_(-1, at, d_part)
+            d_scores = d_scores.to(ctx.dtype)
+            d_query.append((d_scores @ low).transpose(0, 1))
+            d_keys += d_scores.mT @ part.transpose(0, 1).to(ctx.dtype)
+        return torch.cat(d_query).to(query.dtype), d_keys, None, None
 
 
-def read(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-    """Weighted sums ``[n, D]`` of the rows ``slots [n, k]`` of ``values [M, D]``, by ``weights [n, k]``."""
-    # Autocast does not cover this function, and it wants one type.
-    weights = weights.to(values.dtype)
-    return F.embedding_bag(slots, values, mode="sum", per_sample_weights=weights, sparse=sparse)
+def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` slots whose keys fit each query best, and how well.
+
+    Args:
+        query: ``[n, 2 H, d]``, the halves of each head side by side.
+        keys: ``[2 H, C, d]``, the half-keys of each.
+        top_k: slots of a head.
+        pairs: ``candidate_pairs`` of the same sizes, on the same device.
+
+    Returns:
+        i and j of the slots, int64 ``[2, n, H, top_k]``, and their scores ``[n, H, top_k]`` in float32 or better, with
+        a gradient for ``query`` and ``keys``.
+    """
+    return _Choose.apply(query, keys, pairs, top_k)
 
 
-# torch.compile of torch 2.13 gets the shape of a sparse gradient wrong and stops, so this one step stays outside.
-read_uncompiled = torch.compiler.disable(read)
+def _block(query: Tensor, keys: Tensor) -> int:
+    """Bytes to search at once: on a CPU so many that their scores stay in the cache, elsewhere all."""
+    if query.device.type != "cpu":
+        return max(1, len(query))
+    return max(1, SCORES_AT_ONCE // (keys.shape[0] * keys.shape[1]))
+
+
+def _by_half(scores: Tensor) -> Tensor:
+    """``[2 H, b, C]`` seen as ``[2, b, H, C]``."""
+    return rearrange(scores, "(h half) b c -> half b h c", half=2)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -138,11 +185,10 @@ class ProductKeyMemory(Sublayer):
     def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
         """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
-        query = rearrange(query.reshape(-1, self.heads, 2, self.d_query // 2), "n h half k -> half h n k")
-        scores = query @ rearrange(self.keys, "h half c k -> half h k c")  # [2, H, n, C]
-        found = search(scores, top_k=self.top_k, pairs=self.pairs)  # [2, H, n, top_k]
-        weights = rearrange(weigh(scores, found, activation=self.activation), "h n k -> n (h k)")
-        slots = rearrange(found[0] * self.half_keys + found[1], "h n k -> n (h k)")
+        query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
+        found, sums = choose(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs)
+        slots = (found[0] * self.half_keys + found[1]).flatten(1)  # [n, H top_k]
+        weights = (sums.softmax(-1) if self.activation == "softmax" else sums.relu()).flatten(1)
         y = (read_uncompiled if self.sparse else read)(self.values, slots, weights, sparse=self.sparse)
         return Out(y.view_as(x), seen=self.usage(slots, weights.detach()) if look else None)
 

@@ -110,6 +110,7 @@ class Task:
         config, trusted: as in ``Entrant``.
         batches: uint8 ``[n, B, T + 1]``, read in a circle.
         rival, sizes: for a peer.
+        proof_positions: of a segment that are enough to prove it; None for all.
     """
 
     config: dict
@@ -117,6 +118,7 @@ class Task:
     batches: Tensor
     rival: Rival | None = None
     sizes: Sizes | None = None
+    proof_positions: int | None = None
 
 
 class LanguageEntrant(Entrant):
@@ -139,11 +141,12 @@ class LanguageEntrant(Entrant):
         return self.inputs[number], self.targets[number]
 
     def probe(self) -> Probe:
-        targets = self.targets[0, :PROOF_STREAMS]
+        few = (slice(PROOF_STREAMS), slice(self.task.proof_positions))
+        targets = self.targets[0][few]
         return Probe(
             model=self.model,
             outputs=self.logits,
-            inputs=self.inputs[0, :PROOF_STREAMS],
+            inputs=self.inputs[0][few],
             loss=lambda logits: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
             vocabulary=self.plan.data["vocabulary"],
         )

@@ -60,18 +60,27 @@ def layer_entries(_cfg: DictConfig, settings: "PeerSettings") -> list[Entry]:
         config.model.d_model, config.model.layers = asked.width, 2
         config.batch.lanes, config.batch.segment = 1, asked.positions
         set_memory(config, memory)
-        entries += _of_size(bench_plan(config), memory, positions=asked.positions)
+        entries += entries_of_size(bench_plan(config), memory, positions=asked.positions)
     return entries
 
 
-def _of_size(plan: Plan, memory: Memory, *, positions: int) -> list[Entry]:
+def entries_of_size(
+    plan: Plan, memory: Memory, *, positions: int, verb: str = "peers", optimizers: tuple[str, ...] = OPTIMIZERS
+) -> list[Entry]:
+    """The package's layer with each of ``optimizers``, the first of them the reference, and ours last.
+
+    Args:
+        plan: of product_key_memory, with the sizes of ``memory``.
+        positions: bytes of a step.
+        verb: of bench, for provenance.
+    """
     here, corpus = runtime.start(plan.runtime), data.load(**plan.data)
     plan.make_model()  # it complains of sizes
     arguments = pkm_arguments(memory, d_model=plan.model.d_model)
-    identity = provenance(plan, kind="peers", corpus=corpus, runtime=here, command=typed_command("peers"))
-    names = {optimizer: f"{PACKAGE} {memory.half_keys}^2 {optimizer}" for optimizer in OPTIMIZERS}
+    identity = provenance(plan, kind=verb, corpus=corpus, runtime=here, command=typed_command(verb))
+    names = {optimizer: f"{PACKAGE} {memory.half_keys}^2 {optimizer}" for optimizer in optimizers}
     same = {"job": f"product-key layer, {memory.half_keys}^2 slots", "bytes_per_step": positions}
-    same |= {"reference": names[OPTIMIZERS[0]]}
+    same |= {"reference": names[optimizers[0]]}
     task = {"config": plan.config, "trusted": plan.trust, "memory": memory, "positions": positions}
     entries = []
     for optimizer, name in names.items():

@@ -67,7 +67,7 @@ def language_entries(cfg: DictConfig, settings: "PeerSettings") -> list[Entry]:
     for plan in ours:
         path_of(plan.make_model(), here)  # both complain
     corpus = data.load(**base.data)
-    batches = _batches(base, corpus, number=settings.batches)
+    batches = first_batches(base, corpus, number=settings.batches)
     same = {"job": JOB, "reference": YARDSTICK, "bytes_per_step": base.batch.lanes * base.batch.segment}
 
     def identity(plan: Plan) -> dict:
@@ -110,6 +110,13 @@ def set_memory(config: DictConfig, memory: Memory) -> None:
                 node[name] = value
 
 
+def set_persistent(config: DictConfig, number: int) -> None:
+    """So many vectors into every sublayer that has persistent ones."""
+    for node in config.variant.values():
+        if isinstance(node, DictConfig) and isinstance(node.get("persistent"), DictConfig):
+            node.persistent.number = number
+
+
 def _check_names(settings: "PeerSettings") -> None:
     allowed = [name for name in RIVALS if name != YARDSTICK]
     for key, names in (("peers", settings.peers), ("variants", settings.variants)):
@@ -133,9 +140,7 @@ def _share(config: DictConfig, settings: "PeerSettings") -> None:
 def _set_sizes(config: DictConfig, sizes: Sizes) -> None:
     """Those of memories and persistent vectors, where the variant has them."""
     set_memory(config, sizes.memory)
-    for node in config.variant.values():
-        if isinstance(node, DictConfig) and isinstance(node.get("persistent"), DictConfig):
-            node.persistent.number = sizes.persistent
+    set_persistent(config, sizes.persistent)
 
 
 def _sizes(plan: Plan, settings: "PeerSettings") -> Sizes:
@@ -156,7 +161,7 @@ def _sizes(plan: Plan, settings: "PeerSettings") -> Sizes:
     )
 
 
-def _batches(plan: Plan, corpus: Corpus, *, number: int) -> Tensor:
+def first_batches(plan: Plan, corpus: Corpus, *, number: int) -> Tensor:
     """The first batches of the training stream, uint8 ``[number, B, T + 1]``: inputs and the byte after them."""
     b = plan.batch
     lanes = Lanes(corpus.splits["train"], lanes=b.lanes, segment=b.segment, seed=plan.seed, carry=False)
