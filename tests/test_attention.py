@@ -22,6 +22,7 @@ from tests.attention_case import (
     starts,
 )
 from tests.reference.feed_forward import feed_forward
+from variants import triton_window
 from variants.attention import Attention
 from variants.contract import Place
 from variants.position import NoPosition, Rotary
@@ -238,6 +239,18 @@ def test_an_impossible_path_is_an_error():
         relative(x)
     with pytest.raises(ValueError, match="spans that depend on the input"):
         dropping(path="fused", dropout=0.0, reach="dynamic").build()(x)
+
+
+def test_on_a_gpu_the_kernel_is_taken_only_when_asked_for(monkeypatch):
+    gpu = torch.device("cuda")
+    case = dropping(dropout=0.0)
+    assert case.build().path(gpu, training=True) == "plain"
+    asked = dropping(dropout=0.0, path="fused").build()
+    monkeypatch.setattr(triton_window, "available", lambda device, dtype, width: None)
+    assert asked.path(gpu, training=True) == "fused"
+    monkeypatch.setattr(triton_window, "available", lambda device, dtype, width: f"head width {width}")
+    with pytest.raises(ValueError, match="runtime.path=fused cannot run with head width"):
+        asked.path(gpu, training=True)
 
 
 def test_bad_input_names_its_key():

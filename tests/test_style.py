@@ -20,7 +20,7 @@ FOLDERS = ("variants", "harness", "bench", "conf", "tests", ".ci")
 
 # Modules that each part may import, beside the standard library; a name allows what is below it.
 ARROWS = {
-    "variants": {"torch", "einops", "variants"},
+    "variants": {"torch", "einops", "variants", "triton"},  # triton: in one file, imported where it is used
     "harness": {"harness", "variants.contract"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "train.py": {"harness", "hydra", "omegaconf"},

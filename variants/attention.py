@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants import fused, window
+from variants import fused, triton_window, window
 from variants.contract import Out, Part, Place, State, Sublayer
 from variants.window import Persistent, Window
 
@@ -179,24 +179,29 @@ class Attention(Sublayer):
         if self.path(q.device, training=self.training) == "fused":
             vectors = self.position.vectors(columns)
             bias = self.position.bias(q, columns) if vectors is None else None
-            return fused.attend(q, k, v, reach, bias=bias, vectors=vectors, persistent=persistent)
+            kernels = fused if q.device.type == "cpu" else triton_window
+            return kernels.attend(q, k, v, reach, bias=bias, vectors=vectors, persistent=persistent)
         bias = self.position.bias(q, columns)
         dropout = self.dropout if self.training else 0.0
         return window.attend(q, k, v, reach, bias=bias, persistent=persistent, dropout=dropout)
 
     def path(self, device: torch.device, *, training: bool) -> str:
-        """``fused`` where it computes the same: on a CPU, without attention dropout, with spans per head, and with a bias
-        that is constant or one vector a distance. ValueError where it was asked for and cannot run."""
+        """``fused`` where it computes the same: without attention dropout, with spans per head, and with a bias that is
+        constant or one vector a distance; on a GPU only where it is asked for. ValueError where that cannot be."""
+        # The GPU's kernel has run in Triton's interpreter only: until a device has checked it, nobody gets it unasked.
+        if self.wanted_path == "plain" or (self.wanted_path == "auto" and device.type != "cpu"):
+            return "plain"
         obstacles = {
-            f"runtime.device={device.type}": device.type != "cpu",
             f"model.dropout={self.dropout}": training and self.dropout > 0,
             "spans that depend on the input": not self.reach.fusable,
             "a position scheme whose bias depends on the query": not self._kernel_knows_bias(),
         }
         found = [name for name, stands in obstacles.items() if stands]
+        if device.type != "cpu" and (reason := triton_window.available(device, torch.float32, self.d_head)):
+            found.append(reason)
         if self.wanted_path == "fused" and found:
             raise ValueError(f"runtime.path=fused cannot run with {', '.join(found)}: allowed are auto, plain")
-        return "plain" if self.wanted_path == "plain" or found else "fused"
+        return "plain" if found else "fused"
 
     def _kernel_knows_bias(self) -> bool:
         return self.position.constant_bias or self.position.vectors(1) is not None

@@ -1,0 +1,292 @@
+"""Triton kernels of ``triton_window.py``; that file says what they compute. Importing this one needs triton.
+
+A program owns a block of queries (or of keys, or of distances) of one head of one stream and meets the blocks that its
+head's window touches. With x = o + t - j, o = L - T - shift, key j is column x of query t. Blocks in which every pair is
+visible with m = 1 need no mask; the others are edges. Scores and log-sum-exps are in base 2.
+
+No program writes what another writes, so sums have one order and nothing depends on timing. A product is taken in the
+orientation in which the next one needs it and never transposed: Hopper has had wrong results there.
+
+Arguments that are not what their name says:
+    far: z + R of each head, or None for a hard window.
+    table: added to scores, [H, distances], or None.
+    vectors: p [distances, K], or None.
+    columns, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
+    k_stream: elements from one stream's keys to the next's; 0 where all streams share them.
+    ALL: every query sees every key, as persistent vectors are seen.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether the kernels below run on the host; triton decides it when it is imported."""
+
+
+@triton.jit
+def _window(far, columns, h, ramp):
+    """Keys that head h may see, how many of the nearest have m = 1 and send no gradient to its span, and z + R."""
+    reach = tl.load(columns + h)
+    full = reach
+    end = 0.0
+    if far is not None:
+        end = tl.load(far + h).to(tl.float32)
+        reach = tl.maximum(tl.minimum(reach, tl.floor(end).to(tl.int32) + 1), 0)
+        full = tl.maximum(tl.minimum(full, tl.ceil(end).to(tl.int32) - ramp), 0)
+    return reach, full, end
+
+
+@triton.jit
+def _load(x, rows, size, K: tl.constexpr):
+    """Rows ``[block, K]`` of a contiguous matrix with ``size`` rows; zeros where there is none."""
+    at = rows[:, None] * K + tl.arange(0, K)[None, :]
+    return tl.load(x + at, mask=((rows >= 0) & (rows < size))[:, None], other=0.0)
+
+
+@triton.jit
+def _store(x, rows, size, value, K: tl.constexpr):
+    at = rows[:, None] * K + tl.arange(0, K)[None, :]
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=(rows < size)[:, None])
+
+
+@triton.jit
+def _key_blocks(t0, offset, reach, full, T, L, BLOCK: tl.constexpr, ALL: tl.constexpr):
+    """Keys that queries t0 .. meet, as four numbers: edges lie in first .. inner and outer .. last, the rest between."""
+    if ALL:
+        return 0, 0, L // BLOCK * BLOCK, L
+    high = offset + tl.minimum(t0 + BLOCK, T)  # one past the nearest key of the last query
+    first = tl.maximum(offset + t0 - reach + 1, 0) // BLOCK * BLOCK
+    inner = tl.maximum(tl.cdiv(tl.maximum(high - full, 0), BLOCK) * BLOCK, first)
+    outer = (offset + t0 + 1) // BLOCK * BLOCK
+    inner = tl.minimum(inner, tl.maximum(outer, first))
+    return first, inner, tl.maximum(outer, inner), high
+
+
+@triton.jit
+def _query_blocks(j0, offset, reach, full, T, BLOCK: tl.constexpr, ALL: tl.constexpr):
+    """Queries that meet keys j0 .., in the manner of ``_key_blocks``."""
+    if ALL:
+        return 0, 0, T // BLOCK * BLOCK, T
+    first = tl.maximum(j0 - offset, 0) // BLOCK * BLOCK
+    last = tl.minimum(j0 + BLOCK - 1 - offset + reach, T)
+    inner = tl.maximum(tl.cdiv(tl.maximum(j0 + BLOCK - 1 - offset, 0), BLOCK) * BLOCK, first)
+    outer = tl.maximum(tl.minimum(full + j0 - offset, T), 0) // BLOCK * BLOCK
+    inner = tl.minimum(inner, tl.maximum(outer, first))
+    return first, inner, tl.maximum(outer, inner), last
+
+
+@triton.jit
+def _near(
+    q, vectors, x_first, distances, AXIS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """q . p_x of a block of pairs, queries along axis 1 - AXIS: columns lie on diagonals of q with 2 BLOCK distances.
+
+    ``x_first`` is the smallest distance in the block, that of the first query and the last key.
+    """
+    p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K)
+    one, other = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    if AXIS == 1:
+        wide = tl.dot(q, tl.trans(p), input_precision=PRECISION)
+        return tl.gather(wide, one - other + BLOCK - 1, 1)
+    wide = tl.dot(p, tl.trans(q), input_precision=PRECISION)
+    return tl.gather(wide, other - one + BLOCK - 1, 0)
+
+
+@triton.jit
+def _in_base_2(scores, x, table, h, distances):
+    if table is not None:
+        scores += tl.load(table + h * distances + tl.minimum(tl.maximum(x, 0), distances - 1))
+    return scores * LOG2E
+
+
+@triton.jit
+def _seen(x, j, reach, L, ALL: tl.constexpr):
+    if ALL:
+        return (j < L) & (x == x)
+    return (x >= 0) & (x < reach) & (j < L)
+
+
+@triton.jit
+def _mask(x, end, ramp):
+    return tl.minimum((end - x) / ramp, 1.0)
+
+
+@triton.jit
+def forward(
+    q, k, v, y, lse, far, columns, order, table, vectors, T, L, distances, offset, ramp, k_stream,
+    K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf where nothing is seen. Grid: (B * blocks, H)."""
+    H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
+    b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+    h = tl.load(order + tl.program_id(1))
+    k, v = k + b * k_stream + h.to(tl.int64) * L * K, v + b * k_stream + h.to(tl.int64) * L * K
+    row = (b * H + h) * T
+    t = t0 + tl.arange(0, BLOCK)
+    own = _load(q + row * K, t, T, K)
+    reach, full, end = _window(far, columns, h, ramp)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    out = tl.zeros([BLOCK, K], tl.float32)
+    bounds = _key_blocks(t0, offset, reach, full, T, L, BLOCK, ALL)
+    for part in tl.static_range(3):
+        for j0 in range(bounds[part], bounds[part + 1], BLOCK):
+            j = j0 + tl.arange(0, BLOCK)
+            x = (offset + t)[:, None] - j[None, :]
+            scores = tl.dot(own, tl.trans(_load(k, j, L, K)), input_precision=PRECISION)
+            if vectors is not None:
+                scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, BLOCK, PRECISION)
+            scores = _in_base_2(scores, x, table, h, distances)
+            if part != 1:
+                seen = _seen(x, j[None, :], reach, L, ALL)
+                if far is not None:
+                    m = _mask(x, end, ramp)
+                    seen = seen & (m > 0)
+                    scores += tl.log2(tl.where(seen, m, 1.0))
+                scores = tl.where(seen, scores, float("-inf"))
+            new = tl.maximum(top, tl.max(scores, 1))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            weights = tl.exp2(scores - safe[:, None])
+            shrink = tl.exp2(top - safe)
+            total = total * shrink + tl.sum(weights, 1)
+            out = tl.dot(
+                weights.to(v.dtype.element_ty), _load(v, j, L, K), out * shrink[:, None], input_precision=PRECISION
+            )
+            top = new
+    blind = total == 0
+    _store(y + row * K, t, T, out / tl.where(blind, 1.0, total)[:, None], K)
+    tl.store(lse + row + t, tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total))), mask=t < T)
+
+
+@triton.jit
+def query_gradient(
+    g, q, k, v, y, lse, delta, dq, dz, far, columns, order, table, vectors, T, L, distances, offset, ramp, k_stream,
+    K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``dq``, ``delta`` = g . y ``[B, H, T]``, and each program's part of dz ``[H, B * blocks]``. Grid: (B * blocks, H)."""
+    H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
+    b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+    h = tl.load(order + tl.program_id(1))
+    k, v = k + b * k_stream + h.to(tl.int64) * L * K, v + b * k_stream + h.to(tl.int64) * L * K
+    row = (b * H + h) * T
+    t = t0 + tl.arange(0, BLOCK)
+    own, up = _load(q + row * K, t, T, K), _load(g + row * K, t, T, K)
+    joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
+    paid = tl.sum(up.to(tl.float32) * _load(y + row * K, t, T, K).to(tl.float32), 1)
+    tl.store(delta + row + t, paid, mask=t < T)
+    reach, full, end = _window(far, columns, h, ramp)
+    moved = tl.zeros([BLOCK, K], tl.float32)
+    span = tl.zeros([BLOCK], tl.float32)
+    r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
+    place = r - i + BLOCK - 1  # in a block of keys, of the pair at distance x_first + i
+    bounds = _key_blocks(t0, offset, reach, full, T, L, BLOCK, ALL)
+    for part in tl.static_range(3):
+        for j0 in range(bounds[part], bounds[part + 1], BLOCK):
+            j = j0 + tl.arange(0, BLOCK)
+            x = (offset + t)[:, None] - j[None, :]
+            x_first = offset + t0 - j0 - BLOCK + 1
+            keys = _load(k, j, L, K)
+            scores = tl.dot(own, tl.trans(keys), input_precision=PRECISION)
+            if vectors is not None:
+                scores += _near(own, vectors, x_first, distances, 1, K, BLOCK, PRECISION)
+            scores = _in_base_2(scores, x, table, h, distances) - joint[:, None]
+            if part != 1:
+                scores = tl.where(_seen(x, j[None, :], reach, L, ALL), scores, float("-inf"))
+            weights = tl.exp2(scores)
+            reward = tl.dot(up, tl.trans(_load(v, j, L, K)), input_precision=PRECISION) - paid[:, None]
+            if part != 1 and far is not None:
+                # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
+                span += tl.sum(tl.where((end - x <= ramp) & (x <= end), weights * reward, 0.0), 1)
+                m = _mask(x, end, ramp)
+                weights = tl.where(m > 0, weights * m, 0.0)
+            change = (weights * reward).to(k.dtype.element_ty)
+            moved = tl.dot(change, keys, moved, input_precision=PRECISION)
+            if vectors is not None:
+                p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K)
+                by_distance = tl.gather((weights * reward), tl.minimum(tl.maximum(place, 0), BLOCK - 1), 1)
+                by_distance = tl.where((place >= 0) & (place < BLOCK), by_distance, 0.0).to(k.dtype.element_ty)
+                moved = tl.dot(by_distance, p, moved, input_precision=PRECISION)
+    _store(dq + row * K, t, T, moved, K)
+    if far is not None:
+        tl.store(dz + h * tl.num_programs(0) + tl.program_id(0), tl.sum(span, 0) / ramp)
+
+
+@triton.jit
+def key_gradient(
+    g, q, k, v, lse, delta, dk, dv, far, columns, order, table, vectors, T, L, distances, offset, ramp, k_stream,
+    K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``dk`` and ``dv`` ``[B, H, L, K]``, also where streams share keys. Grid: (B * blocks of keys, H)."""
+    H, blocks = tl.num_programs(1), tl.cdiv(L, BLOCK)
+    b, j0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+    h = tl.load(order + tl.program_id(1))
+    shared = b * k_stream + h.to(tl.int64) * L * K
+    row = (b * H + h) * T
+    j = j0 + tl.arange(0, BLOCK)
+    keys, values = _load(k + shared, j, L, K), _load(v + shared, j, L, K)
+    reach, full, end = _window(far, columns, h, ramp)
+    dkeys, dvalues = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
+    bounds = _query_blocks(j0, offset, reach, full, T, BLOCK, ALL)
+    for part in tl.static_range(3):
+        for t0 in range(bounds[part], bounds[part + 1], BLOCK):
+            t = t0 + tl.arange(0, BLOCK)
+            x = (offset + t)[None, :] - j[:, None]
+            own, up = _load(q + row * K, t, T, K), _load(g + row * K, t, T, K)
+            joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
+            scores = tl.dot(keys, tl.trans(own), input_precision=PRECISION)
+            if vectors is not None:
+                scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, BLOCK, PRECISION)
+            scores = _in_base_2(scores, x, table, h, distances) - joint[None, :]
+            if part != 1:
+                scores = tl.where(_seen(x, j[:, None], reach, L, ALL), scores, float("-inf"))
+            weights = tl.exp2(scores)
+            if part != 1 and far is not None:
+                m = _mask(x, end, ramp)
+                weights = tl.where(m > 0, weights * m, 0.0)
+            dvalues = tl.dot(weights.to(g.dtype.element_ty), up, dvalues, input_precision=PRECISION)
+            paid = tl.load(delta + row + t, mask=t < T, other=0.0)
+            reward = tl.dot(values, tl.trans(up), input_precision=PRECISION) - paid[None, :]
+            dkeys = tl.dot((weights * reward).to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
+    _store(dk + (b * H + h) * L * K, j, L, dkeys, K)
+    _store(dv + (b * H + h) * L * K, j, L, dvalues, K)
+
+
+@triton.jit
+def vector_gradient(
+    g, q, k, v, lse, delta, dvectors, far, columns, order, table, vectors, B, T, L, distances, offset, ramp,
+    K: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Parts of dp, ``[groups of streams, H, distances, K]``. Grid: (blocks of distances, H, groups of streams)."""
+    H, groups = tl.num_programs(1), tl.num_programs(2)
+    x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
+    h = tl.load(order + tl.program_id(1))
+    x = x0 + tl.arange(0, BLOCK)
+    reach, full, end = _window(far, columns, h, ramp)
+    dp = tl.zeros([BLOCK, K], tl.float32)
+    p = _load(vectors, x, distances, K)
+    first = tl.maximum(x0 - offset, 0) // BLOCK * BLOCK
+    last = tl.where(x0 < reach, T, 0)
+    head = group.to(tl.int64) * H + h
+    for _ in range(0, tl.cdiv(B - group, groups)):
+        for t0 in range(first, last, BLOCK):
+            t = t0 + tl.arange(0, BLOCK)
+            own, up = _load(q + head * T * K, t, T, K), _load(g + head * T * K, t, T, K)
+            joint = tl.load(lse + head * T + t, mask=t < T, other=float("inf"))
+            paid = tl.load(delta + head * T + t, mask=t < T, other=0.0)
+            near = offset + t0 - x0 - BLOCK + 1 + tl.arange(0, 2 * BLOCK)  # keys on the diagonals of these distances
+            place = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
+            scores = tl.dot(_load(k + head * L * K, near, L, K), tl.trans(own), input_precision=PRECISION)
+            scores = tl.gather(scores, place, 0) + tl.dot(p, tl.trans(own), input_precision=PRECISION)
+            scores = _in_base_2(scores, x[:, None], table, h, distances) - joint[None, :]
+            seen = (x[:, None] < reach) & (x[:, None] <= (offset + t)[None, :])
+            weights = tl.exp2(tl.where(seen, scores, float("-inf")))
+            if far is not None:
+                m = _mask(x, end, ramp)[:, None]
+                weights = tl.where(m > 0, weights * m, 0.0)
+            reward = tl.dot(_load(v + head * L * K, near, L, K), tl.trans(up), input_precision=PRECISION)
+            reward = tl.gather(reward, place, 0) - paid[None, :]
+            dp = tl.dot((weights * reward).to(q.dtype.element_ty), own, dp, input_precision=PRECISION)
+        head += groups * H
+    at = (group * H + h).to(tl.int64) * distances * K
+    _store(dvectors + at, x, distances, dp, K)
