@@ -77,6 +77,21 @@ def test_value_and_every_gradient(query_norm, activation):
     assert_matches_reference(build(query_norm=query_norm, activation=activation))
 
 
+@pytest.mark.parametrize("at_once", [1, 4 * 2 * 3 * 7])  # one byte at a time; four, and then the two that are left
+def test_value_and_every_gradient_in_blocks(monkeypatch, at_once):
+    monkeypatch.setattr("variants.product_key_memory.SCORES_AT_ONCE", at_once)
+    assert_matches_reference(build())
+
+
+def test_a_row_that_no_byte_reads_has_no_gradient():
+    memory = build()
+    out = memory(random_x(), look=True)
+    unread = out.seen["usage_count"] == 0
+    assert unread.any() and not unread.all()
+    out.y.sum().backward()
+    assert torch.equal(memory.values.grad.abs().sum(1) == 0, unread)
+
+
 def test_value_and_every_gradient_with_sparse_gradients():
     memory = build(sparse=True)
     assert_matches_reference(memory)
@@ -103,10 +118,11 @@ def test_all_slots_equals_the_full_product(activation):
 def winners_and_all(first: Tensor, second: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Slots found, their scores, and the scores of all slots."""
     pairs = candidate_pairs(top_k=top_k, half_keys=first.shape[-1])
-    i, j = search(torch.stack([first, second]), top_k=top_k, pairs=pairs)
+    (i, j), sums = search(torch.stack([first, second]), top_k=top_k, pairs=pairs)
     slots = i * first.shape[-1] + j
     every = (first[..., :, None] + second[..., None, :]).flatten(-2)
-    return slots, every.gather(-1, slots), every
+    assert torch.equal(sums, every.gather(-1, slots))
+    return slots, sums, every
 
 
 @given(half_keys=st.integers(1, 9), share=st.floats(0, 1), ties=st.booleans(), seed=st.integers(0, 999))
@@ -137,7 +153,7 @@ def test_search_ranks_sums_of_low_precision_scores_in_float32():
     first = torch.tensor([128.0, 127.5], dtype=torch.bfloat16)
     for low, runner_up in ((0.125, (0, 1)), (-0.125, (1, 0))):  # in bfloat16, 128 + low and 127.5 + 0.5 are both 128
         second = torch.tensor([0.5, low], dtype=torch.bfloat16)
-        i, j = search(torch.stack([first, second]), top_k=2, pairs=candidate_pairs(top_k=2, half_keys=2))
+        (i, j), _ = search(torch.stack([first, second]), top_k=2, pairs=candidate_pairs(top_k=2, half_keys=2))
         assert sorted(zip(i.tolist(), j.tolist(), strict=True)) == [(0, 0), runner_up]
 
 

@@ -31,6 +31,7 @@ from variants.contract import Out, Place, State, Sublayer
 from variants.table import read, read_uncompiled
 
 SCORES_AT_ONCE = 2**20
+"""On a CPU: 4 MiB in float32, near enough to the caches; with fewer, starting threads costs more than it saves."""
 
 
 def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
@@ -39,7 +40,7 @@ def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
     return torch.tensor([(i - 1, j - 1) for i in ranks for j in ranks if i * j <= top_k]).T.contiguous()
 
 
-def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> Tensor:
+def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly; ties go either way.
 
     Args:
@@ -48,49 +49,53 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> Tensor:
         pairs: ``candidate_pairs`` of the same sizes, on the same device.
 
     Returns:
-        i and j, int64 ``[2, ..., top_k]``, in no particular order. No gradient.
+        i and j, int64 ``[2, ..., top_k]``, in no particular order, and their sums ``[..., top_k]``. No gradient.
     """
     best, at = scores.detach().topk(min(top_k, scores.shape[-1]))
     ranks = pairs.view(2, *(1,) * (scores.dim() - 2), -1).expand(*scores.shape[:-1], -1)  # [2, ..., P]
     # Low-precision scores are added in float32: rounded once more, other sums could seem best.
-    winners = at_least_float32(best.gather(-1, ranks)).sum(0).topk(top_k, sorted=False).indices
-    return at.gather(-1, ranks.gather(-1, winners.expand(2, *winners.shape)))
+    sums, winners = at_least_float32(best.gather(-1, ranks)).sum(0).topk(top_k, sorted=False)
+    return at.gather(-1, ranks.gather(-1, winners.expand(2, *winners.shape))), sums
 
 
 class _Choose(torch.autograd.Function):
-    """The slots that each byte reads and their scores, found a block of bytes at a time.
+    """``choose``, a block of bytes at a time.
 
-    Of the C scores of a half, at most k are used: none are kept, and their gradient is made again from those of the sums.
+    A half has C scores, of which the sums use k or fewer. So none are kept: the gradient of a block's scores is made
+    from that of its sums when it is needed, and only ever exists for one block.
     """
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        found, sums = [], []
-        for part in query.split(_block(query, keys)):
-            scores = part.transpose(0, 1) @ keys.mT  # [2 H, b, C]
-            by_half = _by_half(scores)
-            found.append(search(by_half, top_k=top_k, pairs=pairs))
-            sums.append(at_least_float32(by_half.gather(-1, found[-1])).sum(0))
-        found, sums = torch.cat(found, 1), torch.cat(sums)
-        ctx.save_for_backward(query, keys, found)
-        ctx.dtype = scores.dtype  # autocast may have chosen a lower one
-        ctx.mark_non_differentiable(found)
-        return found, sums
+        number, heads, half_keys = len(query), keys.shape[0] // 2, keys.shape[1]
+        slots = pairs.new_empty(number, heads, top_k)
+        sums = at_least_float32(query.new_empty(0)).new_empty(number, heads, top_k)
+        ctx.dtype = query.dtype
+        for part in _blocks(query, keys):
+            scores = query[part].transpose(0, 1) @ keys.mT  # [2 H, b, C]
+            by_half = rearrange(scores, "(h half) b c -> half b h c", half=2)
+            (i, j), sums[part] = search(by_half, top_k=top_k, pairs=pairs)
+            slots[part] = i * half_keys + j
+            ctx.dtype = scores.dtype  # autocast may have chosen a lower one
+        ctx.save_for_backward(query, keys, slots)
+        ctx.mark_non_differentiable(slots)
+        return slots, sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _found: None, d_sums: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        query, keys, found = ctx.saved_tensors
-        block = _block(query, keys)
-        low, d_query, d_keys = keys.to(ctx.dtype), [], torch.zeros_like(keys)
-        d_both = d_sums.expand(2, *d_sums.shape)
-        for part, at, d_part in zip(query.split(block), found.split(block, 1), d_both.split(block, 1), strict=True):
-            d_scores = d_sums.new_zeros(keys.shape[0], len(part), keys.shape[1])  # [2 H, b, C]
-            _by_half(d_scores).scatter_add_(-1, at, d_part)
-            d_scores = d_scores.to(ctx.dtype)
-            d_query.append((d_scores @ low).transpose(0, 1))
-            d_keys += d_scores.mT @ part.transpose(0, 1).to(ctx.dtype)
-        return torch.cat(d_query).to(query.dtype), d_keys, None, None
+    def backward(ctx, _: None, d_sums: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        query, keys, slots = ctx.saved_tensors
+        half_keys, low_keys = keys.shape[1], keys.to(ctx.dtype)
+        d_query, d_keys = torch.empty_like(query), torch.zeros_like(keys)
+        for part in _blocks(query, keys):
+            slot = rearrange(slots[part], "b h k -> h b k")
+            at = torch.stack([slot // half_keys, slot % half_keys], 1)  # [H, 2, b, k]
+            d_both = rearrange(d_sums[part], "b h k -> h 1 b k").expand_as(at)
+            d_scores = d_sums.new_zeros(*at.shape[:3], half_keys).scatter_add_(-1, at, d_both)
+            d_scores = d_scores.flatten(0, 1).to(ctx.dtype)  # [2 H, b, C]
+            d_query[part] = (d_scores @ low_keys).transpose(0, 1)
+            d_keys += d_scores.mT @ query[part].transpose(0, 1).to(ctx.dtype)
+        return d_query, d_keys, None, None
 
 
 def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,22 +108,16 @@ def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor) -> tuple[T
         pairs: ``candidate_pairs`` of the same sizes, on the same device.
 
     Returns:
-        i and j of the slots, int64 ``[2, n, H, top_k]``, and their scores ``[n, H, top_k]`` in float32 or better, with
-        a gradient for ``query`` and ``keys``.
+        the slots, int64 ``[n, H, top_k]``, and their scores, alike and in float32 or better, with a gradient for
+        ``query`` and ``keys``.
     """
     return _Choose.apply(query, keys, pairs, top_k)
 
 
-def _block(query: Tensor, keys: Tensor) -> int:
-    """Bytes to search at once: on a CPU so many that their scores stay in the cache, elsewhere all."""
-    if query.device.type != "cpu":
-        return max(1, len(query))
-    return max(1, SCORES_AT_ONCE // (keys.shape[0] * keys.shape[1]))
-
-
-def _by_half(scores: Tensor) -> Tensor:
-    """``[2 H, b, C]`` seen as ``[2, b, H, C]``."""
-    return rearrange(scores, "(h half) b c -> half b h c", half=2)
+def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
+    """The bytes in parts: on a CPU so few at once that their scores stay in the cache, elsewhere all."""
+    size = max(1, SCORES_AT_ONCE // keys[..., 0].numel()) if query.device.type == "cpu" else max(1, len(query))
+    return [slice(first, min(first + size, len(query))) for first in range(0, len(query), size)]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -186,9 +185,9 @@ class ProductKeyMemory(Sublayer):
         """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
         query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
-        found, sums = choose(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs)
-        slots = (found[0] * self.half_keys + found[1]).flatten(1)  # [n, H top_k]
-        weights = (sums.softmax(-1) if self.activation == "softmax" else sums.relu()).flatten(1)
+        slots, sums = choose(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs)
+        weights = sums.softmax(-1) if self.activation == "softmax" else sums.relu()
+        slots, weights = slots.flatten(1), weights.flatten(1)  # [n, H top_k]
         y = (read_uncompiled if self.sparse else read)(self.values, slots, weights, sparse=self.sparse)
         return Out(y.view_as(x), seen=self.usage(slots, weights.detach()) if look else None)
 

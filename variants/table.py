@@ -1,0 +1,82 @@
+"""Reading a table: sums of a few rows for each byte, weighted, with gradients for the table and for the weights.
+
+    y_n = sum_r w_nr v_(s_nr)        dw_nr = g_n . v_(s_nr)        dv_m = sum over reads (n, r) of m of w_nr g_n
+
+with s the rows that byte n reads and g the gradient of y. Sorted by row instead of by byte, the reads turn the table's
+gradient into a reading of g by the same weights: every row is written once, complete, g stays in the cache (2 MiB at
+2048 bytes of width 256, where the table has 16 to 256), and a row that many bytes read comes once for all of them.
+torch's own derivative (2.13, CPU) sorts too, but clears the table's gradient first and then adds read by read.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+EMBEDDING_BAG_SUM = 0
+"""The number that the dispatcher's operations have for ``mode="sum"``."""
+
+
+def read(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
+    """Weighted sums ``[n, D]`` of the rows ``slots [n, r]`` of ``values [M, D]``, by ``weights [n, r]``.
+
+    With ``sparse``, the gradient of the values is a sparse tensor of the rows that were read.
+    """
+    # Autocast does not cover this function, and it wants one type.
+    weights = weights.to(values.dtype)
+    if values.device.type == "cpu":
+        return _Read.apply(values, slots, weights, sparse)
+    return F.embedding_bag(slots, values, mode="sum", per_sample_weights=weights, sparse=sparse)
+
+
+# torch.compile of torch 2.13 gets the shape of a sparse gradient wrong and stops, so this one step stays outside.
+read_uncompiled = torch.compiler.disable(read)
+
+
+class _Read(torch.autograd.Function):
+    """``read`` on a CPU."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, slots: Tensor, weights: Tensor, sparse: bool) -> Tensor:
+        ctx.save_for_backward(values, slots, weights)
+        ctx.sparse = sparse
+        return F.embedding_bag(slots, values, mode="sum", per_sample_weights=weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        values, slots, weights = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        by_row, order = slots.flatten().to(_index_type(values, slots)).sort()  # 32 bits are sorted four times as fast
+        byte = (order // slots.shape[1]).to(by_row.dtype)
+        rows, first = _read_rows(by_row, values.shape[0], distinct=ctx.sparse)
+        d_values = d_weights = None
+        if ctx.needs_input_grad[0]:
+            weight = weights.flatten()[order]
+            d_values = F.embedding_bag(byte, gradient, first, mode="sum", per_sample_weights=weight)
+            if ctx.sparse:
+                d_values = torch.sparse_coo_tensor(
+                    rows[None], d_values, values.shape, is_coalesced=True, check_invariants=False
+                )
+        if ctx.needs_input_grad[2]:
+            products = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+                values, gradient, byte, first, by_row, EMBEDDING_BAG_SUM
+            )
+            d_weights = torch.empty_like(products).scatter_(0, order, products).view_as(weights)
+        return d_values, None, d_weights, None
+
+
+def _index_type(values: Tensor, slots: Tensor) -> torch.dtype:
+    """The shortest type of an index that numbers all rows and all reads."""
+    return torch.int32 if max(values.shape[0], slots.numel()) < 2**31 else torch.int64
+
+
+def _read_rows(by_row: Tensor, number: int, *, distinct: bool) -> tuple[Tensor | None, Tensor]:
+    """Of the sorted rows ``by_row [R]``: the rows, and where the reads of each begin; of all ``number`` rows (None
+    stands for them), or with ``distinct`` of those that are read."""
+    if distinct:
+        rows, count = torch.unique_consecutive(by_row, return_counts=True)
+    else:
+        rows, ones = None, torch.ones_like(by_row)
+        count = torch.zeros(number, dtype=by_row.dtype, device=by_row.device).scatter_add_(0, by_row.long(), ones)
+    return rows, (count.cumsum(0) - count).to(by_row.dtype)
