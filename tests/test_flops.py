@@ -131,7 +131,7 @@ def test_gradients_are_recorded_only_if_asked_for():
         assert count_flops(lambda: (x @ x.T).sum().backward(), gradients=True).total == 3 * 2 * 3 * 4 * 3
 
 
-# The fused path: two products of each rectangle forward, five backward, and the ramps once more for the spans.
+# The fused path: two products of each rectangle forward, five backward, and the ramps once more for long spans.
 
 
 def rectangles(rows: int, columns: int, chunk: int) -> int:
@@ -141,7 +141,7 @@ def rectangles(rows: int, columns: int, chunk: int) -> int:
 
 
 def test_the_fused_path_with_gradients():
-    rows, past, width, number, ramp = 130, 99, 8, 5, 16
+    rows, past, width, number, ramp = 130, 150, 8, 5, 16
     q = torch.randn(2, 2, rows, width, requires_grad=True)
     k, v = (torch.randn(2, 2, rows + past, width, requires_grad=True) for _ in range(2))
     extra = [torch.randn(2, number, width, requires_grad=True) for _ in range(2)]
@@ -155,9 +155,13 @@ def test_the_fused_path_with_gradients():
     assert hard.total == 14 * width * pairs
     with_vectors = count_flops(lambda: step(Window((40, 100)), fused.Persistent(q, *extra)), gradients=True)
     assert with_vectors.total == hard.total + 14 * width * 2 * 2 * rows * number
-    spans = count_flops(lambda: step(Window((40, 100), 0, z, ramp)), gradients=True)
-    blocks = 2 * 128 * (128 + ramp)  # two blocks of 128 queries, each with the keys on their ramps
-    assert spans.total == hard.total + 2 * 2 * width * 2 * 2 * blocks  # scores and rewards, 2 streams, 2 heads
+    short = count_flops(lambda: step(Window((40, 100), 0, z, ramp)), gradients=True)  # the spans come with the rest
+    assert short.total == 14 * width * 2 * (rectangles(rows, 40, 32) + rectangles(rows, 100, 64))
+    z = torch.tensor([20.0, 120.0], requires_grad=True)
+    long = count_flops(lambda: step(Window((40, 140), 0, z, ramp)), gradients=True)
+    pairs = 2 * (rectangles(rows, 40, 32) + rectangles(rows, 140, 128))
+    blocks = 3 * 64 * (64 + ramp)  # three blocks of 64 queries, each with the keys on their ramps
+    assert long.total == 14 * width * pairs + 2 * 2 * width * 2 * blocks  # scores and rewards, 2 streams, the long head
 
 
 def test_the_backward_of_the_plain_path_is_twice_the_forward():
@@ -361,7 +365,8 @@ def attention(columns: tuple[int, ...], path: str) -> float:
     """FLOPs per byte of scores and weighted values in warm state."""
     if path == "plain":  # every query of the segment meets all keys that one of them sees, in every head alike
         return H * 4 * K * (T + max(columns) - 1)
-    return sum(4 * K * rectangles(T, n, max(32, min(128, n))) / T for n in columns)
+    rows = {64: 32, 128: 64, 192: 128, S: 128}  # of a block, by its columns
+    return sum(4 * K * rectangles(T, n, rows[n]) / T for n in columns)
 
 
 CLOSED_FORMS = {

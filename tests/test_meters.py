@@ -174,7 +174,7 @@ def test_fused_attention(segment, shift):
 def test_fused_attention_goes_by_each_heads_span():
     model = build(partial(Attention, reach=partial(AdaptiveSpan, ramp=8)), span=200, path="fused")
     spread_spans(model, [0.0, 0.25, 0.5, 1.0])  # 9, 59, 109 and 200 keys, in buckets of 64, 64, 128 and 200
-    heads = [band(150, 64, 64), band(150, 64, 64), band(150, 128, 128), band(150, 200, 128)]
+    heads = [band(150, 64, 32), band(150, 64, 32), band(150, 128, 64), band(150, 200, 128)]
     assert per_byte(model, 150) == pytest.approx(HEAD + PROJECTIONS + sum(heads) / 150, rel=1e-12)
 
 
@@ -301,7 +301,8 @@ def test_bytes_of_parameters_gradients_and_optimizers():
     assert optimizer_bytes(optimizers) == 0
     streams, segment, reads = 2, 3, 2 * 4  # heads times top_k
     model(torch.zeros(streams, segment, dtype=torch.int64)).logits.square().sum().backward()
-    read = streams * segment * reads
+    read = values.grad._nnz()  # each row once, however often it was read
+    assert read == len(values.grad.coalesce().values()) <= streams * segment * reads
     assert gradient_bytes(model) == 4 * (count - values.numel()) + read * (8 + 4 * D)
 
     for optimizer in optimizers:
