@@ -19,6 +19,7 @@ from bench.reporting.tables import count_of
 from bench.reporting.tables_costs import cost_tables
 from bench.reporting.tables_others import fit_tables, peer_tables
 from bench.reporting.tables_runs import run_tables
+from bench.reporting.tables_speeds import speed_tables
 from harness.cache import write_whole
 
 TITLE = "attention-windtunnel report"
@@ -85,7 +86,13 @@ def write_report(found: Found, out: Path, *, command: str) -> Iterator[str]:
 
 def all_tables(found: Found) -> list[Table]:
     """Runs, costs, peers and predictions, each by what may be compared."""
-    return [*run_tables(found.runs), *cost_tables(found.costs), *peer_tables(found.peers), *fit_tables(found.fits)]
+    of_bench = (
+        *cost_tables(found.costs),
+        *peer_tables(found.peers),
+        *fit_tables(found.fits),
+        *speed_tables(found.speeds),
+    )
+    return [*run_tables(found.runs), *of_bench]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,16 +105,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _must_have_rows(found: Found) -> None:
-    if found.runs or found.costs or found.peers or found.fits:
+    if found.runs or found.costs or found.peers or found.fits or found.speeds:
         return
     reasons = [*(f"not finished: {line}" for line in found.unfinished), *(f"refused: {line}" for line in found.refused)]
     raise ValueError("nothing to report; " + "; ".join(reasons))
 
 
 def _notes(found: Found) -> list[str]:
-    counts = ((found.runs, "finished run"), (found.costs, "row"), (found.peers, "row"), (found.fits, "row"))
-    verbs = ("", " of bench.cost", " of bench.peers", " of bench.fit")
-    read = [f"{count_of(len(rows), thing)}{verb}" for (rows, thing), verb in zip(counts, verbs, strict=True) if rows]
+    verbs = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
+    read = [count_of(len(found.runs), "finished run")] if found.runs else []
+    read += [f"{count_of(len(rows), 'row')} of bench.{verb}" for verb, rows in verbs.items() if rows]
     notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
     notes += [f"Not finished, not shown: {line}" for line in found.unfinished]
     return notes + [f"Refused: {line}" for line in found.refused]
@@ -115,7 +122,7 @@ def _notes(found: Found) -> list[str]:
 
 def _commands(found: Found, *, command: str) -> list[str]:
     made = [run.provenance["command"] for run in found.runs]
-    made += [row["command"] for rows in (found.costs, found.peers, found.fits) for row in rows]
+    made += [row["command"] for rows in (found.costs, found.peers, found.fits, found.speeds) for row in rows]
     return list(dict.fromkeys([*made, command]))
 
 

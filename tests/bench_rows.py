@@ -130,6 +130,26 @@ def fit_row(*, variant: str = "mhsa", **changes) -> dict:
     return identity("fit", variant=variant) | found | changes
 
 
+def speed_row(*, case: str = "fixed", ratio: float = 0.5, **changes) -> dict:
+    """One case of ``bench.speed``."""
+    found = {
+        "case": case,
+        "position": "rotary",
+        "cache": "kv",
+        "path": "fused",
+        "ratio": ratio,
+        "relative_to": "yardstick",
+        "target": 0.4,
+        "reached": ratio >= 0.4,
+        "peak_bytes": 4 * 10**8,
+        "peak_limit_bytes": 6 * 10**8,
+        "status": "measured",
+        "reason": None,
+        "void": None,
+    }
+    return identity("speed", variant="mhsa") | found | changes
+
+
 def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:
     """``rows.jsonl`` in a folder of its own, as ``RowFile`` writes it."""
     path = folder / name / "rows.jsonl"

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.reporting.gather import gather
-from tests.bench_rows import cost_row, fit_row, peer_row, write_rows, write_run
+from tests.bench_rows import cost_row, fit_row, peer_row, speed_row, write_rows, write_run
 
 
 def test_all_kinds_are_found_below_a_folder(tmp_path):
@@ -142,10 +142,10 @@ def mutated(random: Random, row: dict) -> dict:
 @given(seed=st.integers(0, 2**32))
 def test_whatever_stands_in_a_row_it_is_taken_or_refused(tmp_path, seed):
     random = Random(seed)
-    make = random.choice([cost_row, peer_row, fit_row])
+    make = random.choice([cost_row, peer_row, fit_row, speed_row])
     path = write_rows(tmp_path, [make(), mutated(random, make())])
     found = gather([tmp_path])
-    assert len(found.costs) + len(found.peers) + len(found.fits) + len(found.refused) == 2
+    assert sum(map(len, (found.costs, found.peers, found.fits, found.speeds, found.refused))) == 2
     assert all(str(path) in reason for reason in found.refused)
 
 

@@ -16,7 +16,7 @@ from bench.reporting.formats import to_csv, to_latex, to_markdown
 from bench.reporting.gather import gather
 from bench.reporting.grouping import comparable, run_row
 from bench.reporting.shown import Drawing, Table
-from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, write_rows, write_run
+from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, speed_row, write_rows, write_run
 from tests.test_gather import mutated
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,6 +240,16 @@ def test_predictions_are_split_by_cause_and_checked_where_measured(tmp_path):
     assert sorted(column(found, "error, %")) == ["", "+1.8"] and column(found, "fits") == ["yes", "yes"]
 
 
+def test_speeds_stand_beside_their_targets_and_void_ones_are_no_numbers(tmp_path):
+    reason = "the yardstick is slow"
+    write_rows(tmp_path, [speed_row(), speed_row(case="zero", ratio=0.3)], name="20261120-120000-speed")
+    write_rows(tmp_path, [speed_row(void=reason)], name="20261120-130000-speed")
+    good, void = all_tables(gather([tmp_path]))
+    shown = [[cell.text for cell in row] for row in good.rows]
+    assert [(row[0], row[4], row[7]) for row in shown] == [("fixed", "0.500", "yes"), ("zero", "0.300", "missed")]
+    assert [cell.text for cell in void.rows[0]][4] == "VOID" and void.notes == (f"VOID: {reason}.",)
+
+
 def test_the_verb_writes_everything_and_takes_away_what_is_no_longer_true(tmp_path, capsys, monkeypatch):
     drawing = Drawing(name="drawn", title="Drawn", caption="By hand.", svg=b"<svg/>", png=b"png")
     monkeypatch.setattr(plots, "draw_all", lambda found: [drawing])
@@ -278,7 +288,7 @@ def test_a_place_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
 
 def test_a_report_needs_neither_torch_nor_a_server(tmp_path):
     write_run(tmp_path)
-    write_rows(tmp_path, [cost_row(), peer_row(), fit_row()])
+    write_rows(tmp_path, [cost_row(), peer_row(), fit_row(), speed_row()])
     code = (
         "import sys; from bench.report import main; code = main(sys.argv[1:]); "
         "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
@@ -294,7 +304,7 @@ def test_a_report_needs_neither_torch_nor_a_server(tmp_path):
 def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed):
     random = Random(seed)
     folder = tmp_path_factory.mktemp("fuzz")
-    rows = [cost_row(), peer_row(), fit_row()]
+    rows = [cost_row(), peer_row(), fit_row(), speed_row()]
     write_rows(folder, rows + [mutated(random, random.choice(rows)) for _ in range(3)])
     write_run(folder, variant="mhsa")
     run = write_run(folder, variant="adaptive_span")

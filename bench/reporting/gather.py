@@ -49,7 +49,7 @@ class Found:
 
     Attributes:
         runs: finished ones, the oldest first.
-        costs, peers, fits: rows of each verb in the order they were measured, as far as the folders' names tell;
+        costs, peers, fits, speeds: rows of each verb in the order they were measured, as far as the folders' names tell;
             ``read_from`` is the folder of one call.
         refused: ``path: why``, of what is not shown.
         unfinished: ``path: status``, of runs that have not ended.
@@ -62,6 +62,7 @@ class Found:
     fits: list[dict]
     refused: list[str]
     unfinished: list[str] = field(default_factory=list)
+    speeds: list[dict] = field(default_factory=list)
     files: int = 0
 
 
@@ -122,7 +123,7 @@ def _first_line(error: Exception) -> str:
 
 def _read_rows(path: Path, found: Found) -> None:
     """One verb's rows, each by its kind."""
-    places = {"cost": found.costs, "peers": found.peers, "fit": found.fits}
+    places = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
     reasons, good = [], 0
     for number, (row, reason) in enumerate(_lines(path), start=1):
         wrong = None if reason else refusal(row) or _bench_misfit(row)

@@ -1,4 +1,4 @@
-"""The shapes of all rows that a report shows, by kind: what ``train.py`` and the verbs ``cost``, ``peers`` and ``fit`` write.
+"""The shapes of all rows that a report shows, by kind: what ``train.py`` and the verbs of bench write.
 
 A number that was not measured is None or missing. What is there has to be of the right kind.
 """
@@ -117,7 +117,23 @@ FIT = BENCH | {
         {"name": Maybe(TEXT), "peak_flops_per_s": Maybe(COUNT), "bytes_per_s": Maybe(COUNT), "train_ms": Maybe(COUNT)}
     ),
 }
-BENCH_KINDS = {"cost": COST, "peers": PEERS, "fit": FIT}
+SPEED = (
+    BENCH
+    | STATUS
+    | {
+        "case": TEXT,
+        "position": Maybe(TEXT),
+        "cache": Maybe(TEXT),
+        "relative_to": Maybe(TEXT),
+        "ratio": Maybe(COUNT),
+        "target": Maybe(COUNT),
+        "reached": Maybe(TRUTH),
+        "peak_bytes": Maybe(COUNT),
+        "peak_limit_bytes": Maybe(COUNT),
+        "void": Maybe(TEXT),
+    }
+)
+BENCH_KINDS = {"cost": COST, "peers": PEERS, "fit": FIT, "speed": SPEED}
 
 RUN = {"budget": Each(Maybe(COUNT)), "protocol": PROTOCOL, "parameters": Maybe(PARAMETERS), "path": TEXT}
 OPTIMIZERS = Maybe(Each({"name": TEXT, "optimizer": TEXT, "share": COUNT}, ordered=True))
