@@ -16,7 +16,7 @@ from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.test_conformance import Gate, Sums, findings_of, model_of
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
-from variants import fused
+from variants import banded, fused
 from variants.attention import Attention
 from variants.conformance import Finding, agree
 from variants.contract import Out
@@ -354,8 +354,9 @@ def test_a_broken_fused_path_is_found(cache, monkeypatch):
 
 def test_heads_of_different_widths_are_compared(cache, monkeypatch):
     """A break that only groups of heads have."""
-    right = fused.groups
-    monkeypatch.setattr(fused, "groups", lambda columns: right(columns)[-1:])
+    right = banded.Added.widths
+    monkeypatch.setattr(banded.Added, "widths", lambda self, window: {max(right(self, window), default=0)} - {0})
+    monkeypatch.setattr(fused, "groups", lambda columns: [])
     (finding,) = gate(plan("variant=adaptive_span"))
     assert finding.promise == PATHS and finding.detail.startswith("span 78, eval: layers.")
 
