@@ -115,7 +115,6 @@ def _task(config: DictConfig, settings: CostSettings, *, length: int, path: str,
     """One cell: the configuration with the cell's own length and path."""
     from bench.planning import bench_plan, typed_command
     from bench.subject import Task
-    from harness.build import hydra_facts
 
     own = copy.deepcopy(config)
     own.batch.lanes, own.batch.carry, own.batch.accumulate = settings.lanes, settings.mode == "stream", 1
@@ -123,9 +122,10 @@ def _task(config: DictConfig, settings: CostSettings, *, length: int, path: str,
     own.runtime.path = path
     if weights is None:
         own.model.span = length
+    plan = bench_plan(own)
     return Task(
-        config=bench_plan(own).config,
-        trusted=hydra_facts()["trusted"],
+        config=plan.config,
+        trusted=plan.trust,
         warm=settings.mode == "stream",
         weights=weights,
         span=length,

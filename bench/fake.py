@@ -165,8 +165,8 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
     b = plan.batch
     runtime = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
     paths = {sublayer: sublayer.path(torch.device(kind), training=True) for _, sublayer in model.sublayers()}
-    if kind == "cuda" and "fused" in paths.values():
-        raise ValueError("runtime.path=fused: of a GPU's own kernels no memory is predicted; allowed are auto, plain")
+    if kind == "cuda" and "kernel" in paths.values():
+        raise ValueError("runtime.path=kernel: of a GPU's own kernels no memory is predicted; allowed are auto, plain")
     _refuse_sparse(model)
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
     optimizers = _Watched(plan.make_optimizers(model), model)

@@ -30,8 +30,8 @@ __all__ = [
     "optimizer_flops",
     "peak_bytes",
     "percentiles",
-    "seconds",
     "time_call",
+    "times",
 ]
 
 
@@ -76,15 +76,15 @@ def percentiles(times_ms: Sequence[float]) -> Times:
     return Times(at(0.2), at(0.5), at(0.8), len(ordered))
 
 
-def seconds(
+def times(
     call: Callable[[], object],
     *,
     synchronise: Callable[[], None],
-    least_calls: int = 5,
+    least_calls: int = 1,
     most_seconds: float = 1.0,
-    warm_calls: int = 2,
-) -> Times:
-    """Time ``call`` again and again.
+    warm_calls: int = 0,
+) -> list[float]:
+    """Milliseconds of ``call``, again and again.
 
     Args:
         synchronise: as in ``time_call``.
@@ -96,10 +96,11 @@ def seconds(
         raise ValueError(f"least_calls={least_calls}: allowed are integers from 1")
     for _ in range(warm_calls):
         call()
-    times_ms, until = [], time.perf_counter() + most_seconds
-    while len(times_ms) < least_calls or time.perf_counter() < until:
-        times_ms.append(time_call(call, synchronise))
-    return percentiles(times_ms)
+    synchronise()
+    found, until = [], time.perf_counter() + most_seconds
+    while len(found) < least_calls or time.perf_counter() < until:
+        found.append(time_call(call, synchronise))
+    return found
 
 
 def peak_bytes(call: Callable[[], object], *, device: torch.device, meter: PeakMemory | None = None) -> Peak:

@@ -6,7 +6,6 @@ memory of two rows may be compared only on equal ``ground``, bits per byte only 
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from harness.record import plain
@@ -72,15 +71,3 @@ def refusal(row: object) -> str | None:
 def ground(row: dict) -> tuple[tuple[str, str], ...]:
     """What two rows must have in common for their times and memory to stand in one table, hashable."""
     return tuple((key, json.dumps(row[key], sort_keys=True)) for key in GROUND)
-
-
-def read(path: Path) -> Iterator[tuple[dict | None, str | None]]:
-    """Each line of a file of rows as ``(row, None)``, or ``(None, "line 3: why it is refused")``."""
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            yield None, f"line {number}: not JSON ({error})"
-            continue
-        reason = refusal(row)
-        yield (row, None) if reason is None else (None, f"line {number}: {reason}")

@@ -6,7 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.contest.rounds import FAIR, MEASURED, Entry, ratio, verdict
-from bench.contest.table import DISTURBED, WIDTH, percentiles
+from bench.contest.table import DISTURBED, wide_console
+from bench.measure import percentiles
 from bench.speed_cases import MB, Bound, Case, Heat
 
 
@@ -87,14 +88,12 @@ def _of(entry: Entry, reference: Entry, bound: Bound) -> float | None:
 
 
 def _times(entry: Entry) -> dict:
-    return percentiles(sorted(ms for own in entry.rounds for ms in own))
+    return percentiles([ms for own in entry.rounds for ms in own]).as_dict()
 
 
 def print_speeds(rows: list[dict], *, console: Console | None = None) -> None:
     """One line a case: what was reached and what was missed."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
+    console = console or wide_console()
     if not rows:
         console.print(Text("nothing was measured"))
         return

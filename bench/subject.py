@@ -5,7 +5,6 @@ its work, but spans and everything else stay where they were, at the start or as
 """
 
 import dataclasses
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
-from bench.measure import growth_bytes, optimizer_flops, time_call
+from bench.measure import growth_bytes, optimizer_flops, peak_bytes, time_call, times
 from bench.planning import provenance
 from bench.trained import read_run, trained_model
 from harness import data, runtime, summary
@@ -77,7 +76,7 @@ class Subject:
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         runtime.seed(self.plan.seed)
         self.model = self._model(self.task.weights).to(self.device)
-        self.state = self._fill(self._batch()[0]) if self.task.warm else None
+        self.state = self._full_state(self._batch()[0]) if self.task.warm else None
         self._generated: tuple[torch.Tensor, State] | None = None
         self._warmed: set[str] = set()
 
@@ -97,9 +96,7 @@ class Subject:
     def inference_memory(self) -> dict:
         """Peak of an evaluation, before anything for training is there, and the state that one stream carries."""
         self._evaluate()
-        self.meter.reset()
-        self._evaluate()
-        peak = self.meter.read()
+        peak = peak_bytes(self._evaluate, device=self.device, meter=self.meter)
         self._generate()
         carried, self._generated = state_bytes(self._generated[1]), None
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
@@ -142,9 +139,7 @@ class Subject:
         call = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
         if kind == "generate" and self._generated is None:
             call()
-        found, until = [], time.perf_counter() + seconds
-        while not found or time.perf_counter() < until:
-            found.append(time_call(call, self.runtime.synchronise))
+        found = times(call, synchronise=self.runtime.synchronise, most_seconds=seconds)
         warm = kind in self._warmed or len(found) == 1
         self._warmed.add(kind)
         return found if warm else found[1:]
@@ -193,16 +188,8 @@ class Subject:
             logits = self.model(inputs, self.state).logits
         F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    @torch.no_grad()
-    def _fill(self, inputs: torch.Tensor) -> State:
-        """The state of streams that have seen as many bytes as a query may see."""
-        self.model.eval()
-        state, seen = None, 0
-        while seen < self.span:
-            with self.runtime.autocast():
-                state = self.model(inputs, state).state
-            seen += inputs.shape[1]
-        return state
+    def _full_state(self, inputs: torch.Tensor) -> State:
+        return full_state(self.model, inputs, span=self.span, where=self.runtime)
 
     @torch.no_grad()
     def _generate(self) -> None:
@@ -210,7 +197,7 @@ class Subject:
         self.model.eval()
         if self._generated is None:
             inputs = self._batch()[0][:1]
-            self._generated = inputs[:, -1:], self._fill(inputs)
+            self._generated = inputs[:, -1:], self._full_state(inputs)
         byte, state = self._generated
         with self.runtime.autocast():
             out = self.model(byte, state)
@@ -225,6 +212,18 @@ class _NoUpdate:
 
     def zero_grad(self) -> None:
         pass
+
+
+@torch.no_grad()
+def full_state(model: LanguageModel, inputs: torch.Tensor, *, span: int, where: Runtime) -> State:
+    """The state of streams that have seen ``span`` bytes or more: ``inputs [B, T]`` again and again."""
+    model.eval()
+    state, seen = None, 0
+    while seen < span:
+        with where.autocast():
+            state = model(inputs, state).state
+        seen += inputs.shape[1]
+    return state
 
 
 def _rehearse(plan: Plan, where: Runtime) -> None:

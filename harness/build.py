@@ -123,7 +123,7 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
         ValueError: naming the key, the value and what is allowed.
     """
     config = _sections(cfg)
-    trust = _trust(config["trust"]) + trusted
+    trust = tuple(dict.fromkeys(_trust(config["trust"]) + trusted))
     model = parse(settings.ModelSettings, config["model"], key="model")
     runtime = parse(settings.RuntimeSettings, config["runtime"], key="runtime")
     record = parse(settings.RecordSettings, config["record"], key="record")

@@ -223,5 +223,5 @@ def _must_agree(plan: Plan, theirs: dict[str, object], own: dict[str, object]) -
 def path_of(model: LanguageModel, device: Runtime) -> str:
     """Which code the sublayers run; ValueError where ``runtime.path`` is impossible."""
     paths = {sublayer.path(device.device, training=True) for _, sublayer in model.sublayers()}
-    name = "fused" if "fused" in paths else "+".join(sorted(paths))
+    name = "+".join(sorted(paths - {"plain"} or paths))
     return f"{name}, compiled" if device.compile else name

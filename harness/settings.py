@@ -81,7 +81,7 @@ class RuntimeSettings:
     device: str
     precision: str = field(metadata={"allowed": ("float32", "bfloat16")})
     compile: bool
-    path: str = field(metadata={"allowed": ("auto", "plain", "fused")})
+    path: str = field(metadata={"allowed": ("auto", "plain", "fused", "kernel")})
     threads: int | None
     deterministic: bool
 

@@ -4,14 +4,14 @@ Where Chromium is not installed the tests skip with the reason, except in CI, wh
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+
+from tests.needs import need
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
@@ -23,9 +23,7 @@ FLAGS = (
 def chromium(folder: Path) -> Iterator[Chrome]:
     """A browser with a fresh profile; what is downloaded lands in ``folder/downloads``."""
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in programs:
-        reason = "no browser: Debian's packages chromium and chromium-driver are not installed"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    need(all(programs), "no browser: Debian's packages chromium and chromium-driver are not installed")
     options = ChromeOptions()
     options.binary_location = programs[0]
     for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):

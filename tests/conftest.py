@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import need
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
 os.environ.setdefault("MPLBACKEND", "agg")
 
@@ -23,7 +25,12 @@ def undisturbed(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def enwik8_4m() -> Path:
     """The first 4,000,000 bytes of enwik8, packed; a run without them skips, but CI must have them."""
-    if not ENWIK8_4M.exists():
-        reason = "the corpus shared/data/enwik8_4m.xz does not lie beside this checkout"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    need(ENWIK8_4M.exists(), "the corpus shared/data/enwik8_4m.xz does not lie beside this checkout")
     return ENWIK8_4M
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cpu_kernel"):
+        from variants import window_cpu
+
+        need(window_cpu.available() is None, f"the CPU's kernel cannot be had: {window_cpu.available()}")

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -33,6 +34,9 @@ VARIANTS = {
     "all_attention": ("variant=all_attention", "variant.attention.persistent.number=8"),
     "product_key_memory": ("variant=product_key_memory", *MEMORY),
 }
+MOVING = (*VARIANTS["adaptive_span"], "variant.attention.reach.initial=0.3", "variant.groups.spans.lr_scale=5.0")
+DROPOUT = ("model.dropout=0.1", "model.embedding_dropout=0.1")
+CARRY = ("batch.carry=true",)
 
 
 class PowerFailure(Exception):
@@ -46,6 +50,19 @@ def restored() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(name="here", autouse=True)
+def own_folder(tmp_path, monkeypatch) -> Path:
+    """A current folder of one's own; ``outputs`` is below it, the same word for every run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def elsewhere(here: Path, monkeypatch) -> None:
+    """Another current folder, where ``outputs`` is empty."""
+    (here / "other").mkdir()
+    monkeypatch.chdir(here / "other")
 
 
 def make_run(*overrides: str) -> Run:

@@ -7,7 +7,7 @@ from tests.attention_case import B, Case, assert_near, assert_same, by_reference
 from tests.reference.all_attention import all_attention
 from variants.all_attention import HeadVectors
 
-PATHS = pytest.mark.parametrize("path", ["plain", "fused"])
+PATHS = pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 
 
 @PATHS
@@ -63,8 +63,8 @@ def test_persistent_mass_by_direct_computation(path, reach):
     case = Case(length=9, span=8, reach=reach, attend_self=False, persistent=3, path=path)
     attention = case.build().eval()
     _, x = case.stream()
-    q = attention._split(attention.query(x)) / case.d_head**0.5
-    k = attention._split(attention.key(x))
+    q, k = (part(x).unflatten(-1, (case.heads, -1)).transpose(1, 2) for part in (attention.query, attention.key))
+    q = q / case.d_head**0.5
     keys, _ = attention.persistent()
     extra = (q @ keys.mT).exp().sum(-1)
     context = torch.zeros_like(extra)

@@ -22,7 +22,7 @@ from tests.attention_case import (
     starts,
 )
 from tests.reference.feed_forward import feed_forward
-from variants import triton_window
+from variants import triton_window, window_cpu
 from variants.attention import Attention
 from variants.contract import Place
 from variants.position import NoPosition, Rotary
@@ -45,24 +45,26 @@ def named_inputs(attention: Attention, x: torch.Tensor) -> dict[str, torch.Tenso
     return {"x": x} | dict(attention.named_parameters())
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("choice", covering(UGLY, strength=3), ids=lambda c: "-".join(map(str, c.values())))
 def test_value_and_every_gradient(choice):
-    """Both paths; where the fused one is impossible it says so. Every three of these choices meet somewhere."""
+    """All paths; where one is impossible it says so. Every three of these choices meet somewhere."""
     case = Case(**choice)
     attention = case.build()
     past, x = case.stream()
     inputs = named_inputs(attention, x)
     expected = by_reference(attention, x=x, past=past, position=case.position)
     assert_same(run(attention, x, past), expected, named=inputs)
-    attention.wanted_path = "fused"
-    if case.reach == "dynamic":
-        with pytest.raises(ValueError, match=r"runtime\.path=fused.*allowed are auto, plain"):
-            run(attention, x, past)
-    else:
-        assert_same(run(attention, x, past), expected, named=inputs)
+    for path in ("fused", "kernel"):
+        attention.wanted_path = path
+        if case.reach == "dynamic" or (path == "fused" and case.position == "relative"):
+            with pytest.raises(ValueError, match=rf"runtime\.path={path}.*allowed are auto, plain"):
+                run(attention, x, past)
+        else:
+            assert_same(run(attention, x, past), expected, named=inputs)
 
 
-@pytest.mark.parametrize("path", ["plain", "fused"])
+@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_open_span_is_torch_multihead_attention(path, bias, heads):
@@ -96,7 +98,7 @@ def test_a_span_of_everything_equals_any_longer_one():
     assert not torch.allclose(run(case.build(), x, past), run(Case(span=12).build(), x, past))
 
 
-@pytest.mark.parametrize("path", ["plain", "fused"])
+@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 def test_what_sees_nothing_answers_zero(path):
     case = Case(length=4, attend_self=False, path=path)
     past, x = case.stream()
@@ -106,7 +108,7 @@ def test_what_sees_nothing_answers_zero(path):
     assert all(g.isfinite().all() for g in gradients(y, [x]))
 
 
-@pytest.mark.parametrize("path", ["plain", "fused"])
+@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_persistent_vectors_alone_are_a_softmax_feed_forward(path, heads):
     """A stream's first byte that does not see itself meets persistent vectors only."""
@@ -200,18 +202,30 @@ def dropping(**changes) -> Case:
     return Case(**{"length": 9, "position": "rotary", "dropout": 0.5, "path": "auto"} | changes)
 
 
-def test_dropout_is_plain_in_training_and_fused_in_evaluation():
+@pytest.mark.cpu_kernel
+def test_dropout_is_plain_in_training_and_fast_in_evaluation():
     attention = dropping().build()
     cpu = torch.device("cpu")
     assert attention.path(cpu, training=True) == "plain"
-    assert attention.path(cpu, training=False) == "fused"
-    assert dropping(dropout=0.0).build().path(cpu, training=True) == "fused"
+    assert attention.path(cpu, training=False) == "kernel"
+    assert dropping(dropout=0.0).build().path(cpu, training=True) == "kernel"
     assert dropping(path="plain").build().path(cpu, training=False) == "plain"
     _, x = dropping().stream()
     without = dropping(dropout=0.0).build()(x).y
     assert not torch.allclose(attention(x).y, without)
     assert_near(attention.eval()(x).y, without)
     assert_near(dropping(path="plain").build().eval()(x).y, without)
+
+
+def test_without_a_compiler_the_next_best_path_is_taken(monkeypatch):
+    monkeypatch.setattr(window_cpu, "available", lambda: "no C++ compiler")
+    cpu = torch.device("cpu")
+    assert dropping(dropout=0.0).build().path(cpu, training=True) == "fused"
+    assert dropping(dropout=0.0, position="relative").build().path(cpu, training=True) == "plain"
+    with pytest.raises(
+        ValueError, match=r"runtime\.path=kernel cannot run with no C\+\+.*allowed are auto, plain, fused"
+    ):
+        dropping(dropout=0.0, path="kernel").build().path(cpu, training=True)
 
 
 def test_dropout_is_the_seeds():
@@ -232,25 +246,29 @@ def test_an_impossible_path_is_an_error():
     with pytest.raises(ValueError, match=r"runtime\.path=fused.*model\.dropout=0\.5.*allowed are auto, plain"):
         fused(x)
     assert fused.eval()(x).y.isfinite().all()
-    relative = dropping(path="fused", dropout=0.0, position="relative").build()
-    assert relative(x).y.isfinite().all()
+    with pytest.raises(ValueError, match="bias depends on the query"):
+        dropping(path="fused", dropout=0.0, position="relative").build()(x)
+    relative = dropping(path="kernel", dropout=0.0, position="relative").build()
     relative.position.vectors = lambda columns: None  # then no kernel knows how its bias comes about
     with pytest.raises(ValueError, match="bias depends on the query"):
         relative(x)
-    with pytest.raises(ValueError, match="spans that depend on the input"):
-        dropping(path="fused", dropout=0.0, reach="dynamic").build()(x)
+    for path in ("fused", "kernel"):
+        with pytest.raises(ValueError, match="spans that depend on the input"):
+            dropping(path=path, dropout=0.0, reach="dynamic").build()(x)
 
 
 def test_on_a_gpu_the_kernel_is_taken_only_when_asked_for(monkeypatch):
     gpu = torch.device("cuda")
     case = dropping(dropout=0.0)
     assert case.build().path(gpu, training=True) == "plain"
-    asked = dropping(dropout=0.0, path="fused").build()
+    asked = dropping(dropout=0.0, path="kernel").build()
     monkeypatch.setattr(triton_window, "available", lambda device, dtype, width: None)
-    assert asked.path(gpu, training=True) == "fused"
+    assert asked.path(gpu, training=True) == "kernel"
     monkeypatch.setattr(triton_window, "available", lambda device, dtype, width: f"head width {width}")
-    with pytest.raises(ValueError, match="runtime.path=fused cannot run with head width"):
+    with pytest.raises(ValueError, match="runtime.path=kernel cannot run with head width"):
         asked.path(gpu, training=True)
+    with pytest.raises(ValueError, match=r"runtime.path=fused cannot run with runtime.device=cuda"):
+        dropping(dropout=0.0, path="fused").build().path(gpu, training=True)
 
 
 def test_bad_input_names_its_key():
@@ -280,10 +298,11 @@ def test_ideal_flops_by_hand():
     assert flops(persistent=3) == 256 + 2 * (2 * 3 * 2 + 2 * 3 * 2)
 
 
+@pytest.mark.cpu_kernel
 @pytest.mark.parametrize("reach", ["fixed", "between"])
 def test_bfloat16_autocast_is_close_to_float32(reach):
-    """Both paths, in value and gradient; the state it carries is bfloat16, and softmax and spans are not."""
-    for path in ("plain", "fused"):
+    """All paths, in value and gradient; the state it carries is bfloat16, and softmax and spans are not."""
+    for path in ("plain", "fused", "kernel"):
         case = Case(length=40, heads=4, d_head=8, span=64, reach=reach, position="rotary", persistent=5, path=path)
         attention = case.build().float()
         x = case.stream()[1].detach().float().requires_grad_()
@@ -298,7 +317,7 @@ def test_bfloat16_autocast_is_close_to_float32(reach):
             assert (mine - theirs).norm() <= 0.03 * theirs.norm(), name
 
 
-@pytest.mark.parametrize("path", ["plain", "fused"])
+@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 def test_a_stream_far_along_scores_the_same(path):
     case = Case(length=9, heads=1, d_head=8, span=9, position="rotary", path=path)
     attention = case.build().float()

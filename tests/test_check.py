@@ -1,4 +1,4 @@
-"""``bench.check``: every combination, lines that name byte and mode, and the gate before anything is measured."""
+"""``bench.check``: every combination, and the gate before anything is measured."""
 
 import itertools
 import re
@@ -11,51 +11,14 @@ from torch import nn
 from bench.check import _code_digest_of_this_process, gate, passed
 from bench.conformance import findings, ideal_at_most_executed, shrunk
 from harness.build import Plan, plan_run
-from tests import test_conformance as toys
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
-from tests.test_conformance import Gate, Sums, findings_of, model_of
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
-from variants import banded, fused
-from variants.attention import Attention
-from variants.conformance import Finding, agree
-from variants.contract import Out
+from tests.toys import Gate, LeaksInEvaluation, Sums
+from variants import fused, window_cpu
+from variants.conformance import Finding
 
-PLACE = r"layers\.0\.part0 moved by [\d.e+-]+ at byte \d+ of stream \d"
-PATHS = "the fused path equals the plain one"
 ONE = ("position=none", "model.cache=kv", "model.attend_self=true")
-
-
-class LeaksInEvaluation(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
-        return super().forward(x if self.training else x + 1e-4 * x.roll(-1, dims=1))
-
-
-class MixesInTraining(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
-        return super().forward(x + 1e-4 * x.mean(dim=0) if self.training else x)
-
-
-class NanInBfloat16(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
-        y = super().forward(x).y
-        if y.dtype == torch.bfloat16 and self.training:
-            y = torch.cat([y[:, :2], y[:, 2:] / 0], dim=1)
-        return Out(y)
-
-
-class NanAlone(Gate):
-    """Divides by what a single byte does not have."""
-
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(super().forward(x).y / min(1, x.shape[1] - 1))
-
-
-class Frees(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
-        if self.training and x.shape[1] > 8:
-            raise RuntimeError("out of room")
-        return super().forward(x)
 
 
 class Boasts(Gate):
@@ -63,95 +26,13 @@ class Boasts(Gate):
         return 10**9
 
 
-@pytest.mark.parametrize(
-    ("broken", "promise", "line"),
-    [
-        (LeaksInEvaluation, toys.FUTURE_EVAL, rf"eval, byte 1 changed: {PLACE}"),
-        (toys.PeeksInTraining, toys.FUTURE_TRAIN, rf"train, byte 1 changed: {PLACE}"),
-        (toys.Mixes, toys.STREAMS, rf"eval, stream 0 changed: {PLACE}"),
-        (MixesInTraining, toys.STREAMS, rf"train, stream 0 changed: {PLACE}"),
-        (toys.Forgets, toys.SEGMENTS, rf"eval, cut at 1: {PLACE}"),
-        (toys.ForgetsInTraining, toys.SINGLE, rf"train, first and last 6 bytes one at a time: {PLACE}"),
-        (Attention, toys.FAR, rf"eval, float64: {PLACE}"),
-        (toys.IgnoresThePast, toys.INFLUENCE, r"eval, byte 2 changed: .* byte 3 did not"),
-        (
-            NanAlone,
-            toys.LOGITS,
-            r"eval, a segment of 1: layers\.0\.part0 is not finite at byte 0 of stream 0 \(3 of 3 b.*",
-        ),
-        (toys.Attached, toys.DETACHED, r"eval: a tensor \(3, 16\) of the state is not detached; train: .*"),
-        (toys.SizedState, toys.OLD_STATE, r"RuntimeError: .* \(eval, byte 1 to 5, test_conformance.py line \d+\)"),
-        (
-            toys.Illegal,
-            toys.PROJECTION,
-            r"eval, parameters moved .*: layers\.0\.part0 is not finite at byte 0 of str.*",
-        ),
-        (toys.NotSaved, toys.SAVED, rf"eval, a fresh model with loaded parameters and state: {PLACE}"),
-        (toys.Remembers, toys.WRITES, rf"eval, the same forward again after another: {PLACE}"),
-        (toys.Counts, toys.WRITES, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
-        (
-            toys.Dead,
-            toys.GRADIENT,
-            r"train: layers\.0\.part0\.sublayer\.unused has no gradient after 3 batches of 15 b.*",
-        ),
-        (toys.LossAlways, toys.AUXILIARY, r"eval: [\d.]+ nats"),
-        (toys.Means, toys.STATISTICS, r"eval, bytes before and from 7: layers\.0\.part0\.mean is off by [\d.e-]+ .*"),
-        (NanInBfloat16, toys.BFLOAT16, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45 bytes\)"),
-        (Frees, toys.GRADIENT, None),
-        (Frees, toys.FUTURE_TRAIN, r"RuntimeError: out of room \(train, byte 0 to 14, test_check.py line \d+\)"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_line_names_byte_and_mode(broken, promise, line):
-    scheme = toys.FloatAngles if promise == toys.FAR else toys.NoPosition
-    finding = findings_of(model_of(broken, layers=1, span=5, scheme=scheme))[promise]
-    assert finding.passed if line is None else re.match(line, finding.detail), finding
-
-
-def test_a_leak_in_one_mode_is_no_leak_in_the_other():
-    found = findings_of(model_of(LeaksInEvaluation, layers=1, span=5))
-    assert found[toys.FUTURE_TRAIN].passed and not found[toys.FUTURE_EVAL].passed
-    assert findings_of(model_of(MixesInTraining, layers=1, span=5))[toys.STREAMS].detail.count("eval") == 0
-
-
-class OffInValue(Sums):
-    factor = 1 + 1e-7
-
-    def forward(self, x, state=None, start=None, *, look=False):
-        out = super().forward(x, state)
-        return out._replace(y=out.y * self.factor)
-
-
-class OffInGradient(Sums):
-    """The same value, three quarters of the gradient."""
-
-    def forward(self, x, state=None, start=None, *, look=False):
-        out = super().forward(x, state)
-        return out._replace(y=0.75 * out.y + 0.25 * out.y.detach())
-
-
-@pytest.mark.parametrize(
-    ("fast", "line"),
-    [
-        (Sums, None),
-        (OffInValue, rf"eval: {PLACE}, as rounding in float32 would; eval: the gradient of .*"),
-        (OffInGradient, r"eval: the gradient of embedding\.weight differs by [\d.e+-]+ over 15 bytes; .*"),
-        (toys.Peeks, r"eval: layers\.0\.part0 moved by .*"),
-    ],
-)
-def test_two_paths_are_compared_in_value_and_gradient(fast, line):
-    finding = agree(model_of(fast, layers=1), model_of(Sums, layers=1), span=5, vocabulary=31)
-    assert finding.promise == PATHS and finding.passed == (line is None)
-    assert line is None or re.match(line, finding.detail), finding
-
-
 def plan(*words: str) -> Plan:
     return plan_run(compose_config("data=recall", *words))
 
 
 def toy(cls: type, *words: str) -> Plan:
-    """A plan of two layers of one of the classes above."""
-    node = f"+variant.toy={{_target_: tests.test_check.{cls.__name__}, _partial_: true}}"
+    """A plan of two layers of a class from here or from ``toys``."""
+    node = f"+variant.toy={{_target_: {cls.__module__}.{cls.__name__}, _partial_: true}}"
     cfg = compose_config("data=recall", node, "variant.name=mine", "variant.layers=[toy]", *words)
     return plan_run(cfg, trusted=("tests",))
 
@@ -202,7 +83,7 @@ def test_every_combination_is_checked(here, quick):
         assert pairs == set(itertools.product(factors[i], factors[j]))
     lines = ended.out.splitlines()
     assert ended.code == 0 and lines[-1] == "mhsa: keeps the contract in 30 combinations"
-    assert lines[0] == "pass  alibi, kv, attend_self=true, fused: 1 promises" and not list(here.iterdir())
+    assert lines[0] == "pass  alibi, kv, attend_self=true, kernel: 1 promises" and not list(here.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -344,21 +225,26 @@ def test_breaks_and_variants_from_outside_are_not_remembered(cache, quick, monke
     assert len(quick) == 4 and not cache.exists()
 
 
-def test_a_broken_fused_path_is_found(cache, monkeypatch):
-    right = fused.attend
-    monkeypatch.setattr(fused, "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
-    (finding,) = gate(plan("variant=adaptive_span"))
-    assert finding.promise == PATHS
+FAST = {"fused": fused, "kernel": window_cpu}
+
+
+@pytest.mark.parametrize("path", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+def test_a_broken_fast_path_is_found(cache, monkeypatch, path):
+    right = FAST[path].attend
+    monkeypatch.setattr(FAST[path], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
+    (finding,) = gate(plan("variant=adaptive_span", f"runtime.path={path}"))
+    assert finding.promise == f"the {path} path equals the plain one"
     assert re.match(r"span 13, eval: layers\.0\.attention moved by [\d.e-]+ at byte \d+ of stream \d", finding.detail)
 
 
 def test_heads_of_different_widths_are_compared(cache, monkeypatch):
-    """A break that only groups of heads have."""
-    right = banded.Added.widths
-    monkeypatch.setattr(banded.Added, "widths", lambda self, window: {max(right(self, window), default=0)} - {0})
-    monkeypatch.setattr(fused, "groups", lambda columns: [])
-    (finding,) = gate(plan("variant=adaptive_span"))
-    assert finding.promise == PATHS and finding.detail.startswith("span 78, eval: layers.")
+    """A break that only groups of heads have: the shorter are forgotten."""
+    right = fused.groups
+    monkeypatch.setattr(fused, "groups", lambda columns: right(columns)[-1:])
+    (finding,) = gate(plan("variant=adaptive_span", "runtime.path=fused"))
+    assert finding.promise == "the fused path equals the plain one" and finding.detail.startswith(
+        "span 78, eval: layers."
+    )
 
 
 def test_the_gate_leaves_random_numbers_alone(cache):

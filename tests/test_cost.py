@@ -55,7 +55,7 @@ def side_by_side(tmp_path_factory) -> list[dict]:
 
 def test_every_cell_has_a_row_that_can_stand_alone(side_by_side):
     cells = [(row["length"], row["variant"], row["path"]) for row in side_by_side]
-    assert cells == [(n, v, p) for n in (64, 256) for v in ("mhsa", "adaptive_span") for p in ("plain", "fused")]
+    assert cells == [(n, v, p) for n in (64, 256) for v in ("mhsa", "adaptive_span") for p in ("plain", "kernel")]
     for row in side_by_side:
         assert refusal(row) is None
         assert row["status"] == "measured" and row["interleaved"]
@@ -83,7 +83,7 @@ def test_the_state_is_as_long_as_the_window_and_the_square_is_in_the_plain_rows(
         # keys and values of S - 1 bytes in 2 layers of width 32, and the stream's position
         assert mhsa[length, "plain"]["memory"]["state_bytes"] == 2 * 2 * (length - 1) * 32 * 4 + 8
     step = {place: row["flops"]["step"] for place, row in mhsa.items()}
-    assert step[256, "plain"] > step[256, "fused"]  # causal attention needs half of the square
+    assert step[256, "plain"] > step[256, "kernel"]  # causal attention needs half of the square
 
 
 def test_a_warm_stream_keeps_its_segment(here):
@@ -149,7 +149,7 @@ def test_a_checkpoint_is_measured_at_its_learned_spans(here):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("paths=[nope]",), ("paths=['nope']", "auto, plain, fused")),
+        (("paths=[nope]",), ("paths=['nope']", "auto, plain, fused, kernel")),
         (("lengths=[0]",), ("lengths=[0]", "above 0")),
         (("lengths=[]",), ("lengths=[]",)),
         (("mode=warm",), ("mode=warm", "cold, stream")),

@@ -50,12 +50,13 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  #
 """
 VARIANTS = ("mhsa", "adaptive_span", "all_attention", "product_key_memory")
 SIZES = {"plain": ("batch.segment=256", "model.layers=2", "batch.lanes=16"), "fused": ("batch.segment=512",)}
+SIZES["kernel"] = ("batch.segment=512", "batch.lanes=12")
 CASES = {
     f"{variant}, {path}": (*ON_CPU, f"variant={variant}", f"runtime.path={path}", *SIZES[path])
     for variant in VARIANTS
     for path in SIZES
 }
-CASES["mhsa, carried"] = (*CASES["mhsa, fused"], "batch.carry=true")
+CASES["mhsa, carried"] = (*CASES["mhsa, kernel"], "batch.carry=true")
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +243,7 @@ def test_the_command_prints_a_table_and_writes_a_row(here):
         (("hardware=null", "device_memory=1GB", "peak_tflops=3"), "bandwidth_gbs=null"),
         (("runtime.compile=true",), "runtime.compile=true"),
         (("runtime.path=fused",), "runtime.path=fused"),
+        (("runtime.path=kernel",), "runtime.path=kernel"),
     ],
 )
 def test_a_mistake_is_one_message(here, words, message):

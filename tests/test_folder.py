@@ -11,17 +11,11 @@ from harness import checkpoint, folder
 from harness.folder import Identity, RunFolder, config_hash, source_digest
 from harness.record import RECORD, SUMMARY
 from tests.composing import plan
-from tests.runs import SMALL, make_job, restored, run_job, whole_run  # noqa: F401 - a fixture
+from tests.runs import SMALL, make_job, own_folder, restored, run_job, whole_run  # noqa: F401 - fixtures
 
 IDENTITY = Identity(
     variant="mhsa", seed=3, config="c" * 64, source="s" * 64, data="d" * 64, device="cpu", precision="float32"
 )
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def written(outputs: Path, identity: Identity, *, finished: bool) -> Path:

@@ -174,7 +174,7 @@ def test_fused_attention(segment, shift):
 def test_fused_attention_goes_by_each_heads_span():
     model = build(partial(Attention, reach=partial(AdaptiveSpan, ramp=8)), span=200, path="fused")
     spread_spans(model, [0.0, 0.25, 0.5, 1.0])  # 9, 59, 109 and 200 keys, in buckets of 64, 64, 128 and 200
-    heads = [band(150, 64, 32), band(150, 64, 32), band(150, 128, 64), band(150, 200, 128)]
+    heads = [band(150, 64, 64), band(150, 64, 64), band(150, 128, 128), band(150, 200, 128)]
     assert per_byte(model, 150) == pytest.approx(HEAD + PROJECTIONS + sum(heads) / 150, rel=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers against hand-written loops and torch's own, groups, clips and exact resume."""
+"""Groups, clips, rates and exact resume of a run's optimizers, and the files that configure them."""
 
 import io
 from functools import partial
@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from harness.budget import Schedule
-from harness.muon import orthogonalize, product_dtype
 from harness.optim import ClippedAdagrad, Muon, Optimizers, assign
 
 CONF = Path(__file__).parents[1] / "conf" / "optim"
@@ -52,139 +51,6 @@ def train(model, optimizers, *, first, last, of=10):
 
 def names(groups):
     return {group.name: sorted(group.parameters) for group in groups}
-
-
-# Adagrad
-
-
-def adagrad_reference(weights, gradients, *, lr, clip, eps):
-    """The published update, one number at a time, in float64."""
-    totals = [[0.0] * len(weight) for weight in weights]
-    for tensors in gradients:
-        for weight, total, gradient in zip(weights, totals, tensors, strict=True):
-            norm = sum(g * g for g in gradient) ** 0.5
-            rate = lr * clip / norm if norm > clip else lr
-            for i, g in enumerate(gradient):
-                total[i] += g * g
-                weight[i] -= rate * g / (total[i] ** 0.5 + eps)
-    return weights
-
-
-@pytest.mark.parametrize("clip", [0.03, 1.0, 1e9])
-def test_adagrad_is_the_papers(clip):
-    torch.manual_seed(1)
-    start = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
-    history = [[torch.randn(5).double() * s, torch.randn(3).double() * 0.01] for s in (1.0, 0.02, 3.0, 0.0)]
-    parameters = [nn.Parameter(value.clone()) for value in start]
-    optimizer = ClippedAdagrad(parameters, lr=0.07, clip=clip)
-    for gradients in history:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    expected = adagrad_reference(
-        [value.tolist() for value in start],
-        [[gradient.tolist() for gradient in tensors] for tensors in history],
-        lr=0.07,
-        clip=clip,
-        eps=1e-10,
-    )
-    for parameter, value in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(parameter.detach(), torch.tensor(value, dtype=torch.float64), rtol=0, atol=1e-12)
-
-
-def test_adagrad_without_clip_is_torchs():
-    torch.manual_seed(2)
-    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2))
-    optimizers = [ClippedAdagrad([ours], lr=0.1), torch.optim.Adagrad([theirs], lr=0.1, eps=1e-10)]
-    for _ in range(4):
-        ours.grad = torch.randn(3, 4)
-        theirs.grad = ours.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-def test_adagrad_takes_sparse_gradients_with_repeated_rows():
-    dense, sparse = (nn.Parameter(torch.ones(6, 2, dtype=torch.float64)) for _ in range(2))
-    optimizers = [ClippedAdagrad([dense], lr=0.1, clip=0.5), ClippedAdagrad([sparse], lr=0.1, clip=0.5)]
-    for rows in ([1, 4, 1], [4, 5, 5]):
-        values = torch.randn(3, 2, dtype=torch.float64)
-        sparse.grad = torch.sparse_coo_tensor(torch.tensor([rows]), values, (6, 2), check_invariants=True)
-        dense.grad = sparse.grad.to_dense()
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(sparse, dense, rtol=0, atol=1e-14)
-    assert torch.equal(sparse[0], torch.ones(2, dtype=torch.float64))
-
-
-# Muon
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 64, 16), (2, 16, 64)])
-def test_orthogonalize_moves_singular_values_near_one_and_keeps_vectors(shape, dtype):
-    torch.manual_seed(3)
-    matrices = torch.randn(shape)
-    result = orthogonalize(matrices, dtype=dtype)
-    assert result.shape == matrices.shape
-    assert result.dtype == matrices.dtype
-    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
-    inside = left.mT @ result @ right.mT  # diagonal, if the singular vectors are the same
-    clear = values > 0.02 * values[:, :1]
-    diagonal = inside.diagonal(dim1=-2, dim2=-1)
-    assert diagonal[clear].min() > 0.6
-    assert diagonal[clear].max() < 1.3
-    rest = inside - torch.diag_embed(diagonal)
-    assert rest.abs().max() < (1e-4 if dtype == torch.float32 else 0.1)
-
-
-def test_orthogonalize_treats_each_matrix_alone_and_leaves_zeros():
-    torch.manual_seed(4)
-    matrices = torch.stack([torch.randn(8, 12) * 1e-3, torch.zeros(8, 12), torch.randn(8, 12) * 1e3])
-    together = orthogonalize(matrices, dtype=torch.float32)
-    alone = torch.cat([orthogonalize(m[None], dtype=torch.float32) for m in matrices])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    assert torch.equal(together[1], torch.zeros(8, 12))
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float32", "auto"])
-def test_muon_is_torchs(precision):
-    torch.manual_seed(5)
-    shapes = [(16, 16), (48, 16), (16, 48), (16, 16), (48, 16)]
-    start = [torch.randn(shape) * 0.1 for shape in shapes]
-    ours = [nn.Parameter(value.clone()) for value in start]
-    theirs = [nn.Parameter(value.clone()) for value in start]
-    lr, decay, steps = 0.02, 0.1, 5
-    optimizers = [
-        Muon(ours, lr=lr, momentum=0.95, weight_decay=decay, precision=precision),
-        torch.optim.Muon(theirs, lr=lr, momentum=0.95, weight_decay=decay, adjust_lr_fn="original"),
-    ]
-    for _ in range(steps):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    # bfloat16 keeps 8 bits; its error in the orthogonal update, whose norm is about the root of the smaller side,
-    # is a few percent of that norm.
-    for a, b, value in zip(ours, theirs, start, strict=True):
-        assert (a - b).norm() < 0.03 * (b - value).norm(), a.shape
-
-
-def test_muon_refuses_what_it_cannot_orthogonalize():
-    for shape in [(4,), (2, 3, 4)]:
-        with pytest.raises(ValueError, match="matrices only"):
-            Muon([nn.Parameter(torch.zeros(shape))], lr=0.1)
-    matrix = [nn.Parameter(torch.zeros(2, 2))]
-    for name, value in {"momentum": 1.0, "weight_decay": -1, "precision": "float16"}.items():
-        with pytest.raises(ValueError, match=name):
-            Muon(matrix, lr=0.1, **{name: value})
-
-
-def test_muon_precision_is_what_the_key_says():
-    like = torch.zeros(1)
-    assert product_dtype("float32", like=like) == torch.float32
-    assert product_dtype("bfloat16", like=like) == torch.bfloat16
 
 
 # Groups

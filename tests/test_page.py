@@ -1,116 +1,33 @@
-"""The report's page in a real browser, as a reader meets it: opened from disk, sorted, filtered, narrow, dark, hostile."""
+"""The report's page in a real browser, as a reader meets it: opened from disk, sorted, filtered, copied from."""
 
-import base64
 import csv
-import socket
 import time
 from dataclasses import replace
 
-import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from bench.reporting.formats import to_csv
 from bench.reporting.page import FILTER_FROM, write_page
-from bench.reporting.shown import Cell, Column, Drawing, Table
+from bench.reporting.shown import Cell
 from tests import browser
-from tests.bench_rows import cost_row
-
-SVG = (
-    b'<svg xmlns="http://www.w3.org/2000/svg" width="400pt" height="300pt" viewBox="0 0 4 3">'
-    b'<style>* {fill: none}</style><g id="axes" style="stroke: black"><path id="line" d="M 0 0 L 4 3"/></g></svg>'
+from tests.pages import (
+    COLUMNS,
+    CONTENT,
+    MANY,
+    PNG,
+    SVG,
+    browser_folder,  # noqa: F401 - a fixture
+    click_head,
+    column_of,
+    cost_table,
+    heads,
+    opened_page,  # noqa: F401 - a fixture
+    running_browser,  # noqa: F401 - a fixture
+    table_of,
 )
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
-COLUMNS = (
-    Column(heading="variant", explained="The mechanism's name.", number=False),
-    Column(heading="length, bytes", explained="Segment and span."),
-    Column(heading="step, ms", explained="The middle of 12 steps."),
-    Column(heading="status", number=False),
-)
 
-
-def row_of(row: dict) -> tuple[Cell, ...]:
-    """Of ``COLUMNS``; what was not measured is empty."""
-    measured, length = row["status"] == "measured", row["length"]
-    step = Cell(text="")
-    if measured:
-        found = row["time"]["train_ms"]["p50"]
-        step = Cell(text=f"{found:,.1f}", value=found)
-    return Cell(text=row["variant"]), Cell(text=f"{length:,}", value=length), step, Cell(text=row["status"])
-
-
-def cost_table(*, name: str = "cost", rows: list[dict]) -> Table:
-    notes = ("* approximate",)
-    cells = tuple(row_of(row) for row in rows)
-    return Table(name=name, title=f"Title of {name}", caption="Protocol.", columns=COLUMNS, rows=cells, notes=notes)
-
-
-def drawing(name: str) -> Drawing:
-    return Drawing(name=name, title=f"Title of {name}", caption="What is drawn.", svg=SVG, png=PNG)
-
-
-LENGTHS = [1024, 64, 512, 128]
-MANY = [cost_row(variant=name, length=length) for name in ("mhsa", "adaptive_span", "memory") for length in LENGTHS]
-MANY += [cost_row(variant=name, length=4096, status="out of memory") for name in ("mhsa", "memory")]
-CONTENT = {
-    "title": "A report",
-    "tables": [cost_table(rows=MANY), cost_table(name="few", rows=MANY[: FILTER_FROM - 1])],
-    "drawings": [drawing("front"), drawing("curves")],
-    "notes": ["Read from 2 files.", "Refused: rows.jsonl: line 3: not JSON"],
-    "commands": ["python train.py variant=mhsa", "python -m bench.report"],
-}
 EMPTY = {"tables": [], "drawings": [], "notes": [], "commands": []}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("browser")
-
-
-@pytest.fixture(scope="module")
-def driver(folder):
-    with browser.chromium(folder) as running:
-        yield running
-
-
-@pytest.fixture
-def opened(driver, tmp_path):
-    """Opens a page of ``CONTENT`` with changes, as wide as a desk's and light."""
-
-    def opening(**changes):
-        path = write_page(tmp_path / "index.html", **CONTENT | changes)
-        browser.resize(driver, 1400)
-        browser.prefer(driver, "light")
-        browser.console(driver), browser.requests(driver)
-        driver.get(path.as_uri())
-        return driver
-
-    return opening
-
-
-def table_of(driver, name: str = "cost"):
-    return driver.find_element(By.ID, f"table-{name}")
-
-
-def column_of(driver, number: int, name: str = "cost") -> list[str]:
-    """Texts of a column's rows that are shown, from the top."""
-    return driver.execute_script(
-        """const rows = [...document.querySelectorAll(`#table-${arguments[0]} tbody tr`)];
-        return rows.filter((row) => row.checkVisibility()).map((row) => row.cells[arguments[1]].innerText)""",
-        *(name, number),
-    )
-
-
-def heads(driver, name: str = "cost") -> list:
-    return table_of(driver, name).find_elements(By.CSS_SELECTOR, "thead th")
-
-
-def click_head(driver, number: int) -> str | None:
-    """Click a heading; its direction afterwards."""
-    heads(driver)[number].find_element(By.TAG_NAME, "button").click()
-    return heads(driver)[number].get_attribute("aria-sort")
 
 
 def test_opens_from_disk_alone_and_shows_all(opened, tmp_path):
@@ -266,141 +183,3 @@ def said_soon(part) -> str:
     while not (text := part.find_element(By.TAG_NAME, "output").text) and time.monotonic() < until:
         time.sleep(0.02)
     return text
-
-
-HOSTILE = (
-    "<script>window.struck = 1</script>",
-    "\"><svg onload='window.struck = 1'>",
-    '\'><img src=x onerror="window.struck = 1">',
-    "<img src=x onerror='window.struck = 1'>",
-    '" onmouseover="window.struck = 1" x="',
-    "</code></title></style><svg onload=window.struck=1>",
-    "&lt;b&gt; $title ${script} {0}",
-    "nothing-to-break-at-" * 30,
-    "\u202edesrever",
-    "=HYPERLINK(1)",
-)
-
-
-def test_hostile_text_stays_text(opened):
-    cells = tuple(tuple(Cell(text=text) for _ in COLUMNS) for text in HOSTILE)
-    strange = " ".join(HOSTILE)
-    columns = tuple(replace(column, heading=strange, explained=strange) for column in COLUMNS)
-    about = {"title": strange, "caption": strange, "notes": HOSTILE}
-    tables = [Table(name=strange, columns=columns, rows=cells, **about)]
-    drawings = [replace(drawing(strange), title=strange, caption=strange)]
-    page = opened(title=strange, tables=tables, drawings=drawings, notes=[*HOSTILE], commands=[*HOSTILE])
-    texts = "return [...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
-    assert page.execute_script(texts, "tbody th") == [*HOSTILE]
-    assert page.execute_script(texts, "#notes p") == page.execute_script(texts, ".notes li") == [*HOSTILE]
-    assert page.execute_script(texts, "#commands code") == ["\n".join(HOSTILE)]
-    assert {*page.execute_script(texts, "title, h1, h3, .caption, thead button, dt, dd, nav li li")} == {strange}
-    assert page.execute_script("return window.struck") is None
-    assert page.execute_script("return document.querySelectorAll('img, main svg, script').length") == 2  # one each
-    assert browser.console(page) == [] and len(browser.requests(page)) == 2
-    for width in (1400, 400):
-        browser.resize(page, width)
-        assert page_scrolls_by(page) == 0
-
-
-def test_half_a_surrogate_pair_does_not_stop_the_page(opened):
-    page = opened(notes=["a \ud800 b"], tables=[replace(CONTENT["tables"][0], caption="\udfff")])
-    assert page.find_element(By.CSS_SELECTOR, "#notes p").text == "a ? b"
-
-
-def test_the_policy_forbids_what_comes_from_outside(opened):
-    with socket.create_server(("127.0.0.1", 0)) as outside:
-        page = opened()
-        refused = page.execute_async_script(
-            """const [address, done] = arguments, refused = [];
-            document.addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));
-            const add = (name, change) => document.head.append(Object.assign(document.createElement(name), change));
-            add("img", { src: `${address}/img` });
-            add("script", { src: `${address}/script` });
-            add("script", { textContent: "window.struck = 1" });
-            add("link", { rel: "stylesheet", href: `${address}/style` });
-            add("style", { textContent: `@font-face {font-family: f; src: url(${address}/font)} body {font-family: f}` });
-            fetch(`${address}/fetch`).catch(() => {});
-            setTimeout(() => done(refused.sort()), 300);""",
-            f"http://127.0.0.1:{outside.getsockname()[1]}",
-        )
-        assert page.execute_script("return window.struck") is None
-        outside.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nobody came
-            outside.accept()
-    kinds = ["connect-src", "font-src", "img-src", "script-src-elem", "script-src-elem", "style-src-elem"]
-    assert refused == kinds
-
-
-def page_scrolls_by(driver) -> int:
-    """How much wider the page is than what is seen of it."""
-    return driver.execute_script("const root = document.documentElement; return root.scrollWidth - root.clientWidth")
-
-
-@pytest.mark.parametrize("width", [320, 400, 800])
-def test_narrow_pages_scroll_inside_tables_only(opened, width):
-    wide = replace(CONTENT["tables"][0], columns=COLUMNS * 4, rows=tuple(row * 4 for row in CONTENT["tables"][0].rows))
-    page = opened(tables=[wide], commands=["python -m bench.cost " + "variant=" * 60])
-    browser.resize(page, width, 300)
-    assert page_scrolls_by(page) == 0
-    scroll = page.find_element(By.CLASS_NAME, "scroll")
-    inside, shown = page.execute_script("return [arguments[0].scrollWidth, arguments[0].clientWidth]", scroll)
-    assert inside > shown
-    left = "const s = arguments[0]; s.scrollTo(s.scrollWidth, 99); const b = (e) => s.querySelector(e).getBoundingClientRect();"
-    left += (
-        "return [b('tbody tr:last-child th').left - b('table').left, b('thead th').top - s.getBoundingClientRect().top]"
-    )
-    moved, top = page.execute_script(left, scroll)
-    assert moved == pytest.approx(inside - shown, abs=2) and 0 <= top < 3  # names and headings stay in view
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_in_light_and_dark(opened, scheme):
-    page = opened()
-    browser.prefer(page, scheme)
-    click_head(page, 0)
-    parts = (
-        "h1, h3, .caption, tbody th, tbody td, thead button, summary, nav a, .notes li, .tools label, code, .files a"
-    )
-    found = page.execute_script(
-        """return [...document.querySelectorAll(arguments[0])].map((element) => {
-          const told = `${element.tagName} ${element.textContent}`, text = getComputedStyle(element).color;
-          let ground;
-          for (; element; element = element.parentElement) {
-            ground = getComputedStyle(element).backgroundColor;
-            if (!ground.endsWith(", 0)")) break;
-          }
-          return [told, text, ground];
-        })""",
-        parts,
-    )
-    assert len(found) > 50 and not [one for one in found if contrast(*one[1:]) < 4.5]
-    card = page.find_element(By.CSS_SELECTOR, "figure a").value_of_css_property("background-color")
-    assert card == "rgba(255, 255, 255, 1)"
-    light = luminance(page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")) > 0.5
-    assert light == (scheme == "light")
-
-
-def luminance(color: str) -> float:
-    """Relative, of ``rgb(...)``, as WCAG 2 has it."""
-    channels = [float(part) / 255 for part in color.partition("(")[2].rstrip(")").split(",")[:3]]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    """Ratio of two colours, 1 to 21; WCAG 2 asks 4.5 of text."""
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-def test_without_its_script_the_page_shows_everything(driver, opened):
-    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-    try:
-        page = opened()
-        idle = page.find_elements(By.CSS_SELECTOR, ".copy, .tools label, .svg")
-        assert [part.is_displayed() for part in idle] == [False] * 6
-        assert len(column_of(page, 0)) == len(MANY)
-        assert all(image.size["width"] > 300 for image in page.find_elements(By.TAG_NAME, "img"))
-    finally:
-        driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

@@ -15,11 +15,13 @@ from bench.contest.entrants import LanguageEntrant
 from bench.contest.proof import OK, Probe, passed, prove
 from bench.contest.rivals import INSTALL, RIVALS, Memory, Rival, Sizes, touched_parameters, version
 from bench.contest.rounds import Entry, ratio, verdict
-from bench.contest.table import percentiles, print_peers, rows_of
-from bench.contest.yardstick import Yardstick, parameter_count
+from bench.contest.table import print_peers, rows_of
+from bench.contest.yardstick import Yardstick
+from bench.measure import percentiles
 from tests.bench_rows import identity, peer_row
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
+from tests.needs import need
 
 MEMORY = Memory(half_keys=32, top_k=4, heads=2, d_query=8)
 SIZES = Sizes(vocabulary=256, d_model=32, layers=2, heads=2, context=16, persistent=8, window=8, memory=MEMORY)
@@ -82,8 +84,9 @@ def missing(_sizes, _arguments):
 
 def test_the_yardstick_has_the_closed_forms_parameters_and_passes():
     model = Yardstick(**YARD)
-    same = {name: YARD[name] for name in ("vocabulary", "d_model", "layers", "longest")}
-    assert sum(p.numel() for p in model.parameters()) == parameter_count(**same)
+    V, D, T, layers = (YARD[name] for name in ("vocabulary", "d_model", "longest", "layers"))
+    closed_form = 2 * V * D + T * D + layers * (12 * D * D + 4 * D) + 2 * D
+    assert sum(p.numel() for p in model.parameters()) == closed_form
     assert proved(model) == {"gradients": OK, "causal": OK}
 
 
@@ -112,8 +115,7 @@ def test_what_a_spoilt_toy_breaks_is_named(fault, check, reason):
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_computes_the_job_and_is_what_it_is_said_to_be(name):
     rival = RIVALS[name]
-    if version(rival.package) is None:
-        pytest.skip(f"{rival.package}: {INSTALL}")
+    need(version(rival.package), f"{rival.package}: {INSTALL}")
     torch.manual_seed(0)
     model = rival.build(SIZES, rival.arguments(SIZES))
     assert model(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 256)
@@ -149,7 +151,8 @@ def test_speeds_are_compared_within_a_round():
     assert ratio(entry("half", [20.0], [40.0], [20.0]), yardstick) == pytest.approx(0.5)
     assert ratio(entry("small", [20.0], [40.0], [20.0], bytes_per_step=50), yardstick) == pytest.approx(0.25)
     assert ratio(entry("none"), yardstick) is None
-    assert percentiles([1.0, 2.0, 3.0, 4.0, 5.0]) == {"p20": 2.0, "p50": 3.0, "p80": 5.0, "n": 5}
+    found = percentiles([1.0, 2.0, 3.0, 4.0, 5.0]).as_dict()
+    assert found == pytest.approx({"p20": 1.8, "p50": 3, "p80": 4.2, "n": 5})
 
 
 @pytest.mark.parametrize(("ms", "void"), [(10.0, False), (10.4, True)])

@@ -13,12 +13,18 @@ from torch import Tensor
 
 import variants
 from tests.attention_case import assert_near, gradients
+from tests.needs import need
 from variants import triton_window, window
 from variants.window import Persistent, Window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.usefixtures("triton_installed")
 SMALL = {"BLOCK": 16, "num_warps": 4, "num_stages": 1}
+
+
+@pytest.fixture
+def triton_installed():
+    need(importlib.util.find_spec("triton"), "triton is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +204,7 @@ def test_what_it_cannot_do_is_refused(small_blocks):
         attend(q, k, v, Window((4, 4)), vectors=q[0, 0], bias=q.new_zeros(2, 4))
     with pytest.raises(ValueError, match="3 distances: window.columns needs 4"):
         attend(q, k, v, Window((4, 4)), vectors=q[0, 0, :3])
-    with pytest.raises(ValueError, match="runtime.path=fused cannot run with head width 24"):
+    with pytest.raises(ValueError, match="runtime.path=kernel cannot run with head width 24"):
         attend(*(torch.cat([x, x[..., :8]], -1) for x in (q, k, v)), Window((4, 4)))
 
 

@@ -1,4 +1,4 @@
-"""Windows of the past: the pure functions in numbers worked out by hand, and the fused path against the plain one."""
+"""Windows of the past: the pure functions in numbers worked out by hand, and the fast paths against the plain one."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention_case import DOUBLE, assert_near, assert_same, gradients
-from variants import fused, window
+from variants import fused, window, window_cpu
 from variants.adaptive_span import bucket
 from variants.position import alibi_slopes
 from variants.window import Persistent, Window, skew, soft_mask, visible
 
-ATTEND = {"plain": window.attend, "fused": fused.attend}
+
+def kernel(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
+    """The kernel is given past and segment one by one."""
+    past = k.shape[2] - q.shape[2]
+    before = (k[:, :, :past], v[:, :, :past]) if past else None
+    return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], window, past=before, **added)
 
 
-def banded(q: Tensor, k: Tensor, v: Tensor, window: Window, *, persistent: Persistent | None = None) -> Tensor:
-    """The fused path with a vector for each distance, all of them zero."""
-    return fused.attend(q, k, v, window, vectors=q.new_zeros(max(window.columns), q.shape[-1]), persistent=persistent)
-
-
-PATHS = pytest.mark.parametrize("attend", [*ATTEND.values(), banded], ids=[*ATTEND, "banded"])
+ATTEND = {"plain": window.attend, "fused": fused.attend, "kernel": kernel}
+FAST = pytest.mark.parametrize("path", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+PATHS = pytest.mark.parametrize(
+    "attend", [window.attend, fused.attend, pytest.param(kernel, marks=pytest.mark.cpu_kernel)], ids=list(ATTEND)
+)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -133,12 +137,12 @@ class Draw:
         q, k, v = (self.inputs[name] for name in "qkv")
         added = {"bias": self.bias}
         if (vectors := self.inputs.get("p")) is not None:
-            added = {"bias": q @ vectors.T} if path == "plain" else {"vectors": vectors}
+            added = {"vectors": vectors} if path == "kernel" else {"bias": q @ vectors.T}
         return ATTEND[path](q, k, v, self.seen._replace(**changes), **added, persistent=persistent)
 
 
 @st.composite
-def draws(draw, dtype: torch.dtype = DOUBLE) -> Draw:
+def draws(draw, dtype: torch.dtype = DOUBLE, *, path: str = "kernel") -> Draw:
     """Heads of several bucket sizes, segments longer than a chunk of queries, pasts shorter and longer than windows."""
     heads, width = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 16]))
     rows, past = draw(st.sampled_from([1, 2, 31, 33, 127, 129, 200, 300])), draw(st.sampled_from([0, 1, 40, 300]))
@@ -156,7 +160,7 @@ def draws(draw, dtype: torch.dtype = DOUBLE) -> Draw:
     if draw(st.booleans()):
         number = draw(st.sampled_from([1, 40]))
         shapes |= {"extra_q": shapes["q"], "m_k": (heads, number, width), "m_v": (heads, number, width)}
-    kind = draw(st.sampled_from(["nothing", "bias", "vectors"]))
+    kind = draw(st.sampled_from(["nothing", "bias", *(["vectors"] if path == "kernel" else [])]))
     if kind == "vectors":
         shapes["p"] = (max(columns), width)
     seed = draw(st.integers(0, 99))
@@ -170,37 +174,42 @@ def draws(draw, dtype: torch.dtype = DOUBLE) -> Draw:
     return Draw(inputs | ({} if z is None else {"z": z}), Window(columns, draw(st.integers(0, 1)), z, ramp), bias)
 
 
-@given(drawn=draws())
+@FAST
+@given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_fused_is_plain(drawn):
-    assert_same(drawn.attend("fused"), drawn.attend("plain"), named=drawn.inputs)
+def test_a_fast_path_is_plain(path, data):
+    drawn = data.draw(draws(path=path))
+    assert_same(drawn.attend(path), drawn.attend("plain"), named=drawn.inputs)
 
 
-@given(drawn=draws())
+@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+@given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_trimmed_columns_are_all_that_matter(drawn):
+def test_trimmed_columns_are_all_that_matter(path, data):
     """Keys beyond z + R change nothing, the gradient of z included."""
-    if drawn.seen.z is None:
-        return
+    drawn = data.draw(draws(path=path).filter(lambda drawn: drawn.seen.z is not None))
     whole = (max(drawn.seen.columns),) * len(drawn.seen.columns)
-    for path in ATTEND:
-        assert_same(drawn.attend(path), drawn.attend(path, columns=whole), named=drawn.inputs)
+    assert_same(drawn.attend(path), drawn.attend(path, columns=whole), named=drawn.inputs)
 
 
-@given(drawn=draws(dtype=torch.float32))
+@FAST
+@given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_fused_is_plain_in_float32_too(drawn):
-    assert_same(drawn.attend("fused"), drawn.attend("plain"), named=drawn.inputs, tolerance=2e-4)
+def test_a_fast_path_is_plain_in_float32_too(path, data):
+    drawn = data.draw(draws(torch.float32, path=path))
+    assert_same(drawn.attend(path), drawn.attend("plain"), named=drawn.inputs, tolerance=2e-4)
 
 
-@given(drawn=draws(dtype=torch.bfloat16))
+@FAST
+@given(data=st.data())
 @settings(max_examples=20, deadline=None)
-def test_bfloat16_is_close_to_float32(drawn):
+def test_bfloat16_is_close_to_float32(path, data):
     """Inputs are bfloat16; spans and bias are float32, as under autocast."""
+    drawn = data.draw(draws(torch.bfloat16, path=path))
     z = drawn.seen.z
     drawn.seen = drawn.seen._replace(z=None if z is None else z.detach().float().requires_grad_())
     drawn.bias = None if drawn.bias is None else drawn.bias.float()
-    found = drawn.attend("fused")
+    found = drawn.attend(path)
     drawn.inputs = {name: x.float() for name, x in drawn.inputs.items()}
     assert found.dtype == torch.bfloat16
     assert_near(found.float(), drawn.attend("plain"), tolerance=0.02)

@@ -12,12 +12,14 @@ detached, as far back as the window reaches. Shapes describe the state: a shorte
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants import fused, triton_window, window
+from variants import fused, triton_window, window, window_cpu
 from variants.contract import Out, Part, Place, State, Sublayer
 from variants.window import Persistent, Window
 
@@ -79,6 +81,33 @@ class PersistentVectors(Part):
         raise NotImplementedError
 
 
+class Keys(NamedTuple):
+    """What queries meet: keys and values of the segment ``[B, H, T, K]``, and of the past ``[B, H, P, K]``, if any."""
+
+    k: Tensor
+    v: Tensor
+    past: tuple[Tensor, Tensor] | None
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """One after the other, ``[B, H, P + T, K]``."""
+        if self.past is None:
+            return self.k, self.v
+        return tuple(torch.cat(pair, dim=2) for pair in zip(self.past, (self.k, self.v), strict=True))
+
+    def without_values(self) -> "Keys":
+        past = None if self.past is None else (self.past[0], torch.zeros_like(self.past[1]))
+        return Keys(self.k, torch.zeros_like(self.v), past)
+
+
+def _last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
+    """The last ``number`` places of two tensors in a row, or all, detached; no more than these are kept in memory."""
+    new = new.detach()
+    own = min(number, new.shape[dim])
+    new = new.narrow(dim, new.shape[dim] - own, own)
+    kept = 0 if old is None else min(number - own, old.shape[dim])
+    return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), new], dim) if kept else new
+
+
 class Attention(Sublayer):
     """Causal multi-head attention over a window of the past.
 
@@ -126,21 +155,30 @@ class Attention(Sublayer):
         if start is None:
             start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         z = self.reach(x)
-        plain_q = self._split(self.query(x)) * self.d_head**-0.5
+        plain_q, *own = self._project(x, self.query, self.key, self.value)
+        own[0] = self.position.rotate(own[0], start)
         q = self.position.rotate(plain_q, start)
         persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
-        y, state, seen = self._over_window(x, q, state, start, z, persistent, look=look)
+        y, state, seen = self._over_window(x, q, own, state, start, z, persistent, look=look)
         out = self.output(rearrange(y, "B H T K -> B T (H K)"))
         return Out(out, state, self.reach.loss(z) if self.training else None, seen)
 
-    def _split(self, x: Tensor) -> Tensor:
-        return rearrange(x, "B T (H K) -> B H T K", H=self.heads)
+    def _project(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+        """``[B, H, T, K]`` by each of the maps, queries scaled: one matrix product with all of their matrices."""
+        scales = [self.d_head**-0.5 if linear is self.query else 1.0 for linear in linears]
+        weight = torch.cat([m.weight * s if s != 1 else m.weight for m, s in zip(linears, scales, strict=True)])
+        bias = None
+        if self.query.bias is not None:
+            bias = torch.cat([m.bias * s if s != 1 else m.bias for m, s in zip(linears, scales, strict=True)])
+        parts = F.linear(x, weight, bias).chunk(len(linears), dim=-1)
+        return [rearrange(part, "B T (H K) -> B H T K", H=self.heads) for part in parts]
 
     @torch.compiler.disable  # columns are Python numbers, the past has any length: a graph break around all of it
     def _over_window(
         self,
         x: Tensor,
         q: Tensor,
+        own: list[Tensor],
         state: State,
         start: Tensor,
         z: Tensor | None,
@@ -150,68 +188,90 @@ class Attention(Sublayer):
     ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
         """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``look``."""
         reach = Window(self.reach.columns, self.shift, z, self.reach.ramp)
-        k, v, state = self._context(x, state, start, reach.past())
-        y = self._attend(q, k, v, reach, persistent)
+        keys, state = self._context(x, own, state, start, reach.past())
+        y = self._attend(q, keys, reach, persistent)
         with torch.no_grad():
-            seen = self._look(q, k, reach, persistent) if look else None
+            seen = self._look(q, keys, reach, persistent) if look else None
         return y, state, seen
 
-    def _context(self, x: Tensor, state: State, start: Tensor, past: int) -> tuple[Tensor, Tensor, State]:
-        """Keys and values of past and segment ``[B, H, L, K]``, and what to carry: the last ``past`` of them."""
+    def _context(self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int) -> tuple["Keys", State]:
+        """Keys and values, and what to carry: the last ``past`` of them, or of the inputs that they are made of."""
         if self.cache == "hidden":
-            hidden = (
-                x if state is None else torch.cat([state[:, max(0, state.shape[1] - past) :].to(x.dtype), x], dim=1)
-            )
-            k, v = self._split(self.key(hidden)), self._split(self.value(hidden))
-            k = self.position.rotate(k, start - (hidden.shape[1] - x.shape[1]))
-            return k, v, hidden[:, max(0, hidden.shape[1] - past) :].detach()
-        k, v = self.position.rotate(self._split(self.key(x)), start), self._split(self.value(x))
+            old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(x.dtype)
+            before = None
+            if old is not None:
+                k, v = self._project(old, self.key, self.value)
+                before = self.position.rotate(k, start - old.shape[1]), v
+            return Keys(*own, before), _last(past, 1, old, x)
+        before = None
         if state is not None:
-            skip = max(0, state[0].shape[2] - past)
-            k, v = (
-                torch.cat([old[:, :, skip:].to(new.dtype), new], dim=2) for old, new in zip(state, (k, v), strict=True)
+            before = tuple(
+                old[:, :, max(0, old.shape[2] - past) :].to(new.dtype) for old, new in zip(state, own, strict=True)
             )
-        skip = max(0, k.shape[2] - past)
-        return k, v, (k[:, :, skip:].detach(), v[:, :, skip:].detach())
+        return Keys(*own, before), tuple(
+            _last(past, 2, *pair) for pair in zip(before or (None, None), own, strict=True)
+        )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, reach: Window, persistent: Persistent | None) -> Tensor:
+    def _attend(self, q: Tensor, keys: "Keys", reach: Window, persistent: Persistent | None) -> Tensor:
         columns = max(reach.columns)
-        if self.path(q.device, training=self.training) == "fused":
-            vectors = self.position.vectors(columns)
-            bias = self.position.bias(q, columns) if vectors is None else None
-            kernels = fused if q.device.type == "cpu" else triton_window
-            return kernels.attend(q, k, v, reach, bias=bias, vectors=vectors, persistent=persistent)
-        bias = self.position.bias(q, columns)
+        path = self.path(q.device, training=self.training)
+        vectors = self.position.vectors(columns) if path == "kernel" else None
+        bias = self.position.bias(q, columns) if vectors is None else None
+        same = {"bias": bias, "persistent": persistent}
+        if path == "kernel" and q.device.type == "cpu":
+            return window_cpu.attend(q, keys.k, keys.v, reach, past=keys.past, vectors=vectors, **same)
+        k, v = keys.whole()
+        if path == "kernel":
+            return triton_window.attend(q, k, v, reach, vectors=vectors, **same)
+        if path == "fused":
+            return fused.attend(q, k, v, reach, **same)
         dropout = self.dropout if self.training else 0.0
-        return window.attend(q, k, v, reach, bias=bias, persistent=persistent, dropout=dropout)
+        return window.attend(q, k, v, reach, dropout=dropout, **same)
 
     def path(self, device: torch.device, *, training: bool) -> str:
-        """``fused`` where it computes the same: without attention dropout, with spans per head, and with a bias that is
-        constant or one vector a distance; on a GPU only where it is asked for. ValueError where that cannot be."""
+        """The first of these that computes the same here, or the one that was asked for; ValueError where that cannot be.
+
+        - ``kernel``: our own, for this CPU (``window_cpu.py``) or for a GPU (``triton_window.py``);
+        - ``fused``: torch's flash attention on a CPU (``fused.py``), which takes no learned vector per distance;
+        - ``plain``: ``window.py``, and on a GPU the one that is taken unasked.
+        """
         # The GPU's kernel has run in Triton's interpreter only: until a device has checked it, nobody gets it unasked.
         if self.wanted_path == "plain" or (self.wanted_path == "auto" and device.type != "cpu"):
             return "plain"
-        obstacles = {
+        obstacles = {name: self._obstacles(name, device, training=training) for name in ("kernel", "fused")}
+        if self.wanted_path == "auto":
+            return next((name for name, found in obstacles.items() if not found), "plain")
+        if found := obstacles[self.wanted_path]:
+            allowed = ["auto", "plain", *(name for name, found in obstacles.items() if not found)]
+            raise ValueError(
+                f"runtime.path={self.wanted_path} cannot run with {', '.join(found)}: allowed are {', '.join(allowed)}"
+            )
+        return self.wanted_path
+
+    def _obstacles(self, path: str, device: torch.device, *, training: bool) -> list[str]:
+        """Why a path cannot run."""
+        learned = self.position.vectors(1) is not None
+        found = {
             f"model.dropout={self.dropout}": training and self.dropout > 0,
             "spans that depend on the input": not self.reach.fusable,
-            "a position scheme whose bias depends on the query": not self._kernel_knows_bias(),
+            "a position scheme whose bias depends on the query": not self.position.constant_bias
+            and not (path == "kernel" and learned),
         }
-        found = [name for name, stands in obstacles.items() if stands]
-        if device.type != "cpu" and (reason := triton_window.available(device, torch.float32, self.d_head)):
-            found.append(reason)
-        if self.wanted_path == "fused" and found:
-            raise ValueError(f"runtime.path=fused cannot run with {', '.join(found)}: allowed are auto, plain")
-        return "plain" if found else "fused"
+        reasons = [name for name, stands in found.items() if stands]
+        if path == "fused" and device.type != "cpu":
+            reasons.append(f"runtime.device={device.type}")
+        if path == "kernel":
+            on_gpu = triton_window.available(device, torch.float32, self.d_head) if device.type != "cpu" else None
+            missing = window_cpu.available() if device.type == "cpu" else on_gpu
+            reasons += [missing] if missing else []
+        return reasons
 
-    def _kernel_knows_bias(self) -> bool:
-        return self.position.constant_bias or self.position.vectors(1) is not None
-
-    def _look(self, q: Tensor, k: Tensor, reach: Window, persistent: Persistent | None) -> dict[str, Tensor]:
+    def _look(self, q: Tensor, keys: "Keys", reach: Window, persistent: Persistent | None) -> dict[str, Tensor]:
         seen = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.reach.seen(reach.z)
         if persistent is not None:
             # The same attend path, fed with ones on persistent vectors and zeros on the context.
             ones = persistent._replace(v=torch.ones_like(persistent.v))
-            mass = self._attend(q, k, torch.zeros_like(k), reach, ones)[..., 0]
+            mass = self._attend(q, keys.without_values(), reach, ones)[..., 0]
             seen["persistent_mass"] = mass.double().sum(dim=(0, 2))
         return seen
 

@@ -10,19 +10,16 @@ Three facts make it exact (1905.07799's soft mask, written as an additive bias):
    dL/dz = sum over z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t),
    so the kernel treats spans as constants and the ramp is a band of R + 1 keys a query.
 
-The kernel is torch's flash attention for CPUs; learned vectors per distance, and heads with a short soft window, go
-through ``banded.py`` instead.
+The kernel is torch's flash attention for CPUs, which takes only constants beside the scores. ``window_cpu.cpp`` does the
+same by the row, where a compiler is at hand.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants import banded
 from variants.window import Persistent, Window, skew, soft_mask, visible
 
-SHORT = 128
-"""Columns up to which a head with a soft mask goes through ``banded.py``: there its span's gradient costs little."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -34,19 +31,17 @@ def attend(
     window: Window,
     *,
     bias: Tensor | None = None,
-    vectors: Tensor | None = None,
     persistent: Persistent | None = None,
 ) -> Tensor:
     """The same function as ``window.attend`` without dropout; ``z`` is ``[H]``.
 
     Args:
         bias: a constant ``[H, n]``.
-        vectors: ``[n, K]`` in its place: the bias is ``q @ vectors.T``, and they get a gradient.
     """
     keep = min(k.shape[2], q.shape[2] + window.past())
     k, v = k[:, :, k.shape[2] - keep :], v[:, :, v.shape[2] - keep :]
     extra = (None, None, None) if persistent is None else persistent
-    return _Attend.apply(q, k.to(q.dtype), v.to(q.dtype), window.z, *extra, vectors, bias, window)
+    return _Attend.apply(q, k.to(q.dtype), v.to(q.dtype), window.z, *extra, bias, window)
 
 
 def groups(columns: tuple[int, ...]) -> list[tuple[int, list[int]]]:
@@ -83,12 +78,9 @@ def _table(bias: Tensor | None, window: Window) -> Tensor | None:
     return soft if bias is None else soft + bias
 
 
-def _plan(table: Tensor | None, window: Window, q: Tensor, k: Tensor, widths: set[int]):
-    """Yields heads, slices and mask of every call of the kernel, for heads with so many columns; masks of equal shape
-    are made once."""
+def _plan(table: Tensor | None, window: Window, q: Tensor, k: Tensor):
+    """Yields heads, slices and mask of every call of the kernel; masks of equal shape are made once."""
     for columns, heads in groups(window.columns):
-        if columns not in widths:
-            continue
         part = slice(None) if len(heads) == len(window.columns) else heads
         mine = None if table is None else table[part]
         masks: dict[tuple[int, int], Tensor] = {}
@@ -101,10 +93,10 @@ def _plan(table: Tensor | None, window: Window, q: Tensor, k: Tensor, widths: se
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, window):
+    def forward(ctx, q, k, v, z, extra_q, extra_k, extra_v, bias, window):
         y = torch.zeros_like(q)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        _forward_(y, lse, q, k, v, bias, vectors, window)
+        _forward_(y, lse, q, k, v, bias, window)
         if extra_q is not None:
             out, part = _flash(_fold(extra_q), extra_k[None].to(q.dtype), extra_v[None].to(q.dtype), scale=1.0)
             out, part = _unfold(out, q.shape[0]), _unfold(part, q.shape[0])
@@ -112,37 +104,26 @@ class _Attend(torch.autograd.Function):
             y = y * (lse - joint).exp()[..., None].to(q.dtype) + out * (part - joint).exp()[..., None].to(q.dtype)
             lse = joint
         lse.masked_fill_(lse == -torch.inf, torch.inf)  # a blind row has weights 0, also in the backward
-        ctx.save_for_backward(q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, y, lse)
+        ctx.save_for_backward(q, k, v, z, extra_q, extra_k, extra_v, bias, y, lse)
         ctx.window = window
         return y
 
     @staticmethod
     def backward(ctx, g):
-        q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, y, lse = ctx.saved_tensors
+        q, k, v, z, extra_q, extra_k, extra_v, bias, y, lse = ctx.saved_tensors
         g = g.contiguous()
-        d = _backward(g, q, k, v, z if ctx.needs_input_grad[3] else None, y, lse, bias, vectors, ctx.window)
+        d = _backward(g, q, k, v, z if ctx.needs_input_grad[3] else None, y, lse, bias, ctx.window)
         extras = (None, None, None)
         if extra_q is not None:
             two, joint = (extra_k[None].to(q.dtype), extra_v[None].to(q.dtype)), (_fold(y), _fold(lse).contiguous())
             a, b, c = _flash_backward(_fold(g), _fold(extra_q), *two, *joint, 0.0, False, scale=1.0)
             extras = (_unfold(a, q.shape[0]), b[0].to(extra_k.dtype), c[0].to(extra_v.dtype))
-        return d.q, d.k, d.v, d.z, *extras, d.vectors, None, None
+        return *d, *extras, None, None
 
 
-def _added(bias: Tensor | None, vectors: Tensor | None, window: Window) -> banded.Added:
-    """What goes through ``banded.py``: all heads with vectors, else the short ones with a soft mask."""
-    if vectors is not None:
-        return banded.Added(bias, vectors)
-    return banded.Added(bias, most_columns=0 if window.z is None else SHORT)
-
-
-def _forward_(y, lse, q, k, v, bias, vectors, window: Window) -> None:
+def _forward_(y, lse, q, k, v, bias, window: Window) -> None:
     """Output and log-sum-exp of the context alone, which are 0 and -inf where nothing is seen."""
-    added = _added(bias, vectors, window)
-    if added.widths(window):
-        banded.forward_(y, lse, q, k, v, window, added)
-    others = set(window.columns) - added.widths(window)
-    for heads, t, j, mask in _plan(_table(bias, window), window, q, k, others):
+    for heads, t, j, mask in _plan(_table(bias, window), window, q, k):
         y[:, heads, t], lse[:, heads, t] = _flash(
             q[:, heads, t], k[:, heads, j], v[:, heads, j], attn_mask=mask, scale=1.0
         )
@@ -150,28 +131,18 @@ def _forward_(y, lse, q, k, v, bias, vectors, window: Window) -> None:
     lse[:, :, :blind] = -torch.inf
 
 
-def _backward(g, q, k, v, z, y, lse, bias, vectors, window: Window) -> banded.Gradients:
-    """Gradients by the context, from the joint output and log-sum-exp; that of z only where it is given."""
+def _backward(g, q, k, v, z, y, lse, bias, window: Window) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v by the context, from the joint output and log-sum-exp; that of z only where it is given."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dz = None if z is None else torch.zeros_like(z, dtype=lse.dtype)
-    dvectors = None if vectors is None else torch.zeros_like(vectors)
-    d, added = banded.Gradients(dq, dk, dv, dvectors, dz), _added(bias, vectors, window)
-    if added.widths(window):
-        banded.backward_(d, g, q, k, v, y, lse, window, added)
-    others = set(window.columns) - added.widths(window)
-    long = [h for h, columns in enumerate(window.columns) if columns in others]
-    if z is not None and long:
-        part = window._replace(columns=tuple(window.columns[h] for h in long))
-        mine = [x[:, long] for x in (q, k, v, y, lse, g)]
-        dz[long] = _span_gradient(*mine, z[long], None if bias is None else bias[long], part).to(dz.dtype)
-    for heads, t, j, mask in _plan(_table(bias, window), window, q, k, others):
+    dz = None if z is None else _span_gradient(q, k, v, y, lse, g, z, bias, window)
+    for heads, t, j, mask in _plan(_table(bias, window), window, q, k):
         one, two = (g[:, heads, t], q[:, heads, t]), (k[:, heads, j], v[:, heads, j])
         joint = (y[:, heads, t], lse[:, heads, t].contiguous())
         a, b, c = _flash_backward(*one, *two, *joint, 0.0, False, attn_mask=mask, scale=1.0)
         dq[:, heads, t] = a
         dk[:, heads, j] += b
         dv[:, heads, j] += c
-    return d if dz is None else d._replace(z=dz.to(z.dtype))
+    return dq, dk, dv, dz
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -206,7 +177,7 @@ def _span_gradient(q, k, v, y, lse, g, z, bias, window: Window) -> Tensor:
     x = near[:, None] + ramp - torch.arange(ramp + 1)  # [H, R + 1], the column read at each place of the band
     inside = (x <= far[:, None]) & (x < torch.tensor(window.columns)[:, None])
     inside = inside[:, None, None] & _band(
-        exists.unfold(1, size + ramp, size)[:, :, None].expand(-1, -1, size, -1), ramp + 1
+        exists.unfold(1, size + ramp, size)[:, :, None].expand(-1, -1, size, -1).contiguous(), ramp + 1
     )
     scores = ramp_of(q, k)
     if bias is not None:
@@ -216,8 +187,7 @@ def _span_gradient(q, k, v, y, lse, g, z, bias, window: Window) -> Tensor:
     return (weight * reward).sum(dim=(0, 2, 3, 4)).to(z.dtype) / ramp
 
 
-def _band(block: Tensor, width: int) -> Tensor:
-    """Columns t .. t + width - 1 of row t, ``[..., rows, width]``: a strided view, no copy."""
-    block = block.contiguous()
-    *outer, rows, columns = block.stride()
-    return block.as_strided((*block.shape[:-1], width), (*outer, rows + columns, columns))
+def _band(block: Tensor, columns: int) -> Tensor:
+    """Places t .. t + n - 1 of row t, ``[..., rows, n]``: a strided view of the contiguous block, no copy."""
+    *outer, rows, one = block.stride()
+    return block.as_strided((*block.shape[:-1], columns), (*outer, rows + one, one))

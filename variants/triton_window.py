@@ -32,7 +32,7 @@ def available(device: torch.device, dtype: torch.dtype, width: int) -> str | Non
 
     On a CPU it can where triton interprets kernels (TRITON_INTERPRET=1), for tests without a device.
     """
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "triton is not installed"
     interpreted = _kernels().INTERPRETED
     if device.type != "cuda" and not interpreted:
@@ -44,6 +44,12 @@ def available(device: torch.device, dtype: torch.dtype, width: int) -> str | Non
     if width not in WIDTHS:
         return f"head width {width}: the kernel takes {', '.join(map(str, WIDTHS))}"
     return None
+
+
+@lru_cache
+def _installed() -> bool:
+    """Looked up once: ``available`` is asked at every forward pass."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def launch_options(width: int, dtype: torch.dtype, *, vectors: bool) -> dict[str, int]:
@@ -81,7 +87,7 @@ def attend(
         ValueError: where ``available`` says why not, and for shapes that are not the above.
     """
     if (reason := available(q.device, q.dtype, q.shape[-1])) is not None:
-        raise ValueError(f"runtime.path=fused cannot run with {reason}")
+        raise ValueError(f"runtime.path=kernel cannot run with {reason}")
     if window.z is not None and window.z.shape != q.shape[1:2]:
         raise ValueError(f"spans of shape {tuple(window.z.shape)}: the kernel takes one a head, [{q.shape[1]}]")
     most = max(window.columns)

@@ -5,7 +5,6 @@ gradients dropped. Ours take the trainer's own step. The learning rate is 0: the
 stay where they start.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +15,16 @@ from torch import Tensor, nn
 from bench.contest.proof import Probe, prove
 from bench.contest.rivals import INSTALL, Rival, Sizes, touched_parameters
 from bench.contest.yardstick import fused_adamw
+from bench.measure import peak_bytes, times
+from bench.subject import MIDDLE, WARM_STEPS
 from harness import runtime
 from harness.build import plan_run
-from harness.memory import PeakMemory
+from harness.memory import PeakMemory, keep_freed
 from harness.run import path_of
 from harness.step import Trainer
 
-WARM_STEPS, MEASURED_STEPS = 2, 3
+MEASURED_STEPS = 3
 PROOF_STREAMS = 2
-MIDDLE = 0.5
-"""Fraction of the budget that a schedule is asked for; the rate is 0 whatever it answers."""
 
 
 class Entrant:
@@ -74,13 +73,11 @@ class Entrant:
 
     def weigh(self) -> dict:
         """Parameters, path, and the peak of a training step after warm-up."""
+        keep_freed(False)
         for _ in range(WARM_STEPS):
             self.train()
-        self.meter.reset()
-        for _ in range(MEASURED_STEPS):
-            self.train()
-        self.runtime.synchronise()
-        peak = self.meter.read()
+        peak = peak_bytes(self._some_steps, device=self.runtime.device, meter=self.meter)
+        keep_freed(True)  # from here on time counts
         path = self.path()
         return {
             "parameters": {"total": sum(p.numel() for p in self.model.parameters()), "touched": self.touched()},
@@ -88,18 +85,15 @@ class Entrant:
             "memory": {"train_peak_bytes": peak.bytes, "approximate": peak.approximate},
         }
 
+    def _some_steps(self) -> None:
+        for _ in range(MEASURED_STEPS):
+            self.train()
+
     def round(self, seconds: float) -> list[float]:
         """Milliseconds of each training step, for so long, two steps at least; one before them is not counted, because
         others have used the caches since the last round."""
-        self.train()
-        self.runtime.synchronise()
-        found, until = [], time.perf_counter() + seconds
-        while len(found) < 2 or time.perf_counter() < until:
-            began = time.perf_counter()
-            self.train()
-            self.runtime.synchronise()
-            found.append((time.perf_counter() - began) * 1000)
-        return found
+        clock = {"synchronise": self.runtime.synchronise, "most_seconds": seconds}
+        return times(self.train, **clock, least_calls=2, warm_calls=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.contest.entrants import MIDDLE, Entrant
+from bench.contest.entrants import Entrant
 from bench.contest.proof import Probe
 from bench.contest.rivals import INSTALL, Memory, build_pkm, pkm_arguments
 from bench.contest.yardstick import fused_adamw
+from bench.subject import MIDDLE
 
 PROOF_POSITIONS = 64
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bench.contest.entrants import MIDDLE, OurModel, Task
+from bench.contest.entrants import OurModel, Task
 from bench.contest.proof import Probe
+from bench.subject import MIDDLE, full_state
 from harness import data
 from harness.model import LanguageModel
 from harness.record import Record
 from harness.run import Run
-from harness.runtime import Runtime
 from variants.contract import State
 
 
@@ -100,15 +100,3 @@ def set_spans(model: LanguageModel, spans: tuple[int, ...]) -> None:
     for reach in reaches:
         reach.fraction.copy_(torch.tensor(spans) / reach.span)
     model.project_()
-
-
-@torch.no_grad()
-def full_state(model: LanguageModel, inputs: Tensor, *, span: int, where: Runtime) -> State:
-    """The state of streams that have seen ``span`` bytes or more: ``inputs [B, T]`` again and again."""
-    model.eval()
-    state, seen = None, 0
-    while seen < span:
-        with where.autocast():
-            state = model(inputs, state).state
-        seen += inputs.shape[1]
-    return state

@@ -1,8 +1,5 @@
 """Rows and the printed table of ``bench.peers``."""
 
-import statistics
-from collections.abc import Sequence
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +7,7 @@ from rich.text import Text
 
 from bench.contest.rivals import JUDGE, YARDSTICK
 from bench.contest.rounds import FAIR, MEASURED, Entry, ratio, verdict
+from bench.measure import percentiles
 
 WIDTH = 150
 """Characters of the table where no terminal says how many there are."""
@@ -44,8 +42,7 @@ def rows_of(entries: list[Entry], *, judge: str | None, planned_rounds: int) -> 
 
 def _row(entry: Entry, *, reference: Entry) -> dict:
     measured = entry.reason is None
-    every = sorted(ms for own in entry.rounds for ms in own) if measured else []
-    middle_ms = statistics.median(every) if every else None
+    step = percentiles([ms for own in entry.rounds for ms in own]) if measured else None
     lanes, segment = entry.identity["config"]["batch"]["lanes"], entry.identity["config"]["batch"]["segment"]
     return {
         **entry.identity,
@@ -59,8 +56,8 @@ def _row(entry: Entry, *, reference: Entry) -> dict:
         "checks": entry.checks,
         "status": MEASURED if measured else entry.status,
         "reason": entry.reason,
-        "bytes_per_second": entry.bytes_per_step / middle_ms * 1000 if measured else None,
-        "time": {"train_ms": percentiles(every)} if measured else None,
+        "bytes_per_second": entry.bytes_per_step / step.p50_ms * 1000 if measured else None,
+        "time": {"train_ms": step.as_dict()} if measured else None,
         "memory": entry.facts.get("memory") if measured else None,
         "relative_to_yardstick": ratio(entry, reference) if measured else None,
         "relative_to": entry.reference,
@@ -68,17 +65,17 @@ def _row(entry: Entry, *, reference: Entry) -> dict:
     }
 
 
-def percentiles(ordered: Sequence[float]) -> dict:
-    """20/50/80 percentiles of sorted milliseconds, and their number."""
-    at = {f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (20, 80)}
-    return {"p20": at["p20"], "p50": statistics.median(ordered), "p80": at["p80"], "n": len(ordered)}
+def wide_console() -> Console:
+    """Standard output; wide where it is no terminal, because a wrapped number is no number."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    return console
 
 
 def print_peers(rows: list[dict], *, console: Console | None = None) -> None:
     """One table, fastest first and what failed below, loudly void where its yardstick is slow."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
+    console = console or wide_console()
     if not rows:
         console.print(Text("nothing was measured"))
         return

@@ -84,11 +84,6 @@ def feed_forward(d_model: int) -> nn.Module:
     return nn.Sequential(nn.Linear(d_model, wide, bias=False), nn.GELU(), nn.Linear(wide, d_model, bias=False))
 
 
-def parameter_count(*, vocabulary: int, d_model: int, layers: int, longest: int) -> int:
-    """The closed form of the module's docstring."""
-    return 2 * vocabulary * d_model + longest * d_model + layers * (12 * d_model**2 + 4 * d_model) + 2 * d_model
-
-
 def fused_adamw(parameters: list[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
     """AdamW as its users run it where speed counts."""
     return torch.optim.AdamW(parameters, lr=lr, fused=True)

@@ -1,0 +1,27 @@
+"""Inputs and comparison for tests of the references."""
+
+import pytest
+import torch
+from torch import Tensor
+
+B, T, D, H, K, S = 2, 6, 8, 2, 4, 4
+EXACT = {"rtol": 0, "atol": 1e-10}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers, the same for the same shape and seed; a leaf that wants its gradient."""
+    generator = torch.Generator().manual_seed(seed * 7919 + sum(n * 31**i for i, n in enumerate(shape)))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+@pytest.fixture(name="x")
+def stream() -> Tensor:
+    return normal(B, T, D)
+
+
+def assert_same(one: Tensor, other: Tensor, *, inputs: list[Tensor]) -> None:
+    """Equal values, and equal gradients of a fixed random projection with respect to every input."""
+    torch.testing.assert_close(one, other, **EXACT)
+    upstream = normal(*one.shape, seed=99).detach()
+    gradients = [torch.autograd.grad(y, inputs, upstream) for y in (one, other)]
+    torch.testing.assert_close(*gradients, **EXACT)

@@ -1,0 +1,97 @@
+"""C++ that is compiled where it runs: found again in the cache, and a reason in words where it cannot be had."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from variants import native, window_cpu
+from variants.window import Window
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.cpu_kernel
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "seven.cpp"
+    path.write_text('extern "C" int seven() { return 7; }\n')
+    return path
+
+
+def libraries(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "attention-windtunnel" / "kernels").iterdir())
+
+
+def test_it_is_compiled_once_for_each_source(source, tmp_path, monkeypatch):
+    assert native.load(source).seven() == 7
+    (built,) = libraries(tmp_path)
+    before = built.stat().st_mtime_ns
+    assert native.load(source).seven() == 7
+    assert built.stat().st_mtime_ns == before
+    source.write_text('extern "C" int seven() { return 8; }\n')
+    assert native.load(source).seven() == 8
+    monkeypatch.setattr(native, "_cpu", lambda: "another machine that shares the folder")
+    assert native.load(source).seven() == 8
+    assert len(libraries(tmp_path)) == 3
+
+
+def test_why_there_is_none_is_said(source, tmp_path, monkeypatch):
+    source.write_text("seven\n")
+    assert "error" in native.load(source)
+    assert libraries(tmp_path) == []
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", str(tmp_path / "nowhere"))
+        assert "nowhere" in native.load(source)
+        patch.setenv("CXX", "false")
+        assert "a C++ compiler that fails (false" in native.load(source)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        patch.delenv("CXX", raising=False)
+        assert native.load(source) == "no C++ compiler (none of c++, g++, clang++ is on the PATH)"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "cannot be built" in native.load(source)
+
+
+def test_processes_that_build_at_once_do_not_meet(source, tmp_path):
+    code = (
+        f"from pathlib import Path; from variants import native; assert native.load(Path({str(source)!r})).seven() == 7"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ)) for _ in range(3)]
+    assert [run.wait() for run in runs] == [0, 0, 0]
+    assert len(libraries(tmp_path)) == 1
+
+
+def attended(threads: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 4, 50, 8, requires_grad=True) for _ in range(3))
+    z, p = torch.tensor([0.0, 3.5, 9.0, 20.0], requires_grad=True), torch.randn(31, 8, requires_grad=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y = window_cpu.attend(q, k, v, Window((31,) * 4, z=z, ramp=10), vectors=p)
+        return [y, *torch.autograd.grad(y.square().sum(), [q, k, v, z, p])]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_change_no_bit():
+    assert all(map(torch.equal, attended(1), attended(3)))
+
+
+@pytest.mark.parametrize("where", ["one key", "all keys", "query", "value"])
+def test_what_is_no_number_stays_none(where):
+    q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
+    if where == "all keys":
+        k[:] = torch.nan
+    else:
+        {"one key": k, "query": q, "value": v}[where][:, :, 9] = torch.nan
+    found = window_cpu.attend(q, k, v, Window((5,))).isnan().all(-1)[0, 0]
+    rows = torch.arange(20)
+    meet = {"all keys": rows >= 0, "query": rows == 9}.get(where, (rows >= 9) & (rows < 14))
+    assert found[meet].all()  # others of a block may have met it too, with weight 0

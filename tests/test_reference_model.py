@@ -1,0 +1,139 @@
+"""The references of feed-forward, product-key memory and the whole model, against facts of other hands, as in
+``test_reference.py``.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.reference.attention import attention
+from tests.reference.feed_forward import feed_forward
+from tests.reference.language_model import language_model
+from tests.reference.positions import sinusoid
+from tests.reference.product_key_memory import best_slots, product_key_memory, queries
+from tests.reference_case import (
+    B,
+    D,
+    H,
+    T,
+    assert_same,
+    normal,
+    stream,  # noqa: F401 - a fixture
+)
+
+C, DQ = 3, 4  # half-keys per set and width of a query of the product-key memory
+
+
+@pytest.mark.parametrize(
+    ("activation", "by_torch"),
+    [
+        ("relu", F.relu),
+        ("gelu", F.gelu),
+        ("relu2", lambda inner: F.relu(inner).square()),
+        ("swiglu", lambda inner: F.silu(inner[..., :3]) * inner[..., 3:]),
+        ("softmax", lambda inner: F.softmax(inner, dim=-1)),
+    ],
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_feed_forward_is_two_linear_layers(x, activation, by_torch, biased):
+    inner = 6 if activation == "swiglu" else 3
+    up, down = normal(inner, D), normal(D, 3)
+    up_bias, down_bias = (normal(inner), normal(D)) if biased else (None, None)
+    ours = feed_forward(x, up=up, down=down, activation=activation, up_bias=up_bias, down_bias=down_bias)
+    theirs = F.linear(by_torch(F.linear(x, up, up_bias)), down, down_bias)
+    assert_same(ours, theirs, inputs=[x, up, down, *([up_bias, down_bias] if biased else [])])
+
+
+@pytest.fixture
+def memory() -> dict[str, Tensor]:
+    return {
+        "query_weight": normal(H * DQ, D),
+        "query_bias": normal(H * DQ),
+        "keys": normal(H, 2, C, DQ // 2),
+        "values": normal(C * C, D),
+    }
+
+
+def test_all_slots_are_the_product_of_two_softmaxes(x, memory):
+    scale, shift = normal(DQ, seed=7), normal(DQ, seed=8)
+    norm = ("layer", scale, shift, 1e-5)
+    ours = product_key_memory(x, **memory, norm=norm, top_k=C * C, activation="softmax")
+    query = F.linear(x, memory["query_weight"], memory["query_bias"]).unflatten(-1, (H, DQ))
+    query = F.layer_norm(query, (DQ,), scale, shift).unflatten(-1, (2, DQ // 2))
+    scores = torch.einsum("bthsd,hscd->bthsc", query, memory["keys"])
+    first, second = scores.softmax(-1).unbind(3)  # [B, T, H, C] each
+    shares = torch.einsum("bthi,bthj->bthij", first, second).flatten(3)  # slot i C + j
+    assert_same(ours, (shares @ memory["values"]).sum(2), inputs=[x, scale, shift, *memory.values()])
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
+def test_top_k_by_masking_the_rest(x, memory, activation):
+    top_k = 2
+    ours = product_key_memory(x, **memory, norm=None, top_k=top_k, activation=activation)
+    query = F.linear(x, memory["query_weight"], memory["query_bias"]).reshape(B, T, H, DQ)
+    i, j = torch.arange(C * C) // C, torch.arange(C * C) % C
+    products = torch.cat([memory["keys"][:, 0, i], memory["keys"][:, 1, j]], dim=-1)  # [H, C C, DQ]
+    scores = torch.einsum("bthd,hmd->bthm", query, products)
+    lost = scores < scores.topk(top_k).values[..., -1:]
+    rest = {"softmax": -math.inf, "relu": 0.0}[activation]
+    shares = scores.masked_fill(lost, rest)
+    shares = shares.softmax(-1) if activation == "softmax" else shares.relu()
+    assert_same(ours, (shares @ memory["values"]).sum(2), inputs=[x, *memory.values()])
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+def test_the_best_slots_are_among_the_best_halves(top_k):
+    number = 6
+    query, keys = normal(DQ, seed=3).detach(), normal(2, number, DQ // 2, seed=4).detach()
+    first, second = keys[0] @ query[: DQ // 2], keys[1] @ query[DQ // 2 :]
+    i, j = first.topk(top_k).indices.tolist(), second.topk(top_k).indices.tolist()
+    candidates = {a * number + b: float(first[a] + second[b]) for a in i for b in j}
+    expected = sorted(candidates, key=candidates.get, reverse=True)[:top_k]
+    assert best_slots(query, keys=keys, top_k=top_k)[0].tolist() == expected
+
+
+def test_layer_norm_is_over_each_head_and_batch_norm_over_all_rows(x, memory):
+    weight, bias = memory["query_weight"], memory["query_bias"]
+    scale, shift = normal(DQ, seed=7), normal(DQ, seed=8)
+    ours = queries(x, weight=weight, bias=bias, norm=("layer", scale, shift, 1e-5), heads=H)
+    theirs = F.layer_norm(F.linear(x, weight, bias).unflatten(-1, (H, DQ)), (DQ,), scale, shift)
+    assert_same(ours, theirs, inputs=[x, weight, bias, scale, shift])
+    scale, shift = normal(H * DQ, seed=7), normal(H * DQ, seed=8)
+    ours = queries(x, weight=weight, bias=bias, norm=("batch", scale, shift, 1e-5), heads=H)
+    theirs = F.batch_norm(F.linear(x, weight, bias).flatten(0, 1), None, None, scale, shift, training=True)
+    assert_same(ours, theirs.reshape(B, T, H, DQ), inputs=[x, weight, scale, shift])
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_language_model_is_torch_encoder_layers(placement, tied):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        D, H, 12, dropout=0.0, batch_first=True, norm_first=placement == "pre", bias=False, dtype=torch.float64
+    )
+    up, down = layer.linear1.weight, layer.linear2.weight
+    wq, wk, wv = layer.self_attn.in_proj_weight.chunk(3)
+    projections = {"wq": wq, "wk": wk, "wv": wv, "wo": layer.self_attn.out_proj.weight}
+    embedding, output, final = normal(5, D), normal(5, D, seed=1), normal(D)
+    inputs = torch.tensor([[0, 1, 2, 3, 4, 0], [4, 4, 3, 2, 2, 1]])
+    ours = language_model(
+        inputs,
+        embedding=embedding,
+        sublayers=[
+            lambda x: attention(x, **projections, heads=H, span=T, attend_self=True, position="none"),
+            lambda x: feed_forward(x, up=up, down=down, activation="relu"),
+        ],
+        norms=[(layer.norm1.weight, None), (layer.norm2.weight, None)],
+        placement=placement,
+        final_norm=(final, None),
+        output=None if tied else output,
+        sinusoidal=True,
+        start=3,
+    )
+    x = embedding[inputs] + torch.stack([sinusoid(3 + t, d_model=D) for t in range(T)])
+    x = layer(x, src_mask=torch.ones(T, T, dtype=torch.bool).triu(1))
+    theirs = F.linear(F.layer_norm(x, (D,), final), embedding if tied else output)
+    assert_same(ours, theirs, inputs=[embedding, final, *layer.parameters(), *([] if tied else [output])])

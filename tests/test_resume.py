@@ -1,0 +1,194 @@
+"""A run that was stopped, killed or finished, and the same command again."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import checkpoint
+from harness.job import Job
+from harness.record import RECORD, read_rows
+from tests.runs import (
+    CARRY,
+    DROPOUT,
+    MOVING,
+    SMALL,
+    VARIANTS,
+    crash,
+    elsewhere,
+    make_job,
+    own_folder,  # noqa: F401 - a fixture
+    restored,  # noqa: F401 - a fixture
+    rows_of,
+    run_job,
+    stop,
+    whole_run,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+SPARSE = (
+    *VARIANTS["product_key_memory"],
+    "variant.memory.sparse=true",
+    "~variant.groups.values.weight_decay",
+    "+variant.groups.values.optimizer._target_=torch.optim.SparseAdam",
+    "+variant.groups.values.optimizer._partial_=true",
+)
+
+
+def spans(job: Job) -> list[float]:
+    return [span for layer in job.run.model.layers for span in layer["attention"].sublayer.reach.fraction.tolist()]
+
+
+RESUMED = {
+    "carry, dropout, accumulated, Muon": ("variant=mhsa", *CARRY, *DROPOUT, "batch.accumulate=2"),
+    "windows, moved spans": (*MOVING, *DROPOUT),
+    "carry, moved spans, hidden cache": (*MOVING, *CARRY, "model.cache=hidden", "position=relative"),
+    "all-attention, AdamW": (*VARIANTS["all_attention"], *CARRY, *DROPOUT, "optim=adamw"),
+    "Adagrad": (*MOVING, *CARRY, "optim=adagrad", "optim.lr=0.003", "optim.schedule.warmup_steps=6"),
+    "SparseAdam": (*SPARSE, *DROPOUT, "optim=adamw"),
+    "Adagrad, sparse": (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad"),
+    "bfloat16": ("variant=mhsa", *CARRY, "runtime.precision=bfloat16"),
+    "budget of FLOPs": (*MOVING, "budget.flops=1e8"),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch):
+    given = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
+    whole, summary = whole_run(*given)
+    elsewhere(here, monkeypatch)
+    stop(make_job(*given), step=5)  # between two train rows, and after a validation that made best.pt
+    resumed = make_job(*given)
+    assert resumed.folder.checkpoint is not None and resumed.run.spent.steps == 0
+    again = run_job(resumed)
+    assert rows_of(resumed) == rows_of(whole)
+    assert again["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
+    last = [checkpoint.load(checkpoint.newest(job.folder.path)) for job in (whole, resumed)]
+    for name, tensor in last[0]["model"].items():
+        assert torch.equal(tensor, last[1]["model"][name]), name
+    if given[: len(MOVING)] == MOVING:
+        assert len(set(spans(resumed))) > 1
+
+
+def test_resume_across_turns_and_many_stops(here, monkeypatch):
+    given = (*CARRY, *DROPOUT, "data.bytes=600", "budget.steps=20", "eval.bytes=null")  # 8 steps a turn
+    whole, _ = whole_run(*given)
+    elsewhere(here, monkeypatch)
+    for step in (1, 8, 9, 20):
+        stop(make_job(*given), step=step)
+    resumed, _ = whole_run(*given)
+    assert whole.run.stream.steps_per_turn == 8
+    assert rows_of(resumed) == rows_of(whole)
+
+
+def test_a_crash_goes_back_to_the_last_checkpoint(here, monkeypatch):
+    given = (*MOVING, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
+    whole, _ = whole_run(*given)
+    elsewhere(here, monkeypatch)
+    crash(make_job(*given), step=11)
+    folder = make_job(*given).folder.path / checkpoint.FOLDER
+    assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "step-000000006.pt", "step-000000009.pt"]
+    written = len(read_rows(folder.parent / RECORD))
+    (folder / "step-000000099.part").write_bytes(b"the beginning of a checkpoint")
+    with (folder.parent / RECORD).open("ab") as record:
+        record.write(b'{"kind": "tra')
+    resumed = make_job(*given)
+    assert checkpoint.load(resumed.folder.checkpoint)["rows"] < written
+    run_job(resumed)
+    assert rows_of(resumed) == rows_of(whole)
+    assert len(list(folder.glob("step-*.pt"))) == 2
+
+
+def test_a_crash_before_the_first_checkpoint_starts_anew(here, monkeypatch):
+    given = ("variant=mhsa", "budget.steps=9", "checkpoint.every_steps=8")
+    whole, _ = whole_run(*given)
+    elsewhere(here, monkeypatch)
+    crash(make_job(*given), step=5)
+    again = make_job(*given)
+    assert again.folder.checkpoint is None and (again.folder.path / RECORD).exists()
+    run_job(again)
+    assert rows_of(again) == rows_of(whole)
+
+
+def test_a_stop_after_the_budget_is_spent_is_resumed_by_scoring(here, monkeypatch):
+    given = ("variant=mhsa", "budget.steps=9")
+    whole, _ = whole_run(*given)
+    elsewhere(here, monkeypatch)
+    stop(make_job(*given), step=9)
+    resumed, _ = whole_run(*given)
+    assert rows_of(resumed) == rows_of(whole)
+
+
+def test_a_forced_run_that_is_stopped_goes_on_without_force(capsys):
+    stop(make_job("budget.steps=5", "force=true"), step=3)
+    assert "the same command without force=true goes on" in capsys.readouterr().out
+    assert make_job("budget.steps=5").folder.checkpoint is not None
+
+
+def test_a_finished_run_is_returned_and_force_redoes_it():
+    job, summary = whole_run("budget.steps=5")
+    (job.folder.path / "evaluations.jsonl").write_text("of the run that was\n")
+    again = make_job("budget.steps=5")
+    assert again.run is None and again.earlier_result() == summary["valid_bits_per_byte"]
+    forced, same = whole_run("budget.steps=5", "force=true")
+    assert forced.folder.path == job.folder.path and same["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
+    assert not (job.folder.path / "evaluations.jsonl").exists()
+    assert len(rows_of(forced)) == len(rows_of(job))
+
+
+# Signals, in processes of their own
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *SMALL, *overrides]
+
+
+def start_and_signal(number: int, *overrides: str) -> tuple[int, str]:
+    """Run the command, send the signal once training is on its way; returns exit code and output."""
+    process = subprocess.Popen(
+        command(*overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    )
+    shown = ""
+    for line in process.stdout:
+        shown += line
+        if re.search(r"valid .* bits", line):
+            process.send_signal(number)
+            break
+    rest, _ = process.communicate(timeout=60)
+    return process.returncode, shown + rest
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+
+
+def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypatch):
+    given = ("variant=mhsa", "budget.steps=150", "eval.every=0.1", *CARRY, *DROPOUT)
+    code, shown = start_and_signal(signal.SIGTERM, *given)
+    assert code == 128 + signal.SIGTERM, shown
+    assert "the same command goes on" in shown and "budget.steps=150" in shown.splitlines()[-1]
+    assert list(Path("outputs").glob("*/checkpoints/step-*.pt")) and not list(Path("outputs").glob("*/summary.json"))
+    again = subprocess.run(command(*given), capture_output=True, text=True, env=environment(), timeout=120)
+    assert again.returncode == 0 and "resuming at" in again.stdout, again.stderr
+    (folder,) = Path("outputs").glob("mhsa-*")
+    rows = read_rows(folder / RECORD)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    elsewhere(here, monkeypatch)
+    whole, _ = whole_run(*given)
+    undisturbed = read_rows(whole.folder.path / RECORD)
+    assert whole.folder.path.name == folder.name and len(rows) == len(undisturbed)
+    for one, other in zip(rows, undisturbed, strict=True):
+        differ = {key for key in one if one[key] != other[key]}
+        assert differ <= {"clock", "memory", "command", "commit"}
+
+
+def test_sigint_does_the_same():
+    code, shown = start_and_signal(signal.SIGINT, "budget.steps=1500", "eval.every=0.005")
+    assert code == 128 + signal.SIGINT and "the same command goes on" in shown
+    assert list(Path("outputs").glob("*/checkpoints/step-*.pt"))

@@ -1,0 +1,61 @@
+"""C++ sources that are compiled where they run.
+
+They are written in the plain language with OpenMP, without torch's headers: a few seconds once for each source, compiler
+and kind of CPU, then the library is in the user's cache. It shares torch's threads, because both ask for libgomp.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def load(source: Path) -> ctypes.CDLL | str:
+    """The library of a source, or why there is none.
+
+    The compiler is ``CXX``, or the first of ``COMPILERS`` on the PATH.
+    """
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return f"no C++ compiler (none of {', '.join(COMPILERS)} is on the PATH)"
+    try:
+        return ctypes.CDLL(str(_built(source, compiler)))
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or "").strip().splitlines()
+        return f"a C++ compiler that fails ({compiler}: {said[0] if said else error})"
+    except OSError as error:
+        return f"a C++ kernel that cannot be built ({error})"
+
+
+def _built(source: Path, compiler: str) -> Path:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    known = "\0".join((source.read_text(encoding="utf-8"), *FLAGS, compiler, version, _cpu()))
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-windtunnel" / "kernels"
+    path = folder / f"{source.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    passing = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        command = [compiler, *FLAGS, str(source), "-o", str(passing)]
+        subprocess.run(command, capture_output=True, text=True, check=True)
+        os.replace(passing, path)  # others see a whole library or none
+    finally:
+        passing.unlink(missing_ok=True)
+    return path
+
+
+def _cpu() -> str:
+    """What -march=native may depend on: machines of several kinds may share a cache."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    own = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return "\0".join([platform.machine(), platform.processor(), *sorted(own)])

@@ -1,0 +1,589 @@
+// Attention over a window of the past for CPUs: exact per head and per row, no score matrix in memory.
+//
+//   s_tx = q_t . (k_x + p_x) + b_x,   a_tx = m_x exp(s_tx) / (sum_y m_y exp(s_ty) + sum_n exp(r_t . e_n))
+//   y_t  = sum_x a_tx v_x + sum_n a_tn u_n
+//
+// Column x is the x-th key from the nearest that row t may see (window.py). A task is one stream and head; it takes ROWS
+// rows at a time through chunks of the keys between the farthest that the first row sees and the nearest of the last, so
+// that its cost is that of its own window. The softmax is taken online (2205.14135, algorithm 1); the backward pass
+// recomputes scores from the log-sum-exp and takes products with the keys of the past only for the query's gradient,
+// where nobody asks for theirs. Persistent vectors e, u with their own query r are one more part of the softmax.
+//
+// What depends on the distance comes in tables whose index runs with the keys: place u = n - 1 - x + PAD, with PAD places
+// on both sides for keys that no row of a block sees.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, ROWS = 8;  // 2 x ROWS sums in 32 registers
+#elif defined(__AVX__)
+constexpr int BYTES = 32, ROWS = 4;
+#else
+constexpr int BYTES = 16, ROWS = 4;
+#endif
+constexpr long CHUNK = 256;
+constexpr long PAD = 64;  // twice ROWS and a vector at least
+
+template <class T> struct Simd;
+template <> struct Simd<float> {
+  typedef float Vector __attribute__((vector_size(BYTES)));
+  typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
+  typedef int32_t Bits __attribute__((vector_size(BYTES)));
+  static constexpr float ROUND = 12582912.0f, LOWEST = -87.0f, HIGHEST = 88.0f;  // 1.5 * 2^23
+  static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+  static constexpr int MANTISSA = 23, DEGREE = 7;
+};
+template <> struct Simd<double> {
+  typedef double Vector __attribute__((vector_size(BYTES)));
+  typedef double Unaligned __attribute__((vector_size(BYTES), aligned(8)));
+  typedef int64_t Bits __attribute__((vector_size(BYTES)));
+  static constexpr double ROUND = 6755399441055744.0, LOWEST = -708.0, HIGHEST = 709.0;  // 1.5 * 2^52
+  static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
+  static constexpr int MANTISSA = 52, DEGREE = 13;
+};
+template <class T> using Vector = typename Simd<T>::Vector;
+template <class T> constexpr long LANES = BYTES / sizeof(T);
+
+template <class T> inline Vector<T> load(const T* from) { return *(const typename Simd<T>::Unaligned*)from; }
+template <class T> inline void store(T* to, Vector<T> x) { *(typename Simd<T>::Unaligned*)to = x; }
+
+long round_up(long x, long to) { return (x + to - 1) / to * to; }
+long round_down(long x, long to) { return x / to * to; }
+
+// exp(x) = 2^n exp(r) with |r| <= ln 2 / 2; 0 below LOWEST, bounded above HIGHEST.
+template <class T> inline Vector<T> exponential(Vector<T> x) {
+  using S = Simd<T>;
+  const typename S::Bits nothing = x <= S::LOWEST;
+  x = x > S::HIGHEST ? x * 0 + S::HIGHEST : x;  // a NaN stays one
+  const Vector<T> turns = x * T(1.44269504088896340736) + S::ROUND;
+  const Vector<T> n = turns - S::ROUND;
+  const Vector<T> r = (x - n * S::LN2_HIGH) - n * S::LN2_LOW;
+  double factorial = 1;
+  for (int k = 2; k <= S::DEGREE; ++k) factorial *= k;
+  Vector<T> sum = r * 0 + T(1 / factorial);
+#pragma GCC unroll 16
+  for (int k = S::DEGREE; k > 0; --k) {
+    factorial /= k;
+    sum = sum * r + T(1 / factorial);
+  }
+  return (Vector<T>)(((typename S::Bits)sum + ((typename S::Bits)turns << S::MANTISSA)) & ~nothing);
+}
+
+template <class T> inline T largest(Vector<T> x) {
+  T most = x[0];
+  for (long i = 1; i < LANES<T>; ++i) most = std::max(most, T(x[i]));
+  return most;
+}
+template <class T> inline T total(Vector<T> x) {
+  T sum = x[0];
+  for (long i = 1; i < LANES<T>; ++i) sum += x[i];
+  return sum;
+}
+
+// out[i, v] (+)= sum over k of a[i * row + k * step] * b[k * ldb + v * next], v over N vectors
+template <class T, int N, bool ADD>
+inline void tile(const T* a, long row, long step, const T* b, long ldb, long next, T* out, long ldo, long depth) {
+  Vector<T> sum[ROWS][N];
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+    for (int v = 0; v < N; ++v) sum[i][v] = ADD ? load(out + i * ldo + v * LANES<T>) : Vector<T>{};
+  for (long k = 0; k < depth; ++k, a += step, b += ldb) {
+    Vector<T> right[N];
+#pragma GCC unroll 2
+    for (int v = 0; v < N; ++v) right[v] = load(b + v * next);
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < N; ++v) sum[i][v] += a[i * row] * right[v];
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 2
+    for (int v = 0; v < N; ++v) store(out + i * ldo + v * LANES<T>, sum[i][v]);
+}
+
+struct Strides {
+  int64_t stream, head, row;
+};
+
+}  // namespace
+
+// Pointers to float or double; the last dimension is contiguous. Null where there is none.
+struct Call {
+  int64_t streams, heads, rows, past, width, persistent, distances, shift, threads;
+  // [B, H, ., K], with strides below.
+  const void *q, *k, *v, *k_old, *v_old, *extra_q, *g;
+  void *y, *dq, *dk, *dv, *dk_old, *dv_old, *dextra_q;
+  Strides q_, k_, v_, k_old_, v_old_, extra_q_, g_, y_, dq_, dk_, dv_, dk_old_, dv_old_, dextra_q_;
+  // Contiguous, as all that follow: persistent keys and values [H, N, K], log-sum-exp [B, H, T].
+  const void *extra_k, *extra_v;
+  void* lse;
+  // [H]: keys that a row sees, the first of them to which nothing is added, and heads from the longest to the shortest.
+  const int64_t *columns, *flat, *order;
+  // [H, n + 2 PAD]: what is added to scores, m, and dm/dz.
+  const void *table, *mask, *slope;
+  // p [n + 2 PAD, Kp] with zeros around; and in panels.
+  const void *vectors, *vectors_turned;
+  int64_t* flops;  // of the products that were executed, added to what is there
+  // [H, N, K] twice, [n, K], [H].
+  void *dextra_k, *dextra_v, *dvectors, *dz;
+};
+
+namespace {
+
+template <class T> struct At {
+  T* start;
+  long row;
+  T* operator[](long t) const { return start + t * row; }
+};
+template <class T> At<T> at(const void* base, const Strides& s, long b, long h) {
+  return {(T*)base + b * s.stream + h * s.head, s.row};
+}
+
+// Memory that is kept between tasks and calls: fresh pages cost more than most of what is done with them.
+template <class T> struct Buffer {
+  std::vector<T> own;
+  T* sized(long size) {
+    if ((long)own.size() < size) own.resize(size);
+    return own.data();
+  }
+  T* zeroed(long size) {
+    std::fill_n(sized(size), size, T(0));
+    return own.data();
+  }
+};
+
+// Of one thread, for both parts of the softmax; and sums over tasks, of the thread that calls.
+template <class T> struct Buffers {
+  Buffer<T> k[2], v[2], k_turned[2], v_turned[2], dk[2], dv[2], sums[3];
+  static Buffers& here() {
+    static thread_local Buffers own;
+    return own;
+  }
+};
+
+// One part of the softmax: keys that row t sees from max(0, last(t) - columns + 1) to last(t).
+template <class T> struct Part {
+  long keys = 0, columns = 0, base = 0, flat = 0;
+  bool all = false;
+  T *k, *v, *k_turned, *v_turned;  // [keys, Kp], and in panels
+  T *dk = nullptr, *dv = nullptr;  // [keys, Kp]
+  long wanted = 0;                 // first key whose gradient is asked for
+  const T *table = nullptr, *mask = nullptr, *slope = nullptr;
+  bool vectors = false;
+
+  long last(long t) const { return all ? keys - 1 : base + t; }
+  long first(long t) const { return all ? 0 : std::max(0L, last(t) - columns + 1); }
+};
+
+// Gradients of what streams, or streams and heads, share: each task has its own, and they are summed at the end in one
+// order, so that results do not depend on how tasks fall to threads.
+template <class T> struct Sums {
+  const Call& c;
+  const long K, Kp, N;
+  std::vector<long> first;  // of each head's places, one stream after the other
+  T *k = nullptr, *v = nullptr, *vectors = nullptr;
+  std::vector<T> z;
+
+  Sums(const Call& call, Buffers<T>& buffers)
+      : c(call), K(call.width), Kp(round_up(call.width, LANES<T>)), N(round_up(call.persistent, LANES<T>)),
+        first(call.heads + 1, 0), z(call.streams * call.heads) {
+    for (long h = 0; h < c.heads; ++h) first[h + 1] = first[h] + c.streams * (c.columns[h] + 2 * PAD);
+    if (c.dextra_k) k = buffers.sums[0].sized(tasks() * N * Kp), v = buffers.sums[1].sized(tasks() * N * Kp);
+    if (c.dvectors) vectors = buffers.sums[2].sized(first[c.heads] * Kp);
+  }
+  long tasks() const { return c.streams * c.heads; }
+  T* zeroed(T* start, long rows) const { return std::fill_n(start, rows * Kp, T(0)), start; }
+  T* k_of(long task) const { return k ? zeroed(k + task * N * Kp, N) : nullptr; }
+  T* v_of(long task) const { return v ? zeroed(v + task * N * Kp, N) : nullptr; }
+  T* places(long b, long h) const { return vectors + (first[h] + b * (c.columns[h] + 2 * PAD)) * Kp; }
+  T* vectors_of(long b, long h) const { return vectors ? zeroed(places(b, h), c.columns[h] + 2 * PAD) : nullptr; }
+
+  void over_streams(const T* from, void* to, long row) const {  // row is h * persistent + n
+    const long h = row / c.persistent, n = row % c.persistent;
+    T* out = (T*)to + row * K;
+    std::fill_n(out, K, T(0));
+    for (long b = 0; b < c.streams; ++b) accumulate(from + ((b * c.heads + h) * N + n) * Kp, out);
+  }
+  void over_heads(long x) const {
+    T* out = (T*)c.dvectors + x * K;
+    std::fill_n(out, K, T(0));
+    for (long h = 0; h < c.heads; ++h)
+      for (long b = 0; b < c.streams && x < c.columns[h]; ++b)
+        accumulate(places(b, h) + (c.columns[h] - 1 - x + PAD) * Kp, out);
+  }
+  void accumulate(const T* from, T* to) const {
+    for (long i = 0; i < K; ++i) to[i] += from[i];
+  }
+};
+
+template <class T> struct Worker {
+  const Call& c;
+  const bool backward;
+  Buffers<T>& buffers;
+  Sums<T>& sums;
+  const long K, Kp, LD = CHUNK + PAD;
+  std::vector<T> q, extra_q, g, dq, dextra_q, y, scores, rewards, by_distance;
+  T span_gradient = 0;
+  T* dvectors = nullptr;
+  long first_place = 0;
+  int64_t flops = 0;
+
+  Worker(const Call& call, bool back, Buffers<T>& own, Sums<T>& over)
+      : c(call), backward(back), buffers(own), sums(over), K(call.width), Kp(round_up(call.width, LANES<T>)),
+        q(ROWS * Kp), extra_q(ROWS * Kp), g(ROWS * Kp), dq(ROWS * Kp), dextra_q(ROWS * Kp), y(ROWS * Kp),
+        scores(ROWS * LD), rewards(ROWS * LD), by_distance(ROWS * (LD + PAD)) {}
+
+  // ROWS rows of a matrix product with b as it lies in memory, or in panels; width is a multiple of the vector.
+  template <bool ADD>
+  void product(const T* a, long row, long step, const T* b, long ldb, long next, T* out, long ldo, long width, long depth) {
+    constexpr long ONE = LANES<T>;
+    long v = 0;
+    for (; v + 2 <= width / ONE; v += 2)
+      tile<T, 2, ADD>(a, row, step, b + v * next, ldb, next, out + v * ONE, ldo, depth);
+    if (v < width / ONE) tile<T, 1, ADD>(a, row, step, b + v * next, ldb, next, out + v * ONE, ldo, depth);
+    flops += 2 * ROWS * width * depth;
+  }
+  template <bool ADD> void product(const T* a, long row, long step, const T* b, T* out, long ldo, long depth) {
+    product<ADD>(a, row, step, b, Kp, LANES<T>, out, ldo, Kp, depth);
+  }
+  // Of [.., K] with keys, from key ``begin`` on, a multiple of the vector.
+  void scores_with(const std::vector<T>& query, const T* panels, long begin, T* out, long ldo, long width) {
+    product<false>(query.data(), Kp, 1, panels + begin * Kp, LANES<T>, Kp * LANES<T>, out, ldo, width, K);
+  }
+
+  // Rows ``begin`` to ``end`` as they are, with zeros up to Kp; and in panels [.., K, a vector's keys], from key ``at`` on.
+  void pack(At<T> from, long begin, long end, T* to) const {
+    for (long j = begin; j < end; ++j, to += Kp) {
+      std::memcpy(to, from[j], K * sizeof(T));
+      std::fill(to + K, to + Kp, T(0));
+    }
+  }
+  void turn(At<T> from, long begin, long end, T* panels, long at) const {
+    for (long j = begin; j < end; ++j, ++at) {
+      const T* row = from[j];
+      T* to = panels + at / LANES<T> * LANES<T> * Kp + at % LANES<T>;
+      for (long k = 0; k < K; ++k) to[k * LANES<T>] = row[k];
+    }
+  }
+
+  // Both halves of the keys or values: what is of the past, then the segment's.
+  template <class F> static void both(At<T> old, At<T> own, long past, long low, long high, F&& visit) {
+    const long split = std::min(std::max(low, past), high);
+    if (low < split) visit(old, low, split, 0);
+    visit(own, split - past, high - past, split - low);
+  }
+
+  void lay_out(Part<T>& part, int which, At<T> k_old, At<T> k, At<T> v_old, At<T> v, long past, long low, bool gradients) {
+    const long size = round_up(part.keys, LANES<T>) * Kp, tail = std::max(0L, size - LANES<T> * Kp);
+    const auto turned = [&](Buffer<T>& buffer, At<T> old, At<T> own) {
+      T* to = buffer.sized(size);
+      std::fill(to + tail, to + size, T(0));  // the last panel may be of fewer keys
+      both(old, own, past, low, low + part.keys, [&](At<T> x, long b, long e, long at) { turn(x, b, e, to, at); });
+      return to;
+    };
+    const auto straight = [&](Buffer<T>& buffer, At<T> old, At<T> own) {
+      T* to = buffer.sized(size);
+      both(old, own, past, low, low + part.keys, [&](At<T> x, long b, long e, long at) { pack(x, b, e, to + at * Kp); });
+      return to;
+    };
+    part.k_turned = turned(buffers.k_turned[which], k_old, k);
+    if (!backward) {
+      part.v = straight(buffers.v[which], v_old, v);
+      return;
+    }
+    part.v_turned = turned(buffers.v_turned[which], v_old, v);
+    part.k = straight(buffers.k[which], k_old, k);
+    if (!gradients) return;
+    part.dk = buffers.dk[which].zeroed(size);
+    part.dv = buffers.dv[which].zeroed(size);
+  }
+
+  Part<T> context(long b, long h, long& low) {
+    Part<T> part;
+    const long all = c.past + c.rows, high = all - c.shift;
+    low = std::max(0L, all - c.rows - c.shift - c.columns[h] + 1);
+    part.keys = std::max(0L, high - low), part.columns = c.columns[h], part.base = c.past - c.shift - low;
+    part.flat = c.flat[h], part.wanted = c.dk_old ? 0 : std::max(0L, c.past - low);
+    part.vectors = c.vectors != nullptr;
+    const long width = c.distances + 2 * PAD;
+    part.table = (const T*)c.table + h * width;
+    if (c.mask) part.mask = (const T*)c.mask + h * width;
+    if (c.slope) part.slope = (const T*)c.slope + h * width;
+    lay_out(
+        part, 0, at<T>(c.k_old, c.k_old_, b, h), at<T>(c.k, c.k_, b, h), at<T>(c.v_old, c.v_old_, b, h),
+        at<T>(c.v, c.v_, b, h), c.past, low, c.dk != nullptr);
+    return part;
+  }
+
+  Part<T> always(long b, long h) {
+    Part<T> part;
+    part.keys = c.persistent, part.columns = part.flat = c.persistent, part.all = true;
+    const At<T> k{(T*)c.extra_k + h * c.persistent * K, K}, v{(T*)c.extra_v + h * c.persistent * K, K};
+    lay_out(part, 1, k, k, v, v, 0, 0, false);
+    if (backward) part.dk = sums.k_of(b * c.heads + h), part.dv = sums.v_of(b * c.heads + h);
+    return part;
+  }
+
+  void rows_of(At<T> from, long t0, long rows, std::vector<T>& to) const {
+    std::fill(to.begin(), to.end(), T(0));
+    for (long i = 0; i < rows; ++i) std::memcpy(&to[i * Kp], from[t0 + i], K * sizeof(T));
+  }
+  void write(const std::vector<T>& from, long t0, long rows, At<T> to) const {
+    for (long i = 0; i < rows; ++i) std::memcpy(to[t0 + i], &from[i * Kp], K * sizeof(T));
+  }
+
+  // Keys from ``begin`` to ``end`` for rows t0 .. t0 + ROWS - 1, both whole vectors.
+  struct Chunk {
+    long begin, width, real;  // real: keys that are there
+    long place;               // of the first key in tables, for row t0; one less with every row
+    bool plain;               // nothing is added and nobody is hidden
+  };
+  template <class F> void chunks(const Part<T>& part, long t0, long rows, F&& visit) const {
+    const long end = std::min(part.last(t0 + rows - 1) + 1, part.keys);
+    for (long begin = round_down(part.first(t0), LANES<T>); begin < end; begin += CHUNK) {
+      const long real = std::min(CHUNK, end - begin), width = round_up(real, LANES<T>);
+      const long place = c.distances - 1 - part.last(t0) + begin + PAD;
+      const bool within = part.last(t0 + ROWS - 1) - begin < part.flat && part.last(t0) >= begin + width - 1;
+      visit(Chunk{begin, width, real, place, part.all ? real == width : within});
+    }
+  }
+
+  void score(const Part<T>& part, const std::vector<T>& query, const Chunk& at) {
+    scores_with(query, part.k_turned, at.begin, scores.data(), LD, at.width);
+    if (part.all) {
+      for (long i = 0; i < ROWS && !at.plain; ++i)
+        std::fill(&scores[i * LD + at.real], &scores[i * LD + at.width], -std::numeric_limits<T>::infinity());
+      return;
+    }
+    if (part.vectors) {
+      const long begin = round_down(at.place - (ROWS - 1), LANES<T>), wide = LD + PAD;
+      const long width = round_up(at.place + at.width - begin, LANES<T>);
+      scores_with(query, (const T*)c.vectors_turned, begin, by_distance.data(), wide, width);
+      for (long i = 0; i < ROWS; ++i) add(&scores[i * LD], &by_distance[i * wide + at.place - i - begin], at.width);
+    }
+    for (long i = 0; i < ROWS && !at.plain; ++i) add(&scores[i * LD], part.table + at.place - i, at.width);
+  }
+  static void add(T* to, const T* from, long width) {
+    for (long j = 0; j < width; j += LANES<T>) store(to + j, load(to + j) + load(from + j));
+  }
+
+  void forward_part(const Part<T>& part, const std::vector<T>& query, long t0, long rows, T* top, T* sum) {
+    chunks(part, t0, rows, [&](const Chunk& at) {
+      score(part, query, at);
+      for (long i = 0; i < ROWS; ++i) {
+        T* s = &scores[i * LD];
+        Vector<T> most = load(s);
+        for (long j = LANES<T>; j < at.width; j += LANES<T>) {
+          const Vector<T> other = load(s + j);
+          most = most > other ? most : other;
+        }
+        const T here = largest<T>(most), higher = here > top[i] || std::isnan(here) ? here : top[i];
+        if (higher == -std::numeric_limits<T>::infinity()) {
+          std::fill(s, s + at.width, T(0));
+          continue;
+        }
+        if (higher != top[i]) {
+          const T smaller = std::exp(top[i] - higher);
+          sum[i] *= smaller;
+          for (long k = 0; k < Kp; ++k) y[i * Kp + k] *= smaller;
+          top[i] = higher;
+        }
+        Vector<T> sums = {};
+        for (long j = 0; j < at.width; j += LANES<T>) {
+          const Vector<T> weight = exponential<T>(load(s + j) - higher);
+          sums += weight;
+          store(s + j, weight);
+        }
+        sum[i] += total<T>(sums);
+      }
+      product<true>(scores.data(), LD, 1, part.v + at.begin * Kp, y.data(), Kp, at.real);
+    });
+  }
+
+  void forward(long b, long h) {
+    long low;
+    Part<T> near = context(b, h, low), beside;
+    if (c.persistent) beside = always(b, h);
+    T* lse = (T*)c.lse + (b * c.heads + h) * c.rows;
+    for (long t0 = 0; t0 < c.rows; t0 += ROWS) {
+      const long rows = std::min((long)ROWS, c.rows - t0);
+      T top[ROWS], sum[ROWS] = {};
+      std::fill(top, top + ROWS, -std::numeric_limits<T>::infinity());
+      std::fill(y.begin(), y.end(), T(0));
+      rows_of(at<T>(c.q, c.q_, b, h), t0, rows, q);
+      forward_part(near, q, t0, rows, top, sum);
+      if (c.persistent) {
+        rows_of(at<T>(c.extra_q, c.extra_q_, b, h), t0, rows, q);
+        forward_part(beside, q, t0, rows, top, sum);
+      }
+      for (long i = 0; i < rows; ++i) {
+        // A row that sees nothing has output 0 and weights 0, also in the backward pass.
+        lse[t0 + i] = sum[i] == 0 ? std::numeric_limits<T>::infinity() : top[i] + std::log(sum[i]);
+        const T share = sum[i] == 0 ? 0 : 1 / sum[i];
+        for (long k = 0; k < Kp; ++k) y[i * Kp + k] *= share;
+      }
+      write(y, t0, rows, at<T>(c.y, c.y_, b, h));
+    }
+  }
+
+  // Weights into scores, gradients of scores into rewards.
+  void weigh(const Part<T>& part, const Chunk& at, const T* lse, const T* delta) {
+    for (long i = 0; i < ROWS; ++i) {
+      T *s = &scores[i * LD], *r = &rewards[i * LD];
+      if (at.plain || !part.mask) {
+        for (long j = 0; j < at.width; j += LANES<T>) {
+          const Vector<T> weight = exponential<T>(load(s + j) - lse[i]);
+          store(s + j, weight);
+          store(r + j, weight * (load(r + j) - delta[i]));
+        }
+        continue;
+      }
+      Vector<T> on_ramp = {};
+      const T *mask = part.mask + at.place - i, *slope = part.slope + at.place - i;
+      for (long j = 0; j < at.width; j += LANES<T>) {
+        const Vector<T> unmasked = exponential<T>(load(s + j) - lse[i]);
+        const Vector<T> reward = unmasked * (load(r + j) - delta[i]);
+        on_ramp += reward * load(slope + j);
+        store(s + j, unmasked * load(mask + j));
+        store(r + j, reward * load(mask + j));
+      }
+      span_gradient += total<T>(on_ramp);
+    }
+  }
+
+  void backward_part(
+      const Part<T>& part, const std::vector<T>& query, std::vector<T>& dquery, long t0, long rows, const T* lse,
+      const T* delta) {
+    chunks(part, t0, rows, [&](const Chunk& at) {
+      score(part, query, at);
+      scores_with(g, part.v_turned, at.begin, rewards.data(), LD, at.width);
+      weigh(part, at, lse, delta);
+      product<true>(rewards.data(), LD, 1, part.k + at.begin * Kp, dquery.data(), Kp, at.real);
+      if (part.vectors) distances_of(at, query, dquery);
+      if (!part.dk) return;
+      const long wanted = std::max(part.wanted - at.begin, 0L);
+      for (long j = round_down(wanted, ROWS); j < at.width; j += ROWS) {
+        T *dk = part.dk + (at.begin + j) * Kp, *dv = part.dv + (at.begin + j) * Kp;
+        product<true>(&rewards[j], 1, LD, query.data(), dk, Kp, ROWS);
+        product<true>(&scores[j], 1, LD, g.data(), dv, Kp, ROWS);
+      }
+    });
+  }
+
+  // Gradients by way of the vectors: row i is moved i places, so that equal distances lie below each other.
+  void distances_of(const Chunk& at, const std::vector<T>& query, std::vector<T>& dquery) {
+    const long width = round_up(at.width + ROWS - 1, ROWS), wide = LD + PAD;
+    const long place = at.place - (ROWS - 1);
+    for (long i = 0; i < ROWS; ++i) {
+      T* to = &by_distance[i * wide];
+      std::fill(to, to + width, T(0));
+      std::memcpy(to + ROWS - 1 - i, &rewards[i * LD], at.width * sizeof(T));
+    }
+    product<true>(by_distance.data(), wide, 1, (const T*)c.vectors + place * Kp, dquery.data(), Kp, width);
+    for (long u = 0; dvectors && u < width; u += ROWS)
+      product<true>(&by_distance[u], 1, wide, query.data(), dvectors + (place - first_place + u) * Kp, Kp, ROWS);
+  }
+
+  void back(long b, long h) {
+    long low;
+    Part<T> near = context(b, h, low), beside;
+    if (c.persistent) beside = always(b, h);
+    const long own = b * c.heads + h;
+    dvectors = sums.vectors_of(b, h);
+    first_place = c.distances - c.columns[h];
+    span_gradient = 0;
+    for (long t0 = 0; t0 < c.rows; t0 += ROWS) {
+      const long rows = std::min((long)ROWS, c.rows - t0);
+      rows_of(at<T>(c.q, c.q_, b, h), t0, rows, q);
+      rows_of(at<T>(c.g, c.g_, b, h), t0, rows, g);
+      rows_of(at<T>(c.y, c.y_, b, h), t0, rows, y);
+      T lse[ROWS], delta[ROWS] = {};
+      for (long i = 0; i < ROWS; ++i) {
+        lse[i] = i < rows ? ((const T*)c.lse)[own * c.rows + t0 + i] : std::numeric_limits<T>::infinity();
+        for (long k = 0; k < K; ++k) delta[i] += g[i * Kp + k] * y[i * Kp + k];
+      }
+      std::fill(dq.begin(), dq.end(), T(0));
+      backward_part(near, q, dq, t0, rows, lse, delta);
+      write(dq, t0, rows, at<T>(c.dq, c.dq_, b, h));
+      if (!c.persistent) continue;
+      rows_of(at<T>(c.extra_q, c.extra_q_, b, h), t0, rows, extra_q);
+      std::fill(dextra_q.begin(), dextra_q.end(), T(0));
+      backward_part(beside, extra_q, dextra_q, t0, rows, lse, delta);
+      write(dextra_q, t0, rows, at<T>(c.dextra_q, c.dextra_q_, b, h));
+    }
+    hand_out(near, b, h, low);
+    sums.z[own] = span_gradient;
+  }
+
+  void hand_out(const Part<T>& near, long b, long h, long low) {
+    if (!near.dk) return;
+    if (c.dk_old) {
+      spread(near.dk, low, near.keys, 0, c.past, at<T>(c.dk_old, c.dk_old_, b, h));
+      spread(near.dv, low, near.keys, 0, c.past, at<T>(c.dv_old, c.dv_old_, b, h));
+    }
+    spread(near.dk, low, near.keys, c.past, c.past + c.rows, at<T>(c.dk, c.dk_, b, h));
+    spread(near.dv, low, near.keys, c.past, c.past + c.rows, at<T>(c.dv, c.dv_, b, h));
+  }
+
+  // Gradients of keys ``begin`` to ``end``, of which those from ``low`` on, ``keys`` of them, were met.
+  void spread(const T* from, long low, long keys, long begin, long end, At<T> to) const {
+    for (long j = begin; j < end; ++j) {
+      if (j >= low && j < low + keys)
+        std::memcpy(to[j - begin], from + (j - low) * Kp, K * sizeof(T));
+      else
+        std::memset(to[j - begin], 0, K * sizeof(T));
+    }
+  }
+};
+
+// The longest heads first, so that no thread is left with one at the end.
+template <class T> void run(const Call& call, bool backward) {
+  const long tasks = call.streams * call.heads;
+  Sums<T> sums(call, Buffers<T>::here());
+#pragma omp parallel num_threads(call.threads)
+  {
+    Worker<T> worker(call, backward, Buffers<T>::here(), sums);
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < tasks; ++task) {
+      const long b = task % call.streams, h = call.order[task / call.streams];
+      backward ? worker.back(b, h) : worker.forward(b, h);
+    }
+#pragma omp atomic
+    *call.flops += worker.flops;
+    const long extra = backward && call.dextra_k ? call.heads * call.persistent : 0;
+#pragma omp for nowait
+    for (long row = 0; row < extra; ++row) {
+      sums.over_streams(sums.k, call.dextra_k, row);
+      sums.over_streams(sums.v, call.dextra_v, row);
+    }
+    const long distances = backward && call.dvectors ? call.distances : 0;
+#pragma omp for nowait
+    for (long x = 0; x < distances; ++x) sums.over_heads(x);
+  }
+  for (long h = 0; backward && call.dz && h < call.heads; ++h) {
+    T* out = (T*)call.dz + h;
+    *out = 0;
+    for (long b = 0; b < call.streams; ++b) *out += sums.z[b * call.heads + h];
+  }
+}
+
+}  // namespace
+
+extern "C" {
+int64_t window_pad() { return PAD; }
+int64_t window_rows() { return ROWS; }
+int64_t window_bytes() { return BYTES; }
+void window_forward_float(const Call* call) { run<float>(*call, false); }
+void window_forward_double(const Call* call) { run<double>(*call, false); }
+void window_backward_float(const Call* call) { run<float>(*call, true); }
+void window_backward_double(const Call* call) { run<double>(*call, true); }
+}
