@@ -95,3 +95,12 @@ def test_what_is_no_number_stays_none(where):
     rows = torch.arange(20)
     meet = {"all keys": rows >= 0, "query": rows == 9}.get(where, (rows >= 9) & (rows < 14))
     assert found[meet].all()  # others of a block may have met it too, with weight 0
+
+
+def test_what_is_no_number_leaves_nothing_behind():
+    """Memory is used again by later calls."""
+    spoilt, sound = (torch.full((1, 1, 40, 5), number, requires_grad=True) for number in (torch.nan, 1.0))
+    for x in (spoilt, sound[:, :, :3]):
+        y = window_cpu.attend(x, x, x, Window((40,)))
+        (gradient,) = torch.autograd.grad(y.sum(), [x])
+    assert y.isfinite().all() and gradient.isfinite().all()

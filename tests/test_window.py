@@ -109,6 +109,42 @@ def test_huge_scores_do_not_overflow(attend):
     assert all(g.isfinite().all() for g in gradients(y, [q, k, v, z]))
 
 
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize("soft", [False, True])
+def test_edges_at_every_place_of_a_chunk(soft):
+    """The kernel takes keys by 256: heads whose windows and ramps end before, at and behind every place around that."""
+    heads, rows, past, ramp = 48, 19, 420, 5
+    spans = range(230, 230 + heads)
+    q, k, v = (
+        normal(1, heads, rows, 3),
+        normal(1, heads, rows + past, 3, seed=1),
+        normal(1, heads, rows + past, 3, seed=2),
+    )
+    named = {"q": q, "k": k, "v": v}
+    if soft:
+        named["z"] = torch.tensor(list(spans), dtype=DOUBLE, requires_grad=True)
+        seen = Window((max(spans) + ramp + 1,) * heads, z=named["z"], ramp=ramp)
+        expected = window.attend(q, k, v, seen)
+    else:
+        seen, parts = Window(tuple(spans)), zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), spans, strict=True)
+        expected = torch.cat([window.attend(*one, Window((columns,))) for *one, columns in parts], dim=1)
+    assert_same(kernel(q, k, v, seen), expected, named=named)
+
+
+@pytest.mark.cpu_kernel
+def test_a_huge_score_under_a_weight_of_zero_spoils_nothing():
+    """The key at the far end of the ramp has weight 0 and a gradient for the span, however large."""
+    q, k, v = normal(1, 1, 6, 4), normal(1, 1, 6, 4, seed=1), normal(1, 1, 6, 4, seed=2)
+    with torch.no_grad():
+        k[:, :, 0] = 1e4 * q[:, :, 3]
+    z = torch.tensor([1.0], dtype=DOUBLE, requires_grad=True)
+    rows = slice(3, None)  # the first of them has key 0 at x = 3 = z + R
+    y = kernel(q[:, :, rows], k, v, Window((4,), z=z, ramp=2))
+    assert y.isfinite().all()
+    found = gradients(y, [q, k, v, z])
+    assert all(g.isfinite().all() for g in found) and found[-1].abs() > 1e300
+
+
 def test_dropped_weights_are_zero_and_the_rest_is_scaled():
     """Dropout comes after the softmax: nothing is renormalised."""
     torch.manual_seed(0)

@@ -260,12 +260,9 @@ template <class T> struct Worker {
     product<false>(query.data(), Kp, 1, panels + begin * Kp, LANES<T>, Kp * LANES<T>, out, ldo, width, K);
   }
 
-  // Rows ``begin`` to ``end`` as they are, with zeros up to Kp; and in panels [.., K, a vector's keys], from key ``at`` on.
+  // Rows ``begin`` to ``end`` as they are, whatever stands between K and Kp; and in panels [.., K, a vector's keys], from key ``at`` on.
   void pack(At<T> from, long begin, long end, T* to) const {
-    for (long j = begin; j < end; ++j, to += Kp) {
-      std::memcpy(to, from[j], K * sizeof(T));
-      std::fill(to + K, to + Kp, T(0));
-    }
+    for (long j = begin; j < end; ++j, to += Kp) std::memcpy(to, from[j], K * sizeof(T));
   }
   void turn(At<T> from, long begin, long end, T* panels, long at) const {
     for (long j = begin; j < end; ++j, ++at) {
