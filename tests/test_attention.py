@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from harness.flops import count_flops
 from tests.attention_case import (
     DOUBLE,
     FRACTIONS,
@@ -62,6 +63,37 @@ def test_value_and_every_gradient(choice):
                 run(attention, x, past)
         else:
             assert_same(run(attention, x, past), expected, named=inputs)
+
+
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("position", ["rotary", "relative"])
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+@pytest.mark.parametrize("past", [20, 100, 400])
+def test_heads_that_look_far_meet_more_of_the_past(cache, position, past, bias):
+    """Spans of several buckets; a past shorter and longer than some of them."""
+    case = Case(length=21, past=past, span=300, heads=4, cache=cache, position=position, reach="zero")
+    attention = case.build(bias=bias)
+    before, x = case.stream()
+    assert len(set(attention.reach.columns)) == 3
+    expected = run(attention, x, before)
+    attention.wanted_path = "kernel"
+    assert_same(run(attention, x, before), expected, named=named_inputs(attention, x))
+
+
+@pytest.mark.cpu_kernel
+def test_inputs_of_the_past_are_projected_for_those_heads_that_look_so_far():
+    """Of the hidden cache: 64, 128, 128 and 300 inputs instead of 4 x 300."""
+    case = Case(length=1, past=400, span=300, heads=4, cache="hidden", reach="zero", path="kernel")
+    attention = case.build().eval()
+    before, x = case.stream()
+    state = attention(before).state
+    counts = []
+    for columns in (attention.reach.columns, (300,) * 4):
+        attention.reach.columns = columns
+        counts.append(count_flops(lambda: attention(x, state, starts(400))).total)
+    spared = sum(300 - n for n in (64, 128, 128))  # keys and values of two streams
+    assert counts[1] - counts[0] == 2 * 2 * B * spared * D * case.d_head
 
 
 @pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])

@@ -64,7 +64,7 @@ def test_the_kernel_with_gradients(rows, past, shift, width, old, vectors):
     def attend():
         window = Window(columns, shift, z, 16)
         own = {"vectors": p if vectors else None, "persistent": Persistent(q, *extra)}
-        return window_cpu.attend(q, k, v, window, past=before if past else None, **own)
+        return window_cpu.attend(q, k, v, window, past=[window_cpu.Past((0, 1), *before)] if past else [], **own)
 
     assert count_flops(attend).total == forward
     assert count_flops(lambda: attend().sum().backward(), gradients=True).total == forward + backward

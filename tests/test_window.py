@@ -18,7 +18,12 @@ from variants.window import Persistent, Window, skew, soft_mask, visible
 def kernel(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
     """The kernel is given past and segment one by one."""
     past = k.shape[2] - q.shape[2]
-    before = (k[:, :, :past], v[:, :, :past]) if past else None
+    half = q.shape[1] // 2  # heads may have pasts of their own, as far as they look
+    parts = [range(half), range(half, q.shape[1])] if half else [range(1)]
+    before = []
+    for heads in parts if past else ():
+        begin = max(0, past - max(window.columns[h] for h in heads) + 1 - window.shift)
+        before.append(window_cpu.Past(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in (k, v))))
     return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], window, past=before, **added)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from variants import fused, triton_window, window, window_cpu
 from variants.contract import Out, Part, Place, State, Sublayer
 from variants.window import Persistent, Window
+from variants.window_cpu import Past
 
 
 class Reach(Part):
@@ -82,21 +83,21 @@ class PersistentVectors(Part):
 
 
 class Keys(NamedTuple):
-    """What queries meet: keys and values of the segment ``[B, H, T, K]``, and of the past ``[B, H, P, K]``, if any."""
+    """What queries meet: keys and values of the segment ``[B, H, T, K]``, and before it those of the past, if any."""
 
     k: Tensor
     v: Tensor
-    past: tuple[Tensor, Tensor] | None
+    past: list[Past]
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """One after the other, ``[B, H, P + T, K]``."""
-        if self.past is None:
+        """One after the other, ``[B, H, P + T, K]``, where the past is in one part."""
+        if not self.past:
             return self.k, self.v
-        return tuple(torch.cat(pair, dim=2) for pair in zip(self.past, (self.k, self.v), strict=True))
+        (before,) = self.past
+        return torch.cat([before.k, self.k], dim=2), torch.cat([before.v, self.v], dim=2)
 
     def without_values(self) -> "Keys":
-        past = None if self.past is None else (self.past[0], torch.zeros_like(self.past[1]))
-        return Keys(self.k, torch.zeros_like(self.v), past)
+        return Keys(self.k, torch.zeros_like(self.v), [part._replace(v=torch.zeros_like(part.v)) for part in self.past])
 
 
 def _last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
@@ -163,15 +164,25 @@ class Attention(Sublayer):
         out = self.output(rearrange(y, "B H T K -> B T (H K)"))
         return Out(out, state, self.reach.loss(z) if self.training else None, seen)
 
-    def _project(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-        """``[B, H, T, K]`` by each of the maps, queries scaled: one matrix product with all of their matrices."""
-        scales = [self.d_head**-0.5 if linear is self.query else 1.0 for linear in linears]
-        weight = torch.cat([m.weight * s if s != 1 else m.weight for m, s in zip(linears, scales, strict=True)])
-        bias = None
-        if self.query.bias is not None:
-            bias = torch.cat([m.bias * s if s != 1 else m.bias for m, s in zip(linears, scales, strict=True)])
-        parts = F.linear(x, weight, bias).chunk(len(linears), dim=-1)
-        return [rearrange(part, "B T (H K) -> B H T K", H=self.heads) for part in parts]
+    def _project(self, x: Tensor, *linears: nn.Linear, heads: list[int] | None = None) -> list[Tensor]:
+        """``[B, H, T, K]`` by each of the maps, queries scaled: one matrix product with all of their matrices.
+
+        Args:
+            heads: those whose part of the maps is taken; None for all.
+        """
+
+        def of(name: str) -> Tensor | None:
+            found = [getattr(linear, name) for linear in linears]
+            if found[0] is None:
+                return None
+            if heads is not None:
+                own = torch.tensor(heads, device=x.device)
+                found = [m.unflatten(0, (self.heads, -1)).index_select(0, own).flatten(0, 1) for m in found]
+            scaled = [linear is self.query for linear in linears]
+            return torch.cat([m * self.d_head**-0.5 if s else m for m, s in zip(found, scaled, strict=True)])
+
+        parts = F.linear(x, of("weight"), of("bias")).chunk(len(linears), dim=-1)
+        return [rearrange(part, "B T (H K) -> B H T K", K=self.d_head) for part in parts]
 
     @torch.compiler.disable  # columns are Python numbers, the past has any length: a graph break around all of it
     def _over_window(
@@ -196,21 +207,30 @@ class Attention(Sublayer):
 
     def _context(self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int) -> tuple["Keys", State]:
         """Keys and values, and what to carry: the last ``past`` of them, or of the inputs that they are made of."""
+        everyone = tuple(range(self.heads))
         if self.cache == "hidden":
             old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(x.dtype)
-            before = None
-            if old is not None:
-                k, v = self._project(old, self.key, self.value)
-                before = self.position.rotate(k, start - old.shape[1]), v
+            before = [] if old is None else [self._again(old, start, *part) for part in self._parts(past, x.device)]
             return Keys(*own, before), _last(past, 1, old, x)
-        before = None
+        old = state or (None, None)
         if state is not None:
-            before = tuple(
-                old[:, :, max(0, old.shape[2] - past) :].to(new.dtype) for old, new in zip(state, own, strict=True)
-            )
-        return Keys(*own, before), tuple(
-            _last(past, 2, *pair) for pair in zip(before or (None, None), own, strict=True)
-        )
+            pairs = zip(state, own, strict=True)
+            old = tuple(each[:, :, max(0, each.shape[2] - past) :].to(new.dtype) for each, new in pairs)
+        before = [] if state is None else [Past(everyone, *old)]
+        return Keys(*own, before), tuple(_last(past, 2, *pair) for pair in zip(old, own, strict=True))
+
+    def _parts(self, past: int, device: torch.device) -> list[tuple[int, list[int] | None]]:
+        """Heads, or None for all, and how many past keys they can meet: the CPU's kernel wants no more than these."""
+        groups = fused.groups(self.reach.columns)
+        if len(groups) == 1 or (device.type, self.path(device, training=self.training)) != ("cpu", "kernel"):
+            return [(past, None)]
+        return [(columns - 1 + self.shift, heads) for columns, heads in groups]
+
+    def _again(self, old: Tensor, start: Tensor, past: int, heads: list[int] | None) -> Past:
+        """Keys and values of some heads from the last ``past`` of the inputs before position ``start``."""
+        old = old[:, max(0, old.shape[1] - past) :]
+        k, v = self._project(old, self.key, self.value, heads=heads)
+        return Past(tuple(heads or range(self.heads)), self.position.rotate(k, start - old.shape[1]), v)
 
     def _attend(self, q: Tensor, keys: "Keys", reach: Window, persistent: Persistent | None) -> Tensor:
         columns = max(reach.columns)

@@ -114,15 +114,24 @@ struct Strides {
   int64_t stream, head, row;
 };
 
+// Rows of one head: those of stream b begin at start + b * stream.
+struct Rows {
+  void* start;
+  int64_t stream, row;
+};
+
 }  // namespace
 
 // Pointers to float or double; the last dimension is contiguous. Null where there is none.
 struct Call {
-  int64_t streams, heads, rows, past, width, persistent, distances, shift, threads;
+  int64_t streams, heads, rows, width, persistent, distances, shift, threads;
   // [B, H, ., K], with strides below.
-  const void *q, *k, *v, *k_old, *v_old, *extra_q, *g;
-  void *y, *dq, *dk, *dv, *dk_old, *dv_old, *dextra_q;
-  Strides q_, k_, v_, k_old_, v_old_, extra_q_, g_, y_, dq_, dk_, dv_, dk_old_, dv_old_, dextra_q_;
+  const void *q, *k, *v, *extra_q, *g;
+  void *y, *dq, *dk, *dv, *dextra_q;
+  Strides q_, k_, v_, extra_q_, g_, y_, dq_, dk_, dv_, dextra_q_;
+  // [H]: how many keys each head has before the segment, and where they and their gradients are.
+  const int64_t* past;
+  const Rows *k_old, *v_old, *dk_old, *dv_old;
   // Contiguous, as all that follow: persistent keys and values [H, N, K], log-sum-exp [B, H, T].
   const void *extra_k, *extra_v;
   void* lse;
@@ -146,6 +155,9 @@ template <class T> struct At {
 };
 template <class T> At<T> at(const void* base, const Strides& s, long b, long h) {
   return {(T*)base + b * s.stream + h * s.head, s.row};
+}
+template <class T> At<T> at(const Rows* heads, long b, long h) {
+  return heads ? At<T>{(T*)heads[h].start + b * heads[h].stream, heads[h].row} : At<T>{nullptr, 0};
 }
 
 // Memory that is kept between tasks and calls: fresh pages cost more than most of what is done with them.
@@ -306,18 +318,18 @@ template <class T> struct Worker {
 
   Part<T> context(long b, long h, long& low) {
     Part<T> part;
-    const long all = c.past + c.rows, high = all - c.shift;
-    low = std::max(0L, all - c.rows - c.shift - c.columns[h] + 1);
-    part.keys = std::max(0L, high - low), part.columns = c.columns[h], part.base = c.past - c.shift - low;
-    part.flat = c.flat[h], part.wanted = c.dk_old ? 0 : std::max(0L, c.past - low);
+    const long past = c.past[h], high = past + c.rows - c.shift;
+    low = std::max(0L, past - c.shift - c.columns[h] + 1);
+    part.keys = std::max(0L, high - low), part.columns = c.columns[h], part.base = past - c.shift - low;
+    part.flat = c.flat[h], part.wanted = c.dk_old ? 0 : std::max(0L, past - low);
     part.vectors = c.vectors != nullptr;
     const long width = c.distances + 2 * PAD;
     part.table = (const T*)c.table + h * width;
     if (c.mask) part.mask = (const T*)c.mask + h * width;
     if (c.slope) part.slope = (const T*)c.slope + h * width;
     lay_out(
-        part, 0, at<T>(c.k_old, c.k_old_, b, h), at<T>(c.k, c.k_, b, h), at<T>(c.v_old, c.v_old_, b, h),
-        at<T>(c.v, c.v_, b, h), c.past, low, c.dk != nullptr);
+        part, 0, at<T>(c.k_old, b, h), at<T>(c.k, c.k_, b, h), at<T>(c.v_old, b, h), at<T>(c.v, c.v_, b, h), past, low,
+        c.dk != nullptr);
     return part;
   }
 
@@ -523,12 +535,13 @@ template <class T> struct Worker {
 
   void hand_out(const Part<T>& near, long b, long h, long low) {
     if (!near.dk) return;
+    const long past = c.past[h];
     if (c.dk_old) {
-      spread(near.dk, low, near.keys, 0, c.past, at<T>(c.dk_old, c.dk_old_, b, h));
-      spread(near.dv, low, near.keys, 0, c.past, at<T>(c.dv_old, c.dv_old_, b, h));
+      spread(near.dk, low, near.keys, 0, past, at<T>(c.dk_old, b, h));
+      spread(near.dv, low, near.keys, 0, past, at<T>(c.dv_old, b, h));
     }
-    spread(near.dk, low, near.keys, c.past, c.past + c.rows, at<T>(c.dk, c.dk_, b, h));
-    spread(near.dv, low, near.keys, c.past, c.past + c.rows, at<T>(c.dv, c.dv_, b, h));
+    spread(near.dk, low, near.keys, past, past + c.rows, at<T>(c.dk, c.dk_, b, h));
+    spread(near.dv, low, near.keys, past, past + c.rows, at<T>(c.dv, c.dv_, b, h));
   }
 
   // Gradients of keys ``begin`` to ``end``, of which those from ``low`` on, ``keys`` of them, were met.

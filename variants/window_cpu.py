@@ -5,8 +5,10 @@ the products that they execute, and torch's counter is told.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +20,20 @@ from torch.utils.flop_counter import register_flop_formula
 from variants import native
 from variants.window import Persistent, Window, soft_mask
 
-NAMES = ("q", "k", "v", "k_old", "v_old", "z", "extra_q", "extra_k", "extra_v", "vectors")
-"""Tensors that may have a gradient, in the order of the operations' arguments."""
-OLD, EXTRA = ("k_old", "v_old"), ("extra_k", "extra_v")
-TOGETHER = {"k": ("v", *OLD), "v": ("k", *OLD), "k_old": OLD, "v_old": OLD, "extra_k": EXTRA, "extra_v": EXTRA}
+NAMES = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors")
+"""Tensors that may have a gradient, in the order of the operations' arguments; the bias and those of the past follow."""
+PAST = len(NAMES) + 1
+EXTRA = ("extra_k", "extra_v")
+TOGETHER = {"k": ("v", "past"), "v": ("k", "past"), "extra_k": EXTRA, "extra_v": EXTRA}
 """Gradients that come with others: keys with values, and those of the segment with those of the past."""
+
+
+class Past(NamedTuple):
+    """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend."""
+
+    heads: tuple[int, ...]
+    k: Tensor
+    v: Tensor
 
 
 def available() -> str | None:
@@ -37,7 +48,7 @@ def attend(
     v: Tensor,
     window: Window,
     *,
-    past: tuple[Tensor, Tensor] | None = None,
+    past: Sequence[Past] = (),
     bias: Tensor | None = None,
     vectors: Tensor | None = None,
     persistent: Persistent | None = None,
@@ -48,7 +59,8 @@ def attend(
         q: scaled queries ``[B, H, T, K]``.
         k, v: keys and values of the segment ``[B, H, T, K]``.
         window: what a query may see.
-        past: keys and values before the segment ``[B, H, P, K]``; no work is done for gradients that they do not ask for.
+        past: what comes before, in parts that have all heads together, or nothing: heads that look far may have more
+            than others. No work is done for gradients that nobody asks for.
         bias: a constant ``[H, n]``, added to scores.
         vectors: p ``[n, K]``, shared by heads: adds ``q @ vectors.T``.
         persistent: key-value vectors in the same softmax, never masked.
@@ -56,11 +68,13 @@ def attend(
     Returns: ``[B, H, T, K]``.
     """
     kind = torch.promote_types(q.dtype, torch.float32)
-    parts = [None if x is None else x.to(kind) for x in (k, v, *(past or (None, None)))]
+    old = [x.to(kind) for part in past for x in (part.k, part.v)]
+    owners = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])] if past else []
     extra = (None, None, None) if persistent is None else (x.to(kind) for x in persistent)
     vectors = None if vectors is None else vectors[: max(window.columns)].to(kind)
     z = None if window.z is None else window.z.to(kind)
-    return _Attend.apply(q.to(kind), *parts, z, *extra, vectors, bias, window).to(q.dtype)
+    own = (q.to(kind), k.to(kind), v.to(kind))
+    return _Attend.apply(window._replace(z=None), owners, *own, z, *extra, vectors, bias, *old).to(q.dtype)
 
 
 def geometry(dtype: torch.dtype) -> tuple[int, int]:
@@ -70,10 +84,9 @@ def geometry(dtype: torch.dtype) -> tuple[int, int]:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, k_old, v_old, z, extra_q, extra_k, extra_v, vectors, bias, window):
-        tensors = [q, k, v, k_old, v_old, z, extra_q, extra_k, extra_v, vectors, bias]
-        sizes = (window.columns, window.shift, window.ramp)
-        y, lse, _ = _forward(tensors, *sizes)
+    def forward(ctx, window, owners, *tensors):
+        sizes = (owners, window.columns, window.shift, window.ramp)
+        y, lse, _ = _forward(list(tensors), *sizes)
         ctx.save_for_backward(*tensors, y, lse)
         ctx.sizes = sizes
         return y
@@ -82,21 +95,27 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         *tensors, y, lse = ctx.saved_tensors
-        needed = {name for name, need in zip(NAMES, ctx.needs_input_grad, strict=False) if need}
-        wanted = [name for name in NAMES if needed & {name, *TOGETHER.get(name, ())}]
-        *gradients, _ = _backward(g, y, lse, tensors, *ctx.sizes, " ".join(wanted))
-        found = dict(zip(wanted, gradients, strict=True))
-        return (*(found.get(name) for name in NAMES), None, None)
+        _, _, *needs = ctx.needs_input_grad
+        needed = {name for name, need in zip(NAMES, needs, strict=False) if need}
+        needed |= {"past"} if any(needs[PAST:]) else set()
+        wanted = [name for name in (*NAMES, "past") if needed & {name, *TOGETHER.get(name, ())}]
+        *found, _ = _backward(g, y, lse, tensors, *ctx.sizes, " ".join(wanted))
+        found = iter(found)
+        own = [next(found) if name in wanted else None for name in NAMES]
+        return None, None, *own, None, *(next(found, None) for _ in tensors[PAST:])
 
 
 @torch.library.custom_op("windtunnel::window_forward", mutates_args=(), device_types="cpu")
-def _forward(tensors: list[Tensor | None], columns: list[int], shift: int, ramp: int) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    tensors: list[Tensor | None], owners: list[int], columns: list[int], shift: int, ramp: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]``, inf where nothing is seen, and FLOPs executed.
 
     Args:
-        tensors: those of ``NAMES``, then the bias.
+        tensors: those of ``NAMES``, the bias, then keys and values of each part of the past.
+        owners: the part that each head's past is in.
     """
-    call = _call(tensors, columns, shift, ramp, backward=False)
+    call = _call(tensors, owners, columns, shift, ramp, backward=False)
     y, lse, _ = _forward_results(tensors)
     call.put(y=y, lse=lse)
     return y, lse, call.run("forward")
@@ -108,19 +127,23 @@ def _backward(
     y: Tensor,
     lse: Tensor,
     tensors: list[Tensor | None],
+    owners: list[int],
     columns: list[int],
     shift: int,
     ramp: int,
     wanted: str,
 ) -> list[Tensor]:
-    """Gradients of the tensors whose names are wanted, in the order of ``NAMES``, and FLOPs executed."""
-    call = _call(tensors, columns, shift, ramp, backward=True)
-    own = dict(zip(NAMES, tensors, strict=False))
-    written = {name for name in ("q", "extra_q") if own[name] is not None}  # in any case
-    made = {name: _like(own[name]) for name in {*wanted.split(), *written}}
-    call.put(g=g, y=y, lse=lse, **{f"d{name}": x for name, x in made.items()})
-    flops = call.run("backward")
-    return [*(made[name] for name in wanted.split()), flops]
+    """Gradients of the tensors whose names are wanted, in the order of ``NAMES``, of the past, and FLOPs executed."""
+    call = _call(tensors, owners, columns, shift, ramp, backward=True)
+    *found, _ = _backward_results(g, y, lse, tensors, owners, columns, shift, ramp, wanted)
+    own = dict(zip(wanted.split(), found, strict=False))
+    for name in ("q", "extra_q"):  # the kernel writes them in any case
+        if (x := tensors[NAMES.index(name)]) is not None:
+            own.setdefault(name, _like(x))
+    call.put(g=g, y=y, lse=lse, **{f"d{name}": x for name, x in own.items() if name != "past"})
+    if "past" in own:
+        call.put_past(owners, found[-2 * (max(owners) + 1) :], names=("dk_old", "dv_old"))
+    return [*found, call.run("backward")]
 
 
 @_forward.register_fake
@@ -130,33 +153,35 @@ def _forward_results(tensors, *_):
 
 
 @_backward.register_fake
-def _backward_results(g, y, lse, tensors, columns, shift, ramp, wanted):
-    own = dict(zip(NAMES, tensors, strict=False))
-    return [*(_like(own[name]) for name in wanted.split()), g.new_empty((), dtype=torch.int64)]
+def _backward_results(g, y, lse, tensors, owners, columns, shift, ramp, wanted):
+    found = [_like(x) for name, x in zip(NAMES, tensors, strict=False) if name in wanted.split()]
+    found += [_like(x) for x in tensors[PAST:] if "past" in wanted.split()]
+    return [*found, g.new_empty((), dtype=torch.int64)]
 
 
 @register_flop_formula(torch.ops.windtunnel.window_forward, get_raw=True)
-def _forward_flops(tensors, columns, *_, out_val) -> int:
-    return _expected_flops(tensors, columns) if isinstance(out_val[-1], FakeTensor) else int(out_val[-1])
+def _forward_flops(tensors, owners, columns, *_, out_val) -> int:
+    return _expected_flops(tensors, owners, columns) if isinstance(out_val[-1], FakeTensor) else int(out_val[-1])
 
 
 @register_flop_formula(torch.ops.windtunnel.window_backward, get_raw=True)
-def _backward_flops(_g, _y, _lse, tensors, columns, _shift, _ramp, wanted, *, out_val) -> int:
+def _backward_flops(_g, _y, _lse, tensors, owners, columns, _shift, _ramp, wanted, *, out_val) -> int:
     if isinstance(out_val[-1], FakeTensor):
-        return _expected_flops(tensors, columns, wanted.split())
+        return _expected_flops(tensors, owners, columns, wanted.split())
     return int(out_val[-1])
 
 
-def _expected_flops(tensors: list[Tensor | None], columns: list[int], wanted: list[str] | None = None) -> int:
+def _expected_flops(
+    tensors: list[Tensor | None], owners: list[int], columns: list[int], wanted: list[str] | None = None
+) -> int:
     """Without data: at the heads' buckets, because spans have no values, and with nothing rounded up to whole vectors."""
     own = dict(zip(NAMES, tensors, strict=False))
     streams, _, rows, width = own["q"].shape
-    past = 0 if own["k_old"] is None else own["k_old"].shape[2]
     products = 0.0  # with a key, for each row
-    for n in columns:
+    for n, past in zip(columns, _pasts(tensors, owners, len(columns)), strict=True):
         met = min(n + geometry(own["q"].dtype)[0] - 1, past + rows)
         segment = min(n, rows)
-        learned = met if wanted and "k_old" in wanted else segment - segment**2 / (2 * rows)
+        learned = met if wanted and "past" in wanted else segment - segment**2 / (2 * rows)
         products += 2 * met if wanted is None else 3 * met + 2 * learned * ("k" in wanted)
         if own["vectors"] is not None:
             products += met if wanted is None else met * (2 + ("vectors" in wanted))
@@ -177,15 +202,24 @@ def _library() -> ctypes.CDLL | str:
     return native.load(Path(__file__).with_suffix(".cpp"))
 
 
-STRIDED = ("q", "k", "v", "k_old", "v_old", "extra_q", "g", "y", "dq", "dk", "dv", "dk_old", "dv_old", "dextra_q")
+def _pasts(tensors: list[Tensor | None], owners: list[int], heads: int) -> list[int]:
+    """Keys that each head has before the segment."""
+    return [tensors[PAST + 2 * part].shape[2] for part in owners] or [0] * heads
+
+
+STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
     "extra_k extra_v lse columns flat order table mask slope vectors vectors_turned flops dextra_k dextra_v dvectors dz"
 )
-SIZES = "streams heads rows past width persistent distances shift threads"
+SIZES = "streams heads rows width persistent distances shift threads"
 
 
 class _Strides(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("stream", "head", "row")]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("stream", ctypes.c_int64), ("row", ctypes.c_int64)]
 
 
 class _Call(ctypes.Structure):
@@ -195,6 +229,8 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in SIZES.split()),
         *((name, ctypes.c_void_p) for name in STRIDED),
         *((f"{name}_", _Strides) for name in STRIDED),
+        ("past", ctypes.c_void_p),
+        *((name, ctypes.POINTER(_Rows)) for name in ("k_old", "v_old", "dk_old", "dv_old")),
         *((name, ctypes.c_void_p) for name in DENSE.split()),
     ]
 
@@ -210,6 +246,18 @@ class _Call(ctypes.Structure):
             if strided:
                 setattr(self, f"{name}_", _Strides(*x.stride()[:3]))
 
+    def put_past(self, owners: list[int], tensors: list[Tensor], *, names: tuple[str, str]) -> None:
+        """Point to keys and values of the past, or to their gradients, head by head."""
+        for name, parts in zip(names, (tensors[::2], tensors[1::2]), strict=True):
+            parts = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
+            heads = []
+            for h, part in enumerate(owners):
+                x, place = parts[part], owners[:h].count(part)
+                heads.append(_Rows(x.data_ptr() + place * x.stride(1) * x.element_size(), x.stride(0), x.stride(2)))
+            rows = (_Rows * len(heads))(*heads)
+            self.kept += [*parts, rows]
+            setattr(self, name, rows)
+
     def run(self, direction: str) -> Tensor:
         """FLOPs executed."""
         flops = torch.zeros((), dtype=torch.int64)
@@ -219,16 +267,18 @@ class _Call(ctypes.Structure):
         return flops
 
 
-def _call(tensors: list[Tensor | None], columns: list[int], shift: int, ramp: int, *, backward: bool) -> _Call:
-    *learned, bias = tensors
-    own = dict(zip(NAMES, learned, strict=True))
+def _call(
+    tensors: list[Tensor | None], owners: list[int], columns: list[int], shift: int, ramp: int, *, backward: bool
+) -> _Call:
+    own, bias = dict(zip(NAMES, tensors, strict=False)), tensors[len(NAMES)]
     q, z, vectors = own["q"], own.pop("z"), own.pop("vectors")
     call = _Call(streams=q.shape[0], heads=q.shape[1], rows=q.shape[2], width=q.shape[3], shift=shift)
     call.dtype, call.kept, call.threads = q.dtype, [], torch.get_num_threads()
-    call.past = 0 if own["k_old"] is None else own["k_old"].shape[2]
     call.persistent = 0 if own["extra_k"] is None else own["extra_k"].shape[1]
     call.distances = max(columns)
-    call.put(**own)
+    call.put(**own, past=torch.tensor(_pasts(tensors, owners, q.shape[1])))
+    if owners:
+        call.put_past(owners, tensors[PAST:], names=("k_old", "v_old"))
     met = columns_met(columns, z, ramp)
     order = sorted(range(len(met)), key=lambda h: -met[h])
     call.put(columns=torch.tensor(met), order=torch.tensor(order))
