@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.reference.product_key_memory import best_slots
 from tests.reference.product_key_memory import product_key_memory as reference
+from variants import product_search
 from variants.contract import Place
 from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search
 
@@ -138,6 +139,30 @@ def test_pruned_search_is_exact(half_keys, share, ties, seed):
     assert all(len(set(row.tolist())) == top_k for row in slots.flatten(0, -2))
     if not ties:
         assert torch.equal(slots.sort().values, every.topk(top_k).indices.sort().values)
+
+
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(
+    half_keys=st.sampled_from([1, 2, 7, 16, 33, 130]),
+    share=st.floats(0, 1),
+    ties=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_kernels_search_is_exact(dtype, half_keys, share, ties, seed):
+    top_k = 1 + round(share * (half_keys - 1))
+    scores = torch.randn(4, 5, half_keys, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    if ties:
+        scores = scores.round()
+    if seed % 3 == 0:
+        scores[:, 0, 0], scores[:, 1, -1] = -torch.inf, torch.inf
+    slots, sums = product_search.search(scores, top_k)
+    first, second = scores.unflatten(0, (2, 2)).transpose(1, 2).unbind(2)  # [H, n, C] each
+    every = (first[..., :, None] + second[..., None, :]).flatten(-2).transpose(0, 1)
+    assert torch.equal(sums, every.gather(-1, slots))
+    assert torch.equal(sums.sort(descending=True).values, every.topk(top_k).values)
+    assert all(len(set(row.tolist())) == top_k for row in slots.flatten(0, -2))
 
 
 def test_search_finds_the_slots_of_brute_force():

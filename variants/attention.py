@@ -12,7 +12,6 @@ detached, as far back as the window reaches. Shapes describe the state: a shorte
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants import fused, triton_window, window, window_cpu
+from variants.context import Keys, last
 from variants.contract import Out, Part, Place, State, Sublayer
 from variants.window import Persistent, Window
 from variants.window_cpu import Past
@@ -80,33 +80,6 @@ class PersistentVectors(Part):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
-
-
-class Keys(NamedTuple):
-    """What queries meet: keys and values of the segment ``[B, H, T, K]``, and before it those of the past, if any."""
-
-    k: Tensor
-    v: Tensor
-    past: list[Past]
-
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """One after the other, ``[B, H, P + T, K]``, where the past is in one part."""
-        if not self.past:
-            return self.k, self.v
-        (before,) = self.past
-        return torch.cat([before.k, self.k], dim=2), torch.cat([before.v, self.v], dim=2)
-
-    def without_values(self) -> "Keys":
-        return Keys(self.k, torch.zeros_like(self.v), [part._replace(v=torch.zeros_like(part.v)) for part in self.past])
-
-
-def _last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """The last ``number`` places of two tensors in a row, or all, detached; no more than these are kept in memory."""
-    new = new.detach()
-    own = min(number, new.shape[dim])
-    new = new.narrow(dim, new.shape[dim] - own, own)
-    kept = 0 if old is None else min(number - own, old.shape[dim])
-    return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), new], dim) if kept else new
 
 
 class Attention(Sublayer):
@@ -205,19 +178,19 @@ class Attention(Sublayer):
             seen = self._look(q, keys, reach, persistent) if look else None
         return y, state, seen
 
-    def _context(self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int) -> tuple["Keys", State]:
+    def _context(self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int) -> tuple[Keys, State]:
         """Keys and values, and what to carry: the last ``past`` of them, or of the inputs that they are made of."""
         everyone = tuple(range(self.heads))
         if self.cache == "hidden":
             old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(x.dtype)
             before = [] if old is None else [self._again(old, start, *part) for part in self._parts(past, x.device)]
-            return Keys(*own, before), _last(past, 1, old, x)
+            return Keys(*own, before), last(past, 1, old, x)
         old = state or (None, None)
         if state is not None:
             pairs = zip(state, own, strict=True)
             old = tuple(each[:, :, max(0, each.shape[2] - past) :].to(new.dtype) for each, new in pairs)
         before = [] if state is None else [Past(everyone, *old)]
-        return Keys(*own, before), tuple(_last(past, 2, *pair) for pair in zip(old, own, strict=True))
+        return Keys(*own, before), tuple(last(past, 2, *pair) for pair in zip(old, own, strict=True))
 
     def _parts(self, past: int, device: torch.device) -> list[tuple[int, list[int] | None]]:
         """Heads, or None for all, and how many past keys they can meet: the CPU's kernel wants no more than these."""
@@ -232,7 +205,7 @@ class Attention(Sublayer):
         k, v = self._project(old, self.key, self.value, heads=heads)
         return Past(tuple(heads or range(self.heads)), self.position.rotate(k, start - old.shape[1]), v)
 
-    def _attend(self, q: Tensor, keys: "Keys", reach: Window, persistent: Persistent | None) -> Tensor:
+    def _attend(self, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None) -> Tensor:
         columns = max(reach.columns)
         path = self.path(q.device, training=self.training)
         vectors = self.position.vectors(columns) if path == "kernel" else None
@@ -286,7 +259,7 @@ class Attention(Sublayer):
             reasons += [missing] if missing else []
         return reasons
 
-    def _look(self, q: Tensor, keys: "Keys", reach: Window, persistent: Persistent | None) -> dict[str, Tensor]:
+    def _look(self, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None) -> dict[str, Tensor]:
         seen = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.reach.seen(reach.z)
         if persistent is not None:
             # The same attend path, fed with ones on persistent vectors and zeros on the context.

@@ -27,6 +27,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from variants import product_search
 from variants.contract import Out, Place, State, Sublayer
 from variants.table import read, read_uncompiled
 
@@ -66,24 +67,27 @@ class _Choose(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
         number, heads, half_keys = len(query), keys.shape[0] // 2, keys.shape[1]
         slots = pairs.new_empty(number, heads, top_k)
         sums = at_least_float32(query.new_empty(0)).new_empty(number, heads, top_k)
         ctx.dtype = query.dtype
         for part in _blocks(query, keys):
             scores = query[part].transpose(0, 1) @ keys.mT  # [2 H, b, C]
+            ctx.dtype = scores.dtype  # autocast may have chosen a lower one
+            if kernel:
+                slots[part], sums[part] = product_search.search(at_least_float32(scores), top_k)
+                continue
             by_half = rearrange(scores, "(h half) b c -> half b h c", half=2)
             (i, j), sums[part] = search(by_half, top_k=top_k, pairs=pairs)
             slots[part] = i * half_keys + j
-            ctx.dtype = scores.dtype  # autocast may have chosen a lower one
         ctx.save_for_backward(query, keys, slots)
         ctx.mark_non_differentiable(slots)
         return slots, sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _: None, d_sums: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx, _: None, d_sums: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         query, keys, slots = ctx.saved_tensors
         half_keys, low_keys = keys.shape[1], keys.to(ctx.dtype)
         d_query, d_keys = torch.empty_like(query), torch.zeros_like(keys)
@@ -95,10 +99,10 @@ class _Choose(torch.autograd.Function):
             d_scores = d_scores.flatten(0, 1).to(ctx.dtype)  # [2 H, b, C]
             d_query[part] = (d_scores @ low_keys).transpose(0, 1)
             d_keys += d_scores.mT @ query[part].transpose(0, 1).to(ctx.dtype)
-        return d_query, d_keys, None, None
+        return d_query, d_keys, None, None, None
 
 
-def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
+def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor, kernel: bool = False) -> tuple[Tensor, Tensor]:
     """The ``top_k`` slots whose keys fit each query best, and how well.
 
     Args:
@@ -106,12 +110,13 @@ def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor) -> tuple[T
         keys: ``[2 H, C, d]``, the half-keys of each.
         top_k: slots of a head.
         pairs: ``candidate_pairs`` of the same sizes, on the same device.
+        kernel: search by ``product_search``, on a CPU.
 
     Returns:
         the slots, int64 ``[n, H, top_k]``, and their scores, alike and in float32 or better, with a gradient for
         ``query`` and ``keys``.
     """
-    return _Choose.apply(query, keys, pairs, top_k)
+    return _Choose.apply(query, keys, pairs, top_k, kernel)
 
 
 def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
@@ -161,7 +166,7 @@ class ProductKeyMemory(Sublayer):
         check_choice("activation", activation, ("softmax", "relu"))
         check_choice("share", share, ("layer", "network"))
         self.half_keys, self.top_k, self.heads, self.d_query = half_keys, top_k, heads, d_query
-        self.activation, self.sparse = activation, sparse
+        self.activation, self.sparse, self.wanted_path = activation, sparse, place.path
 
         if query_norm == "batch":
             self.limits = frozenset({"causal_in_training", "streams_apart", "segments"})
@@ -185,11 +190,17 @@ class ProductKeyMemory(Sublayer):
         """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
         query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
-        slots, sums = choose(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs)
+        kernel = self.path(x.device, training=self.training) == "kernel"
+        slots, sums = choose(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs, kernel=kernel)
         weights = sums.softmax(-1) if self.activation == "softmax" else sums.relu()
         slots, weights = slots.flatten(1), weights.flatten(1)  # [n, H top_k]
         y = (read_uncompiled if self.sparse else read)(self.values, slots, weights, sparse=self.sparse)
         return Out(y.view_as(x), seen=self.usage(slots, weights.detach()) if look else None)
+
+    def path(self, device: torch.device, *, training: bool) -> str:
+        """``kernel`` where a CPU has the search in C++; an attention that was asked to be it says what is missing."""
+        ours = device.type == "cpu" and self.wanted_path in ("auto", "kernel") and product_search.available() is None
+        return "kernel" if ours else "plain"
 
     def usage(self, slots: Tensor, weights: Tensor) -> dict[str, Tensor]:
         """Reads of each slot, int64 ``[M]``, their summed weights, float64 ``[M]``, and the number of bytes."""
