@@ -20,6 +20,7 @@ from tests.attention_case import (
     covering,
     gradients,
     run,
+    set_fractions,
     starts,
 )
 from tests.reference.feed_forward import feed_forward
@@ -164,7 +165,7 @@ def test_persistent_vectors_alone_are_a_softmax_feed_forward(path, heads):
     cache=st.sampled_from(["kv", "hidden"]),
     reach=st.sampled_from(["fixed", "dynamic", *FRACTIONS]),
     position=st.sampled_from(list(SCHEMES)),
-    span=st.sampled_from([1, 7, 64, 100]),
+    span=st.sampled_from([1, 7, 64, 100, 300]),
     attend_self=st.booleans(),
     persistent=st.sampled_from([0, 2]),
 )
@@ -186,6 +187,76 @@ def test_segments_do_not_matter(cuts, cache, reach, position, span, attend_self,
         y, state, *_ = attention(x[:, begin:end], state, starts(begin))
         pieces.append(y)
     assert_near(torch.cat(pieces, dim=1), attention(x, None, starts(0)).y)
+
+
+def lengths(state) -> list[int]:
+    """Past keys of each head."""
+    assert all(len(part) == 4 for part in state)
+    assert [k.shape for k in state[0]] == [v.shape for v in state[1]]
+    return [k.shape[2] for k in state[0]]
+
+
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_on_the_cpus_kernel_every_head_carries_its_own_past(attend_self):
+    case = Case(length=400, span=300, heads=4, reach="zero", path="kernel", position="rotary", attend_self=attend_self)
+    attention = case.build()
+    _, x = case.stream()
+    state = attention(x, None, starts(0)).state
+    assert attention.reach.columns == (64, 128, 128, 300)  # and a bucket more, where a step may lead
+    assert lengths(state) == [n - 1 + (not attend_self) for n in (128, 192, 192, 300)]
+    assert lengths(attention(x[:, :5], None, starts(0)).state) == [5] * 4
+    more = torch.randn(B, 7, D, dtype=DOUBLE)
+    attention.wanted_path = "plain"
+    whole = attention(x, None, starts(0)).state
+    assert whole[0].shape[2] == 299 + (not attend_self)
+    expected = attention(more, whole, starts(400)).y
+    for path, carried in (("plain", state), ("fused", state), ("kernel", state), ("kernel", whole)):
+        attention.wanted_path = path
+        out = attention(more, carried, starts(400), look=True)
+        assert_near(out.y, expected)
+        assert not any(k.requires_grad for k in out.state[0])
+    assert lengths(out.state) == lengths(state)
+
+
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize(
+    "reach, options", [("zero", {"persistent": 2}), ("dynamic", {}), ("zero", {"position": "alibi"})]
+)
+def test_a_state_of_single_heads_is_met_by_the_other_paths(reach, options):
+    """A run goes on from a checkpoint with another path."""
+    case = Case(**{"length": 9, "span": 300, "heads": 4, "reach": reach, "position": "relative"} | options)
+    attention = case.build()
+    _, x = case.stream()
+    past = torch.randn(B, 4, 350, case.d_head, dtype=DOUBLE)
+    kept = [63, 150, 299, 299]
+    single = tuple(tuple(past[:, h : h + 1, 350 - n :] for h, n in enumerate(kept)) for _ in range(2))
+    whole = past[:, :, -299:], past[:, :, -299:]
+    attention.reach.columns = tuple(min(n + 1, 300) for n in kept)
+    named = named_inputs(attention, x)
+    found = attention(x, single, starts(350))
+    if reach != "dynamic":
+        attention.wanted_path = "kernel"
+        assert_same(attention(x, single, starts(350)).y, found.y, named=named)
+        attention.wanted_path = "plain"
+        assert_same(found.y, attention(x, whole, starts(350)).y, named=named)
+    else:  # every head looks over the whole window: fewer keys are fewer
+        assert found.y.isfinite().all() and not torch.allclose(found.y, attention(x, whole, starts(350)).y)
+
+
+@pytest.mark.cpu_kernel
+def test_a_span_that_grows_into_the_next_bucket_misses_nothing():
+    case = Case(length=400, span=300, heads=4, reach="zero", position="rotary")
+    found = []
+    for path in ("plain", "kernel"):
+        attention = case.build()
+        attention.wanted_path = path
+        _, x = case.stream()
+        state = attention(x, None, starts(0)).state
+        set_fractions(attention, [0.3, 0.4, 0.4, 1.0])
+        assert attention.reach.columns == (128, 128, 128, 300)
+        found.append(attention(x[:, :9], state, starts(400)).y)
+    assert_near(*found)
 
 
 @pytest.mark.parametrize("cache", ["kv", "hidden"])

@@ -53,6 +53,9 @@ class AdaptiveSpan(Reach):
         far = (self.fraction * self.span + self.ramp).floor()  # rounded as in soft_mask
         self.columns = tuple(min(self.span, bucket(int(x) + 1)) for x in far.tolist())
 
+    def carried(self) -> tuple[int, ...]:
+        return tuple(min(self.span, bucket(n + 1)) for n in self.columns)  # a step moves a span into the next bucket
+
     @torch.no_grad()
     def set_span(self, span: int) -> None:
         self.fraction.mul_(self.span / span)

@@ -8,10 +8,12 @@
 - ``persistent`` adds key-value vectors to the same softmax (``all_attention.py``).
 
 Past keys and values (``cache: kv``) or past inputs (``cache: hidden``, Transformer-XL's, 1901.02860, 3.2) are carried,
-detached, as far back as the window reaches. Shapes describe the state: a shorter past is simply fewer keys.
+detached, as far back as the window reaches. Shapes describe the state: a shorter past is simply fewer keys. On the CPU's
+kernel every head of ``cache: kv`` carries its own, so that the state goes by the mean span and not by the longest.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants import fused, triton_window, window, window_cpu
-from variants.context import Keys, last
+from variants.context import Keys, before, by_head, last
 from variants.contract import Out, Part, Place, State, Sublayer
 from variants.window import Persistent, Window
 from variants.window_cpu import Past
@@ -56,6 +58,10 @@ class Reach(Part):
 
     def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
         return {}
+
+    def carried(self) -> tuple[int, ...]:
+        """Keys that may be visible at the next segment, for each head, after an optimizer step between."""
+        return self.columns
 
     def set_span(self, span: int) -> None:
         """Look ``span`` keys back from now on."""
@@ -180,17 +186,14 @@ class Attention(Sublayer):
 
     def _context(self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int) -> tuple[Keys, State]:
         """Keys and values, and what to carry: the last ``past`` of them, or of the inputs that they are made of."""
-        everyone = tuple(range(self.heads))
         if self.cache == "hidden":
             old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(x.dtype)
-            before = [] if old is None else [self._again(old, start, *part) for part in self._parts(past, x.device)]
-            return Keys(*own, before), last(past, 1, old, x)
-        old = state or (None, None)
-        if state is not None:
-            pairs = zip(state, own, strict=True)
-            old = tuple(each[:, :, max(0, each.shape[2] - past) :].to(new.dtype) for each, new in pairs)
-        before = [] if state is None else [Past(everyone, *old)]
-        return Keys(*own, before), tuple(last(past, 2, *pair) for pair in zip(old, own, strict=True))
+            parts = [] if old is None else [self._again(old, start, *part) for part in self._parts(past, x.device)]
+            return Keys(*own, parts), last(past, 1, old, x)
+        keys = Keys(*own, before(state, past, own[0].dtype))
+        apart = len(keys.past) > 1 or len(self._parts(past, x.device)) > 1
+        kept = [n - 1 + self.shift for n in self.reach.carried()]
+        return keys, keys.last_by_head(kept) if apart else keys.last(past)
 
     def _parts(self, past: int, device: torch.device) -> list[tuple[int, list[int] | None]]:
         """Heads, or None for all, and how many past keys they can meet: the CPU's kernel wants no more than these."""
@@ -213,13 +216,15 @@ class Attention(Sublayer):
         same = {"bias": bias, "persistent": persistent}
         if path == "kernel" and q.device.type == "cpu":
             return window_cpu.attend(q, keys.k, keys.v, reach, past=keys.past, vectors=vectors, **same)
-        k, v = keys.whole()
         if path == "kernel":
-            return triton_window.attend(q, k, v, reach, vectors=vectors, **same)
-        if path == "fused":
-            return fused.attend(q, k, v, reach, **same)
-        dropout = self.dropout if self.training else 0.0
-        return window.attend(q, k, v, reach, dropout=dropout, **same)
+            attend = partial(triton_window.attend, vectors=vectors)
+        elif path == "fused":
+            attend = fused.attend
+        else:
+            attend = partial(window.attend, dropout=self.dropout if self.training else 0.0)
+        if len(keys.past) > 1:  # the state of a run on the CPU's kernel
+            return by_head(attend, q, keys, reach, **same)
+        return attend(q, *keys.whole(), reach, **same)
 
     def path(self, device: torch.device, *, training: bool) -> str:
         """The first of these that computes the same here, or the one that was asked for; ValueError where that cannot be.

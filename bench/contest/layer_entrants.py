@@ -90,6 +90,9 @@ class OurLayer(LayerEntrant):
     def touched(self) -> int:
         return self.model.touched_parameters()
 
+    def path(self) -> str:
+        return self.model.path(self.runtime.device, training=True)
+
 
 class PackageLayer(LayerEntrant):
     """The layer of product-key-memory."""
