@@ -44,6 +44,7 @@ HELD |= {
         "batch.lanes": "batch",
         "batch.segment": "block",
         "data.vocabulary": "vocabulary",
+        "runtime.path": "path",
         "runtime.precision": "precision",
         "runtime.compile": "compile",
     }.items()
@@ -55,6 +56,7 @@ HELD |= {
 class Workload:
     """Keys that the sections ``cpu`` and ``cuda`` of ``conf/speed.yaml`` have in common."""
 
+    path: str
     precision: str
     compile: bool
     vocabulary: int
@@ -118,7 +120,8 @@ class EntryMaker:
         model |= {"cache": SETTINGS[position], "attend_self": position == "rotary"}
         config.model.update(model | {"dropout": 0.0, "embedding_dropout": 0.0})
         config.batch.update({"lanes": lanes or s.batch, "segment": segment or s.block, "carry": carry, "accumulate": 1})
-        config.runtime.update({"device": self.settings.device, "precision": s.precision, "compile": s.compile})
+        config.runtime.update({"device": self.settings.device, "path": s.path})
+        config.runtime.update({"precision": s.precision, "compile": s.compile})
         config.data.vocabulary = s.vocabulary
         config.record.every_steps = every_steps or config.record.every_steps
         if memory:

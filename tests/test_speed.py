@@ -296,7 +296,12 @@ def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  #
     ]
     for one in untimed:
         asked = one.task.config["runtime"]
-        assert (asked["device"], asked["precision"], asked["compile"]) == ("cuda", "bfloat16", True)
+        assert [asked[key] for key in ("device", "path", "precision", "compile")] == [
+            "cuda",
+            "kernel",
+            "bfloat16",
+            True,
+        ]
         assert one.task.config["model"]["span"] == (16 if one.task.spans is None else 64)
         one.make(one.task).train()
 
@@ -329,6 +334,6 @@ def test_a_mistake_ends_with_2_before_anything_runs(here, untimed, words, parts,
 def test_other_sizes_are_not_judged(here, untimed, monkeypatch):  # noqa: F811
     said = []
     monkeypatch.setattr("bench.speed_table.rows_of", lambda heat, judged, planned_rounds: said.append(judged) or [])
-    for words in (["rounds=2", "rows=x.jsonl"], ["cpu.batch=2"], ["optim.lr=1"], ["runtime.path=plain"]):
+    for words in (["rounds=2", "rows=x.jsonl"], ["cpu.batch=2"], ["optim.lr=1"], ["cpu.path=plain"]):
         assert call("bench/speed.py", "cases=[trainer]", *words).code == 0
     assert said == [True, False, False, False]
