@@ -1,6 +1,7 @@
 """C++ that is compiled where it runs: found again in the cache, and a reason in words where it cannot be had."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from variants import native, window_cpu
-from variants.window import Window
+from variants import native, product_search, window_cpu
+from variants.window import Persistent, Window
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.cpu_kernel
@@ -104,3 +105,41 @@ def test_what_is_no_number_leaves_nothing_behind():
         y = window_cpu.attend(x, x, x, Window((40,)))
         (gradient,) = torch.autograd.grad(y.sum(), [x])
     assert y.isfinite().all() and gradient.isfinite().all()
+
+
+NARROW = """
+import sys, torch
+from tests.test_native import mixed
+torch.save(mixed(), sys.argv[1])
+"""
+
+
+def mixed() -> list[torch.Tensor]:
+    """Values and gradients of ugly shapes in both precisions."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, u = (torch.randn(2, 3, n, 5, dtype=dtype, generator=generator) for n in (21, 21, 21, 21))
+        before = [torch.randn(2, 3, 37, 5, dtype=dtype, generator=generator) for _ in range(2)]
+        e, w = (torch.randn(3, 7, 5, dtype=dtype, generator=generator) for _ in range(2))
+        p, z = torch.randn(30, 5, dtype=dtype, generator=generator), torch.tensor([0.0, 3.5, 21.0], dtype=dtype)
+        leaves = [x.requires_grad_() for x in (q, k, v, u, *before, e, w, p, z)]
+        past = [window_cpu.Past((0, 1, 2), *before)]
+        given = {"past": past, "vectors": p, "persistent": Persistent(u, e, w)}
+        y = window_cpu.attend(q, k, v, Window((30,) * 3, 1, z, 8), **given)
+        slots, sums = product_search.search(torch.randn(4, 9, 21, dtype=dtype, generator=generator), 6)
+        found += [y, *torch.autograd.grad(y.square().sum(), leaves), slots.sort().values, sums.sort().values]
+    return [x.detach() for x in found]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
+@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx512f -mno-avx -mno-avx2 -mno-fma"], ids=["AVX2", "SSE"])
+def test_narrower_vectors_give_the_same(flags, tmp_path):
+    compiler = tmp_path / "narrow"
+    compiler.write_text(f'#!/bin/sh\nexec c++ "$@" {flags}\n')
+    compiler.chmod(0o755)
+    command = [sys.executable, "-c", NARROW, str(tmp_path / "found.pt")]
+    environment = os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run(command, cwd=ROOT, check=True, env=environment)
+    for narrow, own in zip(torch.load(tmp_path / "found.pt"), mixed(), strict=True):
+        torch.testing.assert_close(narrow, own, rtol=1e-4, atol=1e-5 if own.dtype == torch.float32 else 1e-11)

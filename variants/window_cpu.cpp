@@ -50,6 +50,7 @@ template <> struct Simd<double> {
 };
 template <class T> using Vector = typename Simd<T>::Vector;
 template <class T> constexpr long LANES = BYTES / sizeof(T);
+template <class T> constexpr long GRAIN = LANES<T> > ROWS ? LANES<T> : ROWS;  // keys are taken in whole vectors and blocks
 
 template <class T> inline Vector<T> load(const T* from) { return *(const typename Simd<T>::Unaligned*)from; }
 template <class T> inline void store(T* to, Vector<T> x) { *(typename Simd<T>::Unaligned*)to = x; }
@@ -206,7 +207,7 @@ template <class T> struct Sums {
   std::vector<T> z;
 
   Sums(const Call& call, Buffers<T>& buffers)
-      : c(call), K(call.width), Kp(round_up(call.width, LANES<T>)), N(round_up(call.persistent, LANES<T>)),
+      : c(call), K(call.width), Kp(round_up(call.width, LANES<T>)), N(round_up(call.persistent, GRAIN<T>)),
         first(call.heads + 1, 0), z(call.streams * call.heads) {
     for (long h = 0; h < c.heads; ++h) first[h + 1] = first[h] + c.streams * (c.columns[h] + 2 * PAD);
     if (c.dextra_k) k = buffers.sums[0].sized(tasks() * N * Kp), v = buffers.sums[1].sized(tasks() * N * Kp);
@@ -292,10 +293,10 @@ template <class T> struct Worker {
   }
 
   void lay_out(Part<T>& part, int which, At<T> k_old, At<T> k, At<T> v_old, At<T> v, long past, long low, bool gradients) {
-    const long size = round_up(part.keys, LANES<T>) * Kp, tail = std::max(0L, size - LANES<T> * Kp);
+    const long size = round_up(part.keys, GRAIN<T>) * Kp, tail = std::max(0L, size - GRAIN<T> * Kp);
     const auto turned = [&](Buffer<T>& buffer, At<T> old, At<T> own) {
       T* to = buffer.sized(size);
-      std::fill(to + tail, to + size, T(0));  // the last panel may be of fewer keys
+      std::fill(to + tail, to + size, T(0));  // the last panels may be of fewer keys
       both(old, own, past, low, low + part.keys, [&](At<T> x, long b, long e, long at) { turn(x, b, e, to, at); });
       return to;
     };
@@ -358,8 +359,8 @@ template <class T> struct Worker {
   };
   template <class F> void chunks(const Part<T>& part, long t0, long rows, F&& visit) const {
     const long end = std::min(part.last(t0 + rows - 1) + 1, part.keys);
-    for (long begin = round_down(part.first(t0), LANES<T>); begin < end; begin += CHUNK) {
-      const long real = std::min(CHUNK, end - begin), width = round_up(real, LANES<T>);
+    for (long begin = round_down(part.first(t0), GRAIN<T>); begin < end; begin += CHUNK) {
+      const long real = std::min(CHUNK, end - begin), width = round_up(real, GRAIN<T>);
       const long place = c.distances - 1 - part.last(t0) + begin + PAD;
       const bool within = part.last(t0 + ROWS - 1) - begin < part.flat && part.last(t0) >= begin + width - 1;
       visit(Chunk{begin, width, real, place, part.all ? real == width : within});
