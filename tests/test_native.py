@@ -121,7 +121,7 @@ def mixed() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         q, k, v, u = (torch.randn(2, 3, n, 5, dtype=dtype, generator=generator) for n in (21, 21, 21, 21))
         before = [torch.randn(2, 3, 37, 5, dtype=dtype, generator=generator) for _ in range(2)]
-        e, w = (torch.randn(3, 7, 5, dtype=dtype, generator=generator) for _ in range(2))
+        e, w = (torch.randn(3, 5, 5, dtype=dtype, generator=generator) for _ in range(2))
         p, z = torch.randn(30, 5, dtype=dtype, generator=generator), torch.tensor([0.0, 3.5, 21.0], dtype=dtype)
         leaves = [x.requires_grad_() for x in (q, k, v, u, *before, e, w, p, z)]
         past = [window_cpu.Past((0, 1, 2), *before)]
