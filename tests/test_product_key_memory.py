@@ -165,6 +165,13 @@ def test_the_kernels_search_is_exact(dtype, half_keys, share, ties, seed):
     assert all(len(set(row.tolist())) == top_k for row in slots.flatten(0, -2))
 
 
+@pytest.mark.cpu_kernel
+def test_the_kernels_search_keeps_what_is_no_number():
+    scores = torch.randn(2, 1, 9)
+    scores[0, 0, 4] = torch.tensor(torch.inf) - torch.tensor(torch.inf)  # with the sign bit set on x86
+    assert product_search.search(scores, 3)[1].isnan().any()
+
+
 def test_search_finds_the_slots_of_brute_force():
     memory, query = build(), torch.randn(3, 6, dtype=DOUBLE)
     for head in range(3):

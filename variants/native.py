@@ -8,8 +8,10 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
@@ -21,33 +23,36 @@ def load(source: Path) -> ctypes.CDLL | str:
 
     The compiler is ``CXX``, or the first of ``COMPILERS`` on the PATH.
     """
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or list(filter(None, map(shutil.which, COMPILERS)))[:1]
+    if not compiler:
         return f"no C++ compiler (none of {', '.join(COMPILERS)} is on the PATH)"
     try:
         return ctypes.CDLL(str(_built(source, compiler)))
     except subprocess.CalledProcessError as error:
         said = (error.stderr or "").strip().splitlines()
-        return f"a C++ compiler that fails ({compiler}: {said[0] if said else error})"
-    except OSError as error:
+        return f"a C++ compiler that fails ({compiler[0]}: {said[0] if said else error})"
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         return f"a C++ kernel that cannot be built ({error})"
 
 
-def _built(source: Path, compiler: str) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    known = "\0".join((source.read_text(encoding="utf-8"), *FLAGS, compiler, version, _cpu()))
+def _built(source: Path, compiler: list[str]) -> Path:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    known = "\0".join((source.read_text(encoding="utf-8"), *FLAGS, *compiler, version, _cpu()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-windtunnel" / "kernels"
     path = folder / f"{source.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    passing = path.with_suffix(f".{os.getpid()}.tmp")
+    descriptor, passing = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    os.close(descriptor)
     try:
-        command = [compiler, *FLAGS, str(source), "-o", str(passing)]
+        command = [*compiler, *FLAGS, str(source), "-o", passing]
         subprocess.run(command, capture_output=True, text=True, check=True)
+        with open(passing, "rb") as built:
+            os.fsync(built.fileno())  # before the rename: a crash must not leave a name on missing bytes
         os.replace(passing, path)  # others see a whole library or none
     finally:
-        passing.unlink(missing_ok=True)
+        Path(passing).unlink(missing_ok=True)
     return path
 
 

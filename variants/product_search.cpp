@@ -34,6 +34,7 @@ template <> struct Order<double> {
 
 // Integers that compare as the numbers do; NaN is above all.
 template <class T> typename Order<T>::Key ordered(T x) {
+  if (x != x) return std::numeric_limits<typename Order<T>::Key>::max();
   typename Order<T>::Key bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits < 0 ? bits ^ std::numeric_limits<typename Order<T>::Key>::max() : bits;

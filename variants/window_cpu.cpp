@@ -464,7 +464,8 @@ template <class T> struct Worker {
         const Vector<T> reward = unmasked * (load(r + j) - delta[i]);
         on_ramp += reward * load(slope + j);
         store(s + j, unmasked * load(mask + j));
-        store(r + j, reward * load(mask + j));
+        const Vector<T> m = load(mask + j);
+        store(r + j, m > 0 ? reward * m : m);  // under a weight of 0 it may be infinite
       }
       span_gradient += total<T>(on_ramp);
     }

@@ -56,6 +56,10 @@ def attend(
 
     Returns: ``[B, H, T, K]``.
     """
+    most = max(window.columns)
+    for name, given in (("vectors", vectors), ("bias", None if bias is None else bias.mT)):
+        if given is not None and len(given) < most:
+            raise ValueError(f"{name} of {len(given)} distances: window.columns needs {most}")
     kind = torch.promote_types(q.dtype, torch.float32)
     old = [x.to(kind) for part in past for x in (part.k, part.v)]
     owners = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])] if past else []
