@@ -143,9 +143,8 @@ def _tables(
         if backward:
             far = (z.detach() + ramp)[:, None]
             slope = ((x >= far.ceil() - ramp) & (x <= far)).to(dtype) / ramp
-            flat = torch.minimum(
-                flat, (x < far.ceil() - ramp).sum(1)
-            )  # at a whole z the ramp begins where m is still 1
+            # At a whole z the ramp begins where m is still 1.
+            flat = torch.minimum(flat, (x < far.ceil() - ramp).sum(1))
             found = {"mask": (mask, 0.0), "slope": (slope, 0.0)}
         else:
             added = added + mask.log()

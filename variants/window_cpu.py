@@ -64,7 +64,7 @@ def attend(
     old = [x.to(kind) for part in past for x in (part.k, part.v)]
     owners = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])] if past else []
     extra = (None, None, None) if persistent is None else (x.to(kind) for x in persistent)
-    vectors = None if vectors is None else vectors[: max(window.columns)].to(kind)
+    vectors = None if vectors is None else vectors[:most].to(kind)
     z = None if window.z is None else window.z.to(kind)
     own = (q.to(kind), k.to(kind), v.to(kind))
     return _Attend.apply(window._replace(z=None), owners, *own, z, *extra, vectors, bias, *old).to(q.dtype)
