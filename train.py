@@ -6,13 +6,11 @@
 The thread of the whole project: compose (Hydra) -> build (harness/build.py) -> loop (here) -> record (harness/record.py).
 """
 
-import shlex
-import sys
-
 import hydra
 from omegaconf import DictConfig
 
-from harness.cli import run_command, say
+from harness.cli import own_command, run_command, told
+from harness.sweep import Resuming
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -21,11 +19,11 @@ def main(cfg: DictConfig) -> float | None:
     from harness.job import prepare  # torch is imported late, so that --help and completion are quick
 
     try:
-        job = prepare(cfg, command=shlex.join(["python", *sys.argv]))
+        job = prepare(cfg, command=own_command())
         return job.earlier_result() if job.earlier else train(job)
     except Exception as error:
-        say(error)  # now: a sweep goes on to its other jobs
-        raise
+        failure = told(error)  # now: a sweep goes on to its other jobs
+    raise failure
 
 
 def train(job) -> float | None:
@@ -46,6 +44,7 @@ def train(job) -> float | None:
                 progress.update(**job.standing())
         job.save()
         if stop.number:
+            stop.pass_on()
             same = "the same command without force=true" if plan.force else "the same command"
             progress.say(f"stopped at {run.spent.bytes:,} bytes; {same} goes on: {job.command}")
             raise SystemExit(128 + stop.number)
@@ -55,4 +54,4 @@ def train(job) -> float | None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, launcher=Resuming)

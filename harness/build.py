@@ -63,6 +63,8 @@ class Plan:
     force: bool
     reuse: str
     trust: tuple[str, ...]
+    sweeping: bool
+    beside_others: bool
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
@@ -111,13 +113,16 @@ class Plan:
         }
 
 
-def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False) -> Plan:
+def plan_run(
+    cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False, beside_others: bool = False
+) -> Plan:
     """Check a composed configuration whole.
 
     Args:
         cfg: what Hydra composed from ``conf/train.yaml`` and the command line.
         trusted: packages named in ``hydra.searchpath``, trusted beside ``trust``.
         sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
+        beside_others: whether other jobs of it run at the same time, and may write to the same terminal.
 
     Raises:
         ValueError: naming the key, the value and what is allowed.
@@ -151,6 +156,8 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
         force=checked(config["force"], bool, key="force"),
         reuse=checked(config["reuse"], str, key="reuse"),
         trust=trust,
+        sweeping=sweeping,
+        beside_others=beside_others,
     )
     if plan.start.take == "everything" and plan.start.run is None:
         raise ValueError("start.run=null: start.take=everything needs a run's folder; without one start.take=weights")
@@ -227,15 +234,21 @@ def _budget(node: Mapping[str, object], default_bytes: int) -> Budget:
     return Budget(**node, default_bytes=default_bytes)
 
 
-def hydra_facts() -> dict[str, object]:
-    """Keywords of ``plan_run`` that only Hydra knows: packages on its search path, and whether this is a sweep."""
+def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
+    """Keywords of ``plan_run`` that only Hydra knows: packages on its search path, and what launched this job.
+
+    Args:
+        hydra: Hydra's own configuration; None for that of the job that is running now.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    hydra = HydraConfig.get()
+    hydra = hydra or HydraConfig.get()
     given = ("hydra.searchpath in main", "hydra.searchpath in command-line")
     sources = [s for s in hydra.runtime.config_sources if s.provider in given and s.schema == "pkg"]
+    sweeping = hydra.mode == RunMode.MULTIRUN
     return {
         "trusted": tuple(s.path.partition(".")[0] for s in sources),
-        "sweeping": hydra.mode == RunMode.MULTIRUN,
+        "sweeping": sweeping,
+        "beside_others": sweeping and not hydra.launcher._target_.endswith(".BasicLauncher"),
     }

@@ -1,13 +1,14 @@
 """Around Hydra: one clear message and exit code 2 for a user's mistake, and sweeps whose other jobs still run.
 
 Left alone, Hydra 1.3 prints before it exits with 1, refuses a whole sweep for one bad job, and leaves a file behind. So
-``run_command`` is the outermost frame, and four of Hydra's functions are changed while it runs. An error that is nobody's
+``run_command`` is the outermost frame, and five of Hydra's functions are changed while it runs. An error that is nobody's
 mistake keeps its trace and exits with 1; ``HYDRA_FULL_ERROR=1`` shows the trace of a mistake, too.
 """
 
 import contextlib
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +21,29 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+GROUP = "record.wandb.group"
+"""The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
-def run_command(command: Callable[[], object]) -> None:
-    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a user's mistake, or 1 for any other error."""
+class JobFailed(RuntimeError):
+    """What a sweep keeps of a job's error that is nobody's mistake: one line, without the frames and their tensors."""
+
+
+def run_command(command: Callable[[], object], *, launcher: Callable[..., Launcher] | None = None) -> None:
+    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a user's mistake, or 1 for any other error.
+
+    Args:
+        command: the decorated function.
+        launcher: makes the launcher of a sweep's jobs out of the one that was chosen and Hydra's three keywords.
+    """
     failed: list[Exception] = []
-    with _hydra_tamed(failed):
+    with _hydra_tamed(failed, launcher):
         try:
             command()
         except Exception as error:
@@ -47,18 +60,57 @@ def say(error: Exception, *, job: Sequence[str] = ()) -> None:
         error: a mistake becomes one message, anything else keeps its trace.
         job: overrides of the sweep's job; those of the job that is running now are known.
     """
-    if getattr(error, "said", False):
+    if getattr(error, "said", None) == _terminal():
         return
-    if not isinstance(error, MISTAKES) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
+    if not isinstance(error, (*MISTAKES, JobFailed)) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error)
     if not job and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         job = HydraConfig.get().overrides.task
-    where = f" (in the job {' '.join(job)})" if job else ""
-    if isinstance(error, MISTAKES):
+    where = f" (in the job {' '.join(typed(job))})" if job else ""
+    if isinstance(error, (*MISTAKES, JobFailed)):
         print(f"error: {explain(error)}{where}", file=sys.stderr)
     elif where:
         print(f"error{where}", file=sys.stderr)
-    error.said = True
+    error.said = _terminal()
+
+
+def told(error: Exception) -> Exception:
+    """Say it, and return what to raise in its place.
+
+    In a sweep that is a copy with the message alone: it can be sent from process to process, and does not keep the
+    failed job's tensors in memory while the other jobs run.
+    """
+    say(error)
+    if not (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
+        return error
+    if isinstance(error, MISTAKES):
+        copy: Exception = ValueError(explain(error))
+    else:
+        copy = JobFailed(f"{type(error).__name__}: {_first_line(error)}")
+    copy.said = error.said
+    return copy
+
+
+def typed(job: Sequence[str]) -> list[str]:
+    """The overrides of a sweep's job that the user knows of."""
+    return [word for word in job if not word.startswith(f"{GROUP}=")]
+
+
+def own_command() -> str:
+    """What to type to run this very run, also if it is a job of a sweep in a process of its own."""
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return shlex.join(["python", *sys.argv])
+    folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
+    words = [word for folder in folders for word in ("-cd", folder)]
+    words += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
+    return shlex.join(["python", "train.py", *words, *typed(hydra.overrides.task)])
+
+
+def _terminal() -> tuple[int, int]:
+    """Which file or terminal standard error is: a launcher may run jobs where the user does not read along."""
+    found = os.fstat(2)
+    return found.st_dev, found.st_ino
 
 
 def explain(error: Exception) -> str:
@@ -66,7 +118,8 @@ def explain(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"{group}={name}: there is no such choice; allowed are {', '.join(error.options)}"
+        more = "; pip install -e '.[sweep]' brings more" if group == "hydra/launcher" else ""
+        return f"{group}={name}: there is no such choice; allowed are {', '.join(error.options)}{more}"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r}: must read KEY=VALUE, as in model.heads=4 or trust=[mine] ({_first_line(error)})"
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
@@ -115,12 +168,12 @@ def _make_folder(folder: Path, *, outputs: str) -> None:
 
 
 @contextlib.contextmanager
-def _hydra_tamed(failed: list[Exception]) -> Iterator[None]:
+def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | None) -> Iterator[None]:
     """Hydra with our manners; errors of a sweep's jobs are appended to ``failed``."""
     Plugins.instance()  # defines the sweeper's class anew
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    report, returned = hydra_frame.run_and_report, JobReturn.return_value
+    report, returned, instantiate = hydra_frame.run_and_report, JobReturn.return_value, Plugins.instantiate_launcher
     sweep, check = BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal
 
     def run_and_say(function: Callable[[], object]) -> object:
@@ -161,11 +214,17 @@ def _hydra_tamed(failed: list[Exception]) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # not empty: a launcher or a run needs it
                     path.unlink() if path.is_file() else path.rmdir()
 
-    hydra_frame.run_and_report = run_and_say
+    def make_launcher(self: Plugins, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig):
+        given = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
+        chosen = instantiate(self, **given)
+        return launcher(chosen, **given) if launcher else chosen
+
+    hydra_frame.run_and_report, Plugins.instantiate_launcher = run_and_say, make_launcher
     BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep_cleanly, keep_legal
     JobReturn.return_value = property(result, returned.fset)
     try:
         yield
     finally:
         hydra_frame.run_and_report, JobReturn.return_value = report, returned
+        Plugins.instantiate_launcher = instantiate
         BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep, check

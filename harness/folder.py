@@ -10,17 +10,26 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 from harness import checkpoint
-from harness.record import RECORD, SUMMARY, read_rows
+from harness.record import RECORD, SUMMARY, SUMMARY_KEYS, read_rows, write_summary
 
 NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
 EVALUATIONS = "evaluations.jsonl"
 """What ``bench.evaluate`` appends to."""
+FAILED = "failed.txt"
+"""The trace of a run that failed, until the next try."""
+LOCK = "lock"
+HOLD_SECONDS = 0.5
+"""How long to try for a folder: whoever asks whether it is held has it for an instant."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -110,30 +119,38 @@ class RunFolder:
             raise ValueError(f"reuse={reuse}: allowed are source, config")
         self.path, self.identity, self.note, self._lock = outputs / identity.name, identity, "", None
         older = [path for path in _same_config(outputs, identity) if path != self.path]
-        finished = [path for path in older if _summary(path)]
-        if reuse == "config" and finished and not _summary(self.path) and not force:
+        finished = [path for path in older if finished_summary(path)]
+        if reuse == "config" and finished and not finished_summary(self.path) and not force:
             self.path = finished[-1]
         elif older and not (self.path / RECORD).exists():
             self.note = f"the source changed since {older[-1]}: this is a new run in {self.path}"
         if not force:
             self._must_agree()
-        self.summary = None if force else _summary(self.path)
+        self.summary = None if force else finished_summary(self.path)
         self.checkpoint = None if force else checkpoint.newest(self.path)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run has been here that was not finished."""
+        return self.summary is None and (self.path / RECORD).exists()
 
     def hold(self) -> None:
         """Create the folder, take it for this process, and point ``latest`` at it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - held until release
+            self._lock = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until release
         except OSError as error:
             raise ValueError(f"outputs={self.path.parent}: cannot be written ({error.strerror})") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.seek(0)
-            raise ValueError(
-                f"outputs={self.path.parent}: {self.path.name} is held by {self._lock.read().strip()}"
-            ) from error
+        last = time.monotonic() + HOLD_SECONDS
+        while not _locked(self._lock, fcntl.LOCK_EX):
+            if time.monotonic() > last:
+                self._lock.seek(0)
+                whose = self._lock.read().strip()
+                raise ValueError(
+                    f"outputs={self.path.parent}: {self.path.name} is held by {whose}; allowed is to wait for it, or "
+                    "another outputs"
+                )
+            time.sleep(HOLD_SECONDS / 10)
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
         self._lock.flush()
@@ -142,11 +159,38 @@ class RunFolder:
         passing.symlink_to(self.path.name)
         passing.replace(latest)
 
-    def clear(self) -> None:
-        """Forget an earlier run: summary, rows, later evaluations, figures and checkpoints."""
-        old = [self.path / SUMMARY, self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
-        for path in [*old, *(self.path / checkpoint.FOLDER).glob("*")]:
+    def begin(self) -> None:
+        """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
+        old = [self.path / SUMMARY, self.path / FAILED]
+        if self.checkpoint is None:
+            old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
+            old += (self.path / checkpoint.FOLDER).glob("*")
+        for path in old:
             path.unlink(missing_ok=True)
+
+    @contextmanager
+    def failing(self, known: dict) -> Iterator[None]:
+        """Record an error that ends the block: its trace in ``failed.txt``, and a summary that says so.
+
+        Before the folder is held, a user's mistake leaves nothing behind, and an earlier result stays.
+
+        Args:
+            known: what a summary has, as far as the run came.
+        """
+        try:
+            yield
+        except Exception as error:
+            with ExitStack() as stack, suppress(OSError, ValueError):  # a full disk must not hide the error
+                if self._lock is None or self._lock.closed:
+                    if isinstance(error, ValueError) or finished_summary(self.path):
+                        raise error
+                    self.hold()
+                    stack.callback(self.release)
+                trace = "".join(traceback.format_exception(error))
+                (self.path / FAILED).write_text(trace, encoding="utf-8", errors="replace")
+                told = {"status": "failed", "error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
+                write_summary(self.path, summary=dict.fromkeys(SUMMARY_KEYS) | known | told)
+            raise
 
     def release(self) -> None:
         """Let others have it."""
@@ -171,7 +215,35 @@ class RunFolder:
             )
 
 
-def _summary(path: Path) -> dict | None:
+def holder(path: Path) -> str | None:
+    """Who holds a run folder now, or None."""
+    try:
+        with open(path / LOCK, encoding="utf-8") as lock:
+            return None if _locked(lock, fcntl.LOCK_SH) else lock.read().strip()
+    except OSError:
+        return None
+
+
+def ending(path: Path) -> tuple[str, int] | None:
+    """How a run folder's last try ended, ``finished`` or ``failed``, and when; None while there is no summary."""
+    try:
+        summary = path / SUMMARY
+        return json.loads(summary.read_text(encoding="utf-8"))["status"], summary.stat().st_mtime_ns
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _locked(file: TextIO, kind: int) -> bool:
+    """Take a lock if it is free; it goes when the file is closed, also by the process's end."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def finished_summary(path: Path) -> dict | None:
+    """The summary in a run folder, if the run was finished."""
     try:
         found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):

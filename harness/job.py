@@ -1,6 +1,7 @@
 """Everything around the loop of ``train.py``: before it, what may be returned or resumed; in it, when and what to record;
 after it, the best weights' scores, the summary, the figures and the closing table."""
 
+import dataclasses
 import json
 import math
 import time
@@ -17,11 +18,14 @@ from harness.memory import Peak, PeakMemory
 from harness.progress import Progress as Shown
 from harness.record import Record, find_comparable, read_rows, write_summary
 from harness.run import Run, begin_from
-from harness.table import print_closing_table
+from harness.table import bits, print_closing_table
 from harness.wandb_run import WandbRun
 
 WARM_STEPS = 2
 """Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
+
+
+WARM_BYTES = 16
 
 
 def prepare(cfg: DictConfig, *, command: str) -> "Job":
@@ -31,23 +35,46 @@ def prepare(cfg: DictConfig, *, command: str) -> "Job":
         ValueError: a user's mistake, in one message.
     """
     plan = plan_run(cfg, **hydra_facts())
-    device = runtime.start(plan.runtime)
-    peak = PeakMemory(device.device)
     corpus = data.load(**plan.data)
+    place = locate(plan, data_digest=corpus.sha256)
+    if place.summary:
+        return Job(plan, place, None, command=command)
+    runtime.forget_earlier_jobs()
+    with ExitStack() as if_refused:
+        lease = runtime.take_gpu(plan.runtime)
+        if_refused.callback(lease.release if lease else lambda: None)
+        device = runtime.start(plan.runtime, gpu=lease and lease.index)
+        with place.failing({"variant": plan.variant, "seed": plan.seed, "command": command}):
+            _warm(plan, corpus, device)
+            peak = PeakMemory(device.device)
+            run = Run(plan, corpus, device)
+            if place.checkpoint is None:
+                begin_from(run)
+        return Job(plan, place, run, peak=peak, command=command, held=if_refused.pop_all())
+
+
+def _warm(plan: Plan, corpus: data.Corpus, device: runtime.Runtime) -> None:
+    """One small step, thrown away: what libraries load once is not the memory of the process's first run.
+
+    A GPU's counter does not see them.
+    """
+    if device.device.type == "cpu":
+        few = dataclasses.replace(plan.batch, lanes=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
+        Run(dataclasses.replace(plan, batch=few), corpus, device).step()
+
+
+def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
+    """The folder where a plan is run or was, reading data of this SHA-256; ValueError as it and the device say."""
     identity = folder.Identity(
         variant=plan.variant,
         seed=plan.seed,
         config=folder.config_hash(plan.config),
         source=folder.source_digest(plan.trust),
-        data=corpus.sha256,
-        device=device.device.type,
-        precision=device.precision,
+        data=data_digest,
+        device=runtime.device_kind(plan.runtime),
+        precision=plan.runtime.precision,
     )
-    place = folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
-    run = None if place.summary else Run(plan, corpus, device)
-    if run is not None and place.checkpoint is None:
-        begin_from(run)
-    return Job(plan, place, run, peak=peak, command=command)
+    return folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
 
 
 class Job:
@@ -58,10 +85,19 @@ class Job:
         earlier: the finished run's summary, or None.
     """
 
-    def __init__(self, plan: Plan, place: folder.RunFolder, run: Run | None, *, peak: PeakMemory, command: str):
+    def __init__(
+        self,
+        plan: Plan,
+        place: folder.RunFolder,
+        run: Run | None,
+        *,
+        command: str,
+        peak: PeakMemory | None = None,
+        held: ExitStack | None = None,
+    ):
         self.plan, self.folder, self.run, self.command = plan, place, run, command
         self.earlier = place.summary
-        self._peak, self._most = peak, Peak(0, approximate=False)
+        self._peak, self._most, self._held = peak, Peak(0, approximate=False), held
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
@@ -77,9 +113,11 @@ class Job:
     @contextmanager
     def opened(self) -> Iterator[Shown]:
         """The folder is held, record and W&B are open, the run stands where its checkpoint left it; yields progress."""
-        with ExitStack() as stack:
+        with self._held as stack:
             self.folder.hold()
             stack.callback(self.folder.release)
+            whose = summary.identity(self.run, self.folder.identity, command=self.command)
+            stack.enter_context(self.folder.failing(whose))
             rows = self._restore()
             text = yaml.safe_dump(self.plan.config, sort_keys=False)
             (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
@@ -100,17 +138,16 @@ class Job:
             stack.enter_context(self._wandb)
             self.run.wandb_id = self._wandb.id
             if not rows:
-                whose = summary.identity(self.run, self.folder.identity, command=self.command)
                 config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
                 self.append({"kind": "provenance", **whose, "config": config})
-            yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds))
+            name = self.folder.path.name if self.plan.beside_others else None
+            yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds, name=name))
 
     def _restore(self) -> int:
         """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
         run, rows = self.run, 0
-        if self.folder.checkpoint is None:
-            self.folder.clear()
-        else:
+        self.folder.begin()
+        if self.folder.checkpoint is not None:
             content = checkpoint.load(self.folder.checkpoint)
             run.restore(content)
             rows = content["rows"]
@@ -154,13 +191,13 @@ class Job:
         run, limit = self.run, self.plan.eval.progress_bytes
         self._most = max(self._most, self._peak.read())  # of training steps: scoring is apart
         score = run.score("valid", limit=limit)
-        bits, capped = score.bits_per_byte, run.capped("valid", limit)
-        row = {"kind": "valid", **run.place(), "bits_per_byte": bits, "capped_bytes": limit if capped else None}
+        found, capped = score.bits_per_byte, run.capped("valid", limit)
+        row = {"kind": "valid", **run.place(), "bits_per_byte": found, "capped_bytes": limit if capped else None}
         self.append(row | {"metrics": run.model.metrics(score.seen)})
-        progress.evaluated(split="valid", bits_per_byte=bits, bytes_seen=run.spent.bytes, capped=capped)
-        better = bits < run.best_bits
+        progress.evaluated(split="valid", bits_per_byte=found, bytes_seen=run.spent.bytes, capped=capped)
+        better = found < run.best_bits
         if better or run.best_bits == math.inf:  # the first always, even NaN: there must be weights to score at the end
-            run.best_bits = bits if better else math.inf
+            run.best_bits = found if better else math.inf
             checkpoint.save_best(self.folder.path, {"model": run.model.state_dict(), "bytes": run.spent.bytes})
         self._peak.reset()
 
@@ -191,8 +228,8 @@ class Job:
             for key in ("compressors", "capped"):
                 part[key] = found[key] | part[key]
             found |= part
-            bits, capped = row["bits_per_byte"], bool(row["capped_bytes"])
-            progress.evaluated(split=f"final {split}", bits_per_byte=bits, bytes_seen=best["bytes"], capped=capped)
+            score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
+            progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
         found["memory"]["inference_peak_bytes"] = self._peak.read().bytes
         found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
         found["status"] = "finished"
@@ -213,7 +250,11 @@ class Job:
         return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")
 
     def show(self, found: dict) -> None:
-        """The closing table, beside earlier runs that compare, and how to sync W&B."""
+        """The closing table, beside earlier runs that compare, and how to sync W&B; of a sweep's job one line."""
+        if self.plan.sweeping:  # the sweep has a table of all its jobs at its end
+            scores = ", ".join(f"{split} {bits(found, split=split)}" for split in ("valid", "test"))
+            print(f"finished: {self.folder.path}  {scores} bits per byte")
+            return
         print_closing_table(found, others=self._comparable(found))
         print(f"run folder: {self.folder.path}")
         if self._wandb.hint:

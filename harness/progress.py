@@ -19,14 +19,16 @@ class Progress:
 
     Args:
         every_seconds: least time between two plain lines; a bar is due twice a second.
+        name: begins every line, where several runs write to one terminal; then there is no bar.
         console: where to; None is standard output.
     """
 
-    def __init__(self, *, every_seconds: float = 10.0, console: Console | None = None):
+    def __init__(self, *, every_seconds: float = 10.0, name: str | None = None, console: Console | None = None):
         self._console = console or Console(highlight=False, soft_wrap=True)
         columns = (BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
         bar = Bar(*columns, console=self._console, refresh_per_second=1 / BAR_SECONDS, expand=True)
-        self._bar = bar if self._console.is_interactive else None
+        self._bar = bar if self._console.is_interactive and not name else None
+        self._name = f"{name}: " if name else ""
         self._every_seconds = BAR_SECONDS if self._bar else every_seconds
         self._shown_seconds = self._begun_seconds = time.monotonic()
         self._begun_fraction: float | None = None
@@ -55,7 +57,7 @@ class Progress:
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=fraction, text=text)
         else:
-            self._console.print(f"{fraction:6.1%}  {bytes_seen:,} bytes  {text}")
+            self.say(f"{fraction:6.1%}  {bytes_seen:,} bytes  {text}")
 
     def evaluated(self, *, split: str, bits_per_byte: float, bytes_seen: int, capped: bool = False) -> None:
         """One line for an evaluation; ``capped`` marks a number from a prefix of the split."""
@@ -64,7 +66,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """One line of text, above the bar if there is one."""
-        self._console.print(line, markup=False, highlight=False)
+        self._console.print(f"{self._name}{line}", markup=False, highlight=False)
 
     def __enter__(self) -> Self:
         if self._bar:

@@ -4,10 +4,12 @@ Only this module knows. Everything else follows its input's device and dtype.
 """
 
 import contextlib
+import gc
 import os
 import platform
 import random
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from harness.lease import Lease, take_free
 from harness.settings import RuntimeSettings
+
+_THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +66,45 @@ class Runtime:
         }
 
 
-def start(settings: RuntimeSettings) -> Runtime:
+def device_kind(settings: RuntimeSettings) -> str:
+    """``cuda`` or ``cpu``: where a run of these settings computes. ValueError as ``start`` has it."""
+    return _device(settings.device).type
+
+
+def take_gpu(settings: RuntimeSettings) -> Lease | None:
+    """Where ``auto`` finds GPUs, one that no other job of this machine has, else None; waits while all are taken."""
+    names = _gpu_names() if settings.device == "auto" else []
+    return take_free(names) if names else None
+
+
+def _gpu_names() -> list[str]:
+    """One for each GPU that this process sees, the same in all processes whatever CUDA_VISIBLE_DEVICES says."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+
+
+def forget_earlier_jobs() -> None:
+    """What an earlier job of this process left: objects in cycles, compiled graphs, blocks kept by the allocator."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # its guards would count against this job's limit of recompilations
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def start(settings: RuntimeSettings, *, gpu: int | None = None) -> Runtime:
     """Choose the device and set what is global: threads and determinism.
+
+    Args:
+        gpu: the index of the GPU that ``auto`` means.
 
     Raises:
         ValueError: naming ``runtime.device`` if it is not there or not in this build of torch.
     """
-    device = _device(settings.device)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    device = _device(settings.device if gpu is None else f"cuda:{gpu}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or libraries put their workspaces on the first one
+    torch.set_num_threads(settings.threads or _THREADS)
     if settings.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
@@ -106,17 +141,26 @@ def set_random_state(state: dict[str, object]) -> None:
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into a request that the loop answers between two steps; a second one stops at once."""
+    """Turns signals into a request that the loop answers between two steps; a second one stops at once.
+
+    SIGTERM and SIGINT, and the two of users where somebody listens already: a launcher that has jobs queued again.
+    """
 
     def __init__(self):
         self.number: int | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        users = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(number))]
+        for number in (signal.SIGTERM, signal.SIGINT, *users):
             with contextlib.suppress(ValueError):  # signals are set in the main thread only
                 self._before[number] = signal.signal(number, self._receive)
         return self
+
+    def pass_on(self) -> None:
+        """Once all is saved, let the launcher hear of its own signal: it may end the process here."""
+        if self.number in (signal.SIGUSR1, signal.SIGUSR2):
+            self._before[self.number](self.number, None)
 
     def __exit__(self, *_) -> None:
         for number, handler in self._before.items():

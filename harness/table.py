@@ -4,6 +4,8 @@ A number from a prefix of its split carries ``*``. Executed and ideal FLOPs, val
 own places. Time and memory of an earlier run appear only if they were measured on the same device, precision and path.
 """
 
+import json
+import math
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -30,10 +32,31 @@ def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: 
     console.print(_costs(summary))
     if others:
         console.print(Text("\nRuns with the same data, budget and protocol (FLOPs: forward, executed)\n", style="bold"))
-        console.print(_comparison(summary, others=others))
+        console.print(_comparison(summary, runs=[(run["variant"], run) for run in (summary, *others)]))
     console.print()
     for note in _notes([summary, *others], summary=summary):
         console.print(Text(note))
+
+
+def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | None = None) -> None:
+    """Print the finished jobs of a sweep, those that may be compared in one table, the best first.
+
+    Args:
+        jobs: what makes each that job, such as ``variant=mhsa seed=0``, and its summary.
+        console: where to; None is standard output.
+    """
+    console, alike = console or Console(highlight=False), {}
+    for label, summary in jobs:
+        key = json.dumps([summary["data"]["sha256"], summary["protocol"], summary["budget"], summary["capped"]])
+        alike.setdefault(key, []).append((label, summary))
+    for same in alike.values():
+        first = same[0][1]
+        budget = ", ".join(f"{amount:,.10g} {unit}" for unit, amount in first["budget"].items())
+        console.print(Text(f"\n{data_label(first['data'])}; budget {budget}\n"), soft_wrap=True)
+        console.print(_comparison(first, runs=same, heading="job"))
+        console.print()
+        for note in _notes([summary for _, summary in same], summary=first):
+            console.print(Text(note))
 
 
 def data_label(data: dict) -> str:
@@ -103,14 +126,13 @@ def _cost_lines(summary: dict) -> Iterator[tuple[str, str]]:
     yield "where", ", ".join(str(summary[key]) for key in ("device", "precision", "path") if summary.get(key))
 
 
-def _comparison(summary: dict, *, others: Sequence[dict]) -> Table:
+def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], heading: str = "variant") -> Table:
+    """Labelled runs, the best first; time and memory of those that were measured as ``summary`` was, which is bold."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("variant", overflow="fold")
-    for heading in ("seed", "valid", "test", "params", "FLOPs", "peak", "bytes/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for run in sorted(
-        [summary, *others], key=lambda run: (run.get("valid_bits_per_byte") is None, run.get("valid_bits_per_byte"))
-    ):
+    table.add_column(heading, overflow="fold")
+    for name in ("seed", "valid", "test", "params", "FLOPs", "peak", "bytes/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, run in sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf):
         measured_here = _ground(run) == _ground(summary)
         peak, speed = (run.get("memory") or {}).get("peak_bytes"), run.get("bytes_per_second")
         cells = [str(run["seed"]), bits(run, split="valid"), bits(run, split="test")]
@@ -120,7 +142,7 @@ def _comparison(summary: dict, *, others: Sequence[dict]) -> Table:
         ]
         cells += [_size(peak), _short(speed)] if measured_here else ["#", "#"]
         older = " +" if run.get("source") != summary.get("source") else ""
-        table.add_row(f"{run['variant']}{older}", *cells, style="bold" if run is summary else None)
+        table.add_row(f"{label}{older}", *cells, style="bold" if run is summary and heading == "variant" else None)
     return table
 
 

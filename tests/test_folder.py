@@ -176,5 +176,5 @@ def test_clear_leaves_nothing_of_the_earlier_run(tmp_path):
     path = written(tmp_path, IDENTITY, finished=False)
     for name in (SUMMARY, "evaluations.jsonl", "learning_curve.png", "checkpoints/best.pt", "checkpoints/best.part"):
         (path / name).write_text("old")
-    RunFolder(tmp_path, IDENTITY, force=True).clear()
+    RunFolder(tmp_path, IDENTITY, force=True).begin()
     assert [p for p in path.rglob("*") if p.is_file()] == []

@@ -1,0 +1,160 @@
+"""Jobs of one process, or of one machine, do not disturb each other: GPUs, threads, caches, memory, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from harness import lease, runtime
+from harness.run import Run
+from harness.runtime import StopSignal
+from harness.settings import RuntimeSettings
+from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.runs import after_step, make_job, own_folder, restored, run_job  # noqa: F401 - fixtures
+
+TAKE = """
+import sys, time
+from pathlib import Path
+from harness.lease import take_free
+folder = Path(sys.argv[1])
+leased = take_free(["GPU-a", "GPU-b"], folder=folder)
+with open(folder / "log", "a") as log:
+    print("taken", leased.index, time.monotonic(), file=log, flush=True)
+    time.sleep(0.4)
+    print("given", leased.index, time.monotonic(), file=log, flush=True)
+"""
+AUTO = {"device": "auto", "precision": "float32", "compile": False, "path": "auto", "threads": 1, "deterministic": True}
+
+
+def test_a_gpu_has_one_job_at_a_time_and_those_without_wait(tmp_path):
+    words = (sys.executable, "-c", TAKE, str(tmp_path))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    jobs = [subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    said = [job.communicate(timeout=60)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * 4
+    assert sum("waiting for a free GPU, all 2 are taken" in text for text in said) == 2
+    holding, used = set(), set()
+    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    for what, gpu, _ in sorted(lines, key=lambda line: float(line[2])):
+        assert (gpu in holding) == (what == "given")
+        holding ^= {gpu}
+        used.add(gpu)
+    assert used == {"0", "1"}
+
+
+def test_a_killed_job_leaves_its_gpu(tmp_path):
+    code = TAKE.replace("time.sleep(0.4)", "time.sleep(60)")
+    job = subprocess.Popen((sys.executable, "-c", code, str(tmp_path)), env=os.environ | {"PYTHONPATH": str(ROOT)})
+    while not (tmp_path / "log").exists():
+        time.sleep(0.01)
+    assert lease.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 1
+    job.kill()
+    job.wait()
+    assert lease.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 0
+
+
+def test_auto_takes_a_gpu_for_as_long_as_the_job_lasts(here, monkeypatch):
+    taken = []
+    monkeypatch.setattr(runtime, "_gpu_names", lambda: ["GPU-a", "GPU-b"])
+    monkeypatch.setattr(runtime, "_device", lambda name: taken.append(name) or torch.device("cpu"))
+    folder = lease.cache_folder() / "gpus" / os.uname().nodename
+    folder.mkdir(parents=True)
+    other = lease.take_free(["GPU-a"])
+    job = make_job("runtime.device=auto", "budget.steps=2")
+    assert taken[-1] == "cuda:1"
+    seen = after_step(job, 1, lambda: taken.append(lease._take(1, folder / "GPU-b.lock")))
+    run_job(seen)
+    assert taken[-1] is None, "it was free while the job computed"
+    assert lease._take(1, folder / "GPU-b.lock"), "the job is over"
+    with pytest.raises(ValueError, match="model.heads"):
+        make_job("runtime.device=auto", "model.heads=3")
+    assert lease._take(1, folder / "GPU-b.lock"), "the job was refused"
+    other.release()
+    assert runtime.take_gpu(RuntimeSettings(**AUTO | {"device": "cpu"})) is None
+    first, second = runtime.take_gpu(RuntimeSettings(**AUTO)), runtime.take_gpu(RuntimeSettings(**AUTO))
+    assert (first.index, second.index) == (0, 1)
+
+
+def test_compiled_graphs_of_an_earlier_job_are_forgotten():
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    for _ in range(2):
+        double(torch.ones(2))
+    assert len(compiled) == 1
+    runtime.forget_earlier_jobs()
+    double(torch.ones(2))
+    assert len(compiled) == 2
+
+
+def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
+    """What a job finds is what it would find as the first of its process."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    usual, found = runtime._THREADS, []
+    start = Run.step
+
+    def step(self) -> float:
+        found.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.rand(()).item()))
+        if len(found) % 2 == 0:  # each job has a warm-up before its step
+            torch.set_num_threads(usual + 2)
+        return start(self)
+
+    monkeypatch.setattr(Run, "step", step)
+    words = ("model.dropout=0.1", "runtime.threads=null", "budget.steps=1")
+    assert train("-m", *MADE, "runtime.deterministic=false,true", *words).code == 0
+    assert train("-m", *MADE, "runtime.deterministic=true", *words, "outputs=alone").code == 0
+    first, second, alone = found[1::2]
+    assert (first[:2], second[:2]) == ((usual, False), (usual, True)) and second == alone
+
+
+def test_the_first_job_of_a_process_needs_no_more_memory_than_the_next(here):
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.command import MADE, train
+ended = train("-m", *MADE, "seed=0,1,2", "model.d_model=64", "batch.segment=256", "model.span=256")
+assert ended.code == 0, ended
+"""
+    subprocess.run((sys.executable, "-c", code), cwd=here, check=True, env=os.environ | {"WANDB_MODE": "disabled"})
+    peaks = [
+        json.loads((run / "summary.json").read_text())["memory"]["peak_bytes"] / 2**20
+        for run in run_folders(here / "outputs")
+    ]
+    assert max(peaks) - min(peaks) < 4, peaks
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_launchers_signal_saves_and_is_passed_on(here, number):
+    """As submitit's before a time limit: all is saved when it hears of it, and it may end the process."""
+    saved = []
+
+    def listener(received, _) -> None:
+        saved.append((received, list((job.folder.path / "checkpoints").glob("step-*.pt"))))
+        raise SystemExit(77)
+
+    before = signal.signal(number, listener)
+    try:
+        job = make_job("budget.steps=6")
+        after_step(job, 3, lambda: signal.raise_signal(number))
+        with pytest.raises(SystemExit) as ended:
+            run_job(job)
+        assert ended.value.code == 77 and signal.getsignal(number) is listener
+    finally:
+        signal.signal(number, before)
+    assert [(received, [path.stem for path in paths]) for received, paths in saved] == [(number, ["step-000000003"])]
+
+
+def test_a_signal_that_nobody_listens_to_is_left_alone():
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    with StopSignal():
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

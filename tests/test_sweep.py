@@ -1,0 +1,270 @@
+"""Sweeps: what is killed goes on, what fails is recorded, what is finished returns; and no job hears of another."""
+
+import fcntl
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import sweep
+from harness.record import read_rows, repeatable
+from harness.run import Run
+from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+
+LONGER = ("budget.steps=24", "checkpoint.every_steps=2", "record.every_steps=2")
+"""Long enough to be killed on the way."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(sweep, "LOOK_SECONDS", 0.05)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+def summaries(outputs: Path) -> dict[str, dict]:
+    return {run.name: json.loads((run / "summary.json").read_text()) for run in run_folders(outputs)}
+
+
+def records(outputs: Path) -> dict[str, list[dict]]:
+    """What must be equal bit for bit, by run folder."""
+    found = {run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)}
+    return {name: [{key: row[key] for key in row.keys() - {"commit"}} for row in rows] for name, rows in found.items()}
+
+
+def status_lines(text: str) -> list[str]:
+    return [line.partition(": ")[2] for line in text.splitlines() if line.startswith("sweep ")]
+
+
+# What stands, what is left
+
+
+def test_finished_jobs_return_at_once_and_new_ones_run(here):
+    assert train(*MADE, "seed=1").code == 0
+    first = train("-m", *MADE, "seed=0,1,2")
+    assert first.code == 0 and first.out.count("training: ") == 2
+    lines = status_lines(first.out)
+    assert lines[0] == "3 jobs: 1 finished before, 2 new"
+    assert lines[-1] == "3 of 3 done, 0 running, 0 queued, 0 failed" and len(lines) > 2
+    again = train("-m", *MADE, "seed=0,1,2")
+    assert again.code == 0 and "training: " not in again.out
+    assert status_lines(again.out) == ["3 jobs: 3 finished before"]
+    bits = {f"{found['valid_bits_per_byte']:.4f}*" for found in summaries(here / "outputs").values()}
+    assert len(bits) == 3 and all(found in again.out for found in bits)  # the table of the sweep
+
+
+def test_the_objective_of_a_finished_job_is_the_recorded_one(here, monkeypatch):
+    found = []
+    launch = sweep.Resuming.launch
+
+    def launching(self, job_overrides, initial_job_idx):
+        found.append(launch(self, job_overrides, initial_job_idx))
+        return found[-1]
+
+    monkeypatch.setattr(sweep.Resuming, "launch", launching)
+    for _ in range(2):
+        assert train("-m", *MADE, "seed=0,1").code == 0
+    values = [[job.return_value for job in jobs] for jobs in found]
+    assert values[0] == values[1] == [s["valid_bits_per_byte"] for s in summaries(here / "outputs").values()]
+
+
+def test_a_job_of_other_source_runs_anew_and_the_status_says_so(here, monkeypatch):
+    assert train("-m", *MADE, "seed=0,1").code == 0
+    monkeypatch.setattr("harness.folder.source_digest", lambda trust: "0" * 64)
+    edited = train("-m", *MADE, "seed=0,1,2")
+    assert status_lines(edited.out)[0] == "3 jobs: 3 new (2 because the source changed since)"
+    assert edited.code == 0 and len(run_folders(here / "outputs")) == 5
+
+
+def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
+    step = Run.step
+
+    def failing(self) -> float:
+        if self.plan.seed == 1 and self.spent.steps == 2:
+            self.kept = torch.ones(2**24)  # 64 MiB
+            raise RuntimeError("no such luck\nsecond line")
+        return step(self)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Run, "step", failing)
+        ended = train("-m", *MADE, "seed=0,1,2", "checkpoint.every_steps=1")
+    assert ended.code == 1 and ended.err.count("Traceback") == 1 and "in failing" in ended.err
+    assert "error (in the job " in ended.err and "wandb.group" not in ended.err
+    assert status_lines(ended.out)[-1] == "2 of 3 done, 0 running, 0 queued, 1 failed"
+    zero, one, two = run_folders(here / "outputs")
+    found = summaries(here / "outputs")[one.name]
+    assert (found["status"], found["seed"]) == ("failed", 1)
+    assert found["error"] == "RuntimeError: no such luck second line" and found["command"].startswith("python train.py")
+    assert "in failing" in (one / "failed.txt").read_text()
+    peaks = [found["memory"]["peak_bytes"] for name, found in summaries(here / "outputs").items() if name != one.name]
+    assert max(peaks) < 2**25, "the failed job's tensors were still there"
+
+    again = train("-m", *MADE, "seed=0,1,2", "checkpoint.every_steps=1")
+    assert again.code == 0 and again.out.count("resuming at ") == 1
+    assert status_lines(again.out)[0] == "3 jobs: 2 finished before, 1 failed before and tried again"
+    assert not (one / "failed.txt").exists()
+    assert [found["status"] for found in summaries(here / "outputs").values()] == ["finished"] * 3
+
+
+def test_a_job_that_cannot_be_built_is_recorded_too(here, monkeypatch):
+    def broken(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("harness.run.Run.__init__", broken)
+        assert train("-m", *MADE, "seed=0").code == 1
+    (run,) = run_folders(here / "outputs")
+    assert summaries(here / "outputs")[run.name]["error"] == "MemoryError:"
+    assert train("-m", *MADE, "seed=0").code == 0 and not (run / "failed.txt").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr("harness.run.Run.__init__", broken)
+        assert train(*MADE, "force=true").code == 1
+    assert summaries(here / "outputs")[run.name]["status"] == "finished", "an earlier result was lost"
+
+
+def test_a_job_that_runs_elsewhere_is_waited_for(here):
+    assert train(*MADE).code == 0
+    (run,) = run_folders(here / "outputs")
+    (run / "summary.json").rename(here / "kept")
+    with (run / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def finish() -> None:
+            while len(list(here.glob("outputs/*-s1-*/summary.json"))) == 0:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            (here / "kept").rename(run / "summary.json")
+            lock.close()
+
+        other = threading.Thread(target=finish)
+        other.start()
+        ended = train("-m", *MADE, "seed=0,1")
+        other.join()
+    lines = status_lines(ended.out)
+    assert lines[0] == "2 jobs: 1 running elsewhere, 1 new" and ended.out.count("training: ") == 1
+    assert "1 of 2 done, 1 running, 0 queued, 0 failed" in lines and ended.code == 0
+    assert lines[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed"
+
+
+def test_the_command_of_a_job_is_that_run_alone(here):
+    assert train("-m", *MADE, "variant=mhsa", "optim.lr=0.001,0.002").code == 0
+    for found in summaries(here / "outputs").values():
+        script, *words = found["command"].removeprefix("python ").split()
+        assert "wandb.group" not in found["command"]
+        assert "finished before: " in call(script, *words).out
+    groups = {
+        read_rows(run / "record.jsonl")[0]["config"]["record"]["wandb"]["group"]
+        for run in run_folders(here / "outputs")
+    }
+    assert len(groups) == 1 and groups.pop().startswith("sweep-")
+
+
+# The files of conf/sweep
+
+
+def test_the_sweeps_of_conf(here):
+    words = {"variants": "seed=0", "spans": "model.span=16,32", "slots": "seed=0", "learning_rates": "seed=100"}
+    jobs = {"variants": 4, "spans": 8, "slots": 3, "learning_rates": 4}
+    assert {path.stem for path in (ROOT / "conf" / "sweep").glob("*.yaml") if "wandb" not in path.stem} == set(words)
+    for name, word in words.items():
+        tuned = ("variant=mhsa",) if name == "learning_rates" else ()
+        ended = train(*MADE, f"sweep={name}", word, *tuned, f"outputs={name}")
+        assert ended.code == 0 and status_lines(ended.out)[0].startswith(f"{jobs[name]} jobs: {jobs[name]} new")
+        found = summaries(here / name).values()
+        assert len(found) == jobs[name]
+        assert all((s["test_bits_per_byte"] is None) == (name == "learning_rates") for s in found)
+
+
+# Launchers, and kill -9
+
+
+def started(*words: str, cwd: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *MADE, *words],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def job_begun(outputs: Path, *, others: int) -> Path:
+    """Wait until a job has a checkpoint and as many others are finished; returns its folder."""
+    last = time.monotonic() + 90
+    while time.monotonic() < last:
+        runs = run_folders(outputs)
+        begun = [run for run in runs if not (run / "summary.json").exists() and list(run.glob("checkpoints/step-*.pt"))]
+        if begun and len(runs) >= len(begun) + others:
+            return begun[0]
+        time.sleep(0.002)
+    raise AssertionError(f"no job on its way in {runs}")
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
+def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here, launcher, monkeypatch):
+    words = ("seed=0,1", *LONGER, "variant=adaptive_span", f"hydra/launcher={launcher}")
+    words += ("hydra.launcher.n_jobs=1",) * (launcher == "joblib")
+    process = started(*words, cwd=here)
+    if launcher == "submitit_local":  # each job in a process of its own: the others go on, and are waited for
+        victim = job_begun(here / "outputs", others=0)
+        os.kill(int((victim / "lock").read_text().split()[1]), signal.SIGKILL)
+        process.kill()
+    else:
+        job_begun(here / "outputs", others=1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert sum((found / "summary.json").exists() for found in run_folders(here / "outputs")) < 2
+    ended = call("train.py", "-m", *TINY, *MADE, *words)
+    assert ended.code == 0 and status_lines(ended.out)[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed", ended
+    (here / "undisturbed").mkdir()
+    monkeypatch.chdir(here / "undisturbed")
+    assert train("-m", *MADE, *LONGER, "variant=adaptive_span", "seed=0,1").code == 0
+    disturbed, undisturbed = records(here / "outputs"), records(here / "undisturbed" / "outputs")
+    for rows in (*disturbed.values(), *undisturbed.values()):
+        assert rows[0].pop("command").startswith("python train.py ")
+    assert disturbed == undisturbed and len(disturbed) == 2
+
+
+def test_a_launcher_that_gives_up_says_how_to_go_on(here, monkeypatch):
+    def lose(**_):
+        raise OSError("a worker was killed")
+
+    monkeypatch.setattr(importlib.import_module("hydra_plugins.hydra_joblib_launcher._core"), "Parallel", lose)
+    ended = train("-m", *MADE, "seed=0,1", "hydra/launcher=joblib")
+    told = "the launcher gave up (OSError: a worker was killed); the same command goes on with what is left"
+    assert ended.code == 1 and ended.err.splitlines()[0].startswith(f"error: {told}")
+
+
+def test_slurm_gets_one_array_of_jobs(here, monkeypatch):
+    """With commands that pretend to be Slurm's: what is asked of it, and that the jobs come back."""
+    (here / "bin").mkdir()
+    for name in ("sbatch", "srun", "sacct", "scontrol"):
+        shutil.copy(ROOT / "tests" / "pretended_slurm.py", here / "bin" / name)
+        (here / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PRETENDED_SLURM", str(here))
+    words = ("seed=0,1,2", "hydra/launcher=slurm", "hydra.launcher.partition=gpus", "hydra.launcher.timeout_min=30")
+    assert train(*MADE, "seed=1").code == 0
+    ended = train("-m", *MADE, *words)
+    assert ended.code == 0 and status_lines(ended.out)[-1] == "3 of 3 done, 0 running, 0 queued, 0 failed", ended
+    asked = (here / "submitted.sh").read_text()
+    for line in ("partition=gpus", "time=30", "array=0-1%2", "gpus-per-node=1", "cpus-per-task=8", "signal=USR2@120"):
+        assert f"#SBATCH --{line}" in asked, asked
+    assert {found["status"] for found in summaries(here / "outputs").values()} == {"finished"}
+
+
+def test_launchers_that_are_not_there_are_named(here):
+    ended = train("-m", *MADE, "hydra/launcher=nonsense", "seed=0")
+    assert (
+        ended.code == 2 and "hydra/launcher=nonsense" in ended.err and "joblib" in ended.err and "[sweep]" in ended.err
+    )
