@@ -16,14 +16,19 @@ from harness.sweep import Resuming
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """One run, or one job of a sweep. Returns bits per byte on valid, the objective of sweeps."""
-    from harness.job import prepare  # torch is imported late, so that --help and completion are quick
-
     try:
-        job = prepare(cfg, command=own_command())
-        return job.earlier_result() if job.earlier else train(job)
+        return run(cfg)
     except Exception as error:
         failure = told(error)  # now: a sweep goes on to its other jobs
     raise failure
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Begin, go on with, or return a run."""
+    from harness.job import prepare  # torch is imported late, so that --help and completion are quick
+
+    job = prepare(cfg, command=own_command())
+    return job.earlier_result() if job.earlier else train(job)
 
 
 def train(job) -> float | None:

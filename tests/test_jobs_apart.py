@@ -5,18 +5,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 
-from harness import lease, runtime
+from harness import folder, lease, runtime, sweep
 from harness.run import Run
 from harness.runtime import StopSignal
 from harness.settings import RuntimeSettings
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.runs import after_step, make_job, own_folder, restored, run_job  # noqa: F401 - fixtures
 
+IDENTITY = folder.Identity(variant="mhsa", seed=0, config="a", source="b", data="c", device="cpu", precision="float32")
 TAKE = """
 import sys, time
 from pathlib import Path
@@ -62,18 +64,18 @@ def test_auto_takes_a_gpu_for_as_long_as_the_job_lasts(here, monkeypatch):
     taken = []
     monkeypatch.setattr(runtime, "_gpu_names", lambda: ["GPU-a", "GPU-b"])
     monkeypatch.setattr(runtime, "_device", lambda name: taken.append(name) or torch.device("cpu"))
-    folder = lease.cache_folder() / "gpus" / os.uname().nodename
-    folder.mkdir(parents=True)
+    locks = lease.cache_folder() / "gpus" / os.uname().nodename
+    locks.mkdir(parents=True, exist_ok=True)
     other = lease.take_free(["GPU-a"])
     job = make_job("runtime.device=auto", "budget.steps=2")
     assert taken[-1] == "cuda:1"
-    seen = after_step(job, 1, lambda: taken.append(lease._take(1, folder / "GPU-b.lock")))
+    seen = after_step(job, 1, lambda: taken.append(lease._take(1, locks / "GPU-b.lock")))
     run_job(seen)
     assert taken[-1] is None, "it was free while the job computed"
-    assert lease._take(1, folder / "GPU-b.lock"), "the job is over"
+    assert lease._take(1, locks / "GPU-b.lock"), "the job is over"
     with pytest.raises(ValueError, match="model.heads"):
         make_job("runtime.device=auto", "model.heads=3")
-    assert lease._take(1, folder / "GPU-b.lock"), "the job was refused"
+    assert lease._take(1, locks / "GPU-b.lock"), "the job was refused"
     other.release()
     assert runtime.take_gpu(RuntimeSettings(**AUTO | {"device": "cpu"})) is None
     first, second = runtime.take_gpu(RuntimeSettings(**AUTO)), runtime.take_gpu(RuntimeSettings(**AUTO))
@@ -130,6 +132,49 @@ assert ended.code == 0, ended
         for run in run_folders(here / "outputs")
     ]
     assert max(peaks) - min(peaks) < 4, peaks
+
+
+def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
+    """By the number of the sweep's jobs, so that what is left of a killed sweep computes with as many threads."""
+
+    class LocalLauncher:
+        """By submitit's name."""
+
+    def threads(launcher, n_jobs: int) -> str | None:
+        with sweep._divided_cores(launcher, n_jobs):
+            return os.environ.get("OMP_NUM_THREADS")
+
+    for name in sweep.OWN_CORES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert [threads(LocalLauncher(), n) for n in (1, 3, 40)] == ["16", "5", "1"]
+    assert threads(object(), 3) is None and "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads(LocalLauncher(), 3) == "7"
+
+
+def test_whoever_asks_who_holds_a_folder_is_not_in_the_way(tmp_path):
+    place = folder.RunFolder(tmp_path, IDENTITY)
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            folder.holder(place.path)
+
+    asking = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    try:
+        for _ in range(300):
+            place.hold()
+            place.release()
+    finally:
+        ended.set()
+        for thread in asking:
+            thread.join()
+    assert folder.holder(place.path) is None
+    place.hold()
+    assert folder.holder(place.path) == f"process {os.getpid()} on {os.uname().nodename}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
