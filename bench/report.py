@@ -39,9 +39,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for heading, lines in (("not finished, not shown", found.unfinished), ("refused", found.refused)):
-        for line in lines:
-            print(f"{heading}: {line}")
+    for line in _left_out(found):
+        print(line)
     return 0
 
 
@@ -92,7 +91,7 @@ def all_tables(found: Found) -> list[Table]:
         *fit_tables(found.fits),
         *speed_tables(found.speeds),
     )
-    return [*run_tables(found.runs), *of_bench]
+    return [*run_tables(found.runs, failed=found.failed_runs), *of_bench]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,8 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 def _must_have_rows(found: Found) -> None:
     if found.runs or found.costs or found.peers or found.fits or found.speeds:
         return
-    reasons = [*(f"not finished: {line}" for line in found.unfinished), *(f"refused: {line}" for line in found.refused)]
-    raise ValueError("nothing to report; " + "; ".join(reasons))
+    raise ValueError("nothing to report; " + "; ".join(_left_out(found)))
 
 
 def _notes(found: Found) -> list[str]:
@@ -116,8 +114,13 @@ def _notes(found: Found) -> list[str]:
     read = [count_of(len(found.runs), "finished run")] if found.runs else []
     read += [f"{count_of(len(rows), 'row')} of bench.{verb}" for verb, rows in verbs.items() if rows]
     notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
-    notes += [f"Not finished, not shown: {line}" for line in found.unfinished]
-    return notes + [f"Refused: {line}" for line in found.refused]
+    return notes + [f"{line[0].upper()}{line[1:]}" for line in _left_out(found)]
+
+
+def _left_out(found: Found) -> list[str]:
+    """What is not shown, and why."""
+    of_kind = {"failed, not shown": found.failed, "not finished, not shown": found.unfinished, "refused": found.refused}
+    return [f"{kind}: {line}" for kind, lines in of_kind.items() for line in lines]
 
 
 def _commands(found: Found, *, command: str) -> list[str]:

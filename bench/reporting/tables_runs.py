@@ -15,8 +15,10 @@ from bench.reporting.compare import (
     protocol_words,
 )
 from bench.reporting.gather import RunRow
-from bench.reporting.grouping import Arm, budget_words, comparable, number, run_row
+from bench.reporting.grouping import Arm, budget_words, comparable, is_tuning, number, run_row
+from bench.reporting.picks import picks
 from bench.reporting.shown import Cell, Table
+from bench.reporting.swept import row_names, swept_columns
 from bench.reporting.tables import (
     CAPPED,
     NOTHING,
@@ -32,21 +34,32 @@ from bench.reporting.tables import (
     uncounted,
     whole,
 )
+from bench.reporting.tables_equal import equal_tables
 from bench.reporting.tables_pairs import pairs_table
+from bench.reporting.tables_reported import reported_tables
+from bench.reporting.tables_tuning import tuning_tables
 from bench.rows import ground
 
 SCORES = ("valid", "test", "valid_context_512", "test_context_512")
 
 
-def run_tables(runs: Sequence[RunRow]) -> list[Table]:
-    """All tables of finished runs, the oldest first; those that may be compared have one number in their names."""
-    found = []
+def run_tables(runs: Sequence[RunRow], *, failed: Sequence[RunRow] = ()) -> list[Table]:
+    """All tables of runs: results at picked rates first, then each group that may be compared, then how rates were picked.
+
+    Args:
+        runs: finished ones, the oldest first.
+        failed: trials that ended with an error.
+    """
+    found = picks(runs, failed)
+    trials = {id(run) for some in found for pick in some for run in pick.setting.arm.members}
+    tables = reported_tables(runs, found)
     for index, same in enumerate(by(runs, key=comparable).values(), start=1):
-        found += _comparison(same, index=index)
-    return found
+        tables += _comparison(same, index=index, swept=id(same[0]) in trials)
+    return tables + tuning_tables(found)
 
 
-def _comparison(runs: list[RunRow], *, index: int) -> list[Table]:
+def _comparison(runs: list[RunRow], *, index: int, swept: bool) -> list[Table]:
+    """Of one group; of a sweep's trials only every seed, since its rates have tables of their own."""
     rows = [run_row(run) for run in runs]
     arms, notes = arms_of(runs, row=run_row)
     arms = sorted(arms, key=_mean_valid)
@@ -58,12 +71,16 @@ def _comparison(runs: list[RunRow], *, index: int) -> list[Table]:
     if len(grounds) > 1:
         told = ground_differences(rows)
         main_notes.append(f"Time and memory stand in tables of their own, because these runs differ in {told}.")
-    title = f"{rows[-1]['data']['name']}, {budget_words(rows[-1]['budget'])} of training"
+    tuning = "Tuning runs, no results: " if is_tuning(rows[-1]) else ""
+    title = f"{tuning}{rows[-1]['data']['name']}, {budget_words(rows[-1]['budget'])} of training"
     caption = _caption(rows, arms)
+    every_seed = _seeds(arms, mark=mark, about=(f"seeds-{index}", f"Every seed: {title}", caption, notes))
+    if swept:
+        return [every_seed]
     found = [
         _main(arms, mark=mark, alone=len(grounds) == 1, rows=rows, about=(f"runs-{index}", title, caption, main_notes))
     ]
-    found.append(_seeds(arms, mark=mark, about=(f"seeds-{index}", f"Every seed: {title}", caption, notes)))
+    found += [*equal_tables(arms, mark=mark, index=index, notes=_capped(rows) + of_source), every_seed]
     pairs = pairs_table(
         arms, mark=mark, name=f"differences-{index}", title=f"Differences: {title}", caption=caption, notes=notes
     )
@@ -88,36 +105,41 @@ def _mean_valid(arm: Arm) -> tuple[bool, float]:
 def _main(arms: Sequence[Arm], *, mark, alone: bool, rows: list[dict], about: tuple) -> Table:
     name, title, caption, notes = about
     capped = rows[-1].get("capped") or {}
-    columns = (*QUALITY, *SIZES, *(COSTS if alone else COSTS[:1]))
+    of_sweep, swept = swept_columns(arms, row=run_row)
+    columns = (QUALITY[0], *of_sweep, *QUALITY[1:], *SIZES, *(COSTS if alone else COSTS[:1]))
     cells = []
-    for arm in arms:
+    for arm, label, own in zip(arms, row_names(arms, swept), swept, strict=True):
         runs = one_a_seed(arm)
-        row = [text(f"{arm.label}{mark(run_row(runs[-1]))}"), whole(len(runs))]
+        row = [text(f"{label}{mark(run_row(runs[-1]))}"), *own, whole(len(runs))]
         row += [_mean_bits(runs, score, capped=capped) for score in SCORES]
         row += [*_sizes(runs), *(_cost_cells(runs) if alone else [text(runs[-1].summary["path"])])]
         cells.append(row)
     for compressor in _compressors(rows[-1]):
         found = [number(rows[-1]["compressors"], split, compressor) for split in ("valid", "test")]
         quality = [bits(value, capped=capped.get(split)) for value, split in zip(found, ("valid", "test"), strict=True)]
-        row = [text(compressor), NOTHING, *quality]
+        row = [text(compressor), *[NOTHING] * len(of_sweep), NOTHING, *quality]
         cells.append(row + [NOTHING] * (len(columns) - len(row)))
     columns, cells = keep_filled(columns, cells)
     where = f" Time and memory: {ground_words(rows[-1])}." if alone else ""
-    return Table(name=name, title=title, caption=caption + where, columns=columns, rows=cells, notes=tuple(notes))
+    newest = tuple(one_a_seed(arm)[-1].folder for arm in arms)
+    about = {"title": title, "caption": caption + where, "notes": tuple(notes)}
+    return Table(name=name, columns=columns, rows=cells, runs=newest + (None,) * (len(cells) - len(newest)), **about)
 
 
 def _seeds(arms: Sequence[Arm], *, mark, about: tuple) -> Table:
     name, title, caption, notes = about
+    of_sweep, swept = swept_columns(arms, row=run_row)
     cells = []
-    for arm in arms:
+    for arm, label, own in zip(arms, row_names(arms, swept), swept, strict=True):
         for run in arm.members:
             found, capped = run_row(run), run.summary.get("capped") or {}
             scores = [bits(_score(run, score), capped=capped.get(score.partition("_")[0])) for score in SCORES]
             traced = [run.folder.name, found["config_hash"][:8], found["source"][:8]]
-            row = [text(f"{arm.label}{mark(found)}"), Cell(text=str(found["seed"]), value=found["seed"]), *scores]
+            row = [text(f"{label}{mark(found)}"), *own, Cell(text=str(found["seed"]), value=found["seed"]), *scores]
             cells.append([*row, whole(found.get("best_bytes_seen")), *(text(word) for word in traced)])
-    columns, cells = keep_filled(SEEDS, cells)
-    return Table(name=name, title=title, caption=caption, columns=columns, rows=cells, notes=tuple(notes))
+    columns, cells = keep_filled((SEEDS[0], *of_sweep, *SEEDS[1:]), cells)
+    folders = tuple(run.folder for arm in arms for run in arm.members)
+    return Table(name=name, title=title, caption=caption, columns=columns, rows=cells, notes=tuple(notes), runs=folders)
 
 
 def _costs(arms: Sequence[Arm], runs: list[RunRow], *, mark, about: tuple) -> Table:
