@@ -11,7 +11,7 @@ from bench.reporting.swept import RATE
 from bench.reporting.tuning import Choice, Setting, choose, rate_of, settings, tuning_groups, what_is_tuned
 
 FRESH_SEEDS = 3
-REPLACED = ("variant", RATE, "seed", "eval.test", "sweep", "force")
+REPLACED = ("variant", RATE, "seed", "eval.test", "sweep", "force", "record.wandb.group")
 """Words of a tuning command that the fresh one has otherwise or not at all."""
 
 
@@ -56,11 +56,13 @@ def fresh_command(pick: Pick) -> str:
     """What to type for the runs that report a pick."""
     run = pick.setting.newest
     typed = shlex.split(run.provenance["command"]) if _readable(run.provenance["command"]) else []
-    kept = [_single(word, run) for word in typed if _name(word) and _name(word) not in REPLACED]
+    script = typed[:2] if len(typed) > 1 and typed[1].endswith(".py") else ["python", "train.py"]
+    given = [word for word in typed if word not in (*script, "-m", "--multirun")]
+    kept = [_single(word, run) for word in given if _name(word) not in REPLACED]
     seeds = [seed for seed in range(len(pick.seeds) + FRESH_SEEDS) if seed not in pick.seeds][:FRESH_SEEDS]
     rate = f"{RATE}={pick.choice.rate:.10g}"
     words = [f"variant={run.provenance['variant']}", rate, f"seed={','.join(map(str, seeds))}", *kept]
-    return shlex.join(["python", "train.py", "-m", *words])
+    return shlex.join([*script, "-m", *words])
 
 
 def _pick(setting: Setting, final: Sequence[tuple[str, RunRow]], *, seeds: frozenset[int]) -> Pick:
@@ -83,9 +85,8 @@ def _readable(command: str) -> bool:
 
 
 def _name(word: str) -> str:
-    """``model.span`` of ``model.span=128`` or ``+model.span=128``; nothing of a flag or a script."""
-    name, given, _ = word.partition("=")
-    return name.lstrip("+") if given and not name.startswith("-") else ""
+    """``model.span`` of ``model.span=128`` or ``+model.span=128``."""
+    return word.partition("=")[0].lstrip("+")
 
 
 def _single(word: str, run: RunRow) -> str:
