@@ -60,10 +60,12 @@ def comparable(run: RunRow) -> str:
     """Equal for runs whose bits per byte may stand in one table or drawing, and whose budget was the same.
 
     A budget of seconds is equal on equal ground only. Tuning runs choose a setting and are no result, so they never stand
-    beside runs that are.
+    beside runs that are. A span that is the model's own is a setting that may be compared, not a way of scoring.
     """
     row = run_row(run)
     held = {name: row.get(name) for name in ("protocol", "budget", "capped")} | {"tuning": is_tuning(row)}
+    if number(row["config"], "model", "span") == row["protocol"]["span"]:
+        held["protocol"] = row["protocol"] | {"span": None}
     data = row["config"].get("data")
     held |= {"sha256": row["data"]["sha256"], "split": data.get("split") if isinstance(data, dict) else None}
     if "seconds" in row["budget"]:

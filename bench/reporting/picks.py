@@ -25,7 +25,7 @@ class Pick:
         key: from ``what_is_tuned``.
         seeds: tuning seeds of this setting in all sweeps: none of them may report.
         fresh: finished runs that scored test at the picked rate with other seeds.
-        spoilt: the same with a tuning seed: they are no result.
+        spoilt: runs of the setting that scored test with a tuning seed, at any rate: they are no result.
     """
 
     setting: Setting
@@ -44,6 +44,13 @@ def picks(runs: Sequence[RunRow], failed: Sequence[RunRow] = ()) -> list[list[Pi
         seeds.setdefault(_key(setting), set()).update(setting.seeds)
     final = [(what_is_tuned(run), run) for run in runs if not is_tuning(run.provenance)] if found else []
     return [[_pick(setting, final, seeds=frozenset(seeds[_key(setting)])) for setting in some] for some in found]
+
+
+def at_a_pick(run: RunRow, found: Sequence[Sequence[Pick]]) -> bool:
+    """Whether a run has the rate that was picked for its setting, or a setting that was not tuned."""
+    key = what_is_tuned(run) if found else ""
+    rates = [pick.choice.rate for some in found for pick in some if pick.choice and pick.key == key]
+    return not rates or any(at_rate(run, rate) for rate in rates)
 
 
 def at_rate(run: RunRow, rate: float) -> bool:
@@ -67,9 +74,9 @@ def fresh_command(pick: Pick) -> str:
 
 def _pick(setting: Setting, final: Sequence[tuple[str, RunRow]], *, seeds: frozenset[int]) -> Pick:
     choice, key = choose(setting), _key(setting)
-    same = [run for other, run in final if choice and other == key and at_rate(run, choice.rate)]
-    fresh = [run for run in same if run.provenance["seed"] not in seeds]
+    same = [run for other, run in final if other == key]
     spoilt = [run for run in same if run.provenance["seed"] in seeds]
+    fresh = [run for run in same if choice and at_rate(run, choice.rate) and run.provenance["seed"] not in seeds]
     return Pick(setting=setting, choice=choice, key=key, seeds=seeds, fresh=fresh, spoilt=spoilt)
 
 

@@ -23,8 +23,9 @@ def draw_all(found: Found) -> list[Drawing]:
     Names are distinct, and of a group they stay what they are whatever else is found.
     """
     swept = picks(found.runs, found.failed_runs)
-    trials = {id(run) for some in swept for pick in some for run in pick.setting.arm.members}
-    runs = [run for run in found.runs if id(run) not in trials]  # a sweep's trials are no results
+    every = [pick for some in swept for pick in some]
+    no_results = {id(run) for pick in every for run in (*pick.setting.arm.members, *pick.spoilt)}
+    runs = [run for run in found.runs if id(run) not in no_results]
     look = looks(
         [run.provenance["variant"] for run in [*found.runs, *found.failed_runs]]
         + [row["variant"] for row in found.costs]

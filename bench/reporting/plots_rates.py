@@ -18,9 +18,11 @@ from bench.reporting.shown import Drawing
 
 MOST_SETTINGS = 8
 """Lines of one panel; more get panels of their own."""
-HEADROOM = 2.5
+HEADROOM = 4
 """The frame reaches so many times the spread of the good half of all scores above its lowest."""
 MOST_TICKS = 8
+ASIDE = 1.02
+"""Settings stand beside one another at each rate, by this factor, so that none hides another."""
 
 
 def draw_rates(found: Sequence[Sequence[Pick]], *, look: dict[str, Look]) -> list[Drawing]:
@@ -62,33 +64,34 @@ def _draw(found: Sequence[Pick], *, look: dict[str, Look], name: str) -> Drawing
     rates = sorted({rate for pick in found for rate in pick.setting.rates})
     capped = (found[-1].setting.newest.summary.get("capped") or {}).get("valid")
     for ax, some in zip(axes, shares, strict=True):
-        for pick in some:
-            handles.append(_line(ax, pick, look=look[pick.setting.arm.variant], limits=limits))
+        for place, pick in enumerate(some):
+            aside = ASIDE ** (place - (len(some) - 1) / 2)
+            handles.append(_line(ax, pick, look=look[pick.setting.arm.variant], limits=limits, aside=aside))
         _axes(ax, rates, limits=limits)
         ax.set_ylabel(f"valid bits per byte{'*' if capped else ''}")
     legend_below(figure, [*handles, *_key(found)])
     return finish(figure, name=name, title=title, caption=_caption(found, row, capped=capped))
 
 
-def _line(ax: Axes, pick: Pick, *, look: Look, limits: tuple[float, float]) -> Line2D:
+def _line(ax: Axes, pick: Pick, *, look: Look, limits: tuple[float, float], aside: float) -> Line2D:
     setting, choice, top = pick.setting, pick.choice, limits[1]
     style = {"color": look.colour, "marker": look.marker}
-    means = [(rate, bits) for rate in setting.rates if (bits := setting.mean_bits(rate)) is not None]
+    means = [(rate * aside, bits) for rate in setting.rates if (bits := setting.mean_bits(rate)) is not None]
     line = LINES[setting.arm.order % len(LINES)]
     ax.plot(*zip(*means, strict=True), color=look.colour, linestyle=line, linewidth=1.6, alpha=0.9)
     at_top = {"color": look.colour, "linestyle": "none", "clip_on": False, "zorder": 5}
     for rate in setting.rates:
         scores = _scores(pick, rate)
         inside = [bits for bits in scores if bits <= top]
-        ax.plot([rate] * len(inside), inside, **style, linestyle="none", markersize=4, alpha=0.55)
+        ax.plot([rate * aside] * len(inside), inside, **style, linestyle="none", markersize=4, alpha=0.55)
         if len(inside) < len(scores):
-            ax.plot([rate], [top], marker="^", markersize=7, **at_top)
+            ax.plot([rate * aside], [top], marker="^", markersize=7, **at_top)
         if len(scores) < len(setting.trials[rate]):
-            ax.plot([rate], [top], marker="x", markersize=8, markeredgewidth=2, **at_top)
+            ax.plot([rate * aside], [top], marker="x", markersize=8, markeredgewidth=2, **at_top)
     if choice:
         fill = "none" if choice.edge else FILLS[0]
         place = {"markersize": 11, "markeredgewidth": 2, "zorder": 6, "linestyle": "none", "clip_on": False}
-        ax.plot([choice.rate], [choice.bits], **style, **place, fillstyle=fill)
+        ax.plot([choice.rate * aside], [choice.bits], **style, **place, fillstyle=fill)
     told = f"picks {choice.rate:g}" if choice else "no pick"
     edge = ", edge of the grid" if choice and choice.edge else ""
     label = f"{setting.arm.label} ({told}{edge}; n={len(setting.seeds)})"
@@ -128,8 +131,9 @@ def _key(found: Sequence[Pick]) -> list[Line2D]:
 def _caption(found: Sequence[Pick], row: dict, *, capped: object) -> str:
     scored = f"a prefix of {capped:,} bytes of the valid split*" if capped else "the valid split"
     return (
-        f"Bits per byte of {scored} at the end of each trial against its learning rate, on a logarithmic axis; small marks "
-        "are single tuning seeds, lines their means, the large mark is the rate that is picked. An open one lies at the "
-        "edge of its grid, so that a better rate may lie beyond. What lies above the frame is drawn at its top. Test is "
-        f"not scored. Held equal: data, protocol and the budget of each trial ({budget_words(row['budget'])})."
+        f"Bits per byte of {scored} at the end of each trial against its learning rate, on a logarithmic axis; settings "
+        "stand a little apart, so that none hides another. Small marks are single tuning seeds, lines their means, the "
+        "large mark is the rate that is picked. An open one lies at the edge of its grid, so that a better rate may lie "
+        "beyond. What lies above the frame is drawn at its top. Test is not scored. Held equal: data, protocol and the "
+        f"budget of each trial ({budget_words(row['budget'])})."
     )

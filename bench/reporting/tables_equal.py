@@ -7,11 +7,11 @@ has not decayed yet, is not what a run of that smaller budget would have reached
 
 from collections.abc import Callable, Sequence
 
-from bench.reporting.compare import data_words, ground_words, one_a_seed, protocol_words
+from bench.reporting.compare import data_words, ground_words, one_a_seed, protocol_of, protocol_words
 from bench.reporting.gather import RunRow
 from bench.reporting.grouping import Arm, number, run_row
 from bench.reporting.shown import Cell, Column, Table
-from bench.reporting.swept import row_names, swept_columns, swept_names
+from bench.reporting.swept import RATE, row_names, swept_columns, swept_names
 from bench.reporting.tables import NOTHING, bits, fixed, keep_filled, listed, mean, mib, significant, text, whole
 from bench.rows import ground
 
@@ -46,12 +46,12 @@ def equal_tables(arms: Sequence[Arm], *, mark: Callable[[dict], str], index: int
     """Views of two rows or more.
 
     Args:
-        arms: of runs that compare, so of one budget; the best first.
+        arms: of runs that compare, so of one budget; the best first. Of a tuned setting, only the picked rate is one.
         mark: from ``compare.marks``.
         index: of the group, for names.
         notes: that hold for any table of these runs.
     """
-    if len(arms) < 2:
+    if not _worth_comparing(arms):
         return []
     budget = run_row(arms[-1].members[-1])["budget"]
     unit = next((name for name, amount in budget.items() if amount is not None), "bytes")
@@ -59,8 +59,9 @@ def equal_tables(arms: Sequence[Arm], *, mark: Callable[[dict], str], index: int
         unit, unit
     )
     by_knob = f"budget.{unit}={budget[unit]:,.10g}" if budget.get(unit) is not None else "the model's default budget"
+    by_knob += " at equal batches" if (unit, what) == ("steps", "bytes") else ""
     found = [_view(arms, what=what, knob=by_knob, mark=mark, name=f"equal-{what.lower()}-{index}", notes=notes)]
-    clusters = [some for some in equal_in_parameters(arms) if len(some) > 1]
+    clusters = [some for some in equal_in_parameters(arms) if _worth_comparing(some)]
     for place, some in enumerate(clusters, start=1):
         name = f"equal-parameters-{index}" + (f"-{place}" if len(clusters) > 1 else "")
         found.append(_view(some, what="parameters", knob=by_knob, mark=mark, name=name, notes=notes))
@@ -81,6 +82,13 @@ def equal_in_parameters(arms: Sequence[Arm]) -> list[list[Arm]]:
         else:
             clusters.append([(total, place)])
     return [[arms[place] for place in sorted(place for _, place in some)] for some in clusters]
+
+
+def _worth_comparing(arms: Sequence[Arm]) -> bool:
+    """Whether there are two rows that differ in more than the learning rate, code and path."""
+    columns, _ = swept_columns(arms, row=run_row, without=(RATE,))
+    crowded = len(arms) > 1 and not columns and any(" no. " in arm.label for arm in arms)
+    return len(arms) > 1 and bool(columns or crowded or len({arm.variant for arm in arms}) > 1)
 
 
 def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: Sequence[str]) -> Table:
@@ -143,10 +151,11 @@ def _caption(arms: Sequence[Arm], row: dict, *, what: str, knob: str, alone: boo
             held.append(f"{thing} (as it came)")
         else:
             free.append(f"{thing} ({spread})")
+    protocol = protocol_of([run_row(run) for arm in arms for run in arm.members])
     where = f" Seconds and memory: {ground_words(row)}." if alone else ""
     return (
         f"Held equal: data, protocol, {listed(held)}. Not held equal: {listed(free)}. Scores are of the ends of whole runs. "
-        f"Data: {data_words(row)}. Bits per byte: {protocol_words(row['protocol'])}. Rows are by {keys}.{where}"
+        f"Data: {data_words(row)}. Bits per byte: {protocol_words(protocol)}. Rows are by {keys}.{where}"
     )
 
 
@@ -177,6 +186,7 @@ def _spread(arms: Sequence[Arm], thing: str, *, least: float) -> str | None:
     if found is None or found[1] - found[0] <= least * found[0]:
         return None
     low, high = found
-    if thing == "memory":
-        return f"{significant(low / 2**20)} to {significant(high / 2**20)} MiB"
-    return f"{low:.3g} to {high:.3g}" if thing == "FLOPs" else f"{low:,.10g} to {high:,.10g}"
+    scale, unit = {"memory": (2**20, " MiB"), "FLOPs": (1e9, " x 10^9"), "seconds": (1, " s")}.get(thing, (None, ""))
+    if scale is None:
+        return f"{low:,.0f} to {high:,.0f}"
+    return f"{significant(low / scale)} to {significant(high / scale)}{unit}"

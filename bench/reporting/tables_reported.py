@@ -7,7 +7,7 @@ table of picks, with the command to type.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.reporting.compare import arms_of, by, data_words, marks, one_a_seed, protocol_words
+from bench.reporting.compare import arms_of, by, data_words, marks, one_a_seed, protocol_of, protocol_words
 from bench.reporting.gather import RunRow
 from bench.reporting.grouping import Arm, budget_words, comparable, number, run_row
 from bench.reporting.picks import Pick
@@ -88,7 +88,7 @@ def _tables(runs: list[RunRow], found: list[Pick], *, index: int) -> list[Table]
     title = f"{row['data']['name']}, {budget_words(row['budget'])} of training"
     caption = (
         f"Rates were picked on validation bits of tuning seeds, and are reported on fresh ones. Data: {data_words(row)}. "
-        f"Bits per byte: {protocol_words(row['protocol'])}. Held equal: data, protocol and budget "
+        f"Bits per byte: {protocol_words(protocol_of([run_row(run) for run in runs]))}. Held equal: data, protocol and budget "
         f"({budget_words(row['budget'])}); each row has its own picked {RATE}. Rows are by {swept_names(columns)}."
     )
     notes = [*of_source, *_notes(pairs, row=row), *unequal]

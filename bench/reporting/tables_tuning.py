@@ -5,7 +5,7 @@ Picks are made on the validation bits of tuning seeds; test is not scored there.
 
 from collections.abc import Sequence
 
-from bench.reporting.compare import data_words, ground_words, marks, protocol_words
+from bench.reporting.compare import data_words, ground_words, marks, protocol_of, protocol_words
 from bench.reporting.gather import RunRow, error_of
 from bench.reporting.grouping import budget_words, number
 from bench.reporting.picks import Pick, fresh_command
@@ -91,9 +91,10 @@ def _tables(found: list[Pick], *, index: int) -> list[Table]:
     columns, cells = swept_columns([pick.setting.arm for pick in found], row=provenance, without=(RATE,))
     mark, of_source = marks([*runs, newest], row=provenance)
     row = newest.provenance
+    protocol = protocol_words(protocol_of([run.provenance for run in runs]))
     sweeps = sorted({name for run in runs if (name := _sweep(run))})
     caption = (
-        f"Data: {data_words(row)}. Bits per byte of valid: {protocol_words(row['protocol'])}. Test is not scored. Held "
+        f"Data: {data_words(row)}. Bits per byte of valid: {protocol}. Test is not scored. Held "
         f"equal: data, protocol and the budget of each trial ({budget_words(row['budget'])}). Rows are by "
         f"{swept_names(columns)}.{f' Sweep: {listed(sweeps)}.' if sweeps else ''}"
     )
