@@ -112,9 +112,13 @@ function comparable(runs, panel) {
     picked.splice(picked.indexOf(box), 1);
   };
   const apply = () => {
-    panel.hidden = picked.length < 2;
-    if (panel.hidden) return;
+    panel.hidden = !picked.length;
+    panel.querySelector(".scroll").hidden = picked.length < 2;
     const [a, b] = picked.map((box) => runs[box.closest("tr").dataset.run]);
+    if (!b) {
+      panel.querySelector("output").textContent = a ? `Pick another row to compare with ${a.name}` : "";
+      return;
+    }
     const keys = [...new Set([...Object.keys(a.facts), ...Object.keys(b.facts)])];
     const differing = keys.filter((key) => a.facts[key] !== b.facts[key]);
     const shown = (side, key) => (Object.hasOwn(side.facts, key) ? side.facts[key] : "not there");

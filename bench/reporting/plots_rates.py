@@ -21,7 +21,7 @@ MOST_SETTINGS = 8
 HEADROOM = 4
 """The frame reaches so many times the spread of the good half of all scores above its lowest."""
 MOST_TICKS = 8
-ASIDE = 1.02
+ASIDE = 1.04
 """Settings stand beside one another at each rate, by this factor, so that none hides another."""
 
 
@@ -90,7 +90,8 @@ def _line(ax: Axes, pick: Pick, *, look: Look, limits: tuple[float, float], asid
             ax.plot([rate * aside], [top], marker="x", markersize=8, markeredgewidth=2, **at_top)
     if choice:
         fill = "none" if choice.edge else FILLS[0]
-        place = {"markersize": 11, "markeredgewidth": 2, "zorder": 6, "linestyle": "none", "clip_on": False}
+        place = {"markersize": 11, "zorder": 6, "linestyle": "none", "clip_on": False}
+        place |= {"markeredgewidth": 2} if choice.edge else {"markeredgewidth": 0.8, "markeredgecolor": "white"}
         ax.plot([choice.rate * aside], [choice.bits], **style, **place, fillstyle=fill)
     told = f"picks {choice.rate:g}" if choice else "no pick"
     edge = ", edge of the grid" if choice and choice.edge else ""

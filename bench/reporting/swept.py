@@ -58,6 +58,12 @@ def row_names(arms: Sequence[Arm], cells: Sequence[Sequence[Cell]]) -> list[str]
     return [arm.variant if keys.count(key) == 1 else arm.label for arm, key in zip(arms, keys, strict=True)]
 
 
+def notes_needed(notes: Sequence[str], names: Sequence[str], arms: Sequence[Arm]) -> list[str]:
+    """Notes less those that say what ``mhsa no. 2`` is, where columns say it and the rows have no such names."""
+    numbered = tuple(f"{arm.label}: " for arm in arms if " no. " in arm.label and arm.label not in names)
+    return [note for note in notes if not numbered or not note.startswith(numbered)]
+
+
 def swept_names(columns: Sequence[Column]) -> str:
     """The swept keys of some columns, for a caption."""
     return listed(["variant", *(column.heading for column in columns)])

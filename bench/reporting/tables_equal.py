@@ -11,7 +11,7 @@ from bench.reporting.compare import data_words, ground_words, one_a_seed, protoc
 from bench.reporting.gather import RunRow
 from bench.reporting.grouping import Arm, number, run_row
 from bench.reporting.shown import Cell, Column, Table
-from bench.reporting.swept import RATE, row_names, swept_columns, swept_names
+from bench.reporting.swept import RATE, notes_needed, row_names, swept_columns, swept_names
 from bench.reporting.tables import NOTHING, bits, fixed, keep_filled, listed, mean, mib, significant, text, whole
 from bench.rows import ground
 
@@ -95,8 +95,8 @@ def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: 
     runs = [run for arm in arms for run in one_a_seed(arm)]
     alone = len({ground(run_row(run)) for run in runs}) == 1
     columns, cells = swept_columns(arms, row=run_row)
-    rows = []
-    for arm, label, own in zip(arms, row_names(arms, cells), cells, strict=True):
+    rows, names = [], row_names(arms, cells)
+    for arm, label, own in zip(arms, names, cells, strict=True):
         head = text(f"{label}{mark(run_row(arm.members[-1]))}")
         rows.append([head, *own, *_costs(one_a_seed(arm), alone=alone)])
     heading = Column(heading="variant", number=False)
@@ -109,7 +109,7 @@ def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: 
     said += _other_knobs(arms, what=what, alone=alone)
     return Table(
         name=name,
-        title=f"Equal {what}: {row['data']['name']}, {knob}",
+        title=f"Equal {what}{f' ({_told(arms)})' if what == 'parameters' else ''}: {row['data']['name']}, {knob}",
         caption=_caption(arms, row, what=what, knob=knob, alone=alone, keys=swept_names(columns)),
         columns=shown,
         rows=rows,
@@ -140,9 +140,10 @@ def _costs(runs: Sequence[RunRow], *, alone: bool) -> list[Cell]:
 def _caption(arms: Sequence[Arm], row: dict, *, what: str, knob: str, alone: bool, keys: str) -> str:
     held, free = [f"{what} (by {knob})"] if what != "parameters" else [], []
     if what == "parameters":
-        low, high = _range(arms, what)
-        told = f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
-        held += [f"parameters (within {100 * TOLERANCE:g}%: {told}; by the choice of {keys})", f"budget (by {knob})"]
+        held += [
+            f"parameters (within {100 * TOLERANCE:g}%: {_told(arms)}; by the choice of {keys})",
+            f"budget (by {knob})",
+        ]
     for thing in KEYS:
         if thing == what or _range(arms, thing) is None or (thing in ON_ONE_GROUND and not alone):
             continue
@@ -157,6 +158,12 @@ def _caption(arms: Sequence[Arm], row: dict, *, what: str, knob: str, alone: boo
         f"Held equal: data, protocol, {listed(held)}. Not held equal: {listed(free)}. Scores are of the ends of whole runs. "
         f"Data: {data_words(row)}. Bits per byte: {protocol_words(protocol)}. Rows are by {keys}.{where}"
     )
+
+
+def _told(arms: Sequence[Arm]) -> str:
+    """Parameters of rows that have about as many."""
+    low, high = _range(arms, "parameters")
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
 
 
 def _other_knobs(arms: Sequence[Arm], *, what: str, alone: bool) -> list[str]:

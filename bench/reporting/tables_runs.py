@@ -15,7 +15,7 @@ from bench.reporting.gather import RunRow
 from bench.reporting.grouping import Arm, budget_words, comparable, is_tuning, number, run_row
 from bench.reporting.picks import Pick, at_a_pick, picks
 from bench.reporting.shown import Cell, Table
-from bench.reporting.swept import row_names, swept_columns
+from bench.reporting.swept import notes_needed, row_names, swept_columns
 from bench.reporting.tables import (
     NOTHING,
     bits,
@@ -56,10 +56,11 @@ def run_tables(runs: Sequence[RunRow], *, failed: Sequence[RunRow] = ()) -> list
     """
     found = picks(runs, failed)
     trials = {id(run) for some in found for pick in some for run in pick.setting.arm.members}
-    tables = reported_tables(runs, found)
+    results, of_sweeps = reported_tables(runs, found), tuning_tables(found)
     for index, same in enumerate(by(runs, key=comparable).values(), start=1):
-        tables += _comparison(same, index=index, swept=id(same[0]) in trials, found=found)
-    return tables + tuning_tables(found)
+        swept = id(same[0]) in trials
+        (of_sweeps if swept else results).extend(_comparison(same, index=index, swept=swept, found=found))
+    return results + of_sweeps
 
 
 def _comparison(runs: list[RunRow], *, index: int, swept: bool, found: Sequence[Sequence[Pick]]) -> list[Table]:
@@ -133,8 +134,8 @@ def _main(arms: Sequence[Arm], *, mark, alone: bool, rows: list[dict], about: tu
     capped = rows[-1].get("capped") or {}
     of_sweep, swept = swept_columns(arms, row=run_row)
     columns = (QUALITY[0], *of_sweep, *QUALITY[1:], *SIZES, *(COSTS if alone else COSTS[:1]))
-    cells = []
-    for arm, label, own in zip(arms, row_names(arms, swept), swept, strict=True):
+    cells, names = [], row_names(arms, swept)
+    for arm, label, own in zip(arms, names, swept, strict=True):
         runs = one_a_seed(arm)
         row = [text(f"{label}{mark(run_row(runs[-1]))}"), *own, whole(len(runs))]
         row += [_mean_bits(runs, score, capped=capped) for score in SCORES]
@@ -148,15 +149,15 @@ def _main(arms: Sequence[Arm], *, mark, alone: bool, rows: list[dict], about: tu
     columns, cells = keep_filled(columns, cells)
     where = f" Time and memory: {ground_words(rows[-1])}." if alone else ""
     newest = tuple(one_a_seed(arm)[-1].folder for arm in arms)
-    about = {"title": title, "caption": caption + where, "notes": tuple(notes)}
+    about = {"title": title, "caption": caption + where, "notes": tuple(notes_needed(notes, names, arms))}
     return Table(name=name, columns=columns, rows=cells, runs=newest + (None,) * (len(cells) - len(newest)), **about)
 
 
 def _seeds(arms: Sequence[Arm], *, mark, about: tuple) -> Table:
     name, title, caption, notes = about
     of_sweep, swept = swept_columns(arms, row=run_row)
-    cells = []
-    for arm, label, own in zip(arms, row_names(arms, swept), swept, strict=True):
+    cells, names = [], row_names(arms, swept)
+    for arm, label, own in zip(arms, names, swept, strict=True):
         for run in arm.members:
             found, capped = run_row(run), run.summary.get("capped") or {}
             scores = [bits(score_of(run, score), capped=capped.get(score.partition("_")[0])) for score in SCORES]

@@ -18,6 +18,12 @@ from bench.rows import ground
 PICKED = (
     Column(heading="picked optim.lr", explained="The rate of the lowest mean over the tuning seeds."),
     Column(heading="valid, bits per byte", explained="At that rate, a mean over the tuning seeds: no result."),
+    Column(heading="flags", explained="What speaks against the pick; the notes say more.", number=False),
+    Column(
+        heading="fresh runs",
+        explained="Runs at the pick that report it, or the note with what to type for them.",
+        number=False,
+    ),
     Column(heading="runner-up", explained="The second best rate."),
     Column(heading="behind, bits per byte", explained="The runner-up's bits less the pick's, a mean over seeds."),
     Column(
@@ -32,8 +38,6 @@ PICKED = (
     Column(heading="tuning seeds", explained="Seeds that chose; none of them may report.", number=False),
     Column(heading="tuning, bytes", explained="Bytes trained on by all trials together."),
     Column(heading="tuning, s", explained="Seconds in training steps of all trials together."),
-    Column(heading="flags", explained="What speaks against the pick; the notes say more.", number=False),
-    Column(heading="fresh runs", explained="Runs at the pick that report it, or what to type for them.", number=False),
 )
 MOST_SEEDS = 6
 """Seeds that get a column each."""
@@ -126,14 +130,16 @@ def _picked(found: list[Pick], heads: list[list[Cell]], columns: tuple[Column, .
     if one_ground:
         caption += f" Seconds: {ground_words(runs[0].provenance)}."
     rows = []
+    to_type: list[str] = []
     for pick, head in zip(found, heads, strict=True):
         trials, n_bytes, seconds = spent(pick)
-        row = [*head, *_choice_cells(pick), whole(len(pick.setting.rates)), whole(trials)]
-        row += [text(", ".join(map(str, pick.setting.seeds))), whole(n_bytes or None)]
-        row += [fixed(seconds, digits=1) if one_ground and seconds else NOTHING]
-        row += [text("; ".join(flags_of(pick, unequal=bool(unequal))) or "none"), _fresh(pick)]
+        rate, score, *behind = _choice_cells(pick)
+        flags = text("; ".join(flags_of(pick, unequal=bool(unequal))) or "none")
+        row = [*head, rate, score, flags, _fresh(pick, to_type=to_type), *behind]
+        row += [whole(len(pick.setting.rates)), whole(trials), text(", ".join(map(str, pick.setting.seeds)))]
+        row += [whole(n_bytes or None), fixed(seconds, digits=1) if one_ground and seconds else NOTHING]
         rows.append(row)
-    said = [*notes, *_scale_notes(runs), *(note for pick in found for note in _notes(pick)), *unequal]
+    said = [*to_type, *notes, *_scale_notes(runs), *(note for pick in found for note in _notes(pick)), *unequal]
     columns, rows = keep_filled((_VARIANT, *columns, *PICKED), rows)
     return Table(
         name=name, title=title, caption=caption, columns=columns, rows=rows, notes=tuple(said), runs=_named(found)
@@ -165,13 +171,15 @@ def rate_cell(rate: float) -> Cell:
     return Cell(text=f"{rate:.10g}", value=rate)
 
 
-def _fresh(pick: Pick) -> Cell:
+def _fresh(pick: Pick, *, to_type: list[str]) -> Cell:
+    """Seeds of the fresh runs, or the number of the note that has the command, which is added to ``to_type``."""
     if pick.choice is None:
         return text("none: nothing is picked")
-    if pick.fresh:
-        seeds = sorted({run.provenance["seed"] for run in pick.fresh})
-        return text(f"n = {len(seeds)}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}")
-    return text(f"none, type: {fresh_command(pick)}")
+    if not pick.fresh:
+        to_type.append(f"[{len(to_type) + 1}] Type: {fresh_command(pick)}")
+        return text(f"none, type [{len(to_type)}]")
+    seeds = sorted({run.provenance["seed"] for run in pick.fresh})
+    return text(f"n = {len(seeds)}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}")
 
 
 def _scale_notes(runs: Sequence[RunRow]) -> list[str]:
