@@ -11,7 +11,7 @@ from bench.reporting.compare import data_words, ground_words, one_a_seed, protoc
 from bench.reporting.gather import RunRow
 from bench.reporting.grouping import Arm, number, run_row
 from bench.reporting.shown import Cell, Column, Table
-from bench.reporting.swept import RATE, notes_needed, row_names, swept_columns, swept_names
+from bench.reporting.swept import RATE, row_names, swept_columns, swept_names
 from bench.reporting.tables import NOTHING, bits, fixed, keep_filled, listed, mean, mib, significant, text, whole
 from bench.rows import ground
 

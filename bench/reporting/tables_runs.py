@@ -58,7 +58,7 @@ def run_tables(runs: Sequence[RunRow], *, failed: Sequence[RunRow] = ()) -> list
     trials = {id(run) for some in found for pick in some for run in pick.setting.arm.members}
     results, of_sweeps = reported_tables(runs, found), tuning_tables(found)
     for index, same in enumerate(by(runs, key=comparable).values(), start=1):
-        swept = id(same[0]) in trials
+        swept = any(id(run) in trials for run in same)
         (of_sweeps if swept else results).extend(_comparison(same, index=index, swept=swept, found=found))
     return results + of_sweeps
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from bench.reporting.gather import RunRow
 from bench.reporting.grouping import Arm, arms, comparable, flat, is_tuning, number
+from bench.reporting.shapes import LARGEST
 from bench.reporting.swept import RATE, settings_of
 from bench.reporting.tables import mean
 from bench.reporting.uncertainty import Paired, paired
@@ -26,8 +27,9 @@ def provenance(run: RunRow) -> dict:
 
 
 def rate_of(run: RunRow) -> float | None:
-    """``optim.lr``, which scales the rates of all groups of parameters."""
-    return number(run.provenance["config"], "optim", "lr")
+    """``optim.lr``, which scales the rates of all groups of parameters; None where it is no rate."""
+    found = number(run.provenance["config"], "optim", "lr")
+    return found if found is not None and 0 < found < LARGEST else None
 
 
 @dataclass(frozen=True, kw_only=True)
