@@ -15,11 +15,13 @@ MOST_CANDIDATES = 20
 
 
 def facts(provenance: dict) -> dict[str, str]:
-    """All that makes a run, as flat keys and words; ``config.seed`` is ``seed``, and the digest of data is a key, too."""
-    found = flat(provenance["config"])
-    found |= {f"data read: {key}": value for key, value in provenance["data"].items()}
-    found |= flat({f"made with: {key}": provenance.get(key) for key in BESIDE})
-    return {key: _words(value) for key, value in found.items()}
+    """All that makes a run, as flat keys and words: the configuration under its own keys, the rest under two of words."""
+    found = {key: _words(value) for key, value in flat(provenance["config"]).items()} | {
+        "seed": str(provenance["seed"])
+    }
+    beside = {f"data read: {key}": value for key, value in provenance["data"].items()}
+    beside |= flat({f"made with: {key}": provenance.get(key) for key in BESIDE})
+    return found | {key: value if isinstance(value, str) else json.dumps(value) for key, value in beside.items()}
 
 
 def _words(value: object) -> str:
