@@ -83,7 +83,7 @@ def test_one_row_or_rates_alone_are_no_view_and_only_picked_rates_are_in_one(tmp
         write_trial(tmp_path, rate=rate, seed=100, bits=bits)
     view = tables(tmp_path)["equal-bytes-1"]
     assert dict(zip(column(view, "variant"), column(view, "optim.lr"), strict=True)) == {
-        "adaptive_span": "",
+        "adaptive_span": "0.003",
         "mhsa": "0.01",
     }
     assert any("other rates than the picked: mhsa, lr=0.003" in note for note in view.notes)

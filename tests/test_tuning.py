@@ -2,11 +2,17 @@
 
 import json
 import shlex
+from random import Random
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from bench.report import all_tables, main
 from bench.reporting import plots
+from bench.reporting.diff import facts_by_run
+from bench.reporting.formats import to_csv, to_latex, to_markdown
 from bench.reporting.gather import gather
 from bench.reporting.picks import fresh_command, picks
 from bench.reporting.plot_style import looks, styled
@@ -14,6 +20,7 @@ from bench.reporting.plots_rates import draw_rates, top_of_frame
 from bench.reporting.shown import Table
 from bench.reporting.tuning import choose, settings, tuning_groups
 from tests.bench_rows import trial_config, write_failed, write_run, write_trial
+from tests.test_gather import mutated
 from tests.test_report import change, column, headings, tables
 
 RATES = (0.001, 0.003, 0.01, 0.03)
@@ -259,6 +266,28 @@ def test_trials_are_in_no_figure_of_results(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "draw_explained", list)
     assert [drawing.name.partition("-")[0] for drawing in plots.draw_all(gather([tmp_path]))] == ["rates"]
     assert len(drawn) == 4 and all([run.summary["seed"] for run in runs] == [0] for runs in drawn.values())
+
+
+@settings_of_hypothesis(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_whatever_stands_in_trials_the_tables_come(tmp_path_factory, seed):
+    random, folder = Random(seed), tmp_path_factory.mktemp("fuzz")
+    sweep(folder, rates=RATES[:2], bits=VALLEY[:2])
+    write_failed(folder, rate=0.02, error="RuntimeError: loss")
+    write_trial(folder, rate=0.003, seed=0, bits=2.0, test=True)
+    for run in random.sample(sorted(folder.iterdir()), 2):
+        first, *others = (run / "record.jsonl").read_text().splitlines()
+        first, summary = mutated(random, json.loads(first)), json.loads((run / "summary.json").read_text())
+        if random.random() < 0.8:  # a change that both files agree on
+            summary |= {key: first[key] for key in first.keys() & summary.keys() - {"kind"} if summary[key] is not None}
+        (run / "record.jsonl").write_text("\n".join([json.dumps(first), *others]) + "\n")
+        (run / "summary.json").write_text(json.dumps(mutated(random, summary) if random.random() < 0.2 else summary))
+    found = gather([folder])
+    facts_by_run(found.runs)
+    for table in all_tables(found):
+        assert all(len(row) == len(table.columns) for row in table.rows) and len(table.runs) in (0, len(table.rows))
+        for form in (to_markdown, to_csv, to_latex):
+            form(table).encode("utf-8")
 
 
 def test_the_figure_marks_picks_edges_and_failures_and_is_the_same_for_equal_rows(tmp_path):
