@@ -19,7 +19,7 @@ from tests.pages import (
 )
 from tests.test_report import change
 
-HOSTILE = "</script><svg onload='window.struck = 1'>\u2028\x1b[31m"
+HOSTILE = "</script x><!--<script></script><svg onload='window.struck = 1'>\u2028\x1b[31m"
 
 
 @pytest.fixture(name="runs")
@@ -122,6 +122,8 @@ def test_any_two_rows_of_the_page_are_compared_without_a_server(runs, opened, tm
         return [[cell.get_property("textContent") for cell in row.find_elements(By.XPATH, "*")] for row in rows]
 
     box_of(runs[0]).click()
+    below = page.find_element(By.TAG_NAME, "body").value_of_css_property("padding-bottom")
+    assert float(below.removesuffix("px")) >= panel.size["height"], "the panel hides the end of the page"
     assert panel.is_displayed() and f"Pick another row to compare with {runs[0].name}" in panel.text
     box_of(runs[1]).click()
     rows = shown()

@@ -76,6 +76,15 @@ def test_a_rate_that_failed_for_one_seed_is_no_choice_but_bounds_the_grid(tmp_pa
     assert cells(shown["tuning-1"], 2)["seed 101"] == "failed"
 
 
+def test_a_failed_attempt_does_not_hide_a_result(tmp_path):
+    sweep(tmp_path)
+    write_failed(tmp_path, rate=0.003, seed=100, error="RuntimeError: the disk was full")
+    found = gather([tmp_path])
+    for order in ([*found.failed_runs, *found.runs], [*found.runs, *found.failed_runs]):
+        (setting,) = settings(order)
+        assert choose(setting).rate == 0.003 and not choose(setting).lost and len(setting.runs) == 8
+
+
 def test_missing_cells_diverged_trials_and_disagreeing_seeds_are_flagged(tmp_path):
     for rate, of_seeds in ((0.001, (2.5, 2.45)), (0.003, (2.4, 2.5)), (0.01, (2.6, None)), (0.03, (2.9, "missing"))):
         for seed, bits in zip((100, 101), of_seeds, strict=True):

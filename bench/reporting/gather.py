@@ -26,7 +26,7 @@ SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "bud
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """A finished run, or a failed one, whose summary has only its ``status`` and ``error`` for sure.
+    """A finished run, or a failed one, whose summary is only its ``status`` and ``error``.
 
     Attributes:
         folder: the run folder.
@@ -209,7 +209,8 @@ def _read_failed(run: RunRow, reasons: list[str], found: Found, *, traced: bool)
         return
     found.failed.append(f"{run.folder}: {error_of(run)}")
     if traced:
-        found.failed_runs.append(run)
+        known = {key: run.summary.get(key) for key in FAILED}
+        found.failed_runs.append(RunRow(folder=run.folder, summary=known, rows=run.rows))
 
 
 def error_of(run: RunRow) -> str:

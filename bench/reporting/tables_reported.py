@@ -5,7 +5,6 @@ table of picks, with the command to type.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from bench.reporting.compare import arms_of, by, data_words, marks, one_a_seed, protocol_of, protocol_words
 from bench.reporting.gather import RunRow
@@ -52,7 +51,7 @@ def reported_tables(runs: Sequence[RunRow], found: Sequence[Sequence[Pick]]) -> 
 
 
 def reported_arms(runs: Sequence[RunRow], found: Sequence[Pick]) -> list[tuple[Arm, Pick]]:
-    """Arms of fresh runs, the best first, each with the pick that it reports.
+    """Arms of ``runs``, all of them fresh, the best first, each with the pick that it reports.
 
     Where a setting was tuned more than once, the pick under the very budget of the runs counts, else the newest.
     """
@@ -63,8 +62,7 @@ def reported_arms(runs: Sequence[RunRow], found: Sequence[Pick]) -> list[tuple[A
         equal = [pick for pick in rivals if pick.setting.newest.provenance["budget"] == budget]
         if rivals:
             pick = (equal or rivals)[-1]
-            members = tuple(run for run in arm.members if run in pick.fresh)
-            pairs.append((replace(arm, members=members), pick))
+            pairs.append((arm, pick))
     return sorted(pairs, key=lambda pair: _order(pair[0]))
 
 

@@ -36,8 +36,8 @@ PICKED = (
         heading="trials", explained="Runs of the grid, failed ones with them: what the pick may have been lucky in."
     ),
     Column(heading="tuning seeds", explained="Seeds that chose; none of them may report.", number=False),
-    Column(heading="tuning, bytes", explained="Bytes trained on by all trials together."),
-    Column(heading="tuning, s", explained="Seconds in training steps of all trials together."),
+    Column(heading="tuning, bytes", explained="Bytes trained on by all trials together, but for failed ones."),
+    Column(heading="tuning, s", explained="Seconds in training steps of the same."),
 )
 MOST_SEEDS = 6
 """Seeds that get a column each."""
@@ -68,7 +68,7 @@ def flags_of(pick: Pick, *, unequal: bool = False) -> list[str]:
 
 
 def spent(pick: Pick) -> tuple[int, float, float]:
-    """Trials, bytes and seconds of all of them."""
+    """Trials, and bytes and seconds of those that did not fail."""
     runs = pick.setting.runs
     amounts = [sum(number(run.summary, key) or 0.0 for run in runs) for key in ("bytes_seen", "seconds")]
     return len(runs), *amounts
