@@ -226,6 +226,15 @@ def test_the_sweep_is_named_and_all_groups_of_rates_are_told(tmp_path):
     picked = tables(tmp_path)["picked-1"]
     assert "Sweep: rates-1a2b." in picked.caption
     assert any("default (AdamW) 1 and spans (AdamW) 3" in note for note in picked.notes)
+    for folder in tmp_path.iterdir():
+        change(folder, optimizers=[groups[0] | {"lr": 0.003}])
+    assert any(
+        "does not scale all groups of parameters: not default (AdamW) of mhsa" in n for n in picked_notes(tmp_path)
+    )
+
+
+def picked_notes(folder) -> tuple[str, ...]:
+    return tables(folder)["picked-1"].notes
 
 
 def test_a_grid_of_two_keys_has_a_column_for_each(tmp_path):

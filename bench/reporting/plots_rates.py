@@ -56,9 +56,9 @@ def _draw(found: Sequence[Pick], *, look: dict[str, Look], name: str) -> Drawing
     shares = [found[start : start + MOST_SETTINGS] for start in range(0, len(found), MOST_SETTINGS)]
     title = "Validation bits against the learning rate"
     subtitle = f"{data_words([row])}; {budget_words(row['budget'])} a trial"
-    height = 4.6 + 0.22 * len(shares[0])
+    height = 4.9 + 0.12 * len(shares[0])
     figure, axes = panels(
-        1, len(shares), width=max(6.5, 5.4 * len(shares)), height=height, title=title, subtitle=subtitle
+        1, len(shares), width=max(8.6, 5.4 * len(shares)), height=height, title=title, subtitle=subtitle
     )
     limits, handles = top_of_frame(found), []
     rates = sorted({rate for pick in found for rate in pick.setting.rates})
@@ -93,9 +93,8 @@ def _line(ax: Axes, pick: Pick, *, look: Look, limits: tuple[float, float], asid
         place = {"markersize": 11, "zorder": 6, "linestyle": "none", "clip_on": False}
         place |= {"markeredgewidth": 2} if choice.edge else {"markeredgewidth": 0.8, "markeredgecolor": "white"}
         ax.plot([choice.rate * aside], [choice.bits], **style, **place, fillstyle=fill)
-    told = f"picks {choice.rate:g}" if choice else "no pick"
-    edge = ", edge of the grid" if choice and choice.edge else ""
-    label = f"{setting.arm.label} ({told}{edge}; n={len(setting.seeds)})"
+    told = f"{choice.rate:g}{', at the edge' if choice.edge else ''}" if choice else "no pick"
+    label = f"{setting.arm.label}: {told}"
     return Line2D([], [], **style, linestyle=line, linewidth=1.6, markersize=6, label=label)
 
 
@@ -116,7 +115,8 @@ def _key(found: Sequence[Pick]) -> list[Line2D]:
     plain = {"color": GREY, "linestyle": "none"}
     top = top_of_frame(found)[1]
     every = [(pick, rate) for pick in found for rate in pick.setting.rates]
-    key = [Line2D([], [], **plain, marker="o", markersize=4, alpha=0.7, label="one seed; lines: means over seeds")]
+    counts = " or ".join(map(str, sorted({len(pick.setting.seeds) for pick in found})))
+    key = [Line2D([], [], **plain, marker="o", markersize=4, alpha=0.7, label=f"one seed (n = {counts}); lines: means")]
     if any(pick.choice and not pick.choice.edge for pick in found):
         key.append(Line2D([], [], **plain, marker="o", markersize=10, label="picked"))
     if any(pick.choice and pick.choice.edge for pick in found):

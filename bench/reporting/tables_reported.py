@@ -14,7 +14,8 @@ from bench.reporting.shown import Cell, Column, Table
 from bench.reporting.swept import RATE, row_names, swept_columns, swept_names
 from bench.reporting.tables import CAPPED, bits, keep_filled, listed, mean, text, whole
 from bench.reporting.tables_pairs import pairs_table
-from bench.reporting.tables_tuning import flags_of, rate_cell, spent, unequal_tuning
+from bench.reporting.tables_tuning import rate_cell
+from bench.reporting.words_tuning import flags_of, spent, unequal_tuning
 
 SCORES = {
     "valid": "valid, bits per byte",

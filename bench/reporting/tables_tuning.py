@@ -6,13 +6,14 @@ Picks are made on the validation bits of tuning seeds; test is not scored there.
 from collections.abc import Sequence
 
 from bench.reporting.compare import data_words, ground_words, marks, protocol_of, protocol_words
-from bench.reporting.gather import RunRow, error_of
-from bench.reporting.grouping import budget_words, number
+from bench.reporting.gather import RunRow
+from bench.reporting.grouping import budget_words
 from bench.reporting.picks import Pick, fresh_command
 from bench.reporting.shown import Cell, Column, Table
 from bench.reporting.swept import RATE, row_names, swept_columns, swept_names
-from bench.reporting.tables import NOTHING, bits, count_of, fixed, keep_filled, listed, text, whole
+from bench.reporting.tables import NOTHING, bits, fixed, keep_filled, listed, text, whole
 from bench.reporting.tuning import provenance
+from bench.reporting.words_tuning import flags_of, pick_notes, scale_notes, spent, unequal_tuning
 from bench.rows import ground
 
 PICKED = (
@@ -46,46 +47,6 @@ MOST_SEEDS = 6
 def tuning_tables(found: Sequence[Sequence[Pick]]) -> list[Table]:
     """For each tuning sweep the picks and the whole grid; ``found`` from ``picks``."""
     return [table for index, some in enumerate(found, start=1) for table in _tables(list(some), index=index)]
-
-
-def flags_of(pick: Pick, *, unequal: bool = False) -> list[str]:
-    """What speaks against a pick, in a few words each."""
-    choice = pick.choice
-    if choice is None:
-        return ["no rate has a score of each seed"]
-    flags = []
-    if choice.edge:
-        flags.append("only one rate tried" if choice.edge == "only" else f"edge of the grid ({choice.edge})")
-    if len(set(choice.by_seed.values())) > 1:
-        flags.append("seeds disagree")
-    if len(choice.by_seed) == 1:
-        flags.append("n = 1")
-    elif choice.behind and not choice.behind.separated:
-        flags.append("not separated")
-    flags += [f"{len(choice.missing)} missing"] if choice.missing else []
-    flags += [f"{len(choice.lost)} failed"] if choice.lost else []
-    return [*flags, "unequal tuning budget"] if unequal else flags
-
-
-def spent(pick: Pick) -> tuple[int, float, float]:
-    """Trials, and bytes and seconds of those that did not fail."""
-    runs = pick.setting.runs
-    amounts = [sum(number(run.summary, key) or 0.0 for run in runs) for key in ("bytes_seen", "seconds")]
-    return len(runs), *amounts
-
-
-def unequal_tuning(found: Sequence[Pick]) -> list[str]:
-    """A note where settings had unequal tuning budgets: other numbers of trials, or of what one trial may spend."""
-    told = []
-    for pick in found:
-        each = budget_words(pick.setting.newest.provenance["budget"])
-        told.append(f"{count_of(len(pick.setting.runs), 'trial')} of {each}")
-    if len(set(told)) == 1:
-        return []
-    pairs = listed(
-        (f"{pick.setting.arm.label} {words}" for pick, words in zip(found, told, strict=True)), most=len(told)
-    )
-    return [f"Tuned with unequal budgets: {pairs}; more trials find a better rate."]
 
 
 def _tables(found: list[Pick], *, index: int) -> list[Table]:
@@ -139,7 +100,7 @@ def _picked(found: list[Pick], heads: list[list[Cell]], columns: tuple[Column, .
         row += [whole(len(pick.setting.rates)), whole(trials), text(", ".join(map(str, pick.setting.seeds)))]
         row += [whole(n_bytes or None), fixed(seconds, digits=1) if one_ground and seconds else NOTHING]
         rows.append(row)
-    said = [*to_type, *notes, *_scale_notes(runs), *(note for pick in found for note in _notes(pick)), *unequal]
+    said = [*to_type, *notes, *scale_notes(found), *(note for pick in found for note in pick_notes(pick)), *unequal]
     columns, rows = keep_filled((_VARIANT, *columns, *PICKED), rows)
     return Table(
         name=name, title=title, caption=caption, columns=columns, rows=rows, notes=tuple(said), runs=_named(found)
@@ -180,46 +141,6 @@ def _fresh(pick: Pick, *, to_type: list[str]) -> Cell:
         return text(f"none, type [{len(to_type)}]")
     seeds = sorted({run.provenance["seed"] for run in pick.fresh})
     return text(f"n = {len(seeds)}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}")
-
-
-def _scale_notes(runs: Sequence[RunRow]) -> list[str]:
-    """How ``optim.lr`` scales the groups of parameters: each has a fixed multiple of it, or the note says which has not."""
-    scales: dict[str, set[str]] = {}
-    for run in runs:
-        rate = number(run.provenance["config"], "optim", "lr")
-        for group in run.provenance.get("optimizers") or []:
-            own = number(group, "lr")
-            if own is not None and rate:
-                scales.setdefault(f"{group['name']} ({group['optimizer']})", set()).add(f"{own / rate:.4g}")
-    if not scales:
-        return []
-    told = listed(f"{name} {' or '.join(sorted(found))}" for name, found in scales.items())
-    return [f"{RATE} scales the rates of all groups of parameters together; times {RATE}: {told}."]
-
-
-def _notes(pick: Pick) -> list[str]:
-    label, choice, setting = pick.setting.arm.label, pick.choice, pick.setting
-    notes = []
-    if choice and choice.edge in ("lowest", "highest"):
-        further = "lower" if choice.edge == "lowest" else "higher"
-        notes.append(
-            f"{label}: {choice.rate:.10g} is the {choice.edge} rate tried, so the best may be {further}: try more."
-        )
-    if choice and len(set(choice.by_seed.values())) > 1:
-        told = listed(f"seed {seed} {rate:.10g}" for seed, rate in choice.by_seed.items())
-        notes.append(f"{label}: seeds disagree on the best rate: {told}.")
-    for rate in setting.rates:
-        for seed in setting.seeds:
-            if seed not in setting.trials[rate]:
-                notes.append(f"{label}: no run at {rate:.10g} with seed {seed}, so this rate was not picked from.")
-            elif setting.bits(rate, seed) is None:
-                run = setting.trials[rate][seed]
-                why = error_of(run) if run.summary.get("status") == "failed" else "no finite validation bits"
-                notes.append(f"{label}: the run at {rate:.10g} with seed {seed} failed: {why} ({run.folder.name}).")
-    if pick.spoilt:
-        told = listed(run.folder.name for run in pick.spoilt)
-        notes.append(f"{label}: test was scored with a tuning seed, which is no result: {told}.")
-    return notes
 
 
 def _grid(found: list[Pick], heads: list[list[Cell]], columns: tuple[Column, ...], *, about: tuple) -> Table:
