@@ -63,13 +63,14 @@ def test_equal_parameters_are_within_two_percent(tmp_path):
         "all_attention": 1_021_000,
         "product_key_memory": 5_000_000,
     }
-    for variant, total in totals.items():
-        write_run(tmp_path, variant=variant, parameters=PARAMETERS | {"total": total})
+    for rate, (variant, total) in enumerate(totals.items(), start=1):
+        parameters = PARAMETERS | {"total": total}
+        write_trial(tmp_path, variant=variant, rate=rate / 100, seed=0, bits=2.4, test=True, parameters=parameters)
     found = {name: table for name, table in tables(tmp_path).items() if name.startswith("equal-parameters")}
     assert list(found) == ["equal-parameters-1"]
     assert sorted(column(found["equal-parameters-1"], "variant")) == ["adaptive_span", "mhsa"]
     caption = found["equal-parameters-1"].caption
-    assert "within 2%: 1,000,000 to 1,019,000; by the choice of variant" in caption
+    assert "within 2%: 1,000,000 to 1,019,000; by the choice of variant)" in caption
     assert "budget (by budget.bytes=2,000,000)" in caption
 
 

@@ -95,6 +95,7 @@ def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: 
     runs = [run for arm in arms for run in one_a_seed(arm)]
     alone = len({ground(run_row(run)) for run in runs}) == 1
     columns, cells = swept_columns(arms, row=run_row)
+    made_of = swept_names([column for column in columns if column.heading != RATE])
     rows, names = [], row_names(arms, cells)
     for arm, label, own in zip(arms, names, cells, strict=True):
         head = text(f"{label}{mark(run_row(arm.members[-1]))}")
@@ -110,7 +111,7 @@ def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: 
     return Table(
         name=name,
         title=f"Equal {what}{f' ({_told(arms)})' if what == 'parameters' else ''}: {row['data']['name']}, {knob}",
-        caption=_caption(arms, row, what=what, knob=knob, alone=alone, keys=swept_names(columns)),
+        caption=_caption(arms, row, what=what, knob=knob, alone=alone, keys=swept_names(columns), made_of=made_of),
         columns=shown,
         rows=rows,
         notes=tuple(said),
@@ -137,11 +138,11 @@ def _costs(runs: Sequence[RunRow], *, alone: bool) -> list[Cell]:
     ]
 
 
-def _caption(arms: Sequence[Arm], row: dict, *, what: str, knob: str, alone: bool, keys: str) -> str:
+def _caption(arms: Sequence[Arm], row: dict, *, what: str, knob: str, alone: bool, keys: str, made_of: str) -> str:
     held, free = [f"{what} (by {knob})"] if what != "parameters" else [], []
     if what == "parameters":
         held += [
-            f"parameters (within {100 * TOLERANCE:g}%: {_told(arms)}; by the choice of {keys})",
+            f"parameters (within {100 * TOLERANCE:g}%: {_told(arms)}; by the choice of {made_of})",
             f"budget (by {knob})",
         ]
     for thing in KEYS:
