@@ -1,5 +1,7 @@
 """Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
 
+``--diff A B`` only says in what two runs differ: configuration, code, data and machine.
+
 Reads run folders and rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, sorts what may be compared into tables, and
 writes each as Markdown, CSV and LaTeX, each figure as PNG and SVG, all of it as ``report.md``, and one ``index.html`` that
 opens from disk. What may not be shown is named with its reason. Needs neither torch nor W&B nor a server.
@@ -12,8 +14,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from bench.reporting.diff import diff_lines, facts_by_run
 from bench.reporting.formats import markdown_list, to_csv, to_latex, to_markdown
 from bench.reporting.gather import Found, gather
+from bench.reporting.picks import fresh_command, picks
 from bench.reporting.shown import Drawing, Table
 from bench.reporting.tables import count_of
 from bench.reporting.tables_costs import cost_tables
@@ -30,18 +34,21 @@ CONTENTS = "contents.txt"
 def main(words: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 2 for a user's mistake."""
     asked = _parser().parse_args(words)
+    folders = [Path(folder) for folder in asked.folders]
     typed = shlex.join(["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)])
     try:
-        found = gather([Path(folder) for folder in asked.folders])
+        if asked.diff:
+            print("\n".join(diff_lines(folders, names=asked.diff)))
+            return 0
+        found = gather(folders)
         _must_have_rows(found)
         for line in write_report(found, Path(asked.out), command=typed):
             print(line)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for heading, lines in (("not finished, not shown", found.unfinished), ("refused", found.refused)):
-        for line in lines:
-            print(f"{heading}: {line}")
+    for line in [*_left_out(found), *_to_type(found)]:
+        print(line)
     return 0
 
 
@@ -77,6 +84,7 @@ def write_report(found: Found, out: Path, *, command: str) -> Iterator[str]:
         yield f"{out / 'report.md'}: all tables and figures"
         passing = out / f"index.html.{os.getpid()}.tmp"
         parts = {"tables": tables, "drawings": drawings, "notes": notes, "commands": commands}
+        parts["facts"] = facts_by_run(found.runs)
         write_page(passing, title=TITLE, **parts).replace(out / "index.html")
         yield f"{out / 'index.html'}: the same as a page"
         _forget_older(out, written=written)
@@ -92,7 +100,7 @@ def all_tables(found: Found) -> list[Table]:
         *fit_tables(found.fits),
         *speed_tables(found.speeds),
     )
-    return [*run_tables(found.runs), *of_bench]
+    return [*run_tables(found.runs, failed=found.failed_runs), *of_bench]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,14 +109,19 @@ def _parser() -> argparse.ArgumentParser:
         "folders", nargs="*", default=["outputs"], help="folders of runs and rows, searched to the bottom"
     )
     parser.add_argument("--out", default="outputs/report", help="folder to write to (default: %(default)s)")
+    parser.add_argument(
+        "--diff",
+        nargs=2,
+        metavar=("A", "B"),
+        help="only say in what two runs differ: folders, names or their beginnings",
+    )
     return parser
 
 
 def _must_have_rows(found: Found) -> None:
     if found.runs or found.costs or found.peers or found.fits or found.speeds:
         return
-    reasons = [*(f"not finished: {line}" for line in found.unfinished), *(f"refused: {line}" for line in found.refused)]
-    raise ValueError("nothing to report; " + "; ".join(reasons))
+    raise ValueError("nothing to report; " + "; ".join(_left_out(found)))
 
 
 def _notes(found: Found) -> list[str]:
@@ -116,8 +129,20 @@ def _notes(found: Found) -> list[str]:
     read = [count_of(len(found.runs), "finished run")] if found.runs else []
     read += [f"{count_of(len(rows), 'row')} of bench.{verb}" for verb, rows in verbs.items() if rows]
     notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
-    notes += [f"Not finished, not shown: {line}" for line in found.unfinished]
-    return notes + [f"Refused: {line}" for line in found.refused]
+    return notes + [f"{line[0].upper()}{line[1:]}" for line in _left_out(found)]
+
+
+def _to_type(found: Found) -> list[str]:
+    """What is still to be run: the fresh runs of each rate that was picked and not reported."""
+    every = [pick for some in picks(found.runs, found.failed_runs) for pick in some]
+    waiting = [pick for pick in every if pick.choice and not pick.fresh]
+    return list(dict.fromkeys(f"picked, not reported yet: {fresh_command(pick)}" for pick in waiting))
+
+
+def _left_out(found: Found) -> list[str]:
+    """What is not shown, and why."""
+    of_kind = {"failed, not shown": found.failed, "not finished, not shown": found.unfinished, "refused": found.refused}
+    return [f"{kind}: {line}" for kind, lines in of_kind.items() for line in lines]
 
 
 def _commands(found: Found, *, command: str) -> list[str]:

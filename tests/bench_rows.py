@@ -158,9 +158,11 @@ def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-c
     return path
 
 
-def write_run(outputs: Path, *, variant: str = "mhsa", seed: int = 0, bits: float = 2.4, **changes) -> Path:
+def write_run(
+    outputs: Path, *, variant: str = "mhsa", seed: int = 0, bits: float = 2.4, config: dict | None = None, **changes
+) -> Path:
     """A finished run's folder: ``record.jsonl`` and ``summary.json`` as ``train.py`` leaves them."""
-    same = identity("provenance", variant=variant, seed=seed)
+    same = identity("provenance", variant=variant, seed=seed, config=config)
     same |= {"command": f"python train.py variant={variant} seed={seed}", "budget": {"bytes": 2_000_000}}
     same |= {"config_hash": f"{variant}-{seed}"}
     same |= {
@@ -213,8 +215,41 @@ def write_run(outputs: Path, *, variant: str = "mhsa", seed: int = 0, bits: floa
         "best_bytes_seen": 2_000_000,
         "spans": {"mean": 98.5, "min": 0.0, "max": 300.0} if variant == "adaptive_span" else None,
     }
-    folder = outputs / f"{variant}-s{seed}-{abs(hash((variant, seed, bits))) % 10**8:08d}"
+    folder = outputs / f"{variant}-s{seed}-{abs(hash((variant, seed, bits, str(config)))) % 10**8:08d}"
     folder.mkdir(parents=True)
     (folder / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary | changes) + "\n", encoding="utf-8")
+    return folder
+
+
+def trial_config(*, variant: str, rate: float, test: bool = False, **keys) -> dict:
+    """A configuration with a rate; ``keys`` such as ``model={"span": 64}`` replace parts."""
+    config = {"variant": {"name": variant}, "model": {"d_model": 128, "layers": 4, "heads": 4, "span": 512}}
+    config |= {
+        "optim": {"lr": rate},
+        "eval": {"test": test},
+        "record": {"wandb": {"group": "rates-1a2b" if not test else None}},
+    }
+    return config | keys
+
+
+def write_trial(
+    outputs: Path, *, variant: str = "mhsa", rate: float, seed: int, bits: float | None, test: bool = False, **changes
+) -> Path:
+    """A run of a sweep of learning rates, or with ``test`` one that reports; ``keys`` of ``trial_config`` in ``changes``."""
+    keys = changes.pop("keys", {})
+    scores = {"valid_bits_per_byte": bits}
+    scores |= {} if test else {"test_bits_per_byte": None, "test_context_512_bits_per_byte": None}
+    config = trial_config(variant=variant, rate=rate, test=test, **keys)
+    return write_run(outputs, variant=variant, seed=seed, bits=bits or 9.0, config=config, **scores | changes)
+
+
+def write_failed(outputs: Path, *, error: object, rate: float = 0.1, variant: str = "mhsa", seed: int = 100) -> Path:
+    """What a trial leaves that ended with an error: its provenance, and a summary that knows little."""
+    folder = write_trial(outputs, variant=variant, rate=rate, seed=seed, bits=9.0)
+    first = (folder / "record.jsonl").read_text().splitlines()[0]
+    (folder / "record.jsonl").write_text(first + "\n")
+    summary = dict.fromkeys(json.loads((folder / "summary.json").read_text()))
+    summary |= {"status": "failed", "error": error, "variant": variant, "seed": seed}
+    (folder / "summary.json").write_text(json.dumps(summary))
     return folder

@@ -134,7 +134,7 @@ def mutated(random: Random, row: dict) -> dict:
         if random.random() < 0.3 and len(place) > 1:
             del place[key]
         else:
-            place[key] = random.choice(JUNK)
+            place[key] = copy.deepcopy(random.choice(JUNK))  # else it could end up inside itself
     return row
 
 

@@ -83,6 +83,13 @@ def differences(rows: Sequence[dict], *, without: tuple[str, ...] = ()) -> str:
     return listed(named, most=MOST_KEYS)
 
 
+def protocol_of(rows: Sequence[dict]) -> dict:
+    """The protocol of rows that compare: of one span, or of each row's own."""
+    spans = sorted({row["protocol"]["span"] for row in rows})
+    own = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
+    return rows[-1]["protocol"] | {"span": own}
+
+
 def protocol_words(protocol: Mapping) -> str:
     """How bits per byte were scored: all that is part of the number."""
     lanes = count_of(protocol["lanes"], "lane")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.reporting.row_shapes import BENCH_KINDS, SUMMARY, of_run_row
+from bench.reporting.row_shapes import BENCH_KINDS, FAILED, SUMMARY, of_run_row
 from bench.reporting.shapes import misfit, shown
 from bench.rows import ROWS, refusal
 from harness.record import RECORD
@@ -20,12 +20,13 @@ from harness.record import SUMMARY as SUMMARY_FILE
 NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
 MOST_REASONS = 5
 """Of one file; a thousand equal ones would hide the others."""
+LONGEST_ERROR = 300
 SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """A finished run.
+    """A finished run, or a failed one, whose summary is only its ``status`` and ``error``.
 
     Attributes:
         folder: the run folder.
@@ -53,6 +54,8 @@ class Found:
             ``read_from`` is the folder of one call.
         refused: ``path: why``, of what is not shown.
         unfinished: ``path: status``, of runs that have not ended.
+        failed: ``path: error``, of runs that ended with an error.
+        failed_runs: those of them whose provenance is known, so that a sweep can say which of its trials they were.
         files: how many files of rows were read.
     """
 
@@ -62,6 +65,8 @@ class Found:
     fits: list[dict]
     refused: list[str]
     unfinished: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    failed_runs: list[RunRow] = field(default_factory=list)
     speeds: list[dict] = field(default_factory=list)
     files: int = 0
 
@@ -94,6 +99,32 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:  # removed since
         return 0.0
+
+
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """Folders with a run's record, found as ``gather`` finds them; nothing in them is read."""
+    found = [path for folder in folders if folder.is_dir() for path in _files(folder) if path.name == RECORD]
+    return list({path.resolve(): path.parent for path in found}.values())
+
+
+def provenance_of(folder: Path) -> dict:
+    """The first row of a run's record.
+
+    Raises:
+        ValueError: it is not there, or no row that may be shown.
+    """
+    path = folder / RECORD
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            row = json.loads(file.readline())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: line 1: not JSON ({_first_line(error)})") from error
+    wrong = refusal(row) or misfit(row, shape=of_run_row(row))
+    if wrong or row["kind"] != "provenance":
+        raise ValueError(f"{path}: line 1: {wrong or 'no provenance'}")
+    return row
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -150,6 +181,9 @@ def _read_run(folder: Path, found: Found) -> None:
     rows, reasons = _record(folder / RECORD)
     summary, reason = _summary(folder / SUMMARY_FILE)
     traced = bool(rows) and rows[0].get("kind") == "provenance"
+    if isinstance(summary, dict) and summary.get("status") == "failed":
+        _read_failed(RunRow(folder=folder, summary=summary, rows=rows), reasons, found, traced=traced)
+        return
     if not traced:
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
@@ -162,6 +196,27 @@ def _read_run(folder: Path, found: Found) -> None:
         found.unfinished.append(f"{folder}: {'no summary yet' if summary is None else summary['status']}")
     else:
         found.runs.append(RunRow(folder=folder, summary=summary, rows=rows))
+
+
+def _read_failed(run: RunRow, reasons: list[str], found: Found, *, traced: bool) -> None:
+    """A run that ended with an error: what it knew is no result, and it may have failed before it knew anything."""
+    unfit = misfit(run.summary, shape=FAILED)
+    mixed = _mixed(run.summary, run.provenance) if traced else None
+    wrong = unfit or mixed
+    _refuse(run.folder / RECORD, reasons, found)
+    _refuse(run.folder / SUMMARY_FILE, [wrong] if wrong else [], found)
+    if wrong:
+        return
+    found.failed.append(f"{run.folder}: {error_of(run)}")
+    if traced:
+        known = {key: run.summary.get(key) for key in FAILED}
+        found.failed_runs.append(RunRow(folder=run.folder, summary=known, rows=run.rows))
+
+
+def error_of(run: RunRow) -> str:
+    """What a failed run ended with, in one line."""
+    words = " ".join(str(run.summary.get("error") or "no error was written down").split())
+    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
 
 
 def _record(path: Path) -> tuple[list[dict], list[str]]:
@@ -191,7 +246,9 @@ def _summary(path: Path) -> tuple[dict | None, str | None]:
 
 def _mixed(summary: dict, provenance: dict) -> str | None:
     """Why a summary does not belong to the record beside it: somebody may have mixed two runs in one folder."""
-    other = [key for key in SAME_RUN if summary[key] != provenance.get(key)]
+    failed = summary["status"] == "failed"  # null is what it did not get to know
+    known = [key for key in SAME_RUN if not failed or summary.get(key) is not None]
+    other = [key for key in known if summary[key] != provenance.get(key)]
     return f"not of the run in {RECORD}: {', '.join(other)} differ" if other else None
 
 

@@ -59,15 +59,24 @@ def run_row(run: RunRow) -> dict:
 def comparable(run: RunRow) -> str:
     """Equal for runs whose bits per byte may stand in one table or drawing, and whose budget was the same.
 
-    A budget of seconds is equal on equal ground only.
+    A budget of seconds is equal on equal ground only. Tuning runs choose a setting and are no result, so they never stand
+    beside runs that are. A span that is the model's own is a setting that may be compared, not a way of scoring.
     """
     row = run_row(run)
-    held = {name: row.get(name) for name in ("protocol", "budget", "capped")}
+    held = {name: row.get(name) for name in ("protocol", "budget", "capped")} | {"tuning": is_tuning(row)}
+    if number(row["config"], "model", "span") == row["protocol"]["span"]:
+        held["protocol"] = row["protocol"] | {"span": None}
     data = row["config"].get("data")
     held |= {"sha256": row["data"]["sha256"], "split": data.get("split") if isinstance(data, dict) else None}
     if "seconds" in row["budget"]:
         held |= {"ground": ground(row), "path": row["path"]}
     return json.dumps(held, sort_keys=True)
+
+
+def is_tuning(row: dict) -> bool:
+    """Whether a run was there to choose a setting on the validation split: ``eval.test=false``."""
+    scored = row["config"].get("eval")
+    return isinstance(scored, dict) and scored.get("test") is False
 
 
 def tag(*keys: Hashable) -> str:

@@ -175,6 +175,8 @@ SUMMARY = (
         "test_metrics": Maybe(METRIC),
     }
 )
+FAILED = {"status": Only(("failed",)), "error": Maybe(TEXT)}
+"""What a run that ended with an error leaves; the rest is null where it is not known."""
 _PLACE = {"bytes_seen": COUNT, "step": Maybe(COUNT), "fraction": Maybe(COUNT), "epochs": Maybe(COUNT)}
 _CLOCK = Maybe({"seconds": Maybe(COUNT), "bytes_per_second": Maybe(COUNT)})
 TRAIN = _PLACE | {"bits_per_byte": Maybe(COUNT), "metrics": Maybe(METRIC), "clock": _CLOCK}

@@ -1,6 +1,7 @@
 """What a report shows, before anyone decides on Markdown, CSV, LaTeX or HTML: tables of cells, and drawings."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Table:
     caption: the protocol, what is held equal, and what the rows differ in.
     rows: one cell a column.
     notes: marks explained, rows left out and why.
+    runs: a run folder for each row, the newest of those it is the mean of, or None; nothing where rows are no runs.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
+    runs: tuple[Path | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,338 @@
+"""Tuning sweeps in a report: which rate is picked and what speaks against it, and that fresh seeds alone report."""
+
+import json
+import shlex
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
+
+from bench.report import all_tables, main
+from bench.reporting import plots
+from bench.reporting.diff import facts_by_run
+from bench.reporting.formats import to_csv, to_latex, to_markdown
+from bench.reporting.gather import gather
+from bench.reporting.picks import fresh_command, picks
+from bench.reporting.plot_style import looks, styled
+from bench.reporting.plots_rates import draw_rates, top_of_frame
+from bench.reporting.shown import Table
+from bench.reporting.tuning import choose, settings, tuning_groups
+from tests.bench_rows import trial_config, write_failed, write_run, write_trial
+from tests.test_gather import mutated
+from tests.test_report import change, column, headings, tables
+
+RATES = (0.001, 0.003, 0.01, 0.03)
+VALLEY = (2.6, 2.4, 2.5, 3.0)
+
+
+def sweep(folder, *, variant: str = "mhsa", bits=VALLEY, rates=RATES, seeds=(100, 101), **changes) -> None:
+    for rate, middle in zip(rates, bits, strict=True):
+        for seed in seeds:
+            write_trial(folder, variant=variant, rate=rate, seed=seed, bits=middle + (seed - 100) / 100, **changes)
+
+
+def choice_of(folder, *, variant: str = "mhsa"):
+    found = gather([folder])
+    (group,) = tuning_groups(found.runs, found.failed_runs)
+    return choose(next(one for one in settings(group) if one.arm.variant == variant))
+
+
+def cells(table: Table, row: int = 0) -> dict[str, str]:
+    return {column.heading: cell.text for column, cell in zip(table.columns, table.rows[row], strict=True)}
+
+
+def test_the_lowest_mean_over_tuning_seeds_is_picked_and_test_is_not_looked_at(tmp_path):
+    sweep(tmp_path)
+    for rate, test_bits in ((0.01, 0.5), (0.003, 5.0)):  # a better test score at another rate says nothing
+        write_trial(tmp_path, rate=rate, seed=7, bits=0.1, test=True, test_bits_per_byte=test_bits)
+    found = choice_of(tmp_path)
+    assert (found.rate, found.edge, found.runner_up) == (0.003, None, 0.01)
+    assert found.bits == pytest.approx(2.405) and found.behind.mean == pytest.approx(0.1)
+    assert not found.missing and not found.lost and set(found.by_seed.values()) == {0.003}
+
+
+@pytest.mark.parametrize(
+    "bits, edge", [((2.1, 2.2, 2.3, 2.4), "lowest"), ((2.4, 2.3, 2.2, 2.1), "highest"), (VALLEY, None)]
+)
+def test_an_optimum_at_the_edge_of_the_grid_is_flagged(tmp_path, bits, edge):
+    sweep(tmp_path, bits=bits)
+    assert choice_of(tmp_path).edge == edge
+    picked = tables(tmp_path)["picked-1"]
+    assert ("edge of the grid" in cells(picked)["flags"]) == bool(edge)
+    assert any("try more" in note for note in picked.notes) == bool(edge)
+
+
+def test_a_rate_that_failed_for_one_seed_is_no_choice_but_bounds_the_grid(tmp_path):
+    sweep(tmp_path, rates=RATES[:2], bits=(2.6, 2.4))
+    write_trial(tmp_path, rate=0.01, seed=100, bits=2.0)
+    failed = write_failed(tmp_path, rate=0.01, seed=101, error="RuntimeError: loss is not finite")
+    found = choice_of(tmp_path)
+    assert found.rate == 0.003 and found.edge is None and found.lost == [(0.01, 101)] and not found.missing
+    shown = tables(tmp_path)
+    assert "1 failed" in cells(shown["picked-1"])["flags"] and cells(shown["picked-1"])["trials"] == "6"
+    assert any("loss is not finite" in note and failed.name in note for note in shown["picked-1"].notes)
+    assert cells(shown["tuning-1"], 2)["seed 101"] == "failed"
+
+
+def test_a_failed_attempt_does_not_hide_a_result(tmp_path):
+    sweep(tmp_path)
+    write_failed(tmp_path, rate=0.003, seed=100, error="RuntimeError: the disk was full")
+    found = gather([tmp_path])
+    for order in ([*found.failed_runs, *found.runs], [*found.runs, *found.failed_runs]):
+        (setting,) = settings(order)
+        assert choose(setting).rate == 0.003 and not choose(setting).lost and len(setting.runs) == 8
+
+
+def test_missing_cells_diverged_trials_and_disagreeing_seeds_are_flagged(tmp_path):
+    for rate, of_seeds in ((0.001, (2.5, 2.45)), (0.003, (2.4, 2.5)), (0.01, (2.6, None)), (0.03, (2.9, "missing"))):
+        for seed, bits in zip((100, 101), of_seeds, strict=True):
+            if bits != "missing":
+                write_trial(tmp_path, rate=rate, seed=seed, bits=bits)
+    found = choice_of(tmp_path)
+    assert (found.rate, found.missing, found.lost) == (0.003, [(0.03, 101)], [(0.01, 101)])
+    assert found.by_seed == {100: 0.003, 101: 0.001}
+    shown = tables(tmp_path)
+    flags = cells(shown["picked-1"])["flags"].split("; ")
+    assert flags == ["seeds disagree", "not separated", "1 missing", "1 failed"]
+    assert column(shown["tuning-1"], "seed 101") == ["2.4500", "2.5000", "failed", "missing"]
+    assert column(shown["tuning-1"], "place")[1:] == ["picked", *["not every seed has a score"] * 2]
+
+
+def test_no_rate_with_all_seeds_means_no_pick(tmp_path):
+    write_trial(tmp_path, rate=0.001, seed=100, bits=2.0)
+    write_trial(tmp_path, rate=0.003, seed=101, bits=2.0)
+    assert choice_of(tmp_path) is None
+    row = cells(tables(tmp_path)["picked-1"])
+    assert row["picked optim.lr"] == "none" and row["flags"] == "no rate has a score of each seed"
+
+
+def test_picks_that_are_clear_are_not_flagged_and_one_seed_is(tmp_path):
+    sweep(tmp_path, seeds=(100, 101, 102))
+    assert cells(tables(tmp_path)["picked-1"])["flags"] == "none"
+    sweep(tmp_path / "one", variant="other", seeds=(100,))
+    assert cells(tables(tmp_path / "one")["picked-1"])["flags"] == "n = 1"
+
+
+def test_unequal_tuning_budgets_are_said(tmp_path):
+    sweep(tmp_path)
+    sweep(tmp_path, variant="adaptive_span")
+    assert not any("unequal" in note for note in tables(tmp_path)["picked-1"].notes)
+    sweep(tmp_path, variant="adaptive_span", rates=(0.02,), bits=(2.45,))
+    picked = tables(tmp_path)["picked-1"]
+    assert all("unequal tuning budget" in flags for flags in column(picked, "flags"))
+    note = next(note for note in picked.notes if "unequal budgets" in note)
+    assert "mhsa 8 trials" in note and "adaptive_span 10 trials" in note
+    assert sorted(column(picked, "tuning, bytes")) == ["16,000,000", "20,000,000"]
+
+
+def test_fresh_seeds_report_and_tuning_seeds_never_do(tmp_path):
+    sweep(tmp_path)
+    for seed, bits in ((0, 2.30), (1, 2.40), (100, 1.0)):
+        write_trial(tmp_path, rate=0.003, seed=seed, bits=bits, test=True, test_bits_per_byte=bits + 0.5)
+    write_trial(tmp_path, rate=0.01, seed=0, bits=1.5, test=True)  # not the picked rate
+    shown = tables(tmp_path)
+    row = cells(shown["reported-1"])
+    assert (row["optim.lr"], row["n"], row["seeds"], row["trials"]) == ("0.003", "2", "0, 1", "8")
+    assert row["test, bits per byte"] == "2.8500" and row["valid, bits per byte"] == "2.3500"
+    assert cells(shown["picked-1"])["fresh runs"] == "n = 2, seeds 0, 1"
+    (runs,) = (table for name, table in shown.items() if name.startswith("runs-"))
+    assert dict(zip(column(runs, "optim.lr"), column(runs, "n"), strict=True)) == {"0.01": "1", "0.003": "2", "": ""}
+    for table in (shown["reported-1"], runs):
+        assert any("mhsa-s100" in note for note in table.notes), "the run of a tuning seed is named"
+    assert "1.0000" not in column(runs, "valid, bits per byte")
+
+
+def test_tuning_runs_stand_in_no_table_of_results(tmp_path):
+    sweep(tmp_path)
+    write_trial(tmp_path, rate=0.003, seed=0, bits=2.4, test=True)
+    shown = tables(tmp_path)
+    assert "tuning" not in " ".join(name for name in shown if name.startswith(("runs", "differences", "equal")))
+    results = [table for name, table in shown.items() if name.startswith(("runs", "reported"))]
+    assert [column(table, "n")[0] for table in results] == ["1", "1"]
+    every = [table for name, table in shown.items() if name.startswith("seeds")]
+    assert sorted(len(table.rows) for table in every) == [1, 8]
+    assert [table.title.startswith("Every seed: Tuning runs, no results") for table in every].count(True) == 1
+
+
+def test_a_longer_final_budget_is_said_and_another_configuration_does_not_report(tmp_path):
+    sweep(tmp_path)
+    change(write_trial(tmp_path, rate=0.003, seed=0, bits=2.2, test=True), budget={"bytes": 4_000_000})
+    wide = {"model": {"d_model": 256, "layers": 4, "heads": 4, "span": 512}}
+    write_trial(tmp_path, rate=0.003, seed=1, bits=2.0, test=True, keys=wide)
+    shown = tables(tmp_path)
+    assert "reported-2" not in shown and cells(shown["reported-1"])["seeds"] == "0"
+    assert cells(shown["reported-1"])["a trial's budget"] == "2,000,000 bytes"
+    assert any("Tuned under another budget" in note and "2,000,000 bytes" in note for note in shown["reported-1"].notes)
+    assert "4,000,000 bytes" in shown["reported-1"].title
+
+
+def test_reported_rates_are_compared_over_matched_seeds(tmp_path):
+    for variant, shift in (("mhsa", 0.0), ("adaptive_span", -0.1)):
+        sweep(tmp_path, variant=variant)
+        for seed in range(3):
+            write_trial(
+                tmp_path,
+                variant=variant,
+                rate=0.003,
+                seed=seed,
+                bits=2.4 + seed / 50 + shift * (1 + seed / 9),
+                test=True,
+            )
+    found = tables(tmp_path)["reported-differences-1"]
+    assert column(found, "verdict")[0] == "better" and column(found, "n")[0] == "3"
+
+
+def test_without_fresh_runs_the_row_says_what_to_type(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plots, "draw_all", lambda found: [])
+    words = "python train.py -m variant=mhsa,other optim.lr=0.001,0.003 seed=100,101 eval.test=false model.span=64,512"
+    words += " 'trust=[a,b]' sweep=learning_rates position=rotary,alibi hydra.searchpath=[pkg://mine]"
+    sweep(tmp_path / "runs", keys={"position": {"_target_": "variants.position.Rotary"}})
+    for folder in (tmp_path / "runs").iterdir():
+        change(folder, command=words)
+    wanted = "python train.py -m variant=mhsa optim.lr=0.003 seed=0,1,2 model.span=512 trust=[a,b] position=rotary"
+    assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 0
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("picked, not reported"))
+    typed = shlex.split(said.partition(": ")[2])
+    assert typed[:-1] == wanted.split() and typed[-1] == "hydra.searchpath=[pkg://mine]"
+    picked = tables(tmp_path / "runs")["picked-1"]
+    assert cells(picked)["fresh runs"] == "none, type [1]" and picked.notes[0].startswith(
+        "[1] Type: python train.py -m"
+    )
+
+
+def test_fresh_seeds_are_none_that_tuned(tmp_path):
+    sweep(tmp_path, seeds=(0, 2))
+    ((pick,),) = picks(gather([tmp_path]).runs)
+    assert "seed=1,3,4" in fresh_command(pick)
+
+
+@pytest.mark.parametrize("command", ["", "'", "python", "nonsense", "python train.py variant=a -m"])
+def test_any_command_gives_one_to_type(tmp_path, command):
+    sweep(tmp_path)
+    for folder in tmp_path.iterdir():
+        change(folder, command=command)
+    ((pick,),) = picks(gather([tmp_path]).runs)
+    assert "-m variant=mhsa optim.lr=0.003 seed=0,1,2" in fresh_command(pick)
+
+
+def test_the_sweep_is_named_and_all_groups_of_rates_are_told(tmp_path):
+    sweep(tmp_path)
+    groups = [{"name": name, "optimizer": "AdamW", "share": 0.5} for name in ("default", "spans")]
+    for folder in tmp_path.iterdir():
+        rate = json.loads((folder / "record.jsonl").read_text().splitlines()[0])["config"]["optim"]["lr"]
+        change(folder, optimizers=[group | {"lr": rate * scale} for group, scale in zip(groups, (1, 3), strict=True)])
+    picked = tables(tmp_path)["picked-1"]
+    assert "Sweep: rates-1a2b." in picked.caption
+    assert any("default (AdamW) 1 and spans (AdamW) 3" in note for note in picked.notes)
+    for folder in tmp_path.iterdir():
+        change(folder, optimizers=[groups[0] | {"lr": 0.003}])
+    assert any(
+        "does not scale all groups of parameters: not default (AdamW) of mhsa" in n for n in picked_notes(tmp_path)
+    )
+
+
+def picked_notes(folder) -> tuple[str, ...]:
+    return tables(folder)["picked-1"].notes
+
+
+def test_a_grid_of_two_keys_has_a_column_for_each(tmp_path):
+    for variant in ("mhsa", "adaptive_span"):
+        for span in (64, 512):
+            model = {"d_model": 128, "layers": 4, "heads": 4, "span": span}
+            sweep(tmp_path, variant=variant, bits=[bits + span / 1000 for bits in VALLEY], keys={"model": model})
+    for folder in tmp_path.iterdir():
+        row = json.loads((folder / "record.jsonl").read_text().splitlines()[0])
+        change(folder, protocol=row["protocol"] | {"span": row["config"]["model"]["span"]})
+    picked = tables(tmp_path)["picked-1"]
+    assert headings(picked)[:2] == ["variant", "model.span"]
+    assert sorted(zip(column(picked, "variant"), column(picked, "model.span"), strict=True)) == [
+        ("adaptive_span", "512"), ("adaptive_span", "64"), ("mhsa", "512"), ("mhsa", "64")
+    ]  # fmt: skip
+    assert "of each row's own (64 to 512)" in picked.caption
+
+
+def test_tuning_on_other_data_does_not_choose(tmp_path):
+    sweep(tmp_path)
+    change(
+        write_trial(tmp_path, rate=0.003, seed=0, bits=2.2, test=True),
+        data={"name": "file", "bytes": 5, "sha256": "99" * 32},
+    )
+    assert "reported-1" not in tables(tmp_path)
+
+
+def test_hostile_trials_do_not_stop_the_tables(tmp_path):
+    sweep(tmp_path)
+    for place, rate in enumerate((None, "0.1", True, -1, 0, 1e300, [0.1])):
+        config = trial_config(variant="mhsa", rate=rate)
+        write_run(tmp_path, seed=200 + place, config=config, bits=2.0)
+    found = gather([tmp_path])
+    assert "picked-1" in [table.name for table in all_tables(found)]
+    swept = picks(found.runs)
+    with styled():
+        assert draw_rates(swept, look=looks(["mhsa"]))
+
+
+def test_trials_are_in_no_figure_of_results(tmp_path, monkeypatch):
+    sweep(tmp_path)
+    write_trial(tmp_path, rate=0.003, seed=0, bits=2.2, test=True)
+    write_trial(tmp_path, rate=0.003, seed=100, bits=2.2, test=True)
+    drawn = {}
+    for name in ("draw_trade_offs", "draw_curves", "draw_memories", "draw_spans"):
+        monkeypatch.setattr(plots, name, lambda runs, name=name, **_: drawn.update({name: runs}) or [])
+    monkeypatch.setattr(plots, "draw_explained", list)
+    assert [drawing.name.partition("-")[0] for drawing in plots.draw_all(gather([tmp_path]))] == ["rates"]
+    assert len(drawn) == 4 and all([run.summary["seed"] for run in runs] == [0] for runs in drawn.values())
+
+
+@settings_of_hypothesis(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_whatever_stands_in_trials_the_tables_come(tmp_path_factory, seed):
+    random, folder = Random(seed), tmp_path_factory.mktemp("fuzz")
+    sweep(folder, rates=RATES[:2], bits=VALLEY[:2])
+    write_failed(folder, rate=0.02, error="RuntimeError: loss")
+    write_trial(folder, rate=0.003, seed=0, bits=2.0, test=True)
+    for run in random.sample(sorted(folder.iterdir()), 2):
+        first, *others = (run / "record.jsonl").read_text().splitlines()
+        first, summary = mutated(random, json.loads(first)), json.loads((run / "summary.json").read_text())
+        if random.random() < 0.8:  # a change that both files agree on
+            summary |= {key: first[key] for key in first.keys() & summary.keys() - {"kind"} if summary[key] is not None}
+        (run / "record.jsonl").write_text("\n".join([json.dumps(first), *others]) + "\n")
+        (run / "summary.json").write_text(json.dumps(mutated(random, summary) if random.random() < 0.2 else summary))
+    found = gather([folder])
+    facts_by_run(found.runs)
+    for table in all_tables(found):
+        assert all(len(row) == len(table.columns) for row in table.rows) and len(table.runs) in (0, len(table.rows))
+        for form in (to_markdown, to_csv, to_latex):
+            form(table).encode("utf-8")
+
+
+def test_the_figure_marks_picks_edges_and_failures_and_is_the_same_for_equal_rows(tmp_path):
+    sweep(tmp_path, bits=(2.6, 2.4, 2.5, 200.0))
+    sweep(tmp_path, variant="adaptive_span", bits=(2.5, 2.6, 2.7, 2.8))
+    write_failed(tmp_path, rate=0.1, error="RuntimeError: too high")
+    found = gather([tmp_path])
+    swept = picks(found.runs, found.failed_runs)
+    low, high = top_of_frame(swept[0])
+    assert low < 2.4 and 2.8 < high < 10, "what diverged leaves the frame, and nothing else"
+    with styled():
+        (first,), (second,) = (draw_rates(swept, look=looks(["mhsa"])) for _ in range(2))
+    assert first == second and first.png.startswith(b"\x89PNG") and first.name.startswith("rates-")
+    assert "edge of its grid" in first.caption
+
+
+def test_failed_runs_are_named_apart_and_are_no_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plots, "draw_all", lambda found: [])
+    write_run(tmp_path, seed=1)
+    failed = write_failed(tmp_path, error="RuntimeError:  loss\n is nan" + "x" * 1000)
+    (write_failed(tmp_path, error=None, seed=3) / "record.jsonl").unlink()  # before it knew what it was
+    strange = write_failed(tmp_path, error={"a": 1}, seed=4)
+    found = gather([tmp_path])
+    assert len(found.runs) == 1 and not found.unfinished and len(found.failed) == 2 and len(found.failed_runs) == 1
+    assert [line for line in found.refused if str(strange) in line and "error is a dict" in line]
+    assert main([str(tmp_path), "--out", str(tmp_path / "report")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    line = next(line for line in said if str(failed) in line)
+    assert line.startswith(f"failed, not shown: {failed}: RuntimeError: loss is nanxxx") and len(line) < 600
+    assert "Failed, not shown: " in (tmp_path / "report" / "report.md").read_text()
