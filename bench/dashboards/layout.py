@@ -91,9 +91,9 @@ SPANS = Section(
         _curve("Span of all heads: mean, shortest, longest", "train_span/mean", "train_span/min", "train_span/max"),
         _curve("Mean span of each layer", "train_span/*/mean"),
         Panel(title="Spans of all heads", kind=HISTOGRAM, y=("train_span/all",), x="bytes_seen", x_label="bytes seen"),
-        _curve("Longest span with its ramp: what is computed", "train_span_with_ramp/max"),
+        _curve("Longest span with its ramp: what is run", "train_span_with_ramp/max"),
         Panel(title="Spans at the end", kind=BARS, y=("spans/mean", "spans/min", "spans/max")),
-        _curve("Ideal forward FLOPs per byte at the present spans", "train/ideal_flops_per_byte"),
+        _curve("Ideal FLOPs per byte at these spans", "train/ideal_flops_per_byte"),
     ),
 )
 MEMORIES = Section(

@@ -48,7 +48,8 @@ def write_dashboard(found: Found, out: Path, *, commands: list[str]) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
         passing = out / f"index.html.{os.getpid()}.tmp"
-        write_page(passing, title=TITLE, tables=tables, drawings=drawings, notes=notes, commands=typed)
+        parts = {"tables": tables, "drawings": drawings, "notes": notes, "commands": typed}
+        write_page(passing, title=TITLE, **parts, figures_first=True)
         return passing.replace(out / "index.html")
     except OSError as error:
         raise ValueError(f"out={out}: cannot be written ({error.strerror})") from error

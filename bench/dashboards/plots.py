@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from bench.dashboards.layout import BARS, CURVE, HISTOGRAM, OF_CONFIG, PARALLEL, SCATTER, Panel, Section, matching
 from bench.reporting.gather import RunRow
@@ -33,6 +34,8 @@ MOST_POINTS = 400
 """Of one line: of longer ones every n-th is drawn, and the last."""
 SETTLED = 0.2
 """Fraction of the horizontal axis before which bits per byte may leave the frame above: the fall from 8 bits."""
+WIDE = 4
+"""Ratio of the largest value to the smallest from which on a scatter's axis is logarithmic."""
 DRAWN = (CURVE, HISTOGRAM, BARS, SCATTER, PARALLEL)
 ALPHAS = (1.0, 0.55, 0.3, 0.15)
 """Of several metrics in one panel of bars."""
@@ -89,6 +92,8 @@ def draw_section(section: Section, runs: list[RunRow], *, look: dict[str, Look],
         for ax, panel in zip(axes, shown, strict=False):
             ax.set_title(panel.title)
             _DRAW[panel.kind](ax, panel, found, look)
+            if panel.kind == BARS and not ax.get_subplotspec().is_first_col():
+                ax.set_yticklabels([])  # the colours say it, and the legend
         for ax in axes[len(shown) :]:
             ax.set_axis_off()
         legend_below(figure, _handles(found, look))
@@ -151,6 +156,7 @@ def _x_axis(ax: Axes, panel: Panel) -> None:
     ax.set_xlabel(panel.x_label)
     ax.set_xlim(left=0)
     plain_axis(ax.xaxis) if panel.x == "seconds" else count_axis(ax.xaxis, unit="B" if panel.x == "bytes_seen" else "")
+    ax.xaxis.set_major_locator(MaxNLocator(5))
     if max(map(abs, ax.get_ylim())) >= 1e4:
         count_axis(ax.yaxis)
 
@@ -166,25 +172,39 @@ def _histogram(ax: Axes, panel: Panel, found: list[Logged], look: dict[str, Look
 
 
 def _bars(ax: Axes, panel: Panel, found: list[Logged], look: dict[str, Look]) -> None:
-    """The mean of each arm, one dot a seed; several metrics lie under each other, paler."""
-    shown = list({run.arm.label: run.arm for run in found}.values())
+    """The mean of each arm, one dot a seed; several metrics lie under each other, paler. Bits per byte have no bars, which
+    would have to begin at 0."""
+    bare = all(name.endswith("bits_per_byte") for name in panel.y)
+    with_any = {run.arm.label: run.arm for run in found if any(number(run.facts, name) is not None for name in panel.y)}
     height = 0.8 / len(panel.y)
-    for place, arm in enumerate(shown):
+    for place, arm in enumerate(with_any.values()):
         for index, name in enumerate(panel.y):
             of_seeds = [value for run in found if run.arm is arm and (value := number(run.facts, name)) is not None]
-            if of_seeds:
-                at = place - 0.4 + height * (index + 0.5)
-                ax.barh(
-                    at, np.mean(of_seeds), height, color=look[arm.variant].colour, alpha=ALPHAS[index % len(ALPHAS)]
-                )
-                ax.plot(of_seeds, [at] * len(of_seeds), ".", color=GREY, markersize=4)
-    ax.set_yticks(range(len(shown)), [arm.label for arm in shown], fontsize=8.5)
-    ax.invert_yaxis()
+            if not of_seeds:
+                continue
+            at, colour, alpha = (
+                place - 0.4 + height * (index + 0.5),
+                look[arm.variant].colour,
+                ALPHAS[index % len(ALPHAS)],
+            )
+            if bare:
+                ax.plot(np.mean(of_seeds), at, "|", color=colour, alpha=alpha, markersize=14, markeredgewidth=3)
+            else:
+                ax.barh(at, np.mean(of_seeds), height, color=colour, alpha=alpha)
+            ax.plot(of_seeds, [at] * len(of_seeds), ".", color=GREY, markersize=4)
+    ax.set_yticks(range(len(with_any)), list(with_any), fontsize=8.5)
+    ax.set_ylim(len(with_any) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
-    count_axis(ax.xaxis)
+    _number_axis(ax.xaxis)
     if len(panel.y) > 1:
         labels = [name.removesuffix("_bytes").rpartition("/")[2].replace("_", " ") for name in panel.y]
-        ax.set_xlabel("from dark to pale: " + ", ".join(labels), fontsize=8.5)
+        ax.set_xlabel("from dark to pale: " + ", ".join(labels), fontsize=7.5)
+
+
+def _number_axis(axis) -> None:
+    """Few ticks, because three panels stand beside each other; ``200 k`` where numbers are large."""
+    count_axis(axis) if max(map(abs, axis.get_view_interval())) >= 1e4 else plain_axis(axis)
+    axis.set_major_locator(MaxNLocator(4))
 
 
 def _scatter(ax: Axes, panel: Panel, found: list[Logged], look: dict[str, Look]) -> None:
@@ -197,9 +217,11 @@ def _scatter(ax: Axes, panel: Panel, found: list[Logged], look: dict[str, Look])
             fill = "none" if run.arm.order % 2 else seen.colour
             ax.plot(x, y, seen.marker, color=seen.colour, markerfacecolor=fill, markersize=7, alpha=0.85)
     ax.set(xlabel=panel.x_label, ylabel="bits per byte")
-    if values and min(values) > 0:
+    ax.margins(x=0.12, y=0.12)
+    if values and min(values) > 0 and max(values) > WIDE * min(values):
         log_axis(ax.xaxis, values=values)
-        ax.margins(x=0.12, y=0.12)
+    else:
+        _number_axis(ax.xaxis)
 
 
 def _parallel(ax: Axes, panel: Panel, found: list[Logged], look: dict[str, Look]) -> None:

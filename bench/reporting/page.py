@@ -25,7 +25,14 @@ LONG = 32
 
 
 def write_page(
-    path: Path, *, title: str, tables: list[Table], drawings: list[Drawing], notes: list[str], commands: list[str]
+    path: Path,
+    *,
+    title: str,
+    tables: list[Table],
+    drawings: list[Drawing],
+    notes: list[str],
+    commands: list[str],
+    figures_first: bool = False,
 ) -> Path:
     """Write the page; equal content gives an equal file.
 
@@ -35,6 +42,7 @@ def write_page(
         tables, drawings: in the order shown; names of tables differ, and so do those of drawings.
         notes: what the reader should know of the whole, such as rows that were refused; one paragraph each.
         commands: what was typed to make what is shown.
+        figures_first: whether figures stand before tables.
 
     Returns:
         ``path``.
@@ -45,6 +53,8 @@ def write_page(
         ("Notes", "", [f"<p>{escape(note)}</p>" for note in notes]),
         ("Commands", "", [_commands(commands)] if commands else []),
     ]
+    if figures_first:
+        parts[:2] = parts[1::-1]
     parts = [part for part in parts if part[2]]
     script = _file("page.js")
     page = Template(_file("page.html")).substitute(
