@@ -87,13 +87,15 @@ def send_row(wandb: ModuleType, run, *, row: dict) -> None:
 def send_end(wandb: ModuleType, run, *, summary: dict, figures: list[Path]) -> None:
     """Store the summary's numbers and texts, and log tables and figures."""
     run.summary.update(facts(summary))
-    sent = {f"figures/{path.stem}": wandb.Image(str(path)) for path in figures}
+    place = {key: value for key, value in facts(summary).items() if key == "bytes_seen"}
+    if figures:
+        run.log(place | {f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
     spans = span_rows(summary.get("valid_metrics") or {})
-    sent |= _table(wandb, "spans", ["sublayer", "head", "span", "span_with_ramp"], spans)
+    tables = _table(wandb, "spans", ["sublayer", "head", "span", "span_with_ramp"], spans)
     costs = [[name, value] for name, value in facts(_costs(summary)).items() if not isinstance(value, str | bool)]
-    sent |= _table(wandb, "costs", ["what", "value"], costs)
-    if sent:
-        run.log(sent | {key: value for key, value in facts(summary).items() if key == "bytes_seen"})
+    tables |= _table(wandb, "costs", ["what", "value"], costs)
+    if tables:  # last: online, W&B asks its server before it takes a table
+        run.log(place | tables)
 
 
 def _costs(summary: dict) -> dict:
