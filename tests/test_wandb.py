@@ -262,7 +262,7 @@ with WandbRun(Path.cwd(), config={"seed": 1}, id="keepthis", every_seconds=0) as
         work.append(time.thread_time() - busy), wait.append(time.perf_counter() - begun)
         time.sleep(0.02)
     run.log_end(summary={"variant": "mhsa"}, figures=[])
-print(json.dumps({"work": sorted(work)[50], "wait": max(wait), "hint": run.hint}))
+print(json.dumps({"work": sorted(work)[50], "wait": sum(wait), "hint": run.hint}))
 """
 
 
@@ -280,7 +280,9 @@ def test_a_misbehaving_server_is_one_line_and_costs_the_loop_nothing(tmp_path, m
     )
     assert line.startswith(expected)
     said = json.loads(ran.stdout)
-    assert said["work"] < 50e-6 and said["wait"] < 0.5, "of one step: a queue is fed, and nothing is waited for"
+    assert said["work"] < 50e-6 and said["wait"] < 0.5, (
+        "of one step, and of all: a queue is fed, and nothing is waited for"
+    )
     (folder,) = (tmp_path / "wandb").glob(f"{'run' if mode == 'vanishes' else 'offline-run'}-*-keepthis")
     assert said["hint"] == f"wandb sync wandb/{folder.name}"
     run = inspect(folder, environment=environment)

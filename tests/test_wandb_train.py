@@ -22,7 +22,7 @@ SWEEPS = sorted((CONF / "sweep").glob("wandb_*.yaml"))
 
 
 def test_two_jobs_are_two_runs_of_one_group(offline_runs):
-    runs = [inspect(folder, environment=offline_runs.environment) for folder in offline_runs.files]
+    runs = offline_runs.inspected
     assert len({run["run_id"] for run in runs}) == 2
     assert [run["exit_code"] for run in runs] == [0, 0]
     assert [run["name"] for run in runs] == [folder.name for folder in offline_runs.folders]
@@ -32,15 +32,15 @@ def test_two_jobs_are_two_runs_of_one_group(offline_runs):
 
 
 def test_group_and_job_type_are_in_the_file(offline_runs):
-    for folder in offline_runs.files:
-        (run,) = [r["run"] for r in records(folder, environment=offline_runs.environment) if r["type"] == "run"]
+    for found in offline_runs.records:
+        (run,) = [record["run"] for record in found if record["type"] == "run"]
         assert (run["run_group"], run["job_type"], run["project"]) == ("together", "train", "attention-windtunnel")
 
 
 def test_the_config_is_the_resolved_config_with_layers_as_text(offline_runs):
-    for folder, file in zip(offline_runs.folders, offline_runs.files, strict=True):
+    for folder, run in zip(offline_runs.folders, offline_runs.inspected, strict=True):
         saved = yaml.safe_load((folder / "config.yaml").read_text())
-        config = inspect(file, environment=offline_runs.environment)["config"]
+        config = run["config"]
         assert config == json.loads(json.dumps(_without_empty(saved)))
     assert saved["variant"]["at"].keys() == {-2} and config["variant"]["at"].keys() == {"-2"}
 
@@ -52,9 +52,9 @@ def _without_empty(node: dict) -> dict:
 
 
 def test_summaries_are_the_last_value_and_of_valid_bits_the_least(offline_runs):
-    for folder, file in zip(offline_runs.folders, offline_runs.files, strict=True):
+    for folder, run in zip(offline_runs.folders, offline_runs.inspected, strict=True):
         rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-        summary = inspect(file, environment=offline_runs.environment)["summary"]
+        summary = run["summary"]
         valid = [row["bits_per_byte"] for row in rows if row["kind"] == "valid" and not row.get("final")]
         trained = [row for row in rows if row["kind"] == "train"]
         assert summary["valid/bits_per_byte"] == {"min": min(valid)} and len(valid) > 1
@@ -67,12 +67,12 @@ def test_summaries_are_the_last_value_and_of_valid_bits_the_least(offline_runs):
         assert {name: summary.get(name) for name in flat} == flat
         assert summary["figures/learning_curve"]["_type"] == "image-file"
         assert summary["tables/costs"]["_type"] == "table-file" and summary["tables/costs"]["nrows"] > 10
-    spans = inspect(offline_runs.files[0], environment=offline_runs.environment)["summary"]["tables/spans"]
+    spans = offline_runs.inspected[0]["summary"]["tables/spans"]
     assert (spans["nrows"], spans["ncols"]) == (4, 4), "two layers of two heads"
 
 
 def test_the_step_of_every_metric_is_bytes_seen_and_nothing_is_sampled_beside(offline_runs):
-    found = records(offline_runs.files[0], environment=offline_runs.environment)
+    found = offline_runs.records[0]
     metrics = [record["metric"] for record in found if record["type"] == "metric"]
     everything = [metric for metric in metrics if metric.get("glob_name") == "*"]
     assert everything and all(metric["step_metric"] == "bytes_seen" for metric in everything)

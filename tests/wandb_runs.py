@@ -55,11 +55,11 @@ def records(folder: Path, *, environment: dict[str, str]) -> list[dict]:
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineRuns:
-    """Finished runs: their folders, W&B's folders in them, and the environment to read those in."""
+    """Finished runs: their folders, and of each W&B's own reading of its file: ``inspect`` and ``records``."""
 
     folders: list[Path]
-    files: list[Path]
-    environment: dict[str, str]
+    inspected: list[dict]
+    records: list[list[dict]]
 
 
 def make_offline_runs(here: Path) -> OfflineRuns:
@@ -71,7 +71,11 @@ def make_offline_runs(here: Path) -> OfflineRuns:
     python(ROOT / "train.py", "-m", *words, environment=environment)
     folders = run_folders(here / "outputs")
     files = [next((folder / "wandb").glob("offline-run-*")) for folder in folders]
-    return OfflineRuns(folders=folders, files=files, environment=environment)
+    return OfflineRuns(
+        folders=folders,
+        inspected=[inspect(file, environment=environment) for file in files],
+        records=[records(file, environment=environment) for file in files],
+    )
 
 
 class MisbehavingServer:
