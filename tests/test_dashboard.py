@@ -119,7 +119,8 @@ def check_panel(panel, drawn: dict) -> None:
         if "*" in name:
             pattern = drawn["config"]["metricRegex"]
             assert re.search(pattern, name.replace("*", "layers.0.attention")), (pattern, name)
-            assert not re.search(pattern, name.replace("/*", "")), "not the pool of all"
+            pool = name.replace("/*", "") if name.endswith("/mean") else name.replace("*", "mean")
+            assert not re.search(pattern, pool), "not the pool of all"
         else:
             section, _, rest = name.removeprefix(OF_CONFIG).partition(".")
             accessor = f"{OF_CONFIG}{section}.value.{rest}" if name.startswith(OF_CONFIG) else name

@@ -216,9 +216,10 @@ def test_variables_win_over_config(fake, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_DIR", "elsewhere")
     monkeypatch.setenv("WANDB_RUN_ID", "given")
-    assert run_job(tmp_path, project="ours", group="sweep", id="ours").id == "given"
+    monkeypatch.setenv("WANDB_JOB_TYPE", "theirs")
+    assert run_job(tmp_path, project="ours", group="sweep", job_type="train", id="ours").id == "given"
     (given,) = [value for name, value in module.calls if name == "init"]
-    assert "project" not in given and "dir" not in given
+    assert not {"project", "dir", "job_type"} & given.keys()
     assert (given["id"], given["group"], given["resume"]) == ("given", "sweep", "allow")
     assert given["reinit"] == "finish_previous"
 
