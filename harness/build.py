@@ -172,6 +172,11 @@ def plan_run(
 
 def _sections(cfg: DictConfig) -> dict:
     """The configuration as a plain dictionary that has every section, and nothing else."""
+    if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
+        raise ValueError(
+            "sweep: what was chosen is a sweep of W&B, which Hydra cannot run; "
+            "give the file to W&B: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
+        )
     try:
         config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:

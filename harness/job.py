@@ -19,7 +19,7 @@ from harness.progress import Progress as Shown
 from harness.record import Record, find_comparable, read_rows, write_summary
 from harness.run import Run, begin_from
 from harness.table import bits, print_closing_table
-from harness.wandb_run import WandbRun
+from harness.wandb_run import WandbRun, own_tags
 
 WARM_STEPS = 2
 """Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
@@ -131,9 +131,11 @@ class Job:
                 entity=w.entity,
                 name=self.folder.path.name,
                 group=w.group,
-                tags=tuple(w.tags),
+                job_type="train" if self.plan.eval.test else "tune",
+                tags=(*w.tags, *own_tags(variant=self.plan.variant, data=self.run.corpus.name)),
                 id=self.run.wandb_id,
                 every_seconds=w.every_seconds,
+                system_statistics=w.system_statistics,
             )
             stack.enter_context(self._wandb)
             self.run.wandb_id = self._wandb.id

@@ -86,10 +86,6 @@ class Run:
             "learning_rate": self.optimizers.lr * shape,
             "ideal_flops_per_byte": self.model.ideal_flops(),
             "metrics": self.model.metrics({}),
-            "clock": {
-                "seconds": self.spent.seconds,
-                "bytes_per_second": self.spent.bytes / max(self.spent.seconds, 1e-9),
-            },
         }
 
     def recent_bits(self, default: float) -> float:
@@ -97,13 +93,15 @@ class Run:
         return self._nats.item() / self._steps / math.log(2) if self._steps else default
 
     def place(self) -> dict:
-        """Where in the run a row stands."""
+        """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
         epochs = self.spent.bytes / len(self.corpus.splits["train"])
         budget = self.plan.budget
         timed = budget.unit == "seconds"
-        return {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs} | (
-            {} if timed else {"fraction": self.fraction}
-        )
+        place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
+        place |= {} if timed else {"fraction": self.fraction}
+        speed = self.spent.bytes / max(self.spent.seconds, 1e-9)
+        clock = {"seconds": self.spent.seconds, "bytes_per_second": speed}
+        return place | {"training_flops": self.spent.flops, "clock": clock}
 
     def score(self, split: str, *, limit: int | None, look: bool = True) -> Score:
         """Stream a split, or its first ``limit`` bytes, through the model as ``eval`` says."""

@@ -94,6 +94,7 @@ class WandbSettings:
     group: str | None
     tags: list
     every_seconds: float
+    system_statistics: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from harness.wandb_rows import PLACE, facts, numbers, span_rows
+
 INIT_SECONDS = 15.0
 """How long to try to reach the server."""
 
@@ -24,22 +26,24 @@ _VARIABLES = {
     "entity": "WANDB_ENTITY",
     "name": "WANDB_NAME",
     "group": "WANDB_RUN_GROUP",
+    "job_type": "WANDB_JOB_TYPE",
     "tags": "WANDB_TAGS",
 }
 
 
-def start(wandb: ModuleType, *, mode: str, given: dict):
+def start(wandb: ModuleType, *, mode: str, given: dict, system_statistics: bool = False):
     """The started run: online if wanted and possible, else offline, with a line on stderr where that was not wanted.
 
     Args:
         wandb: the module.
         mode: ``auto`` or any that W&B knows.
         given: keywords of ``wandb.init``.
+        system_statistics: whether W&B may sample processors, memory and devices beside the run.
     """
     keywords = {key: value for key, value in given.items() if not os.environ.get(_VARIABLES.get(key, ""))}
     # finish_previous: without it a second job in this process would silently log into the first job's run
     init = partial(wandb.init, **keywords, resume="allow", reinit="finish_previous")
-    _quieten(wandb)
+    _quieten(wandb, system_statistics=system_statistics)
     if mode == "auto":
         mode = wandb.setup().settings.mode  # offline where somebody typed `wandb offline` in this folder
         if mode == "online" and not wandb.login(prompt=False, verify=False):
@@ -53,7 +57,7 @@ def start(wandb: ModuleType, *, mode: str, given: dict):
         reason = (str(error).splitlines() or ["no reason given"])[0]
         print(f"wandb: cannot go online, so this run is written offline: {reason[:160]}", file=sys.stderr)
         wandb.teardown()  # the failed start keeps the id to itself
-        _quieten(wandb)
+        _quieten(wandb, system_statistics=system_statistics)
         run = init(mode="offline")
     run.define_metric("bytes_seen")
     run.define_metric("*", step_metric="bytes_seen")
@@ -61,54 +65,48 @@ def start(wandb: ModuleType, *, mode: str, given: dict):
     return run
 
 
-def _quieten(wandb: ModuleType) -> None:
+def _quieten(wandb: ModuleType, *, system_statistics: bool) -> None:
     settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS}
     settings |= {"finish_timeout": FINISH_SECONDS, "finish_timeout_raises": True}
+    settings |= {"x_disable_stats": not system_statistics}
     settings = {key: value for key, value in settings.items() if f"WANDB_{key.upper()}" not in os.environ}
     wandb.setup(settings=wandb.Settings(**settings))
 
 
-def numbers(row: dict) -> dict[str, float | list]:
-    """What W&B gets of one row: ``{"train/loss": 1.0, "bytes_seen": 4096, "train_span/layers.0.attention": [..]}``.
-
-    ``bytes_seen`` and ``step`` keep their names. A metric ``layers.0.attention.span`` goes into the section of its last
-    word, so that the spans of all layers stand together. Texts and lists that are no metrics are left out.
-    """
-    kind, found, metrics = row["kind"], {}, {}
-    for key, value in row.items():
-        if key == "metrics":
-            for name, metric in value.items():
-                place, _, word = name.rpartition(".")
-                metrics[f"{kind}_{word}/{place or 'model'}"] = metric
-        elif key in ("bytes_seen", "step"):
-            found[key] = value
-        else:
-            found |= _flat(value, name=f"{kind}/{key}")
-    found = {key: value for key, value in found.items() if _is_number(value)}
-    return found | {key: value for key, value in metrics.items() if isinstance(value, list) or _is_number(value)}
-
-
 def send_row(wandb: ModuleType, run, *, row: dict) -> None:
-    """Log one row; a list, one entry a head, becomes a histogram with mean, smallest and largest beside it."""
-    sent = {}
-    for key, value in numbers(row).items():
-        if not isinstance(value, list):
-            sent[key] = value
-        elif finite := [entry for entry in value if _is_number(entry)]:
-            sent |= {f"{key}/mean": sum(finite) / len(finite), f"{key}/min": min(finite), f"{key}/max": max(finite)}
-            sent[key] = wandb.Histogram(finite)
-    if sent.keys() - {"bytes_seen", "step"}:
+    """Log one row, or store what a run says of itself before its first step."""
+    if row["kind"] == "provenance":  # the configuration is there already
+        run.summary.update(facts({key: value for key, value in row.items() if key not in ("kind", "config")}))
+        return
+    found = numbers(row)
+    sent = {key: wandb.Histogram(value) if isinstance(value, list) else value for key, value in found.items()}
+    if sent.keys() - set(PLACE):
         run.log(sent)
 
 
 def send_end(wandb: ModuleType, run, *, summary: dict, figures: list[Path]) -> None:
-    """Store the summary's numbers and texts and upload the figures."""
-    flat = {}
-    for key, value in summary.items():
-        flat |= _flat(value, name=key)
-    run.summary.update({key: value for key, value in flat.items() if isinstance(value, int | float | str)})
+    """Store the summary's numbers and texts, and log tables and figures."""
+    run.summary.update(facts(summary))
+    place = {key: value for key, value in facts(summary).items() if key == "bytes_seen"}
     if figures:
-        run.log({f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
+        run.log(place | {f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
+    spans = span_rows(summary.get("valid_metrics") or {})
+    tables = _table(wandb, "spans", ["sublayer", "head", "span", "span_with_ramp"], spans)
+    costs = [[name, value] for name, value in facts(_costs(summary)).items() if not isinstance(value, str | bool)]
+    tables |= _table(wandb, "costs", ["what", "value"], costs)
+    if tables:  # last: online, W&B asks its server before it takes a table
+        run.log(place | tables)
+
+
+def _costs(summary: dict) -> dict:
+    """Memory, FLOPs, sizes and time, less the long list of operations without a formula."""
+    kept = ("parameters", "memory", "training_flops", "seconds", "bytes_per_second", "compressors")
+    flops = {key: value for key, value in (summary.get("flops_per_byte") or {}).items() if key in ("executed", "ideal")}
+    return {key: summary[key] for key in kept if key in summary} | {"flops_per_byte": flops}
+
+
+def _table(wandb: ModuleType, name: str, columns: list[str], rows: list[list]) -> dict:
+    return {f"tables/{name}": wandb.Table(columns=columns, data=rows)} if rows else {}
 
 
 def hint(run, *, uploaded: bool = True) -> str:
@@ -124,17 +122,11 @@ def hint(run, *, uploaded: bool = True) -> str:
     return f"wandb sync {shown}" + (f"/offline-run-*-{run.id}*" if several else "")
 
 
-def finish_quietly(run) -> None:
-    """End a run that has failed already, so that the next job of this process starts afresh."""
-    with suppress(BaseException):  # what there is to say was said
-        run.finish(exit_code=1)
+def finish_quietly(wandb: ModuleType, run) -> None:
+    """End a run that has failed already, so that the next job of this process starts afresh.
 
-
-def _flat(value, *, name: str) -> dict:
-    if not isinstance(value, dict):
-        return {name: value}
-    return {key: item for inner, part in value.items() for key, item in _flat(part, name=f"{name}/{inner}").items()}
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    W&B's own process goes, too: if it is that which died, W&B would print a trace when Python exits.
+    """
+    for end in (partial(run.finish, exit_code=1), wandb.teardown):
+        with suppress(BaseException):  # what there is to say was said
+            end()

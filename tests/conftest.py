@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.needs import need
+from tests.wandb_runs import OfflineRuns, make_offline_runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -27,6 +28,12 @@ def enwik8_4m() -> Path:
     """The first 4,000,000 bytes of enwik8, packed; a run without them skips, but CI must have them."""
     need(ENWIK8_4M.exists(), "the corpus shared/data/enwik8_4m.xz does not lie beside this checkout")
     return ENWIK8_4M
+
+
+@pytest.fixture(scope="session")
+def offline_runs(tmp_path_factory) -> OfflineRuns:
+    """Two jobs of one multirun, recorded by W&B without a key or server."""
+    return make_offline_runs(tmp_path_factory.mktemp("wandb"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 from harness import wandb_client, wandb_run
 from harness.wandb_run import WandbRun
-
-ROOT = Path(__file__).parents[1]
+from tests.wandb_runs import MODES, PRETENDED_KEY, MisbehavingServer, inspect, lonely_environment, python
 
 TWO_JOBS = """
 import sys
@@ -41,32 +39,6 @@ print("\\n".join([first.id, first.hint, second.id, second.hint, again.id, again.
 """
 
 
-def lonely_environment(tmp_path, **variables):
-    """No key, no settings of this user, and a server that nobody can reach."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    kept |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "no_netrc"), "WANDB_CONFIG_DIR": str(tmp_path / "config")}
-    kept |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(ROOT)}
-    return kept | variables
-
-
-def python(*arguments, environment):
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=environment,
-        cwd=environment["HOME"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-
-
-def inspect(folder, *, environment):
-    command = ("-m", "wandb", "leet", "inspect", "--summary", "--json", folder)
-    return json.loads(python(*command, environment=environment).stdout)
-
-
 def test_jobs_without_key_network_or_terminal_are_runs_of_their_own_on_disk(tmp_path):
     from matplotlib.figure import Figure
 
@@ -90,29 +62,17 @@ def test_jobs_without_key_network_or_terminal_are_runs_of_their_own_on_disk(tmp_
     assert second["config"] == {"seed": 2, "model": {"width": 128}}
     summary = second["summary"]
     assert summary["valid/bits_per_byte"] == {"min": 2.0} and summary["bytes_seen"] == 200
-    assert summary["valid/clock/seconds"] == 0.5 and summary["valid_usage_percent/layers.2.memory"] == 12.5
+    assert summary["seconds"] == 0.5 and summary["valid_usage_percent/layers.2.memory"] == 12.5
     span = "valid_span/layers.0.attention"
     assert [summary[f"{span}/{which}"] for which in ("mean", "min", "max")] == [2.5, 1.0, 4.0]
     assert summary[span]["_type"] == "histogram" and sum(summary[span]["values"]) == 2
     assert (summary["variant"], summary["memory/peak_bytes"]) == ("mhsa", 12345)
+    assert summary["command"] == "python train.py", "of the provenance row"
     assert summary["figures/spans"]["_type"] == "image-file"
     assert "train/loss" not in summary and not {"valid/text", "valid/blocks"} & set(summary) and "commit" not in summary
 
     assert again_hint == f"wandb sync second/wandb/offline-run-*-{second_id}*"
     assert len(list(tmp_path.glob(again_hint.removeprefix("wandb sync ")))) == 2
-
-
-def test_a_key_and_no_server_is_one_line_and_an_offline_run(tmp_path):
-    code = "import sys; from pathlib import Path; from harness.wandb_run import WandbRun\n"
-    code += "with WandbRun(Path(sys.argv[1]), config={}, id='keepthis') as run: run.log({'kind': 'test', 'bits': 2.0})"
-    environment = lonely_environment(tmp_path, WANDB_API_KEY="0" * 40, WANDB_INIT_TIMEOUT="1", WANDB_PROJECT="theirs")
-    ran = python("-c", code, tmp_path, environment=environment)
-    assert ran.stdout == ""
-    assert ran.stderr.startswith("wandb: cannot go online, so this run is written offline: ")
-    assert len(ran.stderr.splitlines()) == 1
-    (folder,) = (tmp_path / "wandb").glob("offline-run-*-keepthis")
-    run = inspect(folder, environment=environment)
-    assert (run["summary"]["test/bits"], run["project"]) == (2.0, "theirs")
 
 
 class FakeWandb:
@@ -182,8 +142,8 @@ def fake(monkeypatch):
     return install
 
 
-def run_job(folder, **keywords):
-    with WandbRun(folder, config={}, **keywords) as run:
+def run_job(folder, *, config=None, **keywords):
+    with WandbRun(folder, config=config or {}, **keywords) as run:
         for step in range(3):
             run.log({"kind": "valid", "bytes_seen": step, "bits_per_byte": 2.0})
             time.sleep(0.02)
@@ -256,9 +216,10 @@ def test_variables_win_over_config(fake, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_DIR", "elsewhere")
     monkeypatch.setenv("WANDB_RUN_ID", "given")
-    assert run_job(tmp_path, project="ours", group="sweep", id="ours").id == "given"
+    monkeypatch.setenv("WANDB_JOB_TYPE", "theirs")
+    assert run_job(tmp_path, project="ours", group="sweep", job_type="train", id="ours").id == "given"
     (given,) = [value for name, value in module.calls if name == "init"]
-    assert "project" not in given and "dir" not in given
+    assert not {"project", "dir", "job_type"} & given.keys()
     assert (given["id"], given["group"], given["resume"]) == ("given", "sweep", "allow")
     assert given["reinit"] == "finish_previous"
 
@@ -271,6 +232,85 @@ def test_train_rows_are_thinned_and_evaluations_are_not(fake, tmp_path):
             run.log({"kind": "valid", "bytes_seen": step, "bits_per_byte": 2.0})
     sent = [set(value) - {"bytes_seen"} for name, value in module.calls if name == "log"]
     assert sent.count({"train/loss"}) == 1 and sent.count({"valid/bits_per_byte"}) == 5
+
+
+def test_the_last_train_row_is_sent_at_the_end(fake, tmp_path):
+    module = fake()
+    with WandbRun(tmp_path, config={}, every_seconds=3600) as run:
+        for step in range(5):
+            run.log({"kind": "train", "bytes_seen": step, "loss": 1.0})
+        run.log_end(summary={}, figures=[])
+    assert [value["bytes_seen"] for name, value in module.calls if name == "log"] == [0, 4]
+
+
+def test_tags_that_wandb_would_refuse_are_made_legal(fake, tmp_path):
+    module = fake()
+    run_job(tmp_path, tags=("mine", "", "x" * 70, "mine"), config={"at": {-2: ["memory"]}})
+    (given,) = [value for name, value in module.calls if name == "init"]
+    assert given["tags"] == ["mine", "x" * 64]
+    assert given["config"] == {"at": {"-2": ["memory"]}}, "numbers of layers are keys"
+
+
+SERVED = """
+import json, sys, time
+from pathlib import Path
+from harness.wandb_run import WandbRun
+work, wait = [], []
+with WandbRun(Path.cwd(), config={"seed": 1}, id="keepthis", every_seconds=0) as run:
+    for step in range(100):
+        busy, begun = time.thread_time(), time.perf_counter()
+        run.log({"kind": "train", "bytes_seen": step, "loss": 1.0, "metrics": {"layers.0.attention.span": [1.0] * 64}})
+        work.append(time.thread_time() - busy), wait.append(time.perf_counter() - begun)
+        time.sleep(0.02)
+    run.log_end(summary={"variant": "mhsa"}, figures=[])
+print(json.dumps({"work": sorted(work)[50], "wait": sum(wait), "hint": run.hint}))
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_misbehaving_server_is_one_line_and_costs_the_loop_nothing(tmp_path, mode):
+    with MisbehavingServer(mode) as server:
+        patience = {"WANDB_INIT_TIMEOUT": "1", "WANDB_FINISH_TIMEOUT": "1"}
+        key = {"WANDB_API_KEY": PRETENDED_KEY, "WANDB_PROJECT": "theirs", "WANDB_BASE_URL": server.url}
+        environment = lonely_environment(tmp_path, **patience, **key)
+        ran = python("-c", SERVED, environment=environment)  # exit code 0
+    assert (server.asked > 0) == (mode != "refuses")
+    (line,) = ran.stderr.splitlines()
+    expected = (
+        "wandb: TimeoutError" if mode == "vanishes" else "wandb: cannot go online, so this run is written offline: "
+    )
+    assert line.startswith(expected)
+    said = json.loads(ran.stdout)
+    assert said["work"] < 50e-6 and said["wait"] < 0.5, (
+        "of one step, and of all: a queue is fed, and nothing is waited for"
+    )
+    (folder,) = (tmp_path / "wandb").glob(f"{'run' if mode == 'vanishes' else 'offline-run'}-*-keepthis")
+    assert said["hint"] == f"wandb sync wandb/{folder.name}"
+    run = inspect(folder, environment=environment)
+    assert (run["config"], run["project"]) == ({"seed": 1}, "theirs")
+    assert (run["summary"]["bytes_seen"], run["summary"]["variant"]) == (99, "mhsa")
+
+
+KILLED = """
+import os, signal, time
+from pathlib import Path
+from harness.wandb_run import WandbRun
+def children():
+    return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+with WandbRun(Path.cwd(), config={}, mode="offline") as run:
+    while not run.hint:
+        time.sleep(0.1)
+    (core,) = children()
+    os.kill(core, signal.SIGKILL)
+    for step in range(5):
+        run.log({"kind": "valid", "bytes_seen": step, "loss": 1.0})
+"""
+
+
+def test_wandbs_own_process_may_die(tmp_path):
+    ran = python("-c", KILLED, environment=lonely_environment(tmp_path))
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("wandb: ") and line.endswith("(the run itself goes on)")
 
 
 def test_an_unknown_mode_is_the_users_mistake(tmp_path):

@@ -1,0 +1,205 @@
+"""One layout, two writers: what the panels name is what runs log, in W&B's objects and in the page."""
+
+import json
+import re
+from fnmatch import fnmatchcase
+
+import pytest
+
+from bench.dashboards import online
+from bench.dashboards.layout import (
+    NOT_SHOWN,
+    OF_CONFIG,
+    OVER_THE_RUN,
+    RUNS,
+    SECTIONS,
+    matching,
+    metrics_of,
+)
+from bench.dashboards.page import write_dashboard
+from bench.reporting.gather import gather
+from harness.record import read_rows
+from harness.wandb_rows import numbers
+from tests.command import call, empty_folder  # noqa: F401 - a fixture
+
+PLAIN = {"entity": "me", "project": "mine"}
+
+
+def history(runs) -> list[set[str]]:
+    """Names in the history of each run's file."""
+    return [
+        {name for record in found if record["type"] == "history" for name in _names(record["history"])}
+        for found in runs.records
+    ]
+
+
+def _names(node: dict) -> set[str]:
+    """Of the values in a record, however deep the reader puts them; a histogram's parts are one value."""
+    return {re.sub(r"\.(_type|bins|values|packedBins).*$", "", name) for name in node.get("item", node)}
+
+
+def stored(run: dict, name: str) -> bool:
+    """Whether a summary, or for ``config:`` the configuration, has the metric."""
+    if not name.startswith(OF_CONFIG):
+        return name in run["summary"]
+    node = run["config"]
+    for part in name.removeprefix(OF_CONFIG).split("."):
+        node = node[part]
+    return node is not None
+
+
+def test_every_metric_that_a_panel_names_is_logged(offline_runs):
+    logged = sorted(set().union(*history(offline_runs)))
+    for panel, name in metrics_of():
+        found = bool(matching(name, logged)) if panel.kind in OVER_THE_RUN else False
+        assert found or any(stored(run, name) for run in offline_runs.inspected), (panel.title, name)
+        assert found or panel.kind not in OVER_THE_RUN, f"{panel.title}: {name} is no metric over the run"
+
+
+def test_every_metric_over_the_run_is_shown_or_left_out_for_a_reason(offline_runs):
+    names = {name for folder in offline_runs.folders for row in _rows(folder) for name in numbers(row)}
+    shown = {found for _, name in metrics_of() for found in matching(name, sorted(names))}
+    left_out = {name for name in names if any(fnmatchcase(name, pattern) for pattern in NOT_SHOWN)}
+    assert names - shown - left_out == set()
+    assert {pattern for pattern in NOT_SHOWN if not any(fnmatchcase(name, pattern) for name in names)} == set()
+
+
+def _rows(folder) -> list[dict]:
+    return [row for row in read_rows(folder / "record.jsonl") if row["kind"] != "provenance"]
+
+
+def test_rows_on_disk_name_the_metrics_that_the_run_file_has(offline_runs):
+    for folder, logged in zip(offline_runs.folders, history(offline_runs), strict=True):
+        assert {name for row in _rows(folder) for name in numbers(row)} <= logged
+
+
+def test_a_panels_x_axis_is_in_the_rows_of_its_metrics(offline_runs):
+    rows = [numbers(row) for folder in offline_runs.folders for row in _rows(folder)]
+    for panel, name in metrics_of():
+        if panel.kind in OVER_THE_RUN and name != panel.x:
+            having = [row for row in rows if matching(name, list(row))]
+            assert having and all(panel.x in row for row in having), (panel.title, name)
+
+
+def test_a_star_is_a_sublayer_and_not_the_pool_of_all():
+    logged = ["train_span/mean", "train_span/layers.0.attention/mean", "train_span/layers.1.attention/mean"]
+    assert matching("train_span/*/mean", logged) == logged[1:]
+    assert matching("train_span/mean", logged) == logged[:1]
+
+
+# W&B's objects
+
+
+def test_the_workspace_has_every_section_panel_and_metric():
+    spec = json.loads(online.workspace(**PLAIN)._to_model().model_dump_json(by_alias=True))["spec"]
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
+    for section, made in zip(SECTIONS, sections, strict=True):
+        assert len(made["panels"]) == len(section.panels)
+        for panel, drawn in zip(section.panels, made["panels"], strict=True):
+            check_panel(panel, drawn)
+
+
+def test_the_report_has_the_same_panels_with_a_text():
+    report = online.report(**PLAIN, name="A title")
+    assert (report.entity, report.project, report.title) == ("me", "mine", "A title")
+    grids = [block for block in report.blocks if type(block).__name__ == "PanelGrid"]
+    texts = [block.text for block in report.blocks if type(block).__name__ == "P"]
+    for section, grid in zip(SECTIONS, grids, strict=True):
+        assert section.about in texts
+        for panel, made in zip(section.panels, grid.panels, strict=True):
+            check_panel(panel, json.loads(made._to_model().model_dump_json(by_alias=True)))
+        corners = {(made.layout.x, made.layout.y) for made in grid.panels}
+        assert len(corners) == len(grid.panels), "none covers another"
+
+
+def check_panel(panel, drawn: dict) -> None:
+    text = json.dumps(drawn)
+    for name in (*panel.y, *((panel.x,) if panel.x else ())):
+        if "*" in name:
+            pattern = drawn["config"]["metricRegex"]
+            assert re.search(pattern, name.replace("*", "layers.0.attention")), (pattern, name)
+            pool = name.replace("/*", "") if name.endswith("/mean") else name.replace("*", "mean")
+            assert not re.search(pattern, pool), "not the pool of all"
+        else:
+            section, _, rest = name.removeprefix(OF_CONFIG).partition(".")
+            accessor = f"{OF_CONFIG}{section}.value.{rest}" if name.startswith(OF_CONFIG) else name
+            assert accessor in text, (panel.title, name)
+    assert panel.kind == RUNS or panel.title in text or panel.kind == "table"
+
+
+# The page, and the command
+
+
+def test_the_page_has_the_same_sections_and_panels(offline_runs, tmp_path):
+    page = write_dashboard(gather([offline_runs.folders[0].parent]), tmp_path / "out", commands=["typed"])
+    text = page.read_text()
+    for section in SECTIONS[:-1]:
+        assert f"<h3>{section.title}</h3>" in text
+    assert text.index('id="figures"') < text.index('id="tables"')
+    for words in ("Spans of every head", "Costs", "learning curve", "typed", "adaptive_span-s0"):
+        assert words in text
+    assert "no run here logs" not in text
+
+
+def test_a_section_that_no_run_is_about_is_a_note(offline_runs, tmp_path):
+    text = write_dashboard(gather([offline_runs.folders[0]]), tmp_path, commands=[]).read_text()
+    assert "Product-key memories: no run here logs what this section shows." in text
+
+
+def dashboard(*words: str):
+    return call("bench/dashboard.py", *words)
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """The page without its drawings, which take seconds."""
+    monkeypatch.setattr("bench.dashboards.page.draw_section", lambda *_, **given: None)
+
+
+def test_without_a_key_the_command_writes_the_page_and_says_what_to_type(offline_runs, here, quickly, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("wandb.login", lambda **asked: False)
+    ended = dashboard("entity=me", "project=p", f"folders=[{offline_runs.folders[0].parent}]")
+    assert (ended.code, ended.err) == (0, "")
+    assert "no API key is configured" in ended.out and "wandb login" in ended.out
+    assert "python -m bench.dashboard entity=me project=p" in ended.out
+    assert [path.name for path in (here / "outputs" / "dashboard").iterdir()] == ["index.html"]
+
+
+def test_with_a_key_it_saves_both_and_falls_back_to_the_page(offline_runs, here, quickly, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("wandb.login", lambda **asked: True)
+    saved = []
+    for kind in (online.ws.Workspace, online.wr.Report):
+        monkeypatch.setattr(kind, "save", lambda made: saved.append((made.entity, made.project)))
+        monkeypatch.setattr(kind, "url", "https://example.org/here")
+    words = ("entity=me", "project=p", f"folders=[{offline_runs.folders[0].parent}]")
+    ended = dashboard(*words)
+    assert (ended.code, ended.err, saved) == (0, "", [("me", "p")] * 2)
+    assert ended.out.splitlines() == ["workspace: https://example.org/here", "report: https://example.org/here"]
+
+    def refuse(made):
+        raise ConnectionError("nobody\nthere")
+
+    monkeypatch.setattr(online.ws.Workspace, "save", refuse)
+    ended = dashboard(*words)
+    assert ended.code == 0 and "ConnectionError: nobody there" in ended.out
+    assert (here / "outputs" / "dashboard" / "index.html").exists()
+    ended = dashboard(*words, "mode=online")
+    assert ended.code == 2 and "entity=me project=p: W&B refused (ConnectionError: nobody there)" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("mode=on",), "mode=on: allowed are auto, online, offline"),
+        (("mode=offline", "folders=[nowhere]"), "nowhere: there is no such folder"),
+        (("project=null",), "project=None: must be str"),
+        (("mode=online",), "mode=online: WANDB_MODE=offline"),
+    ],
+)
+def test_a_mistake_is_one_message(here, words, said):
+    ended = dashboard(*words)
+    assert ended.code == 2 and ended.err.count("\n") == 1 and said in ended.err
+    assert not list(here.iterdir())

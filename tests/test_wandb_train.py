@@ -1,0 +1,230 @@
+"""Trainings as W&B sees them, read back from the run files: two jobs of a multirun, a job of a W&B sweep, a lost server."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from harness.build import plan_run
+from harness.wandb_run import own_tags
+from tests.command import ROOT, run_folders
+from tests.composing import CONF, compose_config, plan
+from tests.wandb_runs import PRETENDED_KEY, SIZES, MisbehavingServer, inspect, lonely_environment, python, records
+
+SWEEPS = sorted((CONF / "sweep").glob("wandb_*.yaml"))
+
+
+# Two jobs of a multirun
+
+
+def test_two_jobs_are_two_runs_of_one_group(offline_runs):
+    runs = offline_runs.inspected
+    assert len({run["run_id"] for run in runs}) == 2
+    assert [run["exit_code"] for run in runs] == [0, 0]
+    assert [run["name"] for run in runs] == [folder.name for folder in offline_runs.folders]
+    assert [run["tags"] for run in runs] == [
+        ["mine", name, "recall"] for name in ("adaptive_span", "product_key_memory")
+    ]
+
+
+def test_group_and_job_type_are_in_the_file(offline_runs):
+    for found in offline_runs.records:
+        (run,) = [record["run"] for record in found if record["type"] == "run"]
+        assert (run["run_group"], run["job_type"], run["project"]) == ("together", "train", "attention-windtunnel")
+
+
+def test_the_config_is_the_resolved_config_with_layers_as_text(offline_runs):
+    for folder, run in zip(offline_runs.folders, offline_runs.inspected, strict=True):
+        saved = yaml.safe_load((folder / "config.yaml").read_text())
+        config = run["config"]
+        assert config == json.loads(json.dumps(_without_empty(saved)))
+    assert saved["variant"]["at"].keys() == {-2} and config["variant"]["at"].keys() == {"-2"}
+
+
+def _without_empty(node: dict) -> dict:
+    """As W&B's file has it: an empty section has nothing that could be stored."""
+    inner = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in node.items()}
+    return {key: value for key, value in inner.items() if value != {}}
+
+
+def test_summaries_are_the_last_value_and_of_valid_bits_the_least(offline_runs):
+    for folder, run in zip(offline_runs.folders, offline_runs.inspected, strict=True):
+        rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+        summary = run["summary"]
+        valid = [row["bits_per_byte"] for row in rows if row["kind"] == "valid" and not row.get("final")]
+        trained = [row for row in rows if row["kind"] == "train"]
+        assert summary["valid/bits_per_byte"] == {"min": min(valid)} and len(valid) > 1
+        assert summary["train/bits_per_byte"] == trained[-1]["bits_per_byte"]
+        saved = json.loads((folder / "summary.json").read_text())
+        flat = {"valid_bits_per_byte": saved["valid_bits_per_byte"], "test_bits_per_byte": saved["test_bits_per_byte"]}
+        flat |= {"parameters/total": saved["parameters"]["total"], "data/sha256": saved["data"]["sha256"]}
+        flat |= {name: saved[name] for name in ("variant", "seed", "commit", "device", "bytes_seen", "seconds")}
+        flat |= {"versions/torch": saved["versions"]["torch"], "training_flops": saved["training_flops"]}
+        assert {name: summary.get(name) for name in flat} == flat
+        assert summary["figures/learning_curve"]["_type"] == "image-file"
+        assert summary["tables/costs"]["_type"] == "table-file" and summary["tables/costs"]["nrows"] > 10
+    spans = offline_runs.inspected[0]["summary"]["tables/spans"]
+    assert (spans["nrows"], spans["ncols"]) == (4, 4), "two layers of two heads"
+
+
+def test_the_step_of_every_metric_is_bytes_seen_and_nothing_is_sampled_beside(offline_runs):
+    found = offline_runs.records[0]
+    metrics = [record["metric"] for record in found if record["type"] == "metric"]
+    everything = [metric for metric in metrics if metric.get("glob_name") == "*"]
+    assert everything and all(metric["step_metric"] == "bytes_seen" for metric in everything)
+    assert "stats" not in {record["type"] for record in found}
+
+
+STATISTICS = """
+from pathlib import Path
+from harness.wandb_run import WandbRun
+with WandbRun(Path.cwd(), config={}, id="asked", mode="offline", system_statistics=True) as run:
+    run.log({"kind": "valid", "bytes_seen": 1, "bits_per_byte": 2.0})
+"""
+
+
+def test_system_statistics_can_be_asked_for(tmp_path):
+    environment = lonely_environment(tmp_path)
+    python("-c", STATISTICS, environment=environment)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-asked")
+    assert "stats" in {record["type"] for record in records(folder, environment=environment)}
+
+
+def test_tags_name_the_size_only_where_it_is_what_is_trained():
+    def tags(*words, **choices):
+        hydra = {
+            "runtime": {"choices": {"model": "tiny", "recipe": None} | choices},
+            "overrides": {"task": list(words)},
+        }
+        HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
+        return own_tags(variant="mhsa", data="enwik8")
+
+    before = HydraConfig.instance().cfg
+    try:
+        assert tags("seed=1") == ("mhsa", "tiny", "enwik8")
+        assert tags("model=tiny", "model.layers=3") == ("mhsa", "enwik8")
+        assert tags(recipe="adaptive_span_12") == ("mhsa", "adaptive_span_12", "enwik8")
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+# Sweeps of W&B
+
+
+def started_by_agent(file: Path, *, parameters: dict, folder: Path, monkeypatch) -> tuple[list[str], dict[str, str]]:
+    """The command line and the variables with which W&B's own agent starts a job of the sweep in this file."""
+    from wandb import wandb_agent
+    from wandb.sdk.launch.sweeps.utils import load_sweep_config
+
+    started = []
+
+    def process(*, command, env, forward_signals):
+        started.append((command, env))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(wandb_agent, "AgentProcess", process)
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep1")
+    monkeypatch.setenv("WANDB_DIR", str(folder))
+    monkeypatch.setenv("WANDB_RUN_ID", "")  # the agent sets both, here until the test ends
+    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", "")
+    agent = object.__new__(wandb_agent.Agent)
+    config = load_sweep_config(str(file))
+    agent._sweep_command, agent._function, agent._in_jupyter = config["command"], None, False
+    agent._forward_signals, agent._run_processes = False, {}
+    given = {name: {"value": value} for name, value in parameters.items()}
+    agent._command_run({"run_id": "fromagent", "program": config["program"], "args": given})
+    ((command, environment),) = started
+    return command, environment
+
+
+def drawn(file: Path) -> dict:
+    """One value of each parameter that the sweep names."""
+    parameters = yaml.safe_load(file.read_text())["parameters"]
+    return {name: node.get("value", node.get("values", [node.get("min")])[0]) for name, node in parameters.items()}
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
+def test_a_sweep_of_wandb_is_made_of_our_keys(file, tmp_path, monkeypatch):
+    sweep = yaml.safe_load(file.read_text())
+    command, _ = started_by_agent(file, parameters=drawn(file), folder=tmp_path, monkeypatch=monkeypatch)
+    assert command[:3] == ["/usr/bin/env", "python", "train.py"]
+    planned = plan(*command[3:])
+    assert planned.data["fallback"] is None, "in a sweep another corpus would spoil the comparison"
+    assert sweep["metric"] == {"name": "valid_bits_per_byte", "goal": "minimize"}
+    assert sweep["method"] in ("grid", "bayes") and (planned.eval.test or "rates" in file.stem)
+
+
+def test_a_job_of_a_sweep_is_that_run_with_the_metric_as_logged(tmp_path, monkeypatch):
+    file = CONF / "sweep" / "wandb_rates.yaml"
+    sizes = dict(word.split("=") for word in (*SIZES, "budget.steps=6", "record.figures=false"))
+    parameters = drawn(file) | sizes
+    command, variables = started_by_agent(file, parameters=parameters, folder=tmp_path, monkeypatch=monkeypatch)
+    named = {name: value for name, value in variables.items() if name.startswith("WANDB_") and name != "WANDB_MODE"}
+    environment = lonely_environment(tmp_path, **named)
+    python(ROOT / command[2], *command[3:], environment=environment)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-fromagent")
+    run = inspect(folder, environment=environment)
+    assert run["config"]["optim"]["lr"] == run["config"]["optim.lr"] == drawn(file)["optim.lr"], "ours, and the sweep's"
+    assert run["summary"]["valid_bits_per_byte"] > 0 and "test_bits_per_byte" not in run["summary"]
+    (first,) = [r["run"] for r in records(folder, environment=environment) if r["type"] == "run"]
+    assert (first["sweep_id"], first["job_type"]) == ("sweep1", "tune")
+
+
+def test_hydra_says_whose_sweep_that_is():
+    cfg = OmegaConf.merge(
+        OmegaConf.to_container(compose_config(), resolve=False),
+        {"sweep": OmegaConf.load(CONF / "sweep" / "wandb_grid.yaml")},
+    )
+    with pytest.raises(ValueError, match=r"^sweep: .*wandb sweep conf/sweep/wandb_grid\.yaml"):
+        plan_run(cfg)
+
+
+# A server that is lost in the middle
+
+
+MEASURED = """
+import json, runpy, sys, time
+from harness.wandb_run import WandbRun
+inner, work, wait = WandbRun.log, [], []
+def log(self, row):
+    busy, begun = time.thread_time(), time.perf_counter()
+    inner(self, row)
+    work.append(time.thread_time() - busy), wait.append(time.perf_counter() - begun)
+WandbRun.log = log
+program = sys.argv[1]
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(program, run_name="__main__")
+finally:
+    print(json.dumps({"work": sum(work), "wait": sum(wait), "rows": len(work)}))
+"""
+
+
+def test_a_server_that_vanishes_costs_training_less_than_a_percent(tmp_path):
+    """What the loop itself pays: its own processor time in W&B's queue, and the time that it stood there.
+
+    Two trainings with and without W&B differ by more than a percent on a busy machine whatever W&B does;
+    ``tests/wandb_overhead.py`` compares them in turns on a quiet one.
+    """
+    words = (
+        *SIZES,
+        "budget.seconds=1.5",
+        "record.every_steps=1",
+        "record.wandb.every_seconds=0.001",
+        "record.figures=false",
+    )
+    with MisbehavingServer("vanishes") as server:
+        key = {"WANDB_API_KEY": PRETENDED_KEY, "WANDB_BASE_URL": server.url, "WANDB_FINISH_TIMEOUT": "1"}
+        key |= {"WANDB_HTTP_TIMEOUT": "1"}
+        ran = python("-c", MEASURED, ROOT / "train.py", *words, environment=lonely_environment(tmp_path, **key))
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("wandb: ") and line.endswith("(the run itself goes on)")
+    said = json.loads(ran.stdout.splitlines()[-1])
+    (folder,) = run_folders(tmp_path / "outputs")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "finished" and said["rows"] > 20
+    assert said["work"] < 0.01 * summary["seconds"] and said["wait"] < 0.5
