@@ -2,6 +2,7 @@
 
     python train.py variant=adaptive_span
     python train.py -m variant=mhsa,adaptive_span,all_attention,product_key_memory seed=0,1,2
+    torchrun --nproc-per-node=8 train.py variant=adaptive_span
 
 The thread of the whole project: compose (Hydra) -> build (harness/build.py) -> loop (here) -> record (harness/record.py).
 """
@@ -13,16 +14,19 @@ import hydra
 from omegaconf import DictConfig
 
 from harness.cli import run_command, say
+from harness.launch import read_launch
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """One run, or one job of a sweep. Returns bits per byte on valid, the objective of sweeps."""
     from harness.job import prepare  # torch is imported late, so that --help and completion are quick
+    from harness.processes import joined
 
     try:
-        job = prepare(cfg, command=shlex.join(["python", *sys.argv]))
-        return job.earlier_result() if job.earlier else train(job)
+        with joined() as processes:
+            job = prepare(cfg, command=shlex.join([*read_launch().words, *sys.argv]), processes=processes)
+            return job.earlier_result() if job.earlier else train(job)
     except Exception as error:
         say(error)  # now: a sweep goes on to its other jobs
         raise
@@ -30,10 +34,8 @@ def main(cfg: DictConfig) -> float | None:
 
 def train(job) -> float | None:
     """Train until the budget is spent, or until a signal asks to stop."""
-    from harness.runtime import StopSignal
-
     run, plan = job.run, job.plan
-    with job.opened() as progress, StopSignal() as stop:
+    with job.opened() as progress, job.stop as stop:
         while not run.finished and not stop.number:
             before = job.step()
             if run.spent.steps % plan.record.every_steps == 0:
@@ -55,4 +57,4 @@ def train(job) -> float | None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, many=True)

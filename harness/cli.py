@@ -24,14 +24,21 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from harness.launch import check_launch, read_launch
+
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
-def run_command(command: Callable[[], object]) -> None:
-    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a user's mistake, or 1 for any other error."""
+def run_command(command: Callable[[], object], *, many: bool = False) -> None:
+    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a user's mistake, or 1 for any other error.
+
+    Args:
+        many: whether several processes, started by ``torchrun``, may do it together.
+    """
     failed: list[Exception] = []
     with _hydra_tamed(failed):
         try:
+            check_launch(sys.argv[1:], many=many)
             command()
         except Exception as error:
             say(error)
@@ -43,11 +50,14 @@ def run_command(command: Callable[[], object]) -> None:
 def say(error: Exception, *, job: Sequence[str] = ()) -> None:
     """Print what went wrong, once: a job says it when it happens, and a sweep goes on to its other jobs.
 
+    Of several processes the first one speaks of a mistake, which all of them meet, unless it is the ``own`` of another.
+
     Args:
         error: a mistake becomes one message, anything else keeps its trace.
         job: overrides of the sweep's job; those of the job that is running now are known.
     """
-    if getattr(error, "said", False):
+    others = isinstance(error, MISTAKES) and read_launch().rank > 0 and not getattr(error, "own", False)
+    if getattr(error, "said", False) or others:
         return
     if not isinstance(error, MISTAKES) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error)

@@ -14,9 +14,12 @@ from harness import checkpoint, data, folder, runtime, summary
 from harness.build import Plan, hydra_facts, plan_run
 from harness.figures import draw_figures
 from harness.memory import Peak, PeakMemory
+from harness.processes import ALONE, Processes
 from harness.progress import Progress as Shown
 from harness.record import Record, find_comparable, read_rows, write_summary
-from harness.run import Run, begin_from
+from harness.run import Run
+from harness.runtime import StopSignal
+from harness.start import begin_from
 from harness.table import print_closing_table
 from harness.wandb_run import WandbRun
 
@@ -24,16 +27,28 @@ WARM_STEPS = 2
 """Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
 
 
-def prepare(cfg: DictConfig, *, command: str) -> "Job":
+def prepare(cfg: DictConfig, *, command: str, processes: Processes = ALONE) -> "Job":
     """Check, read and build everything; nothing is written before all of it stands.
 
     Raises:
         ValueError: a user's mistake, in one message.
     """
-    plan = plan_run(cfg, **hydra_facts())
-    device = runtime.start(plan.runtime)
-    peak = PeakMemory(device.device)
-    corpus = data.load(**plan.data)
+    with processes.together():
+        plan = plan_run(cfg, **hydra_facts())
+        device = runtime.start(plan.runtime, processes=processes)
+        peak = PeakMemory(device.device)
+        corpus = data.load(**plan.data)
+    place = processes.from_first(lambda: _place(plan, corpus, device))
+    with processes.together():
+        run = None if place.summary else Run(plan, corpus, device)
+    if run is not None:
+        processes.copy_first_(run.model)
+        if place.checkpoint is None:
+            begin_from(run)
+    return Job(plan, place, run, peak=peak, command=command)
+
+
+def _place(plan: Plan, corpus: data.Corpus, device: runtime.Runtime) -> folder.RunFolder:
     identity = folder.Identity(
         variant=plan.variant,
         seed=plan.seed,
@@ -43,17 +58,14 @@ def prepare(cfg: DictConfig, *, command: str) -> "Job":
         device=device.device.type,
         precision=device.precision,
     )
-    place = folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
-    run = None if place.summary else Run(plan, corpus, device)
-    if run is not None and place.checkpoint is None:
-        begin_from(run)
-    return Job(plan, place, run, peak=peak, command=command)
+    return folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
 
 
 class Job:
-    """One command's work on one run folder.
+    """One command's work on one run folder; of several processes, the first one alone holds and writes it.
 
     Attributes:
+        stop: the signals that end training between two steps.
         run: the run, or None where an earlier one is finished and is returned.
         earlier: the finished run's summary, or None.
     """
@@ -65,6 +77,9 @@ class Job:
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
+        self._processes = run.runtime.processes if run else ALONE
+        self.stop = StopSignal(alone=self._processes.number == 1)
+        self._save_agreed = False
 
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
@@ -78,40 +93,49 @@ class Job:
     def opened(self) -> Iterator[Shown]:
         """The folder is held, record and W&B are open, the run stands where its checkpoint left it; yields progress."""
         with ExitStack() as stack:
-            self.folder.hold()
-            stack.callback(self.folder.release)
+            with self._processes.together():
+                if self._processes.first:
+                    self.folder.hold()
+                    stack.callback(self.folder.release)
             rows = self._restore()
-            text = yaml.safe_dump(self.plan.config, sort_keys=False)
-            (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
-            self._record = stack.enter_context(Record(self.folder.path, rows=rows))
-            w = self.plan.wandb
-            self._wandb = WandbRun(
-                self.folder.path,
-                config=self.plan.config,
-                mode=w.mode,
-                project=w.project,
-                entity=w.entity,
-                name=self.folder.path.name,
-                group=w.group,
-                tags=tuple(w.tags),
-                id=self.run.wandb_id,
-                every_seconds=w.every_seconds,
-            )
-            stack.enter_context(self._wandb)
-            self.run.wandb_id = self._wandb.id
-            if not rows:
-                whose = summary.identity(self.run, self.folder.identity, command=self.command)
-                config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
-                self.append({"kind": "provenance", **whose, "config": config})
+            with self._processes.together():
+                if self._processes.first:
+                    self._open(stack, rows=rows)
             yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds))
+
+    def _open(self, stack: ExitStack, *, rows: int) -> None:
+        """What is written into: the record, which has ``rows`` already, and W&B."""
+        text = yaml.safe_dump(self.plan.config, sort_keys=False)
+        (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
+        self._record = stack.enter_context(Record(self.folder.path, rows=rows))
+        w = self.plan.wandb
+        self._wandb = WandbRun(
+            self.folder.path,
+            config=self.plan.config,
+            mode=w.mode,
+            project=w.project,
+            entity=w.entity,
+            name=self.folder.path.name,
+            group=w.group,
+            tags=tuple(w.tags),
+            id=self.run.wandb_id,
+            every_seconds=w.every_seconds,
+        )
+        stack.enter_context(self._wandb)
+        self.run.wandb_id = self._wandb.id
+        if not rows:
+            whose = summary.identity(self.run, self.folder.identity, command=self.command)
+            config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
+            self.append({"kind": "provenance", **whose, "config": config})
 
     def _restore(self) -> int:
         """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
         run, rows = self.run, 0
         if self.folder.checkpoint is None:
-            self.folder.clear()
+            if self._processes.first:
+                self.folder.clear()
         else:
-            content = checkpoint.load(self.folder.checkpoint)
+            content = self._processes.from_first(lambda: checkpoint.load(self.folder.checkpoint))
             run.restore(content)
             rows = content["rows"]
         verb = f"resuming at {run.spent.bytes:,} bytes" if rows else "training"
@@ -122,13 +146,17 @@ class Job:
 
     def append(self, row: dict) -> None:
         """A row for the record and for W&B."""
+        if not self._processes.first:
+            return
         row = self._record.append(row)
         self._last_bits = row.get("bits_per_byte") or self._last_bits
         self._wandb.log(row)
 
     def step(self) -> float:
         """One training step; returns the fraction of the budget spent before it."""
-        before = self.run.step()
+        before, (stop, save) = self.run.step(lambda: (self.stop.heard, self._save_is_due()))
+        self.stop.agree(stop)
+        self._save_agreed = bool(save)
         self._steps_here += 1
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
@@ -161,18 +189,28 @@ class Job:
         better = bits < run.best_bits
         if better or run.best_bits == math.inf:  # the first always, even NaN: there must be weights to score at the end
             run.best_bits = bits if better else math.inf
-            checkpoint.save_best(self.folder.path, {"model": run.model.state_dict(), "bytes": run.spent.bytes})
+            with self._processes.together():
+                if self._processes.first:
+                    best = {"model": run.model.state_dict(), "bytes": run.spent.bytes}
+                    checkpoint.save_best(self.folder.path, best)
         self._peak.reset()
 
     def checkpoint_due(self) -> bool:
-        c = self.plan.checkpoint
-        by_steps = c.every_steps is not None and self.run.spent.steps % c.every_steps == 0
-        return by_steps or (c.every_seconds is not None and time.monotonic() - self._saved_seconds >= c.every_seconds)
+        every = self.plan.checkpoint.every_steps
+        return self._save_agreed or (every is not None and self.run.spent.steps % every == 0)
+
+    def _save_is_due(self) -> bool:
+        """By the clock of the first process."""
+        every = self.plan.checkpoint.every_seconds
+        late = every is not None and time.monotonic() - self._saved_seconds >= every
+        return late and self._processes.first
 
     def save(self) -> None:
         """A checkpoint that agrees with the rows written so far."""
-        content = self.run.content(rows=self._record.rows)
-        checkpoint.save(self.folder.path, content, step=self.run.spent.steps, keep=self.plan.checkpoint.keep)
+        content = self.run.content(rows=self._record.rows if self._processes.first else 0)
+        with self._processes.together():
+            if self._processes.first:
+                checkpoint.save(self.folder.path, content, step=self.run.spent.steps, keep=self.plan.checkpoint.keep)
         self._saved_seconds = time.monotonic()
 
     def finish(self, progress: Shown) -> dict:
@@ -180,9 +218,12 @@ class Job:
         run, plan = self.run, self.plan
         found = summary.identity(run, self.folder.identity, command=self.command)
         self.validate(progress)
-        best = checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
+        best = self._processes.from_first(
+            lambda: checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
+        )
         run.take_weights(best["model"])
-        found |= summary.costs(run, peak=self._most)  # FLOPs are those of the weights that are scored
+        peak = self._most._replace(bytes=self._processes.largest(self._most.bytes))
+        found |= summary.costs(run, peak=peak)  # FLOPs are those of the weights that are scored
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(run.model.metrics({}))}
         found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in ("valid", "test") if plan.eval.test else ("valid",):
@@ -193,9 +234,11 @@ class Job:
             found |= part
             bits, capped = row["bits_per_byte"], bool(row["capped_bytes"])
             progress.evaluated(split=f"final {split}", bits_per_byte=bits, bytes_seen=best["bytes"], capped=capped)
-        found["memory"]["inference_peak_bytes"] = self._peak.read().bytes
+        found["memory"]["inference_peak_bytes"] = self._processes.largest(self._peak.read().bytes)
         found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
         found["status"] = "finished"
+        if not self._processes.first:
+            return found
         write_summary(self.folder.path, summary=found)
         self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
         return found
@@ -214,6 +257,8 @@ class Job:
 
     def show(self, found: dict) -> None:
         """The closing table, beside earlier runs that compare, and how to sync W&B."""
+        if not self._processes.first:
+            return
         print_closing_table(found, others=self._comparable(found))
         print(f"run folder: {self.folder.path}")
         if self._wandb.hint:
