@@ -82,7 +82,7 @@ class Processes:
         if self.number == 1:
             return [tensor]
         lengths = [int(length) for (length,) in self.exchange([len(tensor)])]
-        longest = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        longest = tensor.detach().new_zeros(max(lengths), *tensor.shape[1:])
         longest[: len(tensor)] = tensor
         sent = longest.contiguous().flatten().view(torch.uint8)  # any dtype travels, bit for bit
         found = [torch.empty_like(sent) for _ in lengths]
@@ -168,14 +168,12 @@ class Processes:
     def _sparse_mean(self, parameter: nn.Parameter) -> Tensor:
         own = parameter.grad
         if own is None:
-            own = torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        elif not own.is_sparse:
-            raise ValueError("a gradient is sparse in one process and dense in another: allowed is one kind of it")
-        own = own.coalesce()
-        if own.sparse_dim() != 1:
-            raise ValueError("a sparse gradient must be of whole rows")
-        rows = torch.cat(self.gather(own.indices()[0]))
-        values = torch.cat(self.gather(own.values())).div_(self.number)
+            rows, values = parameter.new_empty(0, dtype=torch.int64), parameter.new_empty(0, *parameter.shape[1:])
+        else:
+            assert own.is_sparse and own.sparse_dim() == 1, "a sparse gradient is of whole rows in every process"
+            own = own.coalesce()
+            rows, values = own.indices()[0], own.values()
+        rows, values = torch.cat(self.gather(rows)), torch.cat(self.gather(values)).div_(self.number)
         return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
 
     def _call(self, collective: Callable, *values: object, **options: int) -> None:
