@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tests.command
 import tests.runs
+from variants import product_search, window_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 60
@@ -35,6 +36,7 @@ def launch(function: Callable, *arguments, number: int = 2) -> list:
 
     They have this process's environment and current folder, and ``RANK`` and the rest in the environment.
     """
+    window_cpu.available(), product_search.available()  # built once here and not by each
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.many", *AHEAD])
     os.environ["PYTHONPATH"] = str(ROOT)  # for what is imported ahead
