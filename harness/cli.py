@@ -50,7 +50,8 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
 def say(error: Exception, *, job: Sequence[str] = ()) -> None:
     """Print what went wrong, once: a job says it when it happens, and a sweep goes on to its other jobs.
 
-    Of several processes the first one speaks of a mistake, which all of them meet, unless it is the ``own`` of another.
+    Of several processes the first one speaks of a mistake that all of them meet before they have joined; after that an
+    error is a process's ``own``, or was ``said`` by another.
 
     Args:
         error: a mistake becomes one message, anything else keeps its trace.

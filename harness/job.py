@@ -136,7 +136,8 @@ class Job:
                 self.folder.clear()
         else:
             content = self._processes.from_first(lambda: checkpoint.load(self.folder.checkpoint))
-            run.restore(content)
+            with self._processes.together():
+                run.restore(content)
             rows = content["rows"]
         verb = f"resuming at {run.spent.bytes:,} bytes" if rows else "training"
         print(f"{verb}: {self.folder.path}  |  {run.corpus.label()}  |  {run.path}, {run.runtime.precision}")

@@ -126,7 +126,6 @@ class Processes:
             return
         speaker = next(rank for rank, kind in enumerate(kinds) if kind)
         if speaker == self.rank:
-            failed.own = True
             raise failed
         silent = (RuntimeError, ValueError)[int(kinds[speaker]) - 1](f"process {speaker} of this run has failed")
         silent.said = True
@@ -206,6 +205,9 @@ def joined() -> Iterator[Processes]:
             yield Processes(**launch._asdict())
         except SystemExit:  # of all at the same step; after an error, a farewell would wait for the others
             dist.destroy_process_group()
+            raise
+        except Exception as error:
+            error.own = True  # what all of them met has been ``said`` by one
             raise
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -56,8 +57,10 @@ class Trainer:
             total = total + nats.detach() * share
             states.append(out.state)
         self.runtime.processes.average_gradients_(self.model.parameters())
+        begins = not self.gradient_bytes
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.model)
-        self.optimizers.step(fraction)
+        with self.runtime.processes.together() if begins else nullcontext():  # an optimizer may refuse what it is given
+            self.optimizers.step(fraction)
         self.optimizers.zero_grad()
         self.model.project_()
         return total, cat_streams(states)

@@ -382,24 +382,29 @@ def test_no_process_waits_for_one_that_has_ended(how):
     assert first == ("ProcessLost", 3) and isinstance(second, Dead) and time.monotonic() - began < 30
 
 
-def full_disk() -> str:
+def failure(*overrides: str) -> tuple[str, bool, int]:
+    """How a run fails whose first process cannot write a checkpoint: the error, whether another said it, and the steps."""
+
     def fail(*_, **__) -> None:
         raise OSError("the disk is full")
 
     with joined() as processes:
-        job = make_job("budget.steps=100", "checkpoint.every_steps=3", processes=processes)
+        job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=processes)
         checkpoint.save = fail if processes.first else checkpoint.save
         try:
             train(job)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {error}", getattr(error, "said", False), job.run.spent.steps
 
 
-def test_a_full_disk_ends_all_and_one_says_it():
-    assert launch(full_disk) == [
+def test_a_failure_of_all_is_said_by_one():
+    assert launch(failure) == [
         ("OSError: the disk is full", False, 3),
         ("RuntimeError: process 0 of this run has failed", True, 3),
     ]
+    first, second = launch(failure, *SPARSE, "optim=adamw")
+    assert "is sparse; allowed are" in first[0] and first[1:] == (False, 0)
+    assert second == ("ValueError: process 0 of this run has failed", True, 0)
 
 
 def test_torchrun_stops_all_with_one_checkpoint(here):
