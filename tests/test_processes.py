@@ -280,16 +280,9 @@ def test_two_processes_are_resumed_by_one_and_one_by_two(here, monkeypatch):
 
 REFUSED = {
     ("batch.lanes=3",): ("batch.lanes=3", "2 processes", "multiples of 2"),
-    ("batch.lanes=4", "batch.accumulate=3"): ("batch.accumulate=3", "batch.lanes=4", "at most"),
-    ("variant=product_key_memory", "variant.memory.query_norm=batch"): (
-        "layers.0.memory",
-        "BatchNorm1d",
-        "2 processes",
-    ),
     ("-m", "seed=0,1"): ("-m: a sweep", "torchrun"),
     ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
     ("model.widht=3",): ("model.widht=3", "d_model"),
-    ("outputs=file",): ("outputs=file", "cannot be written"),
     ("outputs=held",): ("outputs=held", "is held by somebody"),
     ("start.run=nowhere",): ("start.run=nowhere",),
     ("data=file", "data.path=second"): ("data.path='second'",),
@@ -305,7 +298,6 @@ def refusals(ports: list[int]) -> list[command.Ended]:
 
 
 def test_mistakes_are_one_message_of_all_processes(here):
-    Path("file").write_text("")
     Path("second").write_bytes(bytes(range(256)) * 100)
     assert command.train(*command.MADE, "outputs=held").code == 0
     (folder,) = command.run_folders(Path("held"))
@@ -432,6 +424,17 @@ def test_torchrun_stops_all_with_one_checkpoint(here):
 
 
 # Values
+
+
+def test_what_cannot_be_divided_is_refused():
+    refused = {
+        ("batch.lanes=4", "batch.accumulate=3"): "batch.accumulate=3: each of 2 processes has 2 of batch.lanes=4",
+        ("batch.lanes=5",): "batch.lanes=5: 2 processes .* multiples of 2",
+        (*VARIANTS["product_key_memory"], "variant.memory.query_norm=batch"): "layers.0.memory has BatchNorm1d",
+    }
+    for words, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            divided_run(Processes(rank=1, number=2, local_rank=1, local_number=2), *words)
 
 
 def test_alone_nothing_is_done():
