@@ -2,6 +2,7 @@
 
     python train.py variant=adaptive_span
     python train.py -m variant=mhsa,adaptive_span,all_attention,product_key_memory seed=0,1,2
+    torchrun --nproc-per-node=8 train.py variant=adaptive_span
 
 The thread of the whole project: compose (Hydra) -> build (harness/build.py) -> loop (here) -> record (harness/record.py).
 """
@@ -26,17 +27,17 @@ def main(cfg: DictConfig) -> float | None:
 def run(cfg: DictConfig) -> float | None:
     """Begin, go on with, or return a run."""
     from harness.job import prepare  # torch is imported late, so that --help and completion are quick
+    from harness.processes import joined
 
-    job = prepare(cfg, command=own_command())
-    return job.earlier_result() if job.earlier else train(job)
+    with joined() as processes:
+        job = prepare(cfg, command=own_command(), processes=processes)
+        return job.earlier_result() if job.earlier else train(job)
 
 
 def train(job) -> float | None:
     """Train until the budget is spent, or until a signal asks to stop."""
-    from harness.runtime import StopSignal
-
     run, plan = job.run, job.plan
-    with job.opened() as progress, StopSignal() as stop:
+    with job.opened() as progress, job.stop as stop:
         while not run.finished and not stop.number:
             before = job.step()
             if run.spent.steps % plan.record.every_steps == 0:
@@ -59,4 +60,4 @@ def train(job) -> float | None:
 
 
 if __name__ == "__main__":
-    run_command(main, launcher=Resuming)
+    run_command(main, many=True, launcher=Resuming)

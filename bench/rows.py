@@ -13,8 +13,10 @@ from harness.record import plain
 ROWS = "rows.jsonl"
 """Of one call of a verb, in a folder of its own."""
 IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
-GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions")
+GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions", "processes")
 """What time and memory depend on beside the code; ``path`` is a column."""
+UNSAID = {"processes": 1}
+"""What a row means that does not say: rows were written before runs could be divided."""
 
 
 class RowFile:
@@ -60,7 +62,7 @@ def refusal(row: object) -> str | None:
     """Why a row may not be shown: what of its provenance is missing, or None if all is there."""
     if not isinstance(row, dict):
         return f"a {type(row).__name__} is no row"
-    missing = [key for key in (*IDENTITY, *GROUND) if key not in row]
+    missing = [key for key in (*IDENTITY, *GROUND) if key not in row and key not in UNSAID]
     if missing:
         return f"no provenance: {', '.join(missing)} missing"
     if not (isinstance(row["data"], dict) and row["data"].get("sha256")):
@@ -70,4 +72,10 @@ def refusal(row: object) -> str | None:
 
 def ground(row: dict) -> tuple[tuple[str, str], ...]:
     """What two rows must have in common for their times and memory to stand in one table, hashable."""
-    return tuple((key, json.dumps(row[key], sort_keys=True)) for key in GROUND)
+    return tuple((key, ground_value(row, key)) for key in GROUND)
+
+
+def ground_value(row: dict, key: str) -> str:
+    """One of ``GROUND`` as text that is equal where the values are."""
+    value = row.get(key)
+    return json.dumps(UNSAID.get(key) if value is None else value, sort_keys=True)

@@ -1,13 +1,18 @@
 """Checkpoints: everything an exact resume needs, written whole or not at all.
 
-A checkpoint is one file of tensors and plain values: model, optimizers, what is spent, carried state, random state, the
-best score so far, rows of the record, the W&B id. Two newest are kept, beside ``best.pt``, which holds weights only.
+A checkpoint is one file of tensors and plain values: model, optimizers, what is spent, carried state of all lanes,
+random state of every process, the best score so far, rows of the record, the W&B id. Two newest are kept, beside
+``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states.
 """
 
 import os
 from pathlib import Path
 
 import torch
+
+from harness import runtime
+from harness.processes import Processes
+from variants.contract import State, map_state
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
@@ -35,6 +40,12 @@ def newest(folder: Path) -> Path | None:
 def load(path: Path) -> dict:
     """Tensors on the CPU and plain values; nothing in the file is executed."""
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def gathered(state: State, processes: Processes) -> tuple[State, list[dict]]:
+    """The carried state of all lanes in order, on the CPU where there are several processes, and all random states."""
+    own = map_state(lambda s: s.clone() if processes.number == 1 else torch.cat(processes.gather(s.cpu())), state)
+    return own, processes.gather_values(runtime.random_state())
 
 
 def _all(folder: Path) -> list[Path]:

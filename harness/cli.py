@@ -26,6 +26,8 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from harness.launch import check_launch, read_launch
+
 GROUP = "record.wandb.group"
 """The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
@@ -35,16 +37,20 @@ class JobFailed(RuntimeError):
     """What a sweep keeps of a job's error that is nobody's mistake: one line, without the frames and their tensors."""
 
 
-def run_command(command: Callable[[], object], *, launcher: Callable[..., Launcher] | None = None) -> None:
+def run_command(
+    command: Callable[[], object], *, many: bool = False, launcher: Callable[..., Launcher] | None = None
+) -> None:
     """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a user's mistake, or 1 for any other error.
 
     Args:
         command: the decorated function.
+        many: whether several processes, started by ``torchrun``, may do it together.
         launcher: makes the launcher of a sweep's jobs out of the one that was chosen and Hydra's three keywords.
     """
     failed: list[Exception] = []
     with _hydra_tamed(failed, launcher):
         try:
+            check_launch(sys.argv[1:], many=many)
             command()
         except Exception as error:
             say(error)
@@ -56,11 +62,15 @@ def run_command(command: Callable[[], object], *, launcher: Callable[..., Launch
 def say(error: Exception, *, job: Sequence[str] = ()) -> None:
     """Print what went wrong, once: a job says it when it happens, and a sweep goes on to its other jobs.
 
+    Of several processes the first one speaks of a mistake that all of them meet before they have joined; after that an
+    error is a process's ``own``, or was ``said`` by another.
+
     Args:
         error: a mistake becomes one message, anything else keeps its trace.
         job: overrides of the sweep's job; those of the job that is running now are known.
     """
-    if getattr(error, "said", None) == _terminal():
+    others = isinstance(error, MISTAKES) and read_launch().rank > 0 and not getattr(error, "own", False)
+    if others or getattr(error, "said", None) in (True, _terminal()):
         return
     if not isinstance(error, (*MISTAKES, JobFailed)) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error)
@@ -100,7 +110,7 @@ def own_command() -> str:
     """What to type to run this very run, also if it is a job of a sweep in a process of its own."""
     hydra = HydraConfig.get()
     if hydra.mode != RunMode.MULTIRUN:
-        return shlex.join(["python", *sys.argv])
+        return shlex.join([*read_launch().words, *sys.argv])
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
     words = [word for folder in folders for word in ("-cd", folder)]
     words += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]

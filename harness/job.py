@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import yaml
 from omegaconf import DictConfig
@@ -15,42 +15,52 @@ from harness import checkpoint, data, folder, runtime, summary
 from harness.build import Plan, hydra_facts, plan_run
 from harness.figures import draw_figures
 from harness.memory import Peak, PeakMemory
+from harness.processes import ALONE, Processes
 from harness.progress import Progress as Shown
 from harness.record import Record, find_comparable, read_rows, write_summary
-from harness.run import Run, begin_from
+from harness.run import Run
+from harness.runtime import StopSignal
+from harness.start import begin_from
 from harness.table import bits, print_closing_table
 from harness.wandb_run import WandbRun, own_tags
 
 WARM_STEPS = 2
 """Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
-
-
 WARM_BYTES = 16
+"""Bytes of the step that is thrown away before memory is measured."""
 
 
-def prepare(cfg: DictConfig, *, command: str) -> "Job":
+def prepare(cfg: DictConfig, *, command: str, processes: Processes = ALONE) -> "Job":
     """Check, read and build everything; nothing is written before all of it stands.
 
     Raises:
         ValueError: a user's mistake, in one message.
     """
-    plan = plan_run(cfg, **hydra_facts())
-    corpus = data.load(**plan.data)
-    place = locate(plan, data_digest=corpus.sha256)
+    with processes.together():
+        plan = plan_run(cfg, **hydra_facts())
+        corpus = data.load(**plan.data)
+    place = processes.from_first(lambda: locate(plan, data_digest=corpus.sha256))
     if place.summary:
         return Job(plan, place, None, command=command)
+    known = {"variant": plan.variant, "seed": plan.seed, "command": command}
     runtime.forget_earlier_jobs()
-    with ExitStack() as if_refused:
-        lease = runtime.take_gpu(plan.runtime)
-        if_refused.callback(lease.release if lease else lambda: None)
-        device = runtime.start(plan.runtime, gpu=lease and lease.index)
-        with place.failing({"variant": plan.variant, "seed": plan.seed, "command": command}):
+    with ExitStack() as held, _failing(place, known, processes):
+        with processes.together():
+            lease = runtime.take_gpu(plan.runtime) if processes.number == 1 else None
+            held.callback(lease.release if lease else lambda: None)
+            device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
             _warm(plan, corpus, device)
             peak = PeakMemory(device.device)
             run = Run(plan, corpus, device)
-            if place.checkpoint is None:
-                begin_from(run)
-        return Job(plan, place, run, peak=peak, command=command, held=if_refused.pop_all())
+        processes.copy_first_(run.model)
+        if place.checkpoint is None:
+            begin_from(run)
+        return Job(plan, place, run, peak=peak, command=command, held=held.pop_all())
+
+
+def _failing(place: folder.RunFolder, known: dict, processes: Processes) -> AbstractContextManager:
+    """Errors are recorded in the run folder, by the one process that writes there."""
+    return place.failing(known) if processes.first else nullcontext()
 
 
 def _warm(plan: Plan, corpus: data.Corpus, device: runtime.Runtime) -> None:
@@ -60,7 +70,7 @@ def _warm(plan: Plan, corpus: data.Corpus, device: runtime.Runtime) -> None:
     """
     if device.device.type == "cpu":
         few = dataclasses.replace(plan.batch, lanes=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
-        Run(dataclasses.replace(plan, batch=few), corpus, device).step()
+        Run(dataclasses.replace(plan, batch=few), corpus, dataclasses.replace(device, processes=ALONE)).step()
 
 
 def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
@@ -78,9 +88,10 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
 
 
 class Job:
-    """One command's work on one run folder.
+    """One command's work on one run folder; of several processes, the first one alone holds and writes it.
 
     Attributes:
+        stop: the signals that end training between two steps.
         run: the run, or None where an earlier one is finished and is returned.
         earlier: the finished run's summary, or None.
     """
@@ -101,6 +112,9 @@ class Job:
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
+        self._processes = run.runtime.processes if run else ALONE
+        self.stop = StopSignal(alone=self._processes.number == 1)
+        self._save_agreed = False
 
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
@@ -114,44 +128,54 @@ class Job:
     def opened(self) -> Iterator[Shown]:
         """The folder is held, record and W&B are open, the run stands where its checkpoint left it; yields progress."""
         with self._held as stack:
-            self.folder.hold()
-            stack.callback(self.folder.release)
+            with self._processes.together():
+                if self._processes.first:
+                    self.folder.hold()
+                    stack.callback(self.folder.release)
             whose = summary.identity(self.run, self.folder.identity, command=self.command)
-            stack.enter_context(self.folder.failing(whose))
+            stack.enter_context(_failing(self.folder, whose, self._processes))
             rows = self._restore()
-            text = yaml.safe_dump(self.plan.config, sort_keys=False)
-            (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
-            self._record = stack.enter_context(Record(self.folder.path, rows=rows))
-            w = self.plan.wandb
-            self._wandb = WandbRun(
-                self.folder.path,
-                config=self.plan.config,
-                mode=w.mode,
-                project=w.project,
-                entity=w.entity,
-                name=self.folder.path.name,
-                group=w.group,
-                job_type="train" if self.plan.eval.test else "tune",
-                tags=(*w.tags, *own_tags(variant=self.plan.variant, data=self.run.corpus.name)),
-                id=self.run.wandb_id,
-                every_seconds=w.every_seconds,
-                system_statistics=w.system_statistics,
-            )
-            stack.enter_context(self._wandb)
-            self.run.wandb_id = self._wandb.id
-            if not rows:
-                config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
-                self.append({"kind": "provenance", **whose, "config": config})
+            with self._processes.together():
+                if self._processes.first:
+                    self._open(stack, rows=rows, whose=whose)
             name = self.folder.path.name if self.plan.beside_others else None
             yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds, name=name))
+
+    def _open(self, stack: ExitStack, *, rows: int, whose: dict) -> None:
+        """What is written into: the record, which has ``rows`` already or begins with ``whose`` it is, and W&B."""
+        text = yaml.safe_dump(self.plan.config, sort_keys=False)
+        (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
+        self._record = stack.enter_context(Record(self.folder.path, rows=rows))
+        w = self.plan.wandb
+        self._wandb = WandbRun(
+            self.folder.path,
+            config=self.plan.config,
+            mode=w.mode,
+            project=w.project,
+            entity=w.entity,
+            name=self.folder.path.name,
+            group=w.group,
+            job_type="train" if self.plan.eval.test else "tune",
+            tags=(*w.tags, *own_tags(variant=self.plan.variant, data=self.run.corpus.name)),
+            id=self.run.wandb_id,
+            every_seconds=w.every_seconds,
+            system_statistics=w.system_statistics,
+        )
+        stack.enter_context(self._wandb)
+        self.run.wandb_id = self._wandb.id
+        if not rows:
+            config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
+            self.append({"kind": "provenance", **whose, "config": config})
 
     def _restore(self) -> int:
         """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
         run, rows = self.run, 0
-        self.folder.begin()
+        if self._processes.first:
+            self.folder.begin()
         if self.folder.checkpoint is not None:
-            content = checkpoint.load(self.folder.checkpoint)
-            run.restore(content)
+            content = self._processes.from_first(lambda: checkpoint.load(self.folder.checkpoint))
+            with self._processes.together():
+                run.restore(content)
             rows = content["rows"]
         verb = f"resuming at {run.spent.bytes:,} bytes" if rows else "training"
         print(f"{verb}: {self.folder.path}  |  {run.corpus.label()}  |  {run.path}, {run.runtime.precision}")
@@ -161,13 +185,17 @@ class Job:
 
     def append(self, row: dict) -> None:
         """A row for the record and for W&B."""
+        if not self._processes.first:
+            return
         row = self._record.append(row)
         self._last_bits = row.get("bits_per_byte") or self._last_bits
         self._wandb.log(row)
 
     def step(self) -> float:
         """One training step; returns the fraction of the budget spent before it."""
-        before = self.run.step()
+        before, (stop, save) = self.run.step(lambda: (self.stop.heard, self._save_is_due()))
+        self.stop.agree(stop)
+        self._save_agreed = bool(save)
         self._steps_here += 1
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
@@ -200,18 +228,28 @@ class Job:
         better = found < run.best_bits
         if better or run.best_bits == math.inf:  # the first always, even NaN: there must be weights to score at the end
             run.best_bits = found if better else math.inf
-            checkpoint.save_best(self.folder.path, {"model": run.model.state_dict(), "bytes": run.spent.bytes})
+            with self._processes.together():
+                if self._processes.first:
+                    best = {"model": run.model.state_dict(), "bytes": run.spent.bytes}
+                    checkpoint.save_best(self.folder.path, best)
         self._peak.reset()
 
     def checkpoint_due(self) -> bool:
-        c = self.plan.checkpoint
-        by_steps = c.every_steps is not None and self.run.spent.steps % c.every_steps == 0
-        return by_steps or (c.every_seconds is not None and time.monotonic() - self._saved_seconds >= c.every_seconds)
+        every = self.plan.checkpoint.every_steps
+        return self._save_agreed or (every is not None and self.run.spent.steps % every == 0)
+
+    def _save_is_due(self) -> bool:
+        """By the clock of the first process."""
+        every = self.plan.checkpoint.every_seconds
+        late = every is not None and time.monotonic() - self._saved_seconds >= every
+        return late and self._processes.first
 
     def save(self) -> None:
         """A checkpoint that agrees with the rows written so far."""
-        content = self.run.content(rows=self._record.rows)
-        checkpoint.save(self.folder.path, content, step=self.run.spent.steps, keep=self.plan.checkpoint.keep)
+        content = self.run.content(rows=self._record.rows if self._processes.first else 0)
+        with self._processes.together():
+            if self._processes.first:
+                checkpoint.save(self.folder.path, content, step=self.run.spent.steps, keep=self.plan.checkpoint.keep)
         self._saved_seconds = time.monotonic()
 
     def finish(self, progress: Shown) -> dict:
@@ -219,9 +257,12 @@ class Job:
         run, plan = self.run, self.plan
         found = summary.identity(run, self.folder.identity, command=self.command)
         self.validate(progress)
-        best = checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
+        best = self._processes.from_first(
+            lambda: checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
+        )
         run.take_weights(best["model"])
-        found |= summary.costs(run, peak=self._most)  # FLOPs are those of the weights that are scored
+        peak = self._most._replace(bytes=self._processes.largest(self._most.bytes))
+        found |= summary.costs(run, peak=peak)  # FLOPs are those of the weights that are scored
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(run.model.metrics({}))}
         found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in ("valid", "test") if plan.eval.test else ("valid",):
@@ -232,9 +273,11 @@ class Job:
             found |= part
             score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
             progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
-        found["memory"]["inference_peak_bytes"] = self._peak.read().bytes
+        found["memory"]["inference_peak_bytes"] = self._processes.largest(self._peak.read().bytes)
         found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
         found["status"] = "finished"
+        if not self._processes.first:
+            return found
         write_summary(self.folder.path, summary=found)
         self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
         return found
@@ -253,6 +296,8 @@ class Job:
 
     def show(self, found: dict) -> None:
         """The closing table, beside earlier runs that compare, and how to sync W&B; of a sweep's job one line."""
+        if not self._processes.first:
+            return
         if self.plan.sweeping:  # the sweep has a table of all its jobs at its end
             scores = ", ".join(f"{split} {bits(found, split=split)}" for split in ("valid", "test"))
             print(f"finished: {self.folder.path}  {scores} bits per byte")

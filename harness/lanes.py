@@ -14,6 +14,8 @@ from torch import Tensor
 
 from harness.hashing import integer_hash
 
+WHOLE = (0, 1)
+"""A part of what is divided: which, of how many; this one is all of it."""
 _RING, _WINDOW = 1, 2  # first key of the hash, so that the two kinds of draws are unrelated
 
 Segment = tuple[Tensor, Tensor, Tensor]
@@ -63,9 +65,9 @@ class Lanes:
         """Whether the streams of step ``position`` do not continue those of the step before: start without state."""
         return not self.carry or position % self.steps_per_turn == 0
 
-    def batch(self, position: int) -> tuple[Tensor, Tensor]:
-        """Step number ``position``, counted from 0: inputs and targets, int64 ``[B, T]`` each."""
-        number = np.arange(self.lanes)
+    def batch(self, position: int, *, part: tuple[int, int] = WHOLE) -> tuple[Tensor, Tensor]:
+        """Step number ``position``, counted from 0: inputs and targets of a part of the lanes, int64 ``[B, T]`` each."""
+        number = np.arange(self.lanes)[share(self.lanes, part)]
         if self.carry:
             turn, step = divmod(position, self.steps_per_turn)
             offset = int(integer_hash(_RING, self.seed, turn)[0] % np.uint64(len(self.split)))
@@ -76,6 +78,12 @@ class Lanes:
         index = torch.from_numpy(begin)[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
         taken = self.split[index % len(self.split)].long()
         return taken[:, :-1], taken[:, 1:]
+
+
+def share(number: int, part: tuple[int, int]) -> slice:
+    """Which of ``number`` things a part (which, of how many) has: in order, sizes differing by at most one, or none."""
+    which, parts = part
+    return slice(which * number // parts, (which + 1) * number // parts)
 
 
 def score_lanes(n_pairs: int, lanes: int) -> list[tuple[int, int]]:
@@ -89,27 +97,30 @@ def score_lanes(n_pairs: int, lanes: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def segments(split: Tensor, *, lanes: int, segment: int) -> Iterator[Segment]:
+def segments(split: Tensor, *, lanes: int, segment: int, part: tuple[int, int] = WHOLE) -> Iterator[Segment]:
     """Stream all pairs of ``split [n]`` once: L lanes in step, T pairs at a time, state carried from each to the next.
 
     Every segment is ``[L, T]``. Segment k of a lane that begins at pair a holds pairs a + kT and on; what lies beyond
-    the end of its lane is filling with a false mask, always after the lane's last pair.
+    the end of its lane is filling with a false mask, always after the lane's last pair. A part of the lanes has as many
+    segments as all of them.
 
     Raises:
         ValueError: naming ``eval.lanes`` or ``eval.segment``.
     """
     _check_counts(**{"eval.lanes": lanes, "eval.segment": segment})
     ranges = torch.tensor(score_lanes(len(split) - 1, lanes))
-    begin, end = ranges[:, :1], ranges[:, 1:]  # [L, 1]
-    return _cut(split, begin, end, segment)
+    longest, own = int((ranges[:, 1] - ranges[:, 0]).max()), ranges[share(lanes, part)]
+    return _cut(split, own[:, :1], own[:, 1:], segment, longest)
 
 
-def _cut(split: Tensor, begin: Tensor, end: Tensor, segment: int) -> Iterator[Segment]:
-    for done in range(0, int((end - begin).max()), segment):
+def _cut(split: Tensor, begin: Tensor, end: Tensor, segment: int, longest: int) -> Iterator[Segment]:
+    for done in range(0, longest, segment):
         yield _pairs(split, begin + done + torch.arange(segment), end)
 
 
-def windows(split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32) -> Iterator[Segment]:
+def windows(
+    split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, part: tuple[int, int] = WHOLE
+) -> Iterator[Segment]:
     """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``.
 
     A window scores its last ``stride`` pairs, so that each prediction sees more than ``window - stride`` and at most
@@ -119,6 +130,7 @@ def windows(split: Tensor, *, window: int = 1024, stride: int = 512, batch: int 
     Args:
         window, stride: in pairs, 1 <= stride <= window.
         batch: windows at a time, fewer if there are not as many; the last batch is filled up with a false mask.
+        part: of the batches, in order.
 
     Raises:
         ValueError: if the counts are not legal, or the split has no pair.
@@ -129,12 +141,13 @@ def windows(split: Tensor, *, window: int = 1024, stride: int = 512, batch: int 
         raise ValueError(f"stride={stride} of window={window} over {n_pairs} pairs: allowed is 1 <= stride <= window")
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)
-    return _slide(split, window=window, stride=stride, batch=batch, n_windows=n_windows)
+    firsts = range(0, n_windows, batch)
+    return _slide(split, window=window, stride=stride, batch=batch, firsts=firsts[share(len(firsts), part)])
 
 
-def _slide(split: Tensor, *, window: int, stride: int, batch: int, n_windows: int) -> Iterator[Segment]:
+def _slide(split: Tensor, *, window: int, stride: int, batch: int, firsts: range) -> Iterator[Segment]:
     end = torch.tensor(len(split) - 1)  # windows that only fill up the last batch score nothing: all lies beyond it
-    for first in range(0, n_windows, batch):
+    for first in firsts:
         number = torch.arange(first, first + batch)[:, None]  # [b, 1]
         place = torch.arange(window)
         inputs, targets, mask = _pairs(split, number * stride + place, end)

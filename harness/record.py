@@ -109,7 +109,7 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
 
     Same data digest, budget, protocol and capping, and, unless ``any_source`` (as with ``reuse=config``), the same
     source: a number from code that has since changed is stale. A budget of seconds is equal only on equal ground, so
-    it also asks for the same device, precision and path.
+    it also asks for the same device, precision, path and number of processes.
 
     Args:
         outputs: the folder whose subfolders are run folders.
@@ -131,6 +131,7 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
 
 def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
     summary = plain(summary)  # as the others were when they were written
+    other, summary = ({"processes": 1} | one for one in (other, summary))  # those that do not say had one
 
     def same(*keys: str) -> bool:
         return all(other.get(key) == summary.get(key) for key in keys)
@@ -141,7 +142,7 @@ def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
         return False
     if (other.get("data") or {}).get("sha256") != (summary.get("data") or {}).get("sha256"):
         return False
-    equal_ground = ("device", "precision", "path") if "seconds" in (summary.get("budget") or {}) else ()
+    equal_ground = ("device", "precision", "path", "processes") if "seconds" in (summary.get("budget") or {}) else ()
     return same("budget", "protocol", "capped", *equal_ground)
 
 

@@ -2,27 +2,29 @@
 
 import math
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness import checkpoint, runtime
 from harness.budget import Progress
 from harness.build import Plan
-from harness.data import Corpus, Lanes, score_lanes
+from harness.data import Corpus
+from harness.lanes import Lanes, score_lanes, share
 from harness.model import LanguageModel
-from harness.record import RECORD, read_rows
 from harness.runtime import Runtime
 from harness.step import Score, Trainer, score_stream
 from variants.contract import map_state
 
 
 class Run:
-    """Model, optimizers and stream of one run.
+    """Model, optimizers and stream of one run, or of one of the processes that make it together.
+
+    Parameters, optimizers and what is spent are the same in all processes; the carried state is of its own lanes.
 
     Attributes:
-        spent: bytes, seconds, steps and FLOPs so far.
+        spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
         wandb_id, rows: of the record, kept for the checkpoint.
     """
@@ -40,7 +42,11 @@ class Run:
         self.best_bits, self.wandb_id = math.inf, None
         self._last = Progress(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
         self._nats, self._steps = torch.zeros((), dtype=torch.float64, device=device.device), 0
+        self._exchange_seconds = 0.0
         self._check_scoring()
+        self._check_division()
+        if device.processes.number > 1:  # from here on, draws are dropout's
+            runtime.seed_apart(plan.seed, step=0, rank=device.processes.rank)
 
     @property
     def fraction(self) -> float:
@@ -51,23 +57,40 @@ class Run:
     def finished(self) -> bool:
         return self.plan.budget.done(self.spent)
 
-    def step(self) -> float:
-        """One training step. Returns the fraction of the budget spent before it."""
+    def step(self, wishes: Callable[[], Sequence[int]] = tuple) -> tuple[float, list[int]]:
+        """One training step.
+
+        Args:
+            wishes: called after the step: whole numbers of at least 0 that this process would have the others know.
+
+        Returns: the fraction of the budget spent before it, and the largest of all processes' wishes.
+        """
         began, before = time.perf_counter(), self.fraction
         flops = self._step_flops()
-        inputs, targets = (x.to(self.runtime.device) for x in self.stream.batch(self.spent.steps))
+        own = self.stream.batch(self.spent.steps, part=self.runtime.processes.part)
+        inputs, targets = (x.to(self.runtime.device) for x in own)
         state = None if self.stream.begins(self.spent.steps) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
         nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
         self.state = after if self.plan.batch.carry else None
-        self._nats += nats.double()
-        self._steps += 1
         self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
-        seconds = time.perf_counter() - began
+        nats, seconds, agreed = self._agree(nats.double(), time.perf_counter() - began, wishes())
+        self._nats += nats
+        self._steps += 1
         self._last = Progress(bytes=self.stream.bytes_per_step, seconds=seconds, steps=1, flops=flops)
         self.spent += self._last
-        return before
+        return before, agreed
+
+    def _agree(self, nats: Tensor, seconds: float, wishes: Sequence[int]) -> tuple[Tensor | float, float, list[int]]:
+        """Mean nats, the first process's seconds, the largest of each wish: decisions must be the same everywhere."""
+        processes, began = self.runtime.processes, time.perf_counter()
+        if processes.number == 1:
+            return nats, seconds, list(wishes)
+        told = processes.exchange([nats.item(), seconds + self._exchange_seconds, *wishes])
+        self._exchange_seconds = time.perf_counter() - began  # belongs to the step, and is known after it
+        each_nats, each_seconds, *each_wish = zip(*told, strict=True)
+        return sum(each_nats) / processes.number, each_seconds[0], [int(max(wish)) for wish in each_wish]
 
     def _step_flops(self) -> int:
         """Training FLOPs of one step: 3 x forward, at the present parameters, because spans move."""
@@ -116,35 +139,64 @@ class Run:
         for split, limit in limits:
             score_lanes(len(self.corpus.splits[split][:limit]) - 1, e.lanes)
 
+    def _check_division(self) -> None:
+        """ValueError, before the first step, if the lanes cannot be divided among the processes."""
+        b, number = self.plan.batch, self.runtime.processes.number
+        if number == 1:
+            return
+        if b.lanes % number:
+            raise ValueError(
+                f"batch.lanes={b.lanes}: {number} processes take as many lanes each; allowed are multiples of {number}"
+            )
+        if b.accumulate > b.lanes // number:
+            raise ValueError(
+                f"batch.accumulate={b.accumulate}: each of {number} processes has {b.lanes // number} of "
+                f"batch.lanes={b.lanes} to split; allowed is at most as many"
+            )
+        for name, sublayer in self.model.sublayers():
+            norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            if norms or "streams_apart" in sublayer.limits:
+                what = type(norms[0]).__name__ if norms else "streams that influence each other"
+                raise ValueError(
+                    f"variant={self.plan.variant}: {name} has {what}, and each of {number} processes would see a part of "
+                    "the batch only; allowed are one process, or a norm of each byte, such as LayerNorm"
+                )
+
     def capped(self, split: str, limit: int | None) -> bool:
         return limit is not None and limit < len(self.corpus.splits[split])
 
     def content(self, *, rows: int) -> dict:
-        """Everything an exact resume needs."""
+        """Everything an exact resume needs, whole in the first process: all must call it."""
+        state, randoms = checkpoint.gathered(self.state, self.runtime.processes)
         return {
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
             "spent": vars(self.spent),
             "last": vars(self._last),
-            "state": map_state(lambda s: s.clone(), self.state),
+            "state": state,
             "nats": self._nats.item(),
             "steps": self._steps,
             "best_bits": self.best_bits,
-            "random": runtime.random_state(),
+            "random": randoms[0],
+            "random_others": randoms[1:],
             "rows": rows,
             "wandb_id": self.wandb_id,
         }
 
     def restore(self, content: dict) -> None:
-        """Go on from a checkpoint's ``content``."""
-        device = self.runtime.device
+        """Go on from a checkpoint's ``content``, which may be of another number of processes."""
+        device, processes = self.runtime.device, self.runtime.processes
         self.take_weights(content["model"])
         self.optimizers.load_state_dict(content["optimizers"])
         self.spent, self._last = Progress(**content["spent"]), Progress(**content["last"])
-        self.state = map_state(lambda s: s.to(device), content["state"])
+        self.state = map_state(lambda s: s[share(len(s), processes.part)].to(device), content["state"])
         self._nats.fill_(content["nats"])
         self._steps, self.best_bits, self.wandb_id = content["steps"], content["best_bits"], content["wandb_id"]
-        runtime.set_random_state(content["random"])
+        randoms = [content["random"], *content.get("random_others", ())]
+        if len(randoms) == processes.number:
+            runtime.set_random_state(randoms[processes.rank])
+        else:
+            runtime.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """The parameters of another run; ValueError if the models differ."""
@@ -158,64 +210,6 @@ class Run:
                 )
         self.model.load_state_dict(weights)
         self.model.project_()
-
-
-def begin_from(run: Run) -> None:
-    """``start.run``: another run's weights with a new schedule, or everything with a larger budget.
-
-    Rates, decays and clips are this run's own; moments and sums are the other's.
-
-    Raises:
-        ValueError: naming ``start.run``, what differs and what is allowed.
-    """
-    start, plan = run.plan.start, run.plan
-    if start.run is None:
-        return
-    folder = Path(start.run)
-    newest = checkpoint.newest(folder)
-    if newest is None or folder.is_symlink():  # a link such as outputs/latest is soon another run
-        raise ValueError(f"start.run={start.run}: must be a run folder that has a checkpoint, and no link to one")
-    content, theirs = checkpoint.load(newest), read_rows(folder / RECORD)[0]
-    if start.take == "weights":
-        run.take_weights(content["model"])
-        _must_agree(plan, _model_facts(theirs["config"]), _model_facts(plan.config))
-        return
-    unit = plan.budget.unit
-    if content["spent"][unit] >= plan.budget.amount:
-        raise ValueError(
-            f"budget.{unit}={plan.budget.amount}: start.run={start.run} has spent {content['spent'][unit]} already; "
-            "allowed with start.take=everything is more"
-        )
-    now = {"config": plan.config, "data": {"sha256": run.corpus.sha256}, "optimizers": run.optimizers.describe()}
-    _must_agree(plan, _stream_facts(theirs), _stream_facts(now))
-    for name, optimizer in run.optimizers.optimizers.items():
-        content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
-    run.restore(content | {"nats": 0.0, "steps": 0, "best_bits": math.inf, "wandb_id": None})
-
-
-def _model_facts(config: dict) -> dict[str, object]:
-    """What makes two models of equal shapes compute differently, by configuration key; rates of dropout may change."""
-    free = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
-    facts = {f"model.{name}": value for name, value in config["model"].items() if name not in free}
-    return facts | {f"position.{name}": value for name, value in config["position"].items()}
-
-
-def _stream_facts(row: dict) -> dict[str, object]:
-    """What must also be the same to go on where a run ended: what it reads, in which order, and what moves it."""
-    config = row["config"]
-    facts = {f"batch.{name}": config["batch"][name] for name in ("lanes", "segment", "carry")}
-    facts |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
-    facts |= {f"optim {o['name']}": (o["optimizer"], o["parameters"]) for o in row["optimizers"]}
-    return _model_facts(config) | facts
-
-
-def _must_agree(plan: Plan, theirs: dict[str, object], own: dict[str, object]) -> None:
-    differ = [
-        f"{key} was {theirs.get(key)}, is {own.get(key)}" for key in own | theirs if theirs.get(key) != own.get(key)
-    ]
-    if differ:
-        start = plan.start
-        raise ValueError(f"start.run={start.run}: cannot be taken up with start.take={start.take}: {'; '.join(differ)}")
 
 
 def path_of(model: LanguageModel, device: Runtime) -> str:

@@ -1,4 +1,4 @@
-"""Where and how a run computes: device, precision, threads, determinism, compilation, random state.
+"""Where and how a run computes: device, processes, precision, threads, determinism, compilation, random state.
 
 Only this module knows. Everything else follows its input's device and dtype.
 """
@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from harness.hashing import integer_hash
 from harness.lease import Lease, take_free
+from harness.processes import ALONE, Processes
 from harness.settings import RuntimeSettings
 
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
@@ -31,11 +33,13 @@ class Runtime:
         device: where tensors live.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
         compile: whether the model's forward is compiled.
+        processes: of the run; each has a device of its own.
     """
 
     device: torch.device
     precision: str
     compile: bool
+    processes: Processes = ALONE
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision of a forward pass."""
@@ -54,7 +58,7 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def describe(self) -> dict[str, object]:
-        """Device and versions, for provenance."""
+        """Device, processes and versions, for provenance."""
         on_gpu = self.device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name(self.device) if on_gpu else _cpu_name(),
@@ -62,6 +66,7 @@ class Runtime:
             "threads": torch.get_num_threads(),
             "precision": self.precision,
             "compile": self.compile,
+            "processes": self.processes.number,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         }
 
@@ -92,16 +97,20 @@ def forget_earlier_jobs() -> None:
         torch.cuda.empty_cache()
 
 
-def start(settings: RuntimeSettings, *, gpu: int | None = None) -> Runtime:
+def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Processes = ALONE) -> Runtime:
     """Choose the device and set what is global: threads and determinism.
 
     Args:
-        gpu: the index of the GPU that ``auto`` means.
+        gpu: the index of the GPU that ``auto`` means, for one process.
+        processes: of the run; of several, each has the GPU of its own rank.
 
     Raises:
         ValueError: naming ``runtime.device`` if it is not there or not in this build of torch.
     """
-    device = _device(settings.device if gpu is None else f"cuda:{gpu}")
+    if processes.number > 1:
+        device = _own_device(settings.device, processes)
+    else:
+        device = _device(settings.device if gpu is None else f"cuda:{gpu}")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or libraries put their workspaces on the first one
     torch.set_num_threads(settings.threads or _THREADS)
@@ -109,7 +118,7 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None) -> Runtime:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over every tensor
-    return Runtime(device=device, precision=settings.precision, compile=settings.compile)
+    return Runtime(device=device, precision=settings.precision, compile=settings.compile, processes=processes)
 
 
 def seed(number: int) -> None:
@@ -117,6 +126,11 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
+
+
+def seed_apart(number: int, *, step: int, rank: int) -> None:
+    """All generators of this process, other numbers for every step and rank: for dropout, once the model is made."""
+    seed(int(integer_hash(number, step, rank)[0] >> np.uint64(1)))
 
 
 def random_state() -> dict[str, object]:
@@ -144,9 +158,17 @@ class StopSignal:
     """Turns signals into a request that the loop answers between two steps; a second one stops at once.
 
     SIGTERM and SIGINT, and the two of users where somebody listens already: a launcher that has jobs queued again.
+
+    Args:
+        alone: whether this process decides alone; several must first agree on the step.
+
+    Attributes:
+        heard: the signal that this process received, or 0.
+        number: the signal to stop for, or None.
     """
 
-    def __init__(self):
+    def __init__(self, *, alone: bool = True):
+        self.alone, self.heard = alone, 0
         self.number: int | None = None
         self._before: dict[int, object] = {}
 
@@ -166,10 +188,17 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def agree(self, number: int) -> None:
+        """Stop for the signal that any process received; 0 for none."""
+        if not self.alone:
+            self.number = number or None
+
     def _receive(self, number: int, _frame) -> None:
-        if self.number is not None:
+        if self.heard:
             raise KeyboardInterrupt
-        self.number = number
+        self.heard = number
+        if self.alone:
+            self.number = number
 
 
 def _device(name: str) -> torch.device:
@@ -192,6 +221,22 @@ def _device(name: str) -> torch.device:
                 f"runtime.device={name}: there are {count} CUDA devices here; allowed are auto, cpu, cuda:0 .."
             )
     return device
+
+
+def _own_device(name: str, processes: Processes) -> torch.device:
+    """One GPU for each process of this machine, or the CPU for all."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device, needed = _device(name), processes.local_number
+    if device.index is not None:
+        raise ValueError(f"runtime.device={name} with {processes.number} processes: allowed are auto, cpu, cuda")
+    count = torch.cuda.device_count()
+    if count < needed:
+        raise ValueError(
+            f"runtime.device={name}: {needed} processes and {count} CUDA devices here; allowed are runtime.device=cpu, "
+            f"or torchrun --nproc-per-node={count}"
+        )
+    return torch.device("cuda", processes.local_rank)
 
 
 def _cpu_name() -> str:

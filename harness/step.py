@@ -1,14 +1,16 @@
 """One training step, and the scoring of a split: what the trainer takes and what bench measures, the very same code."""
 
+import functools
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.data import score_lanes, segments, windows
+from harness.lanes import score_lanes, segments, share, windows
 from harness.memory import gradient_bytes
 from harness.model import LanguageModel, add_seen
 from harness.optim import Optimizers
@@ -24,8 +26,8 @@ class Trainer:
     Args:
         model: raw; its state and parameters are read here, its forward is called as ``runtime`` says.
         optimizers: of its parameters.
-        runtime: device and precision.
-        accumulate: parts into which the streams of a step are split; the update equals that of the whole.
+        runtime: device, precision, and processes, whose gradients are averaged.
+        accumulate: parts into which this process's streams of a step are split; the update equals that of the whole.
     """
 
     def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
@@ -34,13 +36,13 @@ class Trainer:
         self.gradient_bytes = 0  # known after the first step
 
     def step(self, inputs: Tensor, targets: Tensor, state: State, *, fraction: float) -> tuple[Tensor, State]:
-        """One update from ``inputs`` and ``targets`` (int64 ``[B, T]``).
+        """One update from ``inputs`` and ``targets`` (int64 ``[B, T]``), this process's share of the streams.
 
         Args:
             state: carried state of the streams, or None where they begin.
             fraction: of the budget spent, for the schedule.
 
-        Returns: mean nats per byte (detached, on the device: reading it waits), and the state to carry.
+        Returns: mean nats per byte of these (detached, on the device: reading it waits), and the state to carry.
         """
         self.model.train()
         total, states = 0.0, []
@@ -54,8 +56,11 @@ class Trainer:
             ((nats + out.loss) * share).backward()
             total = total + nats.detach() * share
             states.append(out.state)
+        self.runtime.processes.average_gradients_(self.model.parameters())
+        begins = not self.gradient_bytes
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.model)
-        self.optimizers.step(fraction)
+        with self.runtime.processes.together() if begins else nullcontext():  # an optimizer may refuse what it is given
+            self.optimizers.step(fraction)
         self.optimizers.zero_grad()
         self.model.project_()
         return total, cat_streams(states)
@@ -87,27 +92,45 @@ def score_stream(
 ) -> Score:
     """Score every pair of ``split`` (uint8 ``[n]``) once, streamed with carried state.
 
+    Each of ``runtime.processes`` scores some of the lanes, and all return the score of the whole.
+
     Args:
         lanes, segment: how the split is cut; part of the number.
         look: also collect the sublayers' statistics.
     """
     lengths = [end - first for first, end in score_lanes(len(split) - 1, lanes)]
-    rows, seen = [], {}
-    whole = segments(split, lanes=lanes, segment=segment)
+    rows, seen, processes = [], {}, runtime.processes
+    own = lengths[share(lanes, processes.part)]
+    whole = segments(split, lanes=lanes, segment=segment, part=processes.part) if own else ()
     widths = (min(segment, max(lengths) - done) for done in range(0, max(lengths), segment))
     # Without the filling of the last segment, which would count in the statistics.
-    batches = (tuple(part[:, :width] for part in batch) for batch, width in zip(whole, widths, strict=True))
+    batches = (tuple(part[:, :width] for part in batch) for batch, width in zip(whole, widths, strict=bool(own)))
     for nats, _, new in _scored(model, batches, runtime, look=look):
         rows.append(nats)
         seen = add_seen(seen, new)
-    by_lane = torch.cat(rows, dim=1)
-    return Score(torch.cat([lane[:length] for lane, length in zip(by_lane, lengths, strict=True)]), seen)
+    by_lane = torch.cat(rows, dim=1) if own else ()
+    nats = [lane[:length] for lane, length in zip(by_lane, own, strict=True)]
+    return _summed(nats, seen, runtime)
+
+
+def _summed(nats: list[Tensor], seen: dict, runtime: Runtime) -> Score:
+    """All processes' nats in order, and their statistics together."""
+    own = torch.cat(nats) if nats else torch.empty(0)
+    seen = _on_cpu(seen) if runtime.processes.number > 1 else seen
+    return Score(
+        torch.cat(runtime.processes.gather(own)), functools.reduce(add_seen, runtime.processes.gather_values(seen))
+    )
+
+
+def _on_cpu(seen: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    return {name: {key: value.cpu() for key, value in own.items()} for name, own in seen.items()}
 
 
 def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:
     """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``context 512``."""
-    parts = _scored(model, windows(split, batch=batch), runtime, carry=False)
-    return Score(torch.cat([nats[mask] for nats, mask, _ in parts]), {})
+    own = windows(split, batch=batch, part=runtime.processes.part)
+    nats = [nats[mask] for nats, mask, _ in _scored(model, own, runtime, carry=False)]
+    return _summed(nats, {}, runtime)
 
 
 def score_context(

@@ -34,7 +34,11 @@ def identity(run: Run, whose: Identity, *, command: str) -> dict:
 
 
 def costs(run: Run, *, peak: Peak) -> dict:
-    """Time, FLOPs and memory of the training that was done; the forward is counted warm, on one stream."""
+    """Time, FLOPs and memory of the training that was done; the forward is counted warm, on one stream.
+
+    Of several processes: seconds by the first one's clock, bytes and FLOPs of all together, peak memory of the one that
+    had most; parameters, gradients and optimizer state are as large in each.
+    """
     segment = run.plan.eval.segment
     with run.runtime.autocast():
         executed = forward_flops_per_byte(run.model, segment=segment, most_bytes=run.plan.model.span + 4 * segment)
@@ -79,8 +83,9 @@ def final_score(run: Run, split: str) -> tuple[dict, dict]:
         found[f"{split}_context_512_bits_per_byte"] = row["context_512_bits_per_byte"]
     metrics = run.model.metrics(score.seen)
     row |= {"capped_bytes": limit if capped else None, "protocol": plan.protocol(), "block_nats": score.blocks()}
+    compressed = data.compressed_bits(part) if run.runtime.processes.first else {}  # a second of work for each MB
     found |= {f"{split}_metrics": metrics, "capped": {split: limit} if capped else {}}
-    return row | {"metrics": metrics}, found | {"compressors": {split: data.compressed_bits(part)}}
+    return row | {"metrics": metrics}, found | {"compressors": {split: compressed}}
 
 
 def spans(metrics: dict) -> dict | None:

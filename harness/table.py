@@ -1,7 +1,8 @@
 """The closing table: what the run reached and what it cost, beside general compressors and earlier comparable runs.
 
 A number from a prefix of its split carries ``*``. Executed and ideal FLOPs, valid and test, peak and state keep their
-own places. Time and memory of an earlier run appear only if they were measured on the same device, precision and path.
+own places. Time and memory of an earlier run appear only if they were measured on the same device, precision and path, by
+as many processes.
 """
 
 import json
@@ -123,7 +124,10 @@ def _cost_lines(summary: dict) -> Iterator[tuple[str, str]]:
         yield "training", f"{summary['seconds']:,.1f} s, {_count(summary.get('bytes_seen'))} bytes"
     if spans:
         yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
-    yield "where", ", ".join(str(summary[key]) for key in ("device", "precision", "path") if summary.get(key))
+    where = [str(summary[key]) for key in ("device", "precision", "path") if summary.get(key)]
+    if summary.get("processes", 1) > 1:
+        where.insert(0, f"{summary['processes']} processes")
+    yield "where", ", ".join(where)
 
 
 def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], heading: str = "variant") -> Table:
@@ -151,13 +155,13 @@ def _notes(runs: Sequence[dict], *, summary: dict) -> Iterator[str]:
     if capped:
         yield "* first " + ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in capped.items()) + " only"
     if any(_ground(run) != _ground(summary) for run in runs):
-        yield "# measured on another device, precision or path: time and memory do not compare"
+        yield "# measured on another device, precision, path or number of processes: time and memory do not compare"
     if any(run.get("source") != summary.get("source") for run in runs):
         yield "+ made by other source code than this run's"
 
 
 def _ground(run: dict) -> tuple:
-    return tuple(run.get(key) for key in ("device", "precision", "path"))
+    return (*(run.get(key) for key in ("device", "precision", "path")), run.get("processes", 1))
 
 
 def _count(number: int | None) -> str:

@@ -15,6 +15,7 @@ from omegaconf import open_dict
 
 from harness import data, runtime
 from harness.job import Job, prepare
+from harness.processes import ALONE, Processes
 from harness.record import RECORD, SUMMARY, read_rows, repeatable
 from harness.run import Run
 from tests.composing import CONF, plan
@@ -71,14 +72,14 @@ def make_run(*overrides: str) -> Run:
     return Run(plan_, data.load(**plan_.data), runtime.start(plan_.runtime))
 
 
-def make_job(*overrides: str) -> Job:
+def make_job(*overrides: str, processes: Processes = ALONE) -> Job:
     """What ``python train.py`` prepares, in the current folder."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", overrides=[*SMALL, *overrides], return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     with open_dict(cfg):
         del cfg["hydra"]
-    job = prepare(cfg, command="python train.py")
+    job = prepare(cfg, command="python train.py", processes=processes)
     job.folder.path = job.folder.path.absolute()  # tests change the current folder
     return job
 

@@ -97,7 +97,10 @@ def test_a_budget_of_seconds_is_equal_on_equal_ground_only(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"device": "Another"}, {"threads": 9}, {"precision": "bfloat16"}, {"compile": True}, {"versions": {"torch": "1"}}],
+    [
+        *({"device": "Another"}, {"threads": 9}, {"precision": "bfloat16"}, {"compile": True}),
+        *({"versions": {"torch": "1"}}, {"processes": 2}),
+    ],
 )
 def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, changes):
     write_run(tmp_path, variant="mhsa")
@@ -109,6 +112,13 @@ def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, ch
     for name in ("costs-1-1", "costs-1-2"):
         assert len(found[name].rows) == 1 and {"path", "training peak, MiB"} <= set(headings(found[name]))
     assert found["costs-1-1"].caption != found["costs-1-2"].caption
+
+
+def test_a_row_that_does_not_say_was_made_by_one_process(tmp_path):
+    write_run(tmp_path, variant="mhsa")
+    change(write_run(tmp_path, variant="adaptive_span"), processes=1)
+    found = tables(tmp_path)["runs-1"]
+    assert "bytes/s" in headings(found) and not any("processes" in note for note in found.notes)
 
 
 def test_intervals_are_of_matched_seeds(tmp_path):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from bench.reporting.gather import RunRow
 from bench.reporting.grouping import NOT_AN_ARM, Arm, arms, flat
 from bench.reporting.tables import OLDER, count_of, listed
-from bench.rows import GROUND
+from bench.rows import GROUND, ground_value
 from harness.table import data_label
 
 Row = Callable[[object], dict]
@@ -111,12 +111,14 @@ def ground_words(row: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
     compiled = "compiled" if row["compile"] else "not compiled"
     where = f"{row['device']} ({row['device_kind']}), {count_of(row['threads'], 'thread')}"
+    if (row.get("processes") or 1) > 1:
+        where = f"{row['processes']} processes on {where} each"
     return f"{where}, {row['precision']}, {compiled}, {versions}"
 
 
 def ground_differences(rows: Sequence[dict]) -> str:
     """In what the grounds of some rows differ, for a note."""
-    return listed(key for key in GROUND if len({json.dumps(row[key], sort_keys=True) for row in rows}) > 1)
+    return listed(key for key in GROUND if len({ground_value(row, key) for row in rows}) > 1)
 
 
 def _settings(row: dict, *, without: tuple[str, ...]) -> dict[str, object]:

@@ -153,7 +153,8 @@ def ground_words(row: dict) -> str:
     """Where time and memory were measured."""
     threads = f", {row['threads']} threads" if row.get("device_kind") == "cpu" else ""
     compiled = ", compiled" if row.get("compile") else ""
-    return f"{row['device']}{threads}, {row['precision']}{compiled}, torch {(row['versions'] or {}).get('torch', '?')}"
+    many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
+    return f"{many}{row['device']}{threads}, {row['precision']}{compiled}, torch {(row['versions'] or {}).get('torch', '?')}"
 
 
 def budget_words(budget: dict | None) -> str:

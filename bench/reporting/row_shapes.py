@@ -30,6 +30,7 @@ IDENTITY = {
     "precision": TEXT,
     "compile": TRUTH,
     "versions": Each(TEXT),
+    "processes": Maybe(COUNT),
 }
 BENCH = IDENTITY | {"config": CONFIG, "protocol": PROTOCOL, "path": TEXT}
 STATUS = {"status": Only(("measured", "out of memory", "failed")), "reason": Maybe(TEXT)}

@@ -1,0 +1,89 @@
+"""Several processes for tests, started as ``torchrun`` starts them but in a tenth of a second: forks of one that has
+imported everything and computed nothing."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+import tests.command
+import tests.runs
+from variants import product_search, window_cpu
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 60
+AHEAD = ("tests.runs", "tests.command", "tests.test_processes", "train", "torch._dynamo", "hydra._internal.hydra")
+"""Imported before a process is wanted, also what torch and Hydra would otherwise import at their first use."""
+
+
+class Dead(Exception):
+    """A process that ended without an answer; the argument is its exit code."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(function: Callable, *arguments, number: int = 2) -> list:
+    """``function(*arguments)`` in each of ``number`` processes; what they return, by rank, or ``Dead``.
+
+    They have this process's environment and current folder, and ``RANK`` and the rest in the environment.
+    """
+    window_cpu.available(), product_search.available()  # built once here and not by each
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.many", *AHEAD])
+    os.environ["PYTHONPATH"] = str(ROOT)  # for what is imported ahead
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
+    started = []
+    for rank in range(number):
+        here, there = context.Pipe(duplex=False)
+        own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(number)}
+        process = context.Process(target=_answer, args=(there, own, os.getcwd(), function, arguments))
+        process.start()
+        there.close()
+        started.append((process, here))
+    try:
+        return [_result(process, pipe) for process, pipe in started]
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+
+
+def _answer(pipe, environment: dict, folder: str, function: Callable, arguments: tuple) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    try:
+        answer = (True, function(*arguments))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))  # send() would share tensors with a process that has ended by then
+
+
+def _result(process, pipe):
+    assert pipe.poll(SECONDS), "a process hangs"
+    try:
+        whole, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        return Dead(process.exitcode)
+    assert whole, value
+    return value
+
+
+def commands(ports: list[int], cases: list[tuple[str, ...]]) -> list[tests.command.Ended]:
+    """What a user types, one after the other, each on a port of its own."""
+    ended = []
+    for port, words in zip(ports, cases, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        ended.append(tests.command.train(*words))
+        if dist.is_initialized():  # as at the end of a process
+            dist.destroy_process_group()
+    return ended

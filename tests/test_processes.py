@@ -1,0 +1,479 @@
+"""Several processes of one run: the numbers of one process, one writer, and an end for all when one of them ends."""
+
+import copy
+import fcntl
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import checkpoint, data, runtime
+from harness.job import Job
+from harness.lanes import share
+from harness.launch import Launch, check_launch, read_launch
+from harness.processes import ALONE, Processes, joined
+from harness.record import RECORD, read_rows
+from harness.run import Run
+from harness.runtime import Runtime, StopSignal
+from harness.step import Score, score_stream, score_windows
+from tests import command
+from tests.composing import plan
+from tests.many import ROOT, Dead, commands, free_port, launch
+from tests.runs import (
+    CARRY,
+    DROPOUT,
+    MOVING,
+    SMALL,
+    VARIANTS,
+    PowerFailure,
+    after_step,
+    elsewhere,
+    make_job,
+    make_run,
+    own_folder,  # noqa: F401 - a fixture
+    restored,  # noqa: F401 - a fixture
+    rows_of,
+    run_job,
+    stop,
+    whole_run,
+)
+from train import train
+
+SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
+STEPS = 50
+DIVIDED = {
+    "mhsa, accumulated": ("variant=mhsa", *CARRY, "batch.accumulate=2"),
+    "moving spans": (*MOVING, *CARRY, "model.cache=hidden", "position=relative", "optim=adamw"),
+    "memory": (*VARIANTS["product_key_memory"], "optim.clip=0.1"),
+    "sparse memory": SPARSE,
+}
+LEARNS = ("model.head_zero_init=false", f"budget.steps={STEPS}")
+
+
+def divided_run(processes: Processes, *overrides: str) -> Run:
+    plan_ = plan(*SMALL, *overrides)
+    return Run(plan_, data.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
+
+
+def digest(run: Run) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())).hexdigest()
+
+
+def trained(run: Run) -> dict:
+    """Bits of every step, a digest of the parameters after each, and where it all ends."""
+    bits, digests = [], []
+    while not run.finished:
+        run.step()
+        digests.append(digest(run))
+        bits.append(run.train_row()["bits_per_byte"])
+    score = run.score("valid", limit=None)
+    return {
+        "bits": bits,
+        "digests": digests,
+        "nats": score.nats,
+        "metrics": run.model.metrics(score.seen),
+        "model": run.model.state_dict(),
+        "state": len(run.state[0]) if run.state else None,
+        "gradient_bytes": run.trainer.gradient_bytes,
+        "spent": (run.spent.bytes, run.spent.steps, run.spent.flops),
+    }
+
+
+def train_all() -> dict[str, dict]:
+    with joined() as processes:
+        return {name: trained(divided_run(processes, *given, *LEARNS)) for name, given in DIVIDED.items()}
+
+
+@pytest.fixture(autouse=True)
+def without_wandb(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> list[dict[str, dict]]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # as all tests have it
+        return launch(train_all)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_two_processes_train_as_one(two, name):
+    first, second = (found[name] for found in two)
+    one = trained(make_run(*DIVIDED[name], *LEARNS))
+    assert first["digests"] == second["digests"] and len(set(first["digests"])) == STEPS
+    assert first["bits"] == second["bits"] == pytest.approx(one["bits"], abs=1e-4)
+    assert one["bits"][-1] < one["bits"][0] - 0.05
+    assert first["spent"] == second["spent"]
+    assert first["spent"][:2] == one["spent"][:2] and first["spent"][2] == pytest.approx(one["spent"][2], rel=1e-3)
+    for key, tensor in one["model"].items():
+        torch.testing.assert_close(first["model"][key], tensor, rtol=0, atol=2e-3, msg=lambda m, key=key: f"{key}: {m}")
+    assert torch.equal(first["nats"], second["nats"]) and len(first["nats"]) == len(one["nats"])
+    assert first["nats"].mean().item() == pytest.approx(one["nats"].mean().item(), abs=7e-5)
+    assert first["metrics"] == second["metrics"] and first["metrics"].keys() == one["metrics"].keys()
+    if one["state"]:
+        assert first["state"] == second["state"] == one["state"] // 2
+
+
+def test_the_span_loss_counts_once_and_spans_stay_in_range(two):
+    """A price that is far above what spans are worth: they fall by the same steps to the end of their range."""
+    fractions = {key: value for key, value in two[0]["moving spans"]["model"].items() if key.endswith("fraction")}
+    one = trained(make_run(*DIVIDED["moving spans"], *LEARNS))
+    assert fractions and all(0 <= f <= 1 for value in fractions.values() for f in value.tolist())
+    for key, value in fractions.items():
+        torch.testing.assert_close(value, one["model"][key], rtol=0, atol=1e-4)
+
+
+# Scoring, gradients and what processes tell each other, by three of them
+
+
+def parts_of_three() -> dict:
+    with joined() as processes:
+        run = divided_run(processes, *VARIANTS["product_key_memory"], "batch.lanes=6", "model.head_zero_init=false")
+        split = run.corpus.splits["valid"][:200]
+        scored = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, look=True)
+        found = {"scores": {lanes: tuple(scored(lanes=lanes)) for lanes in (1, 2, 3, 7)}}
+        whole = run.corpus.splits["valid"]
+        found["windows"] = score_windows(run.model, whole, runtime=run.runtime, batch=1).nats
+        found["draws"] = torch.rand(2).tolist()
+        found["gathered"] = [
+            processes.gather(torch.full((processes.rank, 2), processes.rank, dtype=dtype))
+            for dtype in (torch.bfloat16, torch.int64, torch.bool)
+        ]
+        parameters = [torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(4)]
+        if processes.rank != 1:
+            parameters[0].grad = torch.full((3, 2), 3.0)
+            rows = torch.tensor([[0, processes.rank]])
+            parameters[1].grad = torch.sparse_coo_tensor(rows, torch.ones(2, 2), (3, 2))
+        parameters[2].grad = torch.full((3, 2), 0.1 * (processes.rank + 1))
+        processes.average_gradients_(parameters)
+        found["gradients"] = [p.grad if p.grad is None else p.grad.to_dense() for p in parameters]
+        found["sparse"] = parameters[1].grad.is_sparse, parameters[1].grad.is_coalesced()
+        found["lanes"] = run.stream.batch(0, part=processes.part)[0]
+        found["seconds"] = timed(processes)
+        return found
+
+
+def timed(processes: Processes) -> tuple[float, int]:
+    """A budget of seconds, with clocks that do not agree."""
+    run = divided_run(processes, "batch.lanes=6", "budget.seconds=0.3")
+    run.step()
+    time.sleep(0.1 * processes.rank)
+    while not run.finished:
+        run.step()
+    return run.spent.seconds, run.spent.steps
+
+
+def test_three_processes_divide_and_sum(here):
+    ranks = launch(parts_of_three, number=3)
+    alone = make_run(*VARIANTS["product_key_memory"], "batch.lanes=6", "model.head_zero_init=false")
+    split, first = alone.corpus.splits["valid"][:200], ranks[0]
+    for lanes in (1, 2, 3, 7):
+        expected = score_stream(alone.model, split, runtime=alone.runtime, lanes=lanes, segment=7, look=True)
+        nats, seen = first["scores"][lanes]
+        torch.testing.assert_close(nats, expected.nats, rtol=0, atol=1e-5)
+        assert Score(nats, seen).bits_per_byte == pytest.approx(expected.bits_per_byte, abs=1e-7)
+        for name, own in expected.seen.items():
+            torch.testing.assert_close(seen[name], own)
+        assert any("usage_count" in own for own in seen.values())
+        assert all(torch.equal(nats, other["scores"][lanes][0]) for other in ranks)
+    windows = score_windows(alone.model, alone.corpus.splits["valid"], runtime=alone.runtime, batch=1).nats
+    torch.testing.assert_close(first["windows"], windows, rtol=0, atol=1e-5)
+    assert len({tuple(found["draws"]) for found in ranks}) == 3
+    for tensors in first["gathered"]:
+        assert [len(tensor) for tensor in tensors] == [0, 1, 2]
+        assert torch.equal(torch.cat(tensors), torch.tensor([[1, 1], [2, 2], [2, 2]]).to(tensors[0].dtype))
+    dense, rows, thirds, nothing = first["gradients"]
+    assert dense.tolist() == [[2, 2]] * 3 and nothing is None and first["sparse"] == (True, True)
+    torch.testing.assert_close(rows, torch.tensor([[1.0, 1.0], [0.0, 0.0], [1 / 3, 1 / 3]]))
+    torch.testing.assert_close(thirds, torch.full((3, 2), 0.2))
+    for other in ranks[1:]:
+        assert all(map(torch.equal, first["gradients"][:3], other["gradients"][:3]))
+    assert torch.equal(torch.cat([found["lanes"] for found in ranks]), alone.stream.batch(0)[0])
+    assert len({found["seconds"] for found in ranks}) == 1 and first["seconds"][0] >= 0.3
+
+
+@pytest.mark.parametrize(("number", "parts"), [(7, 3), (2, 3), (6, 2), (0, 2), (5, 1)])
+def test_shares_are_everything_in_order(number, parts):
+    shares = [list(range(number))[share(number, (which, parts))] for which in range(parts)]
+    assert [thing for own in shares for thing in own] == list(range(number))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+# Runs: written by one, stopped and resumed
+
+
+def divided_job(*overrides: str, stop_at: int | None = None, signalled: int = 1) -> tuple[Job, int]:
+    """A run to its end, or to a step in which one process alone receives SIGTERM."""
+
+    def receive() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    try:
+        with joined() as processes:
+            job = make_job(*overrides, processes=processes)
+            if stop_at and processes.rank == signalled:
+                after_step(job, stop_at, receive)
+            train(job)
+    except SystemExit as ended:
+        return ended.code, job.run.spent.steps, digest(job.run)
+    return 0, job.run.spent.steps, digest(job.run)
+
+
+RESUMED = (*MOVING, *CARRY, *DROPOUT, "batch.lanes=6", "budget.steps=11", "checkpoint.every_steps=4")
+
+
+def record() -> list[dict]:
+    (path,) = [path for path in Path("outputs").glob(f"*/{RECORD}") if not path.parent.is_symlink()]
+    rows = [{key: value for key, value in row.items() if key not in ("clock", "commit")} for row in read_rows(path)]
+    return rows
+
+
+def test_three_processes_that_were_stopped_go_on_bit_for_bit(here, monkeypatch):
+    whole = launch(divided_job, *RESUMED, number=3)
+    rows = record()
+    assert [code for code, *_ in whole] == [0, 0, 0] and len({bits for *_, bits in whole}) == 1
+    assert rows[0]["processes"] == 3 and [row["kind"] for row in rows[-2:]] == ["valid", "test"]
+    summary = json.loads(next(Path("outputs").glob("[!l]*/summary.json")).read_text())
+    assert summary["processes"] == 3 and summary["bytes_seen"] == 11 * 6 * 16
+    elsewhere(here, monkeypatch)
+    ended = launch(partial(divided_job, stop_at=5), *RESUMED, number=3)
+    assert {code for code, *_ in ended} == {128 + signal.SIGTERM}
+    assert len({steps for _, steps, _ in ended}) == 1 and ended[0][1] < 11
+    assert len(list(Path("outputs").glob("[!l]*/checkpoints/step-*.pt"))) == 2
+    resumed = launch(divided_job, *RESUMED, number=3)
+    assert resumed == whole and record() == rows
+
+
+def test_two_processes_are_resumed_by_one_and_one_by_two(here, monkeypatch):
+    given = ("variant=mhsa", *CARRY, "position=relative", "budget.steps=13", "model.head_zero_init=false")
+    whole, summary = whole_run(*given)
+    expected = [row["bits_per_byte"] for row in rows_of(whole)[1:]]
+    for name, first in (("two-one", 2), ("one-two", 1)):
+        (here / name).mkdir()
+        monkeypatch.chdir(here / name)
+        if first == 2:
+            codes = launch(partial(divided_job, stop_at=5), *given)
+            assert {code for code, *_ in codes} == {128 + signal.SIGTERM}
+            resumed = make_job(*given)
+            assert resumed.folder.checkpoint is not None
+            run_job(resumed)
+        else:
+            stop(make_job(*given), step=5)
+            content = checkpoint.load(make_job(*given).folder.checkpoint)
+            assert len(content["state"][0]) == 4 and content["random_others"] == []
+            assert [code for code, *_ in launch(divided_job, *given)] == [0, 0]
+        bits = [row["bits_per_byte"] for row in record()[1:]]
+        assert bits == pytest.approx(expected, abs=1e-4) and bits != expected
+
+
+# The command line: one message, one writer
+
+
+REFUSED = {
+    ("batch.lanes=3",): ("batch.lanes=3", "2 processes", "multiples of 2"),
+    ("-m", "seed=0,1"): ("-m: a sweep", "torchrun"),
+    ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
+    ("model.widht=3",): ("model.widht=3", "d_model"),
+    ("outputs=held",): ("outputs=held", "is held by somebody"),
+    ("start.run=nowhere",): ("start.run=nowhere",),
+    ("data=file", "data.path=second"): ("data.path='second'",),
+}
+
+
+def refusals(ports: list[int]) -> list[command.Ended]:
+    """The second process has another current folder, as on another machine: it lacks a file that the first one has."""
+    if os.environ["RANK"] == "1":
+        Path("other").mkdir()
+        os.chdir("other")
+    return commands(ports, [words if "data=file" in words else (*words, *command.MADE) for words in REFUSED])
+
+
+def test_mistakes_are_one_message_of_all_processes(here):
+    Path("second").write_bytes(bytes(range(256)) * 100)
+    assert command.train(*command.MADE, "outputs=held").code == 0
+    (folder,) = command.run_folders(Path("held"))
+    (folder / "summary.json").unlink()
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("somebody")
+        lock.flush()
+        before = sorted(here.rglob("*"))
+        ranks = launch(refusals, [free_port() for _ in REFUSED])
+    for words, *ended in zip(REFUSED, *ranks, strict=True):
+        lines = [line for one in ended for line in one.err.splitlines()]
+        assert [one.code for one in ended] == [2, 2] and len(lines) == 1, ended
+        assert lines[0].startswith("error: ") and all(part in lines[0] for part in REFUSED[words]), lines
+        assert not any(one.out for one in ended)
+    assert sorted(here.rglob("*")) == sorted([*before, here / "other"])
+
+
+def test_one_process_writes_and_speaks(here, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = (*command.MADE, "eval.context512=true", "record.wandb.mode=auto")
+    first, second = launch(commands, [free_port(), free_port()], [words, words])
+    assert [one.code for one in (*first, *second)] == [0, 0, 0, 0], (first, second)
+    assert "training: outputs" in first[0].out and "2 processes" in first[0].out
+    assert first[0].out.count("final test") == 1 and "finished before" in first[1].out
+    assert not any(one.out or one.err for one in second)
+    (folder,) = command.run_folders(here / "outputs")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("checkpoints", "config.yaml", "lock", "record.jsonl", "summary.json", "wandb")
+    ]
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
+    row = read_rows(folder / RECORD)[0]
+    assert row["processes"] == 2 and row["command"].startswith("torchrun --nproc-per-node=2 ")
+
+
+def test_bench_and_sweeps_know_that_they_are_several():
+    several = Launch(1, 4, 1, 2)
+    assert several.words == ("torchrun", "--nnodes=2", "--nproc-per-node=2") and Launch().words == ("python",)
+    for many, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
+        with pytest.raises(ValueError, match="processes"):
+            check_launch(arguments, many=many, launch=several)
+        check_launch(arguments, many=many, launch=Launch())
+    check_launch(("variant=mhsa", "optim.lr=-m"), many=True, launch=several)
+    assert read_launch({"RANK": "3", "WORLD_SIZE": "4"}) == (3, 4, 3, 4) and read_launch({"RANK": "3"}) == Launch()
+
+
+# The end of one is the end of all
+
+
+def failing(how: str) -> tuple[int, str]:
+    """The second process fails in its third step; returns exit code and what the others say on standard error."""
+
+    def fail() -> None:
+        if how == "killed":
+            os._exit(3)
+        raise PowerFailure("the second process has lost its power")
+
+    with joined() as processes:
+        job = make_job("budget.steps=100", processes=processes)
+        if processes.rank == 1:
+            after_step(job, 3, fail)
+        try:
+            train(job)
+        except RuntimeError as error:
+            return type(error).__name__, job.run.spent.steps
+        except PowerFailure:
+            os._exit(1)  # as the command does
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_no_process_waits_for_one_that_has_ended(how):
+    began = time.monotonic()
+    first, second = launch(failing, how)
+    assert first == ("ProcessLost", 3) and isinstance(second, Dead) and time.monotonic() - began < 30
+
+
+def failure(*overrides: str) -> tuple[str, bool, int]:
+    """How a run fails whose first process cannot write a checkpoint: the error, whether another said it, and the steps."""
+
+    def fail(*_, **__) -> None:
+        raise OSError("the disk is full")
+
+    with joined() as processes:
+        job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=processes)
+        checkpoint.save = fail if processes.first else checkpoint.save
+        try:
+            train(job)
+        except (OSError, RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}", getattr(error, "said", False), job.run.spent.steps
+
+
+def test_a_failure_of_all_is_said_by_one():
+    assert launch(failure) == [
+        ("OSError: the disk is full", False, 3),
+        ("RuntimeError: process 0 of this run has failed", True, 3),
+    ]
+    first, second = launch(failure, *SPARSE, "optim=adamw")
+    assert "is sparse; allowed are" in first[0] and first[1:] == (False, 0)
+    assert second == ("ValueError: process 0 of this run has failed", True, 0)
+
+
+def test_torchrun_stops_all_with_one_checkpoint(here):
+    """The real thing; torchrun passes SIGTERM on to its processes."""
+    words = ("variant=mhsa", "budget.steps=100000", "eval.every=0.0001", *CARRY, *DROPOUT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    environment = os.environ | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    with subprocess.Popen(
+        [*launcher, str(ROOT / "train.py"), *SMALL, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as process:
+        shown = ""
+        for line in process.stdout:
+            shown += line
+            if re.search(r"valid .* bits", line):
+                process.send_signal(signal.SIGTERM)
+                break
+        shown += process.communicate(timeout=60)[0]
+    assert shown.count("the same command goes on: torchrun --nproc-per-node=2") == 1, shown
+    assert len(list(Path("outputs").glob("mhsa-*/checkpoints/step-*.pt"))) == 1
+    assert not list(Path("outputs").glob("*/summary.json"))
+
+
+# Values
+
+
+def test_what_cannot_be_divided_is_refused():
+    refused = {
+        ("batch.lanes=4", "batch.accumulate=3"): "batch.accumulate=3: each of 2 processes has 2 of batch.lanes=4",
+        ("batch.lanes=5",): "batch.lanes=5: 2 processes .* multiples of 2",
+        (*VARIANTS["product_key_memory"], "variant.memory.query_norm=batch"): "layers.0.memory has BatchNorm1d",
+    }
+    for words, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            divided_run(Processes(rank=1, number=2, local_rank=1, local_number=2), *words)
+
+
+def test_alone_nothing_is_done():
+    run = make_run()
+    before = copy.deepcopy(run.model.state_dict())
+    ALONE.copy_first_(run.model)
+    ALONE.average_gradients_(run.model.parameters())
+    assert ALONE.gather_values(3) == [3] and ALONE.from_first(lambda: 4) == 4 and ALONE.exchange([1, 2]) == [[1, 2]]
+    assert all(map(torch.equal, before.values(), run.model.state_dict().values()))
+    with pytest.raises(OSError, match="gone"), ALONE.together():
+        raise OSError("gone")
+    assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).processes is ALONE
+
+
+def test_a_signal_waits_for_the_others():
+    with StopSignal(alone=False) as stopping:
+        signal.raise_signal(signal.SIGTERM)
+        assert stopping.heard == signal.SIGTERM and stopping.number is None
+        stopping.agree(0)
+        assert stopping.number is None
+        stopping.agree(signal.SIGTERM)
+        assert stopping.number == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_gpus_are_one_for_each_process(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    second = Processes(rank=3, number=4, local_rank=1, local_number=2)
+    for name in ("auto", "cuda"):
+        settings = plan(f"runtime.device={name}").runtime
+        assert runtime.start(settings, processes=second).device == torch.device("cuda:1")
+    assert chosen == [1, 1]
+    assert runtime.start(plan("runtime.device=cpu").runtime, processes=second).device.type == "cpu"
+    with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
+        runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)
+    with pytest.raises(ValueError, match="3 processes and 2 CUDA devices"):
+        runtime.start(plan().runtime, processes=Processes(rank=0, number=3, local_rank=0, local_number=3))
