@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from bench.cells import OUT_OF_MEMORY, Cell, CellError
 from bench.measure import percentiles
+from bench.model_flops import utilisation
 from bench.progress import Steps
 from bench.subject import Subject, Task
-from bench.model_flops import utilisation
 
 KINDS = ("train", "evaluate", "generate")
 GIB = 2**30

@@ -10,7 +10,7 @@ import torch
 from harness.runtime import Runtime
 from tests.runs import CARRY, MEMORY, make_run, own_folder, restored  # noqa: F401 - fixtures
 
-VARIANTS = {"mhsa": "kv", "adaptive_span": "hidden", "all_attention": "kv", "product_key_memory": "hidden"}
+VARIANTS = {"adaptive_span": "hidden", "all_attention": "kv"}
 PATHS = {"kv": ("position=rotary", "model.cache=kv"), "hidden": ("position=relative", "model.cache=hidden")}
 
 

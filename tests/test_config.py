@@ -19,7 +19,9 @@ from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
 COMMANDS = {"train": TINY, "bench": TINY, "evaluate": ("run=somewhere",)}
-COMMANDS |= dict.fromkeys(("check", "cost", "fit", "peers", "speed"), ())  # they have keys of their own
+COMMANDS |= dict.fromkeys(
+    ("agree", "check", "cost", "evidence", "fit", "peers", "speed"), ()
+)  # they have keys of their own
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
 POSITIONS = [file.removeprefix("position/") for file in FILES if file.startswith("position/")]
 RESERVED = ("values", "keys", "items", "pop", "forward", "training")
