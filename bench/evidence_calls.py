@@ -92,6 +92,9 @@ class Calls:
             status, reason = self._process(command, said)
         except ValueError as error:
             status, reason = FAILED, str(error)
+        if status == OK:  # a finished run is not resumed, and its carried state may be gigabytes
+            for path in self.outputs.glob(f"runs/{command.name}/*-s*-*/checkpoints/step-*.pt"):
+                path.unlink()
         entry = {"name": command.name, "stage": command.stage, "status": status, "reason": reason}
         entry |= {"seconds": round(time.monotonic() - began, 1), "command": ["python", *command.arguments]}
         with self.log.open("a", encoding="utf-8") as file:

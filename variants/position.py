@@ -65,7 +65,9 @@ class Rotary(Position):
         cos = a.cos() * b.cos() - a.sin() * b.sin()  # [B, T, K/2]
         sin = a.sin() * b.cos() + a.cos() * b.sin()
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return _Turn.apply(x, cos.to(dtype)[:, None], sin.to(dtype)[:, None])
+        # Compiled by torch 2.11 in float32, the function of our own loses its gradient without a word.
+        turn = _turn if torch.compiler.is_compiling() else _Turn.apply
+        return turn(x, cos.to(dtype)[:, None], sin.to(dtype)[:, None])
 
 
 class _Turn(torch.autograd.Function):
