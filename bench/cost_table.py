@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 MIB = 2**20
-WIDTH = 122
-COLUMNS = ("step ms", "spread", "eval ms", "byte ms", "train MiB", "infer MiB", "state KiB", "FLOPs/B", "ideal")
+WIDTH = 130
+COLUMNS = ("step ms", "spread", "eval ms", "byte ms", "train MiB", "infer MiB", "state KiB", "FLOPs/B", "ideal", "MFU")
 
 
 def print_costs(rows: Sequence[dict], *, console: Console | None = None) -> None:
@@ -17,7 +17,7 @@ def print_costs(rows: Sequence[dict], *, console: Console | None = None) -> None
 
     Args:
         rows: of ``bench.cost``, in order.
-        console: where to; None is standard output, at least 122 characters wide: a wrapped number is no number.
+        console: where to; None is standard output, at least 130 characters wide: a wrapped number is no number.
     """
     console = console or Console(highlight=False)
     console.width = max(console.width, WIDTH)
@@ -57,6 +57,7 @@ def _cells(row: dict) -> list[str]:
         f"{memory['state_bytes'] / 1024:,.0f}",
         f"{flops['executed_per_byte'] / 1e6:.2f}M",
         f"{flops['ideal_per_byte'] / 1e6:.2f}M",
+        f"{used['share']:.1%}" if (used := row["utilisation"]) else "-",
     ]
 
 
@@ -65,6 +66,9 @@ def _notes(rows: Sequence[dict]) -> list[str]:
         "step: a training step, the median, and the spread from 20th to 80th percentile. byte: generating one, of one stream.",
         "FLOPs/B: forward, warm, as executed; ideal: what the mechanism needs.",
     ]
+    if peaks := {row["utilisation"]["peak_flops_per_s"] for row in rows if row["utilisation"]}:
+        rates = ", ".join(f"{peak / 1e12:g}" for peak in sorted(peaks))
+        notes.append(f"MFU: 3 x ideal x bytes per second over the device's dense peak, {rates} TFLOP/s.")
     if any((row["memory"] or {}).get("approximate") for row in rows):
         notes.append("Memory is the process's high-water mark above its start: approximate.")
     for row in rows:

@@ -28,7 +28,7 @@ class Group:
         key: the configuration key that errors name.
         parameters: by name, one name each.
         optimizer: makes the optimizer from parameter groups and ``lr``; a partial without a rate of its own.
-        lr_scale: learning rate relative to ``optim.lr``.
+        lr_scale: learning rate relative to ``optim.lr``; 0 leaves the parameters as they start.
         weight_decay: for all parameters, or None for the optimizer's own on all but ``undecayed``.
         schedule: ``run`` follows the run's schedule, ``constant`` stays at the peak from the first update on.
         clip: largest norm of this group's gradients, or None to take part in the run's clip.
@@ -46,7 +46,7 @@ class Group:
     undecayed: frozenset[str] = frozenset()
 
     def __post_init__(self):
-        check_number(f"{self.key}.lr_scale", self.lr_scale)
+        check_number(f"{self.key}.lr_scale", self.lr_scale, zero=True)
         if self.clip is not None:
             check_number(f"{self.key}.clip", self.clip)
         if self.weight_decay is not None:

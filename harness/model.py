@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.norms import RMSNorm
-from variants.contract import Place, Position, State, Sublayer
+from variants.contract import Out, Place, Position, State, Sublayer
 
 Layers = list[dict[str, Callable[[Place], Sublayer]]]
 
@@ -49,7 +49,8 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, state: State, start: Tensor, *, look: bool):
         out = self.sublayer(x if self.after else self.norm(x), state, start, look=look)
-        return out._replace(y=self.norm(x + out.y) if self.after else x + out.y)
+        y = self.norm(x + out.y) if self.after else x + out.y
+        return Out(y, out.state, out.loss, out.seen)  # compiled by torch 2.11, out._replace(..) comes back empty
 
 
 class LanguageModel(nn.Module):

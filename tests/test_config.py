@@ -18,11 +18,11 @@ from variants.attention import Attention
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
-FILES = [
-    file for file in FILES if not file.startswith("sweep/wandb_")
-]  # for W&B, which does not read them as Hydra does
+# Hydra's own groups are composed where they are used, and W&B does not read its sweeps as Hydra does.
+FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_"))]
 COMMANDS = {"train": TINY, "bench": TINY, "evaluate": ("run=somewhere",)}
-COMMANDS |= dict.fromkeys(("check", "cost", "dashboard", "fit", "peers", "speed"), ())  # they have keys of their own
+VERBS = ("agree", "check", "cost", "dashboard", "evidence", "fit", "peers", "speed")
+COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
 POSITIONS = [file.removeprefix("position/") for file in FILES if file.startswith("position/")]
 RESERVED = ("values", "keys", "items", "pop", "forward", "training")

@@ -61,6 +61,7 @@ def test_every_cell_has_a_row_that_can_stand_alone(side_by_side):
         assert row["status"] == "measured" and row["interleaved"]
         assert row["span"] == row["segment"] == row["length"] == row["config"]["model"]["span"]
         assert row["config"]["runtime"]["path"] in ("plain", "auto")
+        assert row["utilisation"] is None  # of a CPU no peak is known
 
 
 def test_costs_are_there_and_in_order(side_by_side):

@@ -141,7 +141,7 @@ def test_frozen_parameters_are_in_no_group():
         ({"spans": {"match": "span", "rate": 1}}, r"variant\.groups\.spans\.rate: no such key; allowed are clip"),
         ({"spans": {"lr_scale": 1}}, r"variant\.groups\.spans\.match: must be given"),
         ({"matrices": {"match": "span"}}, "belong to the run"),
-        ({"spans": {"match": "span", "lr_scale": 0}}, r"variant\.groups\.spans\.lr_scale=0"),
+        ({"spans": {"match": "span", "lr_scale": -1}}, r"variant\.groups\.spans\.lr_scale=-1"),
         ({"spans": {"match": "span", "weight_decay": -1}}, r"variant\.groups\.spans\.weight_decay=-1"),
         ({"spans": {"match": "span", "clip": 0}}, r"variant\.groups\.spans\.clip=0"),
         ({"spans": {"match": "span", "schedule": "cosine"}}, r"variant\.groups\.spans\.schedule='cosine'.*run, const"),

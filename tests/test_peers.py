@@ -39,7 +39,7 @@ TINY = (
     *("memory.half_keys=32", "memory.top_k=4", "memory.heads=2", "memory.d_query=8", "rounds=2", "seconds=0.01"),
     *("runtime.device=cpu", "runtime.threads=1", "data.bytes=20000"),
 )
-PEERS = [name for name in RIVALS if name != "yardstick"]
+PEERS = [name for name, rival in RIVALS.items() if name != "yardstick" and rival.device is None]
 
 
 def proved(model: nn.Module) -> dict[str, str]:

@@ -135,8 +135,8 @@ class Attention(Sublayer):
         if start is None:
             start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         z = self.reach(x)
-        plain_q, *own = self._project(x, self.query, self.key, self.value)
-        own[0] = self.position.rotate(own[0], start)
+        plain_q, k, v = self._project(x, self.query, self.key, self.value)
+        own = [self.position.rotate(k, start), v]
         q = self.position.rotate(plain_q, start)
         persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
         y, state, seen = self._over_window(x, q, own, state, start, z, persistent, look=look)

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from variants.contract import Place, Position
 
 
-def rotary_frequencies(d_head: int, base: float) -> Tensor:
-    """Radians a position for each of the ``d_head / 2`` planes, float64 ``[d_head / 2]``."""
-    return base ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+def rotary_frequencies(d_head: int, base: float, *, device: torch.device | None = None) -> Tensor:
+    """Radians a position for each of the ``d_head / 2`` planes, float64 ``[d_head / 2]``.
+
+    Args:
+        device: where they are needed: made there, because a copy from the host waits for a GPU at every forward pass.
+    """
+    return base ** (-torch.arange(0, d_head, 2, dtype=torch.float64, device=device) / d_head)
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -53,7 +57,7 @@ class Rotary(Position):
         self.d_head, self.base = d_head, base
 
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
-        frequencies = rotary_frequencies(self.d_head, self.base).to(x.device)
+        frequencies = rotary_frequencies(self.d_head, self.base, device=x.device)
         # cos(a + b) from the angle a of the segment's start, in float64, and small angles b inside the segment:
         # float32 angles of absolute positions would drift by 5 million.
         a = start.double()[:, None, None] * frequencies
@@ -61,7 +65,9 @@ class Rotary(Position):
         cos = a.cos() * b.cos() - a.sin() * b.sin()  # [B, T, K/2]
         sin = a.sin() * b.cos() + a.cos() * b.sin()
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return _Turn.apply(x, cos.to(dtype)[:, None], sin.to(dtype)[:, None])
+        # Compiled by torch 2.11 in float32, the function of our own loses its gradient without a word.
+        turn = _turn if torch.compiler.is_compiling() else _Turn.apply
+        return turn(x, cos.to(dtype)[:, None], sin.to(dtype)[:, None])
 
 
 class _Turn(torch.autograd.Function):
@@ -142,7 +148,7 @@ class Sinusoidal(Position):
     relative = False
 
     def embed(self, x: Tensor, start: Tensor) -> Tensor:
-        frequencies = rotary_frequencies(x.shape[-1], 10000.0).to(x.device)
+        frequencies = rotary_frequencies(x.shape[-1], 10000.0, device=x.device)
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)
         angle = at.double()[..., None] * frequencies
         table = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)[..., : x.shape[-1]]

@@ -64,6 +64,7 @@ def language_entries(cfg: DictConfig, settings: "PeerSettings") -> list[Entry]:
         _set_sizes(config, sizes)
         ours.append(bench_plan(config))
     here = runtime.start(base.runtime)
+    _check_devices(settings, here)
     for plan in ours:
         path_of(plan.make_model(), here)  # both complain
     corpus = data.load(**base.data)
@@ -128,6 +129,18 @@ def _check_names(settings: "PeerSettings") -> None:
         value = getattr(settings, key)
         if value is not None and value < least:
             raise ValueError(f"{key}={value}: allowed are integers from {least}")
+
+
+def _check_devices(settings: "PeerSettings", here: runtime.Runtime) -> None:
+    """ValueError where a peer runs on another kind of device only."""
+    kind = here.device.type
+    for name in settings.peers:
+        if RIVALS[name].device not in (None, kind):
+            others = [other for other, rival in RIVALS.items() if rival.device in (None, kind) and other != YARDSTICK]
+            raise ValueError(
+                f"peers=[{name}]: takes part on runtime.device={RIVALS[name].device} only; on {kind} allowed are "
+                f"{', '.join(others)}"
+            )
 
 
 def _share(config: DictConfig, settings: "PeerSettings") -> None:

@@ -75,12 +75,14 @@ class Rival:
         path: ``fused`` if it asks for fused attention, else ``plain``.
         arguments: of what is built, from the sizes.
         build: the module, from the sizes and those arguments; it maps bytes ``[B, T]`` to logits ``[B, T, V]``.
+        device: the only kind of device that it takes part on, or None for all.
     """
 
     package: str
     path: str
     arguments: Callable[[Sizes], dict]
     build: Callable[[Sizes, dict], nn.Module]
+    device: str | None = None
 
 
 def version(package: str) -> str | None:
@@ -98,6 +100,16 @@ def yardstick_arguments(sizes: Sizes) -> dict:
 
 def build_yardstick(_sizes: Sizes, arguments: dict) -> nn.Module:
     return Yardstick(**arguments)
+
+
+def window_arguments(sizes: Sizes) -> dict:
+    return yardstick_arguments(sizes) | {"window": sizes.window}
+
+
+def build_window(_sizes: Sizes, arguments: dict) -> nn.Module:
+    from bench.contest.flex import WindowYardstick
+
+    return WindowYardstick(**arguments)
 
 
 def decoder_arguments(sizes: Sizes) -> dict:
@@ -169,6 +181,7 @@ def build_reformer(sizes: Sizes, arguments: dict) -> nn.Module:
 
 RIVALS = {
     YARDSTICK: Rival(package="torch", path="fused", arguments=yardstick_arguments, build=build_yardstick),
+    "flex-window": Rival(package="torch", path="flex", arguments=window_arguments, build=build_window, device="cuda"),
     JUDGE: Rival(package="x-transformers", path="fused", arguments=decoder_arguments, build=build_decoder),
     "x-transformers-memory": Rival(
         package="x-transformers", path="fused", arguments=memory_decoder_arguments, build=build_decoder

@@ -26,11 +26,14 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x [B, T, D]`` to ``[B, T, D]``."""
+    def forward(self, x: Tensor, mask: object = None) -> Tensor:
+        """``x [B, T, D]`` to ``[B, T, D]``; ``mask`` is what the model's ``mask`` gave."""
         q, k, v = rearrange(self.query_key_value(x), "b t (three h k) -> three b h t k", three=3, h=self.heads)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(rearrange(y, "b h t k -> b t (h k)"))
+        return self.out(rearrange(self.attend(q, k, v, mask), "b h t k -> b t (h k)"))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: object) -> Tensor:
+        """``[B, H, T, K]`` each."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Yardstick(nn.Module):
@@ -72,10 +75,15 @@ class Yardstick(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """``tokens`` (int64 ``[B, T]``, T at most ``longest``) to logits ``[B, T, V]``."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        mask = self.mask(tokens.shape[1], tokens.device)
         for i, attention in enumerate(self.attention):
-            x = x + attention(self.attention_norm[i](x))
+            x = x + attention(self.attention_norm[i](x), mask)
             x = x + self.feed_forward[i](self.feed_forward_norm[i](x))
         return self.head(self.norm(x))
+
+    def mask(self, length: int, device: torch.device) -> object:
+        """What all layers' attention is given for ``length`` bytes: nothing, because it is causal by itself."""
+        return None
 
 
 def feed_forward(d_model: int) -> nn.Module:

@@ -1,0 +1,42 @@
+"""How much of a GPU's arithmetic a training step uses: model-FLOPs utilisation.
+
+    share = 3 x ideal FLOPs per byte x bytes per second / dense peak of the device at the precision
+
+FLOPs that are computed but not needed do not count, and a backward pass is counted as twice the forward. Peaks are those
+of ``conf/fit.yaml``; of a device that is not there, or of a CPU, nothing is said.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from bench.planning import CONF
+
+TRAINING = 3
+"""Times the forward pass's FLOPs."""
+
+
+@lru_cache
+def dense_peak(device: str, precision: str) -> float | None:
+    """FLOPs per second, or None where no data sheet is known.
+
+    Args:
+        device: as ``torch.cuda.get_device_name`` has it.
+        precision: ``float32`` (without TF32) or ``bfloat16``.
+    """
+    devices = OmegaConf.load(Path(CONF) / "fit.yaml").devices
+    rates = [entry[f"{precision}_tflops"] * 1e12 for entry in devices.values() if device in entry.reported_as]
+    return rates[0] if rates else None
+
+
+def utilisation(row: dict) -> dict | None:
+    """Of the training step of a row of ``bench.cost``: ``flops_per_s`` needed, the device's ``peak_flops_per_s``, and the
+    ``share`` of it; None where the row was not measured or no peak is known."""
+    peak = dense_peak(row["device"], row["precision"]) if row["device_kind"] == "cuda" else None
+    step = (row["time"] or {}).get("train_ms")
+    if peak is None or not step or not row["flops"]:
+        return None
+    bytes_per_s = row["lanes"] * row["segment"] / step["p50"] * 1000
+    needed = TRAINING * row["flops"]["ideal_per_byte"] * bytes_per_s
+    return {"flops_per_s": needed, "peak_flops_per_s": peak, "share": needed / peak}

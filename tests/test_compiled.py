@@ -1,0 +1,35 @@
+"""Variants compiled: steps with carried state give every gradient of the uncompiled ones.
+
+What breaks from one version of torch to the next is how Python is followed, so the graphs are run as they are (backend
+``eager``); ``test_step.py`` generates code for one variant.
+"""
+
+import pytest
+import torch
+
+from harness.runtime import Runtime
+from tests.runs import CARRY, MEMORY, make_run, own_folder, restored  # noqa: F401 - fixtures
+
+VARIANTS = {"adaptive_span": "kv", "product_key_memory": "hidden"}
+PATHS = {"kv": ("position=rotary", "model.cache=kv"), "hidden": ("position=relative", "model.cache=hidden")}
+
+
+def forward(runtime: Runtime, model: torch.nn.Module):
+    return torch.compile(model, backend="eager") if runtime.compile else model
+
+
+@pytest.mark.parametrize(("variant", "cache"), VARIANTS.items())
+def test_a_compiled_variant_has_the_gradients_of_the_uncompiled_one(variant, cache, monkeypatch):
+    monkeypatch.setattr(Runtime, "forward", forward)
+    memory = MEMORY if "memory" in variant else ()
+    words = (f"variant={variant}", *memory, *PATHS[cache], *CARRY, "optim=adamw", "runtime.path=plain")
+    found = {}
+    for compiled in (False, True):
+        torch.compiler.reset()
+        run = make_run(*words, f"runtime.compile={compiled}")
+        run.optimizers.zero_grad = lambda: None
+        for _ in range(2):
+            run.step()
+        found[compiled] = {name: p.grad for name, p in run.model.named_parameters()}
+    for name, gradient in found[False].items():
+        assert found[True][name] is not None and torch.allclose(found[True][name], gradient, rtol=1e-3, atol=1e-5), name

@@ -1,0 +1,54 @@
+"""Model-FLOPs utilisation: by hand, and silent where no peak is known."""
+
+import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from bench.cost_table import print_costs
+from bench.model_flops import dense_peak, utilisation
+from tests.bench_rows import cost_row
+from tests.composing import CONF
+
+H100 = {"device": "NVIDIA H100 80GB HBM3", "device_kind": "cuda", "precision": "bfloat16"}
+
+
+def gpu_row(**changes) -> dict:
+    return cost_row(length=512, **(H100 | {"lanes": 64, "segment": 512} | changes))
+
+
+def test_the_share_by_hand():
+    row = gpu_row(time={"train_ms": {"p20": 19.0, "p50": 20.0, "p80": 22.0, "n": 9}})
+    row["flops"] = row["flops"] | {"ideal_per_byte": 88e6}
+    found = utilisation(row)
+    assert found["flops_per_s"] == pytest.approx(3 * 88e6 * 64 * 512 / 0.020)
+    assert found["peak_flops_per_s"] == 989e12 and found["share"] == pytest.approx(0.4374, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "NVIDIA H100 PCIe"},
+        {"device_kind": "cpu"},
+        {"time": None},
+        {"time": {"train_ms": None}},
+        {"flops": None},
+    ],
+)
+def test_nothing_is_said_of_what_is_not_known(changes):
+    assert utilisation(gpu_row(**changes)) is None
+
+
+def test_every_data_sheet_has_the_name_that_torch_reports():
+    devices = OmegaConf.load(CONF / "fit.yaml").devices
+    names = [name for entry in devices.values() for name in entry.reported_as]
+    assert len(set(names)) == len(names) >= len(devices)
+    assert dense_peak("NVIDIA H200", "bfloat16") == 989e12 and dense_peak("NVIDIA H200", "float32") == 67e12
+
+
+def test_the_table_shows_it():
+    row = gpu_row()
+    rows = [row | {"utilisation": {"flops_per_s": 4e14, "peak_flops_per_s": 989e12, "share": 0.404}}]
+    console = Console(record=True, width=130)
+    print_costs([*rows, row | {"utilisation": None}], console=console)
+    text = console.export_text()
+    assert "40.4%" in text and "989 TFLOP/s" in text and "MFU" in text

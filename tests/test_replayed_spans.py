@@ -1,0 +1,83 @@
+"""Spans of another run as fixed windows: what they see, that nothing moves them, and where they may come from."""
+
+import pytest
+import torch
+
+from tests.composing import TINY, plan
+from tests.runs import VARIANTS, make_job, make_run, own_folder, restored, whole_run  # noqa: F401 - fixtures
+from variants.attention import Attention
+
+SPANS = [[0.0, 5.5], [3.0, 16.0]]
+GIVEN = ("variant=replayed_spans", "variant.attention.reach.ramp=4", f"variant.attention.reach.spans={SPANS}")
+
+
+def reaches(model) -> list:
+    return [sublayer.reach for _, sublayer in model.sublayers() if isinstance(sublayer, Attention)]
+
+
+def test_they_see_what_learned_spans_of_the_same_length_see():
+    fixed, learned = make_run(*GIVEN).model, make_run(*VARIANTS["adaptive_span"]).model
+    learned.load_state_dict(fixed.state_dict())  # the buffer has the parameter's name
+    learned.project_()
+    assert [reach.metrics({})["span"].tolist() for reach in reaches(fixed)] == SPANS
+    assert [reach.columns for reach in reaches(fixed)] == [reach.columns for reach in reaches(learned)]
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    for _, sublayer in (*fixed.sublayers(), *learned.sublayers()):
+        for parameter in sublayer.parameters():  # projections that start at zero hide the windows
+            if parameter.dim() > 1 and not parameter.any():
+                torch.nn.init.eye_(parameter)
+    assert torch.equal(fixed.eval()(tokens).logits, learned.eval()(tokens).logits)
+    assert fixed.ideal_flops() == learned.ideal_flops()
+
+
+def test_training_leaves_them_alone_and_charges_nothing():
+    run = make_run(*GIVEN)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    assert run.model.train()(tokens).loss == 0
+    for _ in range(3):
+        run.step()
+    assert [reach.metrics({})["span"].tolist() for reach in reaches(run.model)] == SPANS
+
+
+def test_whole_spans_with_a_ramp_of_one_are_a_hard_window():
+    words = ("variant=replayed_spans", "variant.attention.reach.ramp=1")
+    soft = plan(*TINY, *words, "variant.attention.reach.spans=[[7,7],[7,7]]").make_model()
+    hard = plan(*TINY, "variant=mhsa", "model.span=8").make_model()
+    for other in (soft, hard):
+        torch.manual_seed(0)
+        for parameter in other.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    tokens = torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(soft.eval()(tokens).logits, hard.eval()(tokens).logits, atol=1e-5)
+
+
+def test_a_finished_run_hands_over_its_weights_with_its_spans(here):
+    job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=4", "variant.attention.reach.initial=0.4")
+    learned = [reach.fraction.tolist() for reach in reaches(job.run.model)]
+    follower = make_job(
+        "variant=replayed_spans", "variant.attention.reach.ramp=4", f"start.run={job.folder.path}", "budget.steps=2"
+    ).run
+    newest = [reach.fraction.tolist() for reach in reaches(follower.model)]
+    follower.step()
+    assert newest == learned == [reach.fraction.tolist() for reach in reaches(follower.model)]
+    assert not any(name.endswith("fraction") for name, _ in follower.model.named_parameters())
+
+
+@pytest.mark.parametrize("spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"])
+def test_a_mistake_names_the_key_and_what_is_allowed(spans):
+    with pytest.raises(
+        ValueError, match=r"variant\.attention.*reach\.spans=.*(2 lists.*2 spans|from 0 to model\.span=16)"
+    ):
+        plan(*TINY, "variant=replayed_spans", f"variant.attention.reach.spans={spans}").make_model()
+
+
+def test_half_keys_that_are_frozen_stay_as_they_start():
+    group = "+variant.groups.keys={match:'*.memory.sublayer.keys',lr_scale:0,weight_decay:0.0}"
+    for optim in ("muon", "adamw"):
+        run = make_run(*VARIANTS["product_key_memory"], group, f"optim={optim}")
+        keys = next(p for name, p in run.model.named_parameters() if name.endswith("memory.sublayer.keys"))
+        values = next(p for name, p in run.model.named_parameters() if name.endswith("memory.sublayer.values"))
+        before, moved = keys.detach().clone(), values.detach().clone()
+        for _ in range(3):
+            run.step()
+        assert keys.grad is None and torch.equal(keys, before) and not torch.equal(values, moved)

@@ -1,0 +1,47 @@
+"""Spans that were learned elsewhere, looked through as they are: the control of a learned span.
+
+The windows are those of ``adaptive_span.py``, with its soft mask, but the spans are given and nothing moves them. If a model
+that is trained so does as well as the one that learned them, the windows were worth it and not the learning.
+
+With whole spans and ``ramp: 1`` the edges are hard: a span of z shows the z + 1 nearest keys.
+
+The buffer has the name that the learned parameter has. So the spans may also come from a finished run of an adaptive
+span, with its other weights: ``variant=replayed_spans start.run=FOLDER``.
+"""
+
+import torch
+
+from variants.adaptive_span import AdaptiveSpan
+from variants.contract import Place
+
+
+class ReplayedSpans(AdaptiveSpan):
+    """A given span for each head.
+
+    Args:
+        ramp: R, keys over which the mask falls from 1 to 0; at least 1.
+        spans: in keys, from 0 to S: a list for each layer with a number for each head, or null for S everywhere.
+    """
+
+    def __init__(self, place: Place, *, ramp: int = 32, spans: tuple[tuple[float, ...], ...] | None = None):
+        super().__init__(place, ramp=ramp, loss_weight=0.0, initial=1.0)
+        if spans is not None:
+            _check(spans, place)
+        own = [place.span] * place.heads if spans is None else spans[place.layer]
+        del self.fraction
+        self.register_buffer("fraction", torch.tensor(own, dtype=torch.float32) / place.span)
+        self.project_()
+
+    def loss(self, z: torch.Tensor) -> None:
+        return None
+
+
+def _check(spans: tuple, place: Place) -> None:
+    layers = [list(own) if isinstance(own, list | tuple) else None for own in spans]
+    if len(layers) != place.n_layers or any(own is None or len(own) != place.heads for own in layers):
+        raise ValueError(
+            f"reach.spans={spans}: must be {place.n_layers} lists, one a layer, of {place.heads} spans each"
+        )
+    for span in (span for own in layers for span in own):
+        if isinstance(span, bool) or not isinstance(span, int | float) or not 0 <= span <= place.span:
+            raise ValueError(f"reach.spans={spans}: spans are numbers from 0 to model.span={place.span}")
