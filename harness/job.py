@@ -44,13 +44,13 @@ def prepare(cfg: DictConfig, *, command: str, processes: Processes = ALONE) -> "
     if place.summary:
         return Job(plan, place, None, command=command, processes=processes)
     known = {"variant": plan.variant, "seed": plan.seed, "command": command}
-    runtime.forget_earlier_jobs()
     with ExitStack() as held, _failing(place, known, processes):
         with processes.together():
             lease = runtime.take_gpu(plan.runtime) if processes.number == 1 else None
             held.callback(lease.release if lease else lambda: None)
             device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
             _warm(plan, corpus, device)
+            runtime.forget_earlier_jobs()
             peak = PeakMemory(device.device)
             run = Run(plan, corpus, device)
         processes.copy_first_(run.model)
@@ -71,7 +71,8 @@ def _warm(plan: Plan, corpus: data.Corpus, device: runtime.Runtime) -> None:
     """
     if device.device.type == "cpu":
         few = dataclasses.replace(plan.batch, lanes=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
-        Run(dataclasses.replace(plan, batch=few), corpus, dataclasses.replace(device, processes=ALONE)).step()
+        alone = dataclasses.replace(device, compile=False, processes=ALONE)
+        Run(dataclasses.replace(plan, batch=few), corpus, alone).step()
 
 
 def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
