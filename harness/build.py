@@ -63,6 +63,7 @@ class Plan:
     force: bool
     reuse: str
     trust: tuple[str, ...]
+    size: str | None
     sweeping: bool
     beside_others: bool
 
@@ -114,13 +115,19 @@ class Plan:
 
 
 def plan_run(
-    cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False, beside_others: bool = False
+    cfg: DictConfig,
+    *,
+    trusted: tuple[str, ...] = (),
+    size: str | None = None,
+    sweeping: bool = False,
+    beside_others: bool = False,
 ) -> Plan:
     """Check a composed configuration whole.
 
     Args:
         cfg: what Hydra composed from ``conf/train.yaml`` and the command line.
         trusted: packages named in ``hydra.searchpath``, trusted beside ``trust``.
+        size: the name of the recipe or model size that the configuration has, if it has one unchanged.
         sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
         beside_others: whether other jobs of it run at the same time, and may write to the same terminal.
 
@@ -156,6 +163,7 @@ def plan_run(
         force=checked(config["force"], bool, key="force"),
         reuse=checked(config["reuse"], str, key="reuse"),
         trust=trust,
+        size=size,
         sweeping=sweeping,
         beside_others=beside_others,
     )
@@ -251,8 +259,10 @@ def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
     hydra = hydra or HydraConfig.get()
     given = ("hydra.searchpath in main", "hydra.searchpath in command-line")
     sources = [s for s in hydra.runtime.config_sources if s.provider in given and s.schema == "pkg"]
-    sweeping = hydra.mode == RunMode.MULTIRUN
+    sweeping, choices = hydra.mode == RunMode.MULTIRUN, hydra.runtime.choices
+    resized = any(word.lstrip("+").startswith("model.") for word in hydra.overrides.task)
     return {
+        "size": choices.get("recipe") or (None if resized else choices.get("model")),
         "trusted": tuple(s.path.partition(".")[0] for s in sources),
         "sweeping": sweeping,
         "beside_others": sweeping and not hydra.launcher._target_.endswith(".BasicLauncher"),

@@ -4,6 +4,7 @@ after it, the best weights' scores, the summary, the figures and the closing tab
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from harness.run import Run
 from harness.runtime import StopSignal
 from harness.start import begin_from
 from harness.table import bits, print_closing_table
-from harness.wandb_run import WandbRun, own_tags
+from harness.wandb_run import WandbRun
 
 WARM_STEPS = 2
 """Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
@@ -41,21 +42,21 @@ def prepare(cfg: DictConfig, *, command: str, processes: Processes = ALONE) -> "
         corpus = data.load(**plan.data)
     place = processes.from_first(lambda: locate(plan, data_digest=corpus.sha256))
     if place.summary:
-        return Job(plan, place, None, command=command)
+        return Job(plan, place, None, command=command, processes=processes)
     known = {"variant": plan.variant, "seed": plan.seed, "command": command}
-    runtime.forget_earlier_jobs()
     with ExitStack() as held, _failing(place, known, processes):
         with processes.together():
             lease = runtime.take_gpu(plan.runtime) if processes.number == 1 else None
             held.callback(lease.release if lease else lambda: None)
             device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
             _warm(plan, corpus, device)
+            runtime.forget_earlier_jobs()
             peak = PeakMemory(device.device)
             run = Run(plan, corpus, device)
         processes.copy_first_(run.model)
         if place.checkpoint is None:
             begin_from(run)
-        return Job(plan, place, run, peak=peak, command=command, held=held.pop_all())
+        return Job(plan, place, run, command=command, processes=processes, peak=peak, held=held.pop_all())
 
 
 def _failing(place: folder.RunFolder, known: dict, processes: Processes) -> AbstractContextManager:
@@ -70,7 +71,8 @@ def _warm(plan: Plan, corpus: data.Corpus, device: runtime.Runtime) -> None:
     """
     if device.device.type == "cpu":
         few = dataclasses.replace(plan.batch, lanes=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
-        Run(dataclasses.replace(plan, batch=few), corpus, dataclasses.replace(device, processes=ALONE)).step()
+        alone = dataclasses.replace(device, compile=False, processes=ALONE)
+        Run(dataclasses.replace(plan, batch=few), corpus, alone).step()
 
 
 def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
@@ -103,6 +105,7 @@ class Job:
         run: Run | None,
         *,
         command: str,
+        processes: Processes,
         peak: PeakMemory | None = None,
         held: ExitStack | None = None,
     ):
@@ -112,8 +115,8 @@ class Job:
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
-        self._processes = run.runtime.processes if run else ALONE
-        self.stop = StopSignal(alone=self._processes.number == 1)
+        self._processes = processes
+        self.stop = StopSignal(alone=processes.number == 1)
         self._save_agreed = False
 
     def earlier_result(self) -> float | None:
@@ -122,6 +125,9 @@ class Job:
         mark = ", made by OTHER SOURCE CODE than is here now" if other else ""
         print(f"finished before{mark}: {self.folder.path} (force=true runs it again)")
         print_closing_table(self.earlier, others=self._comparable(self.earlier))
+        if "WANDB_SWEEP_ID" in os.environ and self._processes.first:  # its agent waits for a run that has the metric
+            with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
+                again.log_end(summary=self.earlier, figures=[])
         return self.earlier["valid_bits_per_byte"]
 
     @contextmanager
@@ -146,26 +152,29 @@ class Job:
         text = yaml.safe_dump(self.plan.config, sort_keys=False)
         (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
         self._record = stack.enter_context(Record(self.folder.path, rows=rows))
-        w = self.plan.wandb
-        self._wandb = WandbRun(
-            self.folder.path,
-            config=self.plan.config,
-            mode=w.mode,
-            project=w.project,
-            entity=w.entity,
-            name=self.folder.path.name,
-            group=w.group,
-            job_type="train" if self.plan.eval.test else "tune",
-            tags=(*w.tags, *own_tags(variant=self.plan.variant, data=self.run.corpus.name)),
-            id=self.run.wandb_id,
-            every_seconds=w.every_seconds,
-            system_statistics=w.system_statistics,
-        )
+        self._wandb = self._wandb_run(id=self.run.wandb_id, data=self.run.corpus.name)
         stack.enter_context(self._wandb)
         self.run.wandb_id = self._wandb.id
         if not rows:
             config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
             self.append({"kind": "provenance", **whose, "config": config})
+
+    def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
+        w, plan = self.plan.wandb, self.plan
+        return WandbRun(
+            self.folder.path,
+            config=plan.config,
+            mode=w.mode,
+            project=w.project,
+            entity=w.entity,
+            name=self.folder.path.name,
+            group=w.group,
+            job_type="train" if plan.eval.test else "tune",
+            tags=(*w.tags, *(tag for tag in (plan.variant, plan.size, data) if tag)),
+            id=id,
+            every_seconds=w.every_seconds,
+            system_statistics=w.system_statistics,
+        )
 
     def _restore(self) -> int:
         """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""

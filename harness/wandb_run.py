@@ -160,20 +160,6 @@ class WandbRun:
             ready.set()
 
 
-def own_tags(*, variant: str, data: str) -> tuple[str, ...]:
-    """What to find a run by: variant, recipe or model size, and the data that were really read.
-
-    A size is named only where it is what the configuration has: a recipe or ``model.layers=3`` makes another model.
-    """
-    from hydra.core.hydra_config import HydraConfig
-
-    hydra = HydraConfig.get()
-    choices = hydra.runtime.choices
-    changed = any(word.lstrip("+").startswith("model.") for word in hydra.overrides.task)
-    size = choices.get("recipe") or (None if changed else choices.get("model"))
-    return tuple(tag for tag in (variant, size, data) if tag)
-
-
 def _legal(tags: Iterable[str]) -> list[str]:
     """W&B refuses a run for a tag that is empty or too long, or that is given twice."""
     return list(dict.fromkeys(str(tag)[:LONGEST_TAG] for tag in tags if tag))

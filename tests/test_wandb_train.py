@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from hydra.core.hydra_config import HydraConfig
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness.build import plan_run
-from harness.wandb_run import own_tags
+from harness.build import hydra_facts, plan_run
 from tests.command import ROOT, run_folders
 from tests.composing import CONF, compose_config, plan
 from tests.wandb_runs import PRETENDED_KEY, SIZES, MisbehavingServer, inspect, lonely_environment, python, records
@@ -94,22 +93,14 @@ def test_system_statistics_can_be_asked_for(tmp_path):
     assert "stats" in {record["type"] for record in records(folder, environment=environment)}
 
 
-def test_tags_name_the_size_only_where_it_is_what_is_trained():
-    def tags(*words, **choices):
-        hydra = {
-            "runtime": {"choices": {"model": "tiny", "recipe": None} | choices},
-            "overrides": {"task": list(words)},
-        }
-        HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
-        return own_tags(variant="mhsa", data="enwik8")
+def test_the_size_is_named_only_where_it_is_what_is_trained():
+    def size(*words: str) -> str | None:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return hydra_facts(compose("train", overrides=list(words), return_hydra_config=True).hydra)["size"]
 
-    before = HydraConfig.instance().cfg
-    try:
-        assert tags("seed=1") == ("mhsa", "tiny", "enwik8")
-        assert tags("model=tiny", "model.layers=3") == ("mhsa", "enwik8")
-        assert tags(recipe="adaptive_span_12") == ("mhsa", "adaptive_span_12", "enwik8")
-    finally:
-        HydraConfig.instance().cfg = before
+    assert size("seed=1") == "tiny"
+    assert size("model=small", "model.layers=3") is None
+    assert size("recipe=adaptive_span_12") == "adaptive_span_12"
 
 
 # Sweeps of W&B
@@ -172,6 +163,11 @@ def test_a_job_of_a_sweep_is_that_run_with_the_metric_as_logged(tmp_path, monkey
     assert run["summary"]["valid_bits_per_byte"] > 0 and "test_bits_per_byte" not in run["summary"]
     (first,) = [r["run"] for r in records(folder, environment=environment) if r["type"] == "run"]
     assert (first["sweep_id"], first["job_type"]) == ("sweep1", "tune")
+
+    again = environment | {"WANDB_RUN_ID": "finished"}  # the agent's next job happens to be a run that is finished
+    assert "finished before: " in python(ROOT / command[2], *command[3:], environment=again).stdout
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-finished")
+    assert inspect(folder, environment=again)["summary"]["valid_bits_per_byte"] == run["summary"]["valid_bits_per_byte"]
 
 
 def test_hydra_says_whose_sweep_that_is():
