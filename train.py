@@ -26,7 +26,7 @@ def main(cfg: DictConfig) -> float | None:
 
 def run(cfg: DictConfig) -> float | None:
     """Begin, go on with, or return a run."""
-    from harness.job import prepare  # torch is imported late, so that --help and completion are quick
+    from harness.prepare import prepare  # torch is imported late, so that --help and completion are quick
     from harness.processes import joined
 
     with joined() as processes:

@@ -1,7 +1,6 @@
-"""Everything around the loop of ``train.py``: before it, what may be returned or resumed; in it, when and what to record;
-after it, the best weights' scores, the summary, the figures and the closing table."""
+"""Everything around the loop of ``train.py``: in it, when and what to record; after it, the best weights' scores, the
+summary, the figures and the closing table. What comes before it is in ``prepare.py``."""
 
-import dataclasses
 import json
 import math
 import os
@@ -10,83 +9,26 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import yaml
-from omegaconf import DictConfig
 
-from harness import checkpoint, data, folder, runtime, summary
-from harness.build import Plan, hydra_facts, plan_run
+from harness import checkpoint, folder, summary
+from harness.build import Plan
 from harness.figures import draw_figures
 from harness.memory import Peak, PeakMemory
-from harness.processes import ALONE, Processes
+from harness.processes import Processes
 from harness.progress import Progress as Shown
 from harness.record import Record, find_comparable, read_rows, write_summary
 from harness.run import Run
 from harness.runtime import StopSignal
-from harness.start import begin_from
 from harness.table import bits, print_closing_table
 from harness.wandb_run import WandbRun
 
 WARM_STEPS = 2
 """Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
-WARM_BYTES = 16
-"""Bytes of the step that is thrown away before memory is measured."""
 
 
-def prepare(cfg: DictConfig, *, command: str, processes: Processes = ALONE) -> "Job":
-    """Check, read and build everything; nothing is written before all of it stands.
-
-    Raises:
-        ValueError: a user's mistake, in one message.
-    """
-    with processes.together():
-        plan = plan_run(cfg, **hydra_facts())
-        corpus = data.load(**plan.data)
-    place = processes.from_first(lambda: locate(plan, data_digest=corpus.sha256))
-    if place.summary:
-        return Job(plan, place, None, command=command, processes=processes)
-    known = {"variant": plan.variant, "seed": plan.seed, "command": command}
-    with ExitStack() as held, _failing(place, known, processes):
-        with processes.together():
-            lease = runtime.take_gpu(plan.runtime) if processes.number == 1 else None
-            held.callback(lease.release if lease else lambda: None)
-            device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
-            _warm(plan, corpus, device)
-            runtime.forget_earlier_jobs()
-            peak = PeakMemory(device.device)
-            run = Run(plan, corpus, device)
-        processes.copy_first_(run.model)
-        if place.checkpoint is None:
-            begin_from(run)
-        return Job(plan, place, run, command=command, processes=processes, peak=peak, held=held.pop_all())
-
-
-def _failing(place: folder.RunFolder, known: dict, processes: Processes) -> AbstractContextManager:
+def recording(place: folder.RunFolder, known: dict, processes: Processes) -> AbstractContextManager:
     """Errors are recorded in the run folder, by the one process that writes there."""
     return place.failing(known) if processes.first else nullcontext()
-
-
-def _warm(plan: Plan, corpus: data.Corpus, device: runtime.Runtime) -> None:
-    """One small step, thrown away: what libraries load once is not the memory of the process's first run.
-
-    A GPU's counter does not see them.
-    """
-    if device.device.type == "cpu":
-        few = dataclasses.replace(plan.batch, lanes=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
-        alone = dataclasses.replace(device, compile=False, processes=ALONE)
-        Run(dataclasses.replace(plan, batch=few), corpus, alone).step()
-
-
-def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
-    """The folder where a plan is run or was, reading data of this SHA-256; ValueError as it and the device say."""
-    identity = folder.Identity(
-        variant=plan.variant,
-        seed=plan.seed,
-        config=folder.config_hash(plan.config),
-        source=folder.source_digest(plan.trust),
-        data=data_digest,
-        device=runtime.device_kind(plan.runtime),
-        precision=plan.runtime.precision,
-    )
-    return folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
 
 
 class Job:
@@ -139,7 +81,7 @@ class Job:
                     self.folder.hold()
                     stack.callback(self.folder.release)
             whose = summary.identity(self.run, self.folder.identity, command=self.command)
-            stack.enter_context(_failing(self.folder, whose, self._processes))
+            stack.enter_context(recording(self.folder, whose, self._processes))
             rows = self._restore()
             with self._processes.together():
                 if self._processes.first:

@@ -125,7 +125,7 @@ class Resuming(Launcher):
         """Where a job stands; one with a mistake is left to the launcher, and says it itself."""
         from harness import data, folder  # with torch: not for --help
         from harness.build import hydra_facts, plan_run
-        from harness.job import locate
+        from harness.prepare import locate
 
         cfg = self._loader.load_sweep_config(self._config, overrides)
         if cfg.record.wandb.group is None and not any(word.startswith(f"{GROUP}=") for word in overrides):

@@ -14,7 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 
 from harness import data, runtime
-from harness.job import Job, prepare
+from harness.job import Job
+from harness.prepare import prepare
 from harness.processes import ALONE, Processes
 from harness.record import RECORD, SUMMARY, read_rows, repeatable
 from harness.run import Run

@@ -156,7 +156,7 @@ def test_a_bug_keeps_its_trace(here, monkeypatch, flags):
     def broken(*_, **__):
         raise KeyError("ours")
 
-    monkeypatch.setattr("harness.job.plan_run", broken)
+    monkeypatch.setattr("harness.prepare.plan_run", broken)
     ended = train(*flags, *MADE)
     assert ended.code == 1 and ended.err.count("Traceback") == 1 + bool(flags) and "in broken" in ended.err
     assert "Error executing job" not in ended.err and not list(here.iterdir())

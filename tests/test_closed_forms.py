@@ -133,6 +133,7 @@ def persistent(path: str) -> float:
 CLOSED_FORMS = {
     "mhsa": lambda path: LAYERS * (PROJECTIONS + attention(WHOLE, path) + FEED_FORWARD),
     "adaptive_span": lambda path: LAYERS * (PROJECTIONS + attention(SPANS[path], path) + FEED_FORWARD),
+    "replayed_spans": lambda path: LAYERS * (PROJECTIONS + attention(WHOLE, path) + FEED_FORWARD),
     "dynamic_span": lambda path: LAYERS * (PROJECTIONS + GATES + attention(WHOLE, path) + FEED_FORWARD),
     "all_attention": lambda path: LAYERS * (PROJECTIONS + attention(SPANS[path], path) + persistent(path)),
     "all_attention_fixed": lambda path: LAYERS * (PROJECTIONS + attention(WHOLE, path) + persistent(path)),

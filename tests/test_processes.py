@@ -380,13 +380,15 @@ def failure(*overrides: str) -> tuple[str, bool, int]:
     def fail(*_, **__) -> None:
         raise OSError("the disk is full")
 
+    job = None
     with joined() as processes:
-        job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=processes)
         checkpoint.save = fail if processes.first else checkpoint.save
         try:
+            job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=processes)
             train(job)
         except (OSError, RuntimeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}", getattr(error, "said", False), job.run.spent.steps
+            steps = job.run.spent.steps if job else 0
+            return f"{type(error).__name__}: {error}", getattr(error, "said", False), steps
 
 
 def test_a_failure_of_all_is_said_by_one():
@@ -471,7 +473,7 @@ def test_gpus_are_one_for_each_process(monkeypatch):
     for name in ("auto", "cuda"):
         settings = plan(f"runtime.device={name}").runtime
         assert runtime.start(settings, processes=second).device == torch.device("cuda:1")
-    assert chosen == [1, 1]
+    assert chosen == [torch.device("cuda:1")] * 2
     assert runtime.start(plan("runtime.device=cpu").runtime, processes=second).device.type == "cpu"
     with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
         runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)

@@ -49,6 +49,7 @@ KNOWN_LOOKS = {
     "dynamic_span": (SKY, "v"),
     "all_attention_fixed": (VERMILLION, "<"),
     "adaptive_span_memory": (PURPLE, "P"),
+    "replayed_spans": (BLUE, "8"),
 }
 OTHER_MARKERS, OTHER_COLOURS = "Xp*h>d", (PURPLE, SKY, VERMILLION)
 OTHER_LOOKS = tuple((OTHER_COLOURS[(i + i // 6) % 3], OTHER_MARKERS[i % 6]) for i in range(18))
