@@ -204,7 +204,7 @@ def test_a_server_that_vanishes_costs_training_less_than_a_percent(tmp_path):
     """What the loop itself pays: its own processor time in W&B's queue, and the time that it stood there.
 
     Two trainings with and without W&B differ by more than a percent on a busy machine whatever W&B does;
-    ``tests/wandb_overhead.py`` compares them in turns on a quiet one.
+    ``tests/wandb_overhead.py`` prints what W&B's thread takes in all.
     """
     words = (
         *SIZES,

@@ -1,56 +1,48 @@
-"""What W&B costs a training, measured in turns: ``python -m tests.wandb_overhead [ROUNDS]``, on a quiet machine.
+"""What W&B takes from a training: ``python -m tests.wandb_overhead [SECONDS]``.
 
-In each round the same training runs without W&B, offline, and against each misbehaving server. Printed are seconds per step
-in percent of the run without W&B in the same round: the median over rounds, and the lowest and highest. Noise is what
-``disabled again`` shows. This is no test: two runs of equal work differ by more than a percent where anything else runs.
+For W&B offline and for each misbehaving server, a process that does nothing but log a row a second, as a training does.
+Printed is the processor time that W&B's thread took in it: before training begins, and then after so many seconds. As a
+share of the seconds it bounds the slowdown, whatever else the machine does; two trainings in turns differ by 3%.
 """
 
-import json
-import os
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
 
-from tests.command import MADE, ROOT, run_folders
 from tests.wandb_runs import MODES, PRETENDED_KEY, MisbehavingServer, lonely_environment, python
 
-WORDS = (
-    *MADE,
-    "model.d_model=64",
-    "model.layers=2",
-    "model.heads=2",
-    "model.span=64",
-    "batch.segment=64",
-    "variant=mhsa",
-)
-WORDS += ("budget.steps=1500", "eval.every=0", "eval.bytes=300", "eval.progress_bytes=200", "eval.context512=false")
-WORDS += ("eval.lanes=2", "runtime.device=cpu", "runtime.threads=1", "record.figures=false", "record.every_steps=5")
-KINDS = ("disabled", "disabled again", "offline", *MODES)
+CODE = """
+import sys, time
+from pathlib import Path
+import torch
+from harness.wandb_run import WandbRun
+seconds, metrics = int(sys.argv[1]), {"layers.0.attention.span": [1.0] * 8}
+began = time.process_time()
+with WandbRun(Path("."), config={"seed": 0}, project="overhead") as run:
+    started = time.process_time()
+    for second in range(seconds):
+        time.sleep(1)
+        row = {"kind": "train", "bytes_seen": second, "step": second, "bits_per_byte": 2.0, "metrics": metrics}
+        run.log(row | {"clock": {"seconds": float(second), "bytes_per_second": 1.0}, "training_flops": 1})
+    print(started - began, time.process_time() - started)
+"""
 
 
-def seconds_per_step(kind: str) -> float:
-    """Of one training; only the steps themselves are counted."""
+def processor_seconds(kind: str, *, seconds: int) -> tuple[float, float]:
+    """Of W&B's thread, before a training begins and in its first ``seconds``."""
     with tempfile.TemporaryDirectory() as folder, MisbehavingServer(kind if kind in MODES else "refuses") as server:
-        given = {"WANDB_MODE": kind.partition(" ")[0]} if kind not in MODES else {"WANDB_API_KEY": PRETENDED_KEY}
-        given |= {"WANDB_BASE_URL": server.url, "WANDB_FINISH_TIMEOUT": "2", "WANDB_HTTP_TIMEOUT": "1"}
-        python(ROOT / "train.py", *WORDS, environment=lonely_environment(Path(folder), **given))
-        (run,) = run_folders(Path(folder) / "outputs")
-        summary = json.loads((run / "summary.json").read_text())
-        return summary["seconds"] / summary["steps"]
+        given = {"WANDB_API_KEY": PRETENDED_KEY} if kind in MODES else {"WANDB_MODE": kind}
+        environment = lonely_environment(Path(folder), WANDB_BASE_URL=server.url, WANDB_FINISH_TIMEOUT="2", **given)
+        before, during = python("-c", CODE, seconds, environment=environment).stdout.split()
+        return float(before), float(during)
 
 
-def main(rounds: int) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    percents: dict[str, list[float]] = {kind: [] for kind in KINDS[1:]}
-    for number in range(rounds):
-        order = KINDS if number % 2 == 0 else KINDS[::-1]
-        found = {kind: seconds_per_step(kind) for kind in order}
-        for kind, values in percents.items():
-            values.append(100 * (found[kind] / found["disabled"] - 1))
-    for kind, values in percents.items():
-        print(f"{kind:15} {median(values):+6.2f} %   from {min(values):+.2f} to {max(values):+.2f}, n={len(values)}")
+def main(seconds: int) -> None:
+    for kind in ("offline", *MODES):
+        before, during = processor_seconds(kind, seconds=seconds)
+        share = 100 * during / seconds
+        print(f"{kind:9} {before:.2f} s before, {during:.2f} s in {seconds} s of training: {share:.2f}%", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 80)
