@@ -191,15 +191,28 @@ def test_without_fresh_runs_the_row_says_what_to_type(tmp_path, capsys, monkeypa
     sweep(tmp_path / "runs", keys={"position": {"_target_": "variants.position.Rotary"}})
     for folder in (tmp_path / "runs").iterdir():
         change(folder, command=words)
-    wanted = "python train.py -m variant=mhsa optim.lr=0.003 seed=0,1,2 model.span=512 trust=[a,b] position=rotary"
+    wanted = "python train.py -m variant=mhsa optim.lr=0.003 seed=0,1,2 model.span=512 trust=[a,b] sweep=learning_rates"
+    wanted += " position=rotary"
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 0
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("picked, not reported"))
     typed = shlex.split(said.partition(": ")[2])
-    assert typed[:-1] == wanted.split() and typed[-1] == "hydra.searchpath=[pkg://mine]"
+    assert typed[:-2] == wanted.split() and typed[-2:] == ["hydra.searchpath=[pkg://mine]", "eval.test=true"]
     picked = tables(tmp_path / "runs")["picked-1"]
     assert cells(picked)["fresh runs"] == "none, type [1]" and picked.notes[0].startswith(
         "[1] Type: python train.py -m"
     )
+
+
+def test_what_is_typed_for_fresh_runs_keeps_the_sweep_s_own_keys_and_has_flags_first(tmp_path):
+    """Hydra refuses a flag between words, and a sweep of one's own may set more than rates."""
+    sweep(tmp_path)
+    for folder in tmp_path.iterdir():
+        change(
+            folder, command="python train.py -cd /my/conf variant=file_of_mhsa optim.lr=0.01 seed=100 sweep=mine a=1"
+        )
+    ((pick,),) = picks(gather([tmp_path]).runs)
+    wanted = "variant=file_of_mhsa optim.lr=0.003 seed=0,1,2 sweep=mine a=1 eval.test=true"
+    assert fresh_command(pick) == f"python train.py -m -cd /my/conf {wanted}"
 
 
 def test_fresh_seeds_are_none_that_tuned(tmp_path):
@@ -208,7 +221,7 @@ def test_fresh_seeds_are_none_that_tuned(tmp_path):
     assert "seed=1,3,4" in fresh_command(pick)
 
 
-@pytest.mark.parametrize("command", ["", "'", "python", "nonsense", "python train.py variant=a -m"])
+@pytest.mark.parametrize("command", ["", "'", "python", "nonsense", "python train.py variant=mhsa -m"])
 def test_any_command_gives_one_to_type(tmp_path, command):
     sweep(tmp_path)
     for folder in tmp_path.iterdir():
