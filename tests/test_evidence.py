@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from bench.agree import AgreeSettings
+from bench.contest.lineup import HELD
 from bench.cost import CostSettings
 from bench.evidence_calls import FAILED, OK, OUT_OF_TIME, PACK, Calls
 from bench.evidence_plan import Command, commands, learned_spans
@@ -70,6 +71,8 @@ def test_every_command_for_a_gpu_composes_and_is_possible_there(tmp_path, monkey
         cfg = compose_config(*words, name=command.run)
         if command.run in SETTINGS:
             parse(SETTINGS[command.run], own_keys(cfg, *SETTINGS[command.run].__dataclass_fields__), key="")
+        if command.run == "peers":
+            assert not {word.partition("=")[0] for word in words} & set(HELD), command.name
         if command.run == "fit":
             own_keys(cfg, *FIT_KEYS)
         plan = plan_run(cfg)
