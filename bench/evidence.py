@@ -9,6 +9,8 @@ checkpoint. A call ends after ``seconds``, so that several fit into leases of te
 it without a GPU. ``bench/results/README.md`` says what to carry and which calls to make.
 """
 
+import signal
+import sys
 from pathlib import Path
 
 import hydra
@@ -33,10 +35,16 @@ def main(cfg: DictConfig) -> None:
     planned = commands(config, corpus=plain)
     calls = Calls(outputs, seconds=config["seconds"], pack=None if config["pack"] is None else Path(config["pack"]))
     calls.begin(earlier=config["earlier"], corpus=packed, plain=plain)
+    stop_on_request()
     left = calls.run(planned, redo=set(config["redo"]))
     print(calls.summary(planned), flush=True)
     if left:
         print(f"{left} not done yet: the same command goes on")
+
+
+def stop_on_request() -> None:
+    """SIGTERM is an exit like any other: what runs is ended first, and a training run writes its checkpoint."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 if __name__ == "__main__":

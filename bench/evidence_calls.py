@@ -1,5 +1,6 @@
 """Runs the commands of ``bench.evidence`` within a time, keeps the log, and packs what is small enough to travel."""
 
+import ctypes
 import json
 import lzma
 import os
@@ -28,6 +29,9 @@ ENVIRONMENT = {
     # Asked the usual way whether there is a device, a process that forks others has spoilt CUDA for them.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+PARENT_DEATH_SIGNAL = 1
+"""Of ``prctl``."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -69,7 +73,8 @@ class Calls:
         """Lines of the log so far."""
         if not self.log.exists():
             return []
-        return [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines()]
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [entry for entry in map(_entry, lines) if entry is not None]
 
     def run(self, planned: list[Command], *, redo: set[str]) -> int:
         """What is not done yet, what failed last. Returns how many are still not done."""
@@ -98,7 +103,8 @@ class Calls:
         entry = {"name": command.name, "stage": command.stage, "status": status, "reason": reason}
         entry |= {"seconds": round(time.monotonic() - began, 1), "command": ["python", *command.arguments]}
         with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            cut = self.log.stat().st_size and not self.log.read_bytes().endswith(b"\n")
+            file.write(("\n" if cut else "") + json.dumps(entry) + "\n")
         print(f"{status:12}{entry['seconds']:7.1f} s  {command.name}" + (f": {reason}" if reason else ""), flush=True)
         return status
 
@@ -112,23 +118,15 @@ class Calls:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # what it starts itself is ended with it
+                preexec_fn=_end_with_this_process if LIBC else None,
             )
             late = False
             try:
                 process.wait(min(command.seconds, self.left - GRACE_SECONDS))
             except subprocess.TimeoutExpired:
                 late = True
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(GRACE_SECONDS)
-                except subprocess.TimeoutExpired:
-                    pass
-            finally:
-                try:
-                    os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-                process.wait()
+            finally:  # also where this call itself is stopped: nothing may go on unseen, in the next call's folders
+                _end(process)
         if process.returncode == 0:
             return OK, None
         return (OUT_OF_TIME if late else FAILED), _last_words(said)
@@ -150,6 +148,36 @@ class Calls:
         last = {entry["name"]: entry["status"] for entry in self.entries()}
         done = [command.name for command in planned if last.get(command.name) == OK]
         return f"{len(done)} of {len(planned)} done; log, rows and runs: {self.outputs}"
+
+
+def _end_with_this_process() -> None:
+    """SIGTERM for the command if this process is killed: it would hold the GPU and its folder with nobody to end it."""
+    LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Have a command write its checkpoint, and end it with all that it started."""
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def _entry(line: str) -> dict | None:
+    """A line of the log, or None for one that was cut short when the machine or this process ended."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"name", "status"} <= set(found) else None
 
 
 def _last_words(said: Path) -> str:

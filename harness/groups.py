@@ -60,7 +60,12 @@ class Group:
         """The optimizer at peak rate ``lr``, with decayed and undecayed parameters apart."""
         decayed = [p for name, p in self.parameters.items() if name not in self.undecayed]
         undecayed = [p for name, p in self.parameters.items() if name in self.undecayed]
-        optimizer = self.optimizer([{"params": part} for part in (decayed, undecayed) if part], lr=lr)
+        try:
+            optimizer = self.optimizer([{"params": part} for part in (decayed, undecayed) if part], lr=lr)
+        except ValueError as error:  # SparseAdam has no rate of 0
+            raise ValueError(
+                f"{self.key}: its optimizer refuses optim.lr x lr_scale = {lr:g}, or another word of it ({error})"
+            ) from error
         if "weight_decay" not in optimizer.defaults:
             if self.weight_decay:
                 raise ValueError(

@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -11,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from bench.agree import AgreeSettings
+from bench.contest.lineup import HELD
 from bench.cost import CostSettings
 from bench.evidence_calls import FAILED, OK, OUT_OF_TIME, PACK, Calls
 from bench.evidence_plan import Command, commands, learned_spans
@@ -67,6 +71,8 @@ def test_every_command_for_a_gpu_composes_and_is_possible_there(tmp_path, monkey
         cfg = compose_config(*words, name=command.run)
         if command.run in SETTINGS:
             parse(SETTINGS[command.run], own_keys(cfg, *SETTINGS[command.run].__dataclass_fields__), key="")
+        if command.run == "peers":
+            assert not {word.partition("=")[0] for word in words} & set(HELD), command.name
         if command.run == "fit":
             own_keys(cfg, *FIT_KEYS)
         plan = plan_run(cfg)
@@ -165,6 +171,50 @@ def slow(name: str, code: str, seconds: float) -> Command:
     made = Command(name=name, stage="x", run="pytest", seconds=seconds, words=())
     object.__setattr__(made, "code", code)
     return made
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_call_that_is_killed_takes_its_command_along(here, how):  # noqa: F811
+    """Left alone, training would go on unseen in the folder that the next call takes up."""
+    need(sys.platform == "linux", "asks Linux to end the command of a killed call")
+    command = "import os, signal, sys, time; from pathlib import Path\n"
+    command += "def save(*_): Path('saved').write_text('x'); os._exit(1)\n"
+    command += "signal.signal(signal.SIGTERM, save); Path('there').write_text('x'); time.sleep(60)"
+    code = f"""
+import signal, sys
+from pathlib import Path
+import bench.evidence_calls as calls
+from bench.evidence import stop_on_request
+from bench.evidence_plan import Command
+class Slow(Command):
+    arguments = ["-c", {command!r}]
+calls.ROOT = Path({str(here)!r})
+stop_on_request()
+runner = calls.Calls(calls.ROOT, seconds=600, pack=None)
+runner.begin(earlier=None, corpus=None, plain=None)
+runner.run([Slow(name="slow", stage="x", run="pytest", seconds=60, words=())], redo=set())
+"""
+    call_ = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    _await(here / "there")
+    call_.send_signal(how)
+    call_.wait(10)
+    _await(here / "saved")
+
+
+def _await(path: Path) -> None:
+    end = time.monotonic() + 10
+    while not path.exists():
+        assert time.monotonic() < end, f"{path.name} has not come"
+        time.sleep(0.02)
+
+
+def test_a_log_that_was_cut_short_is_gone_on_with(here, in_this_process):  # noqa: F811
+    calls = Calls(here, seconds=600, pack=None)
+    calls.begin(earlier=None, corpus=None, plain=None)
+    calls.log.write_text('{"name": "a", "stage": "x", "status": "ok"}\n{"name": "b", "sta')
+    made = Command(name="b", stage="x", run="agree", seconds=1, words=("settings=[no]", "variants=[mhsa]"))
+    calls.run([made], redo=set())
+    assert [entry["name"] for entry in calls.entries()] == ["a", "b"]
 
 
 def test_a_failure_stops_nothing_and_the_late_are_ended(here, monkeypatch):  # noqa: F811

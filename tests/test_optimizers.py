@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.groups import Group
 from harness.muon import orthogonalize, product_dtype
 from harness.optim import ClippedAdagrad, Muon
 
@@ -138,3 +139,15 @@ def test_muon_precision_is_what_the_key_says():
     like = torch.zeros(1)
     assert product_dtype("float32", like=like) == torch.float32
     assert product_dtype("bfloat16", like=like) == torch.bfloat16
+
+
+def test_a_rate_that_an_optimizer_refuses_is_told_with_its_group():
+    group = Group(
+        name="values",
+        key="variant.groups.values",
+        parameters={"w": torch.nn.Parameter(torch.ones(2, 2))},
+        optimizer=torch.optim.SparseAdam,
+        lr_scale=0.0,
+    )
+    with pytest.raises(ValueError, match=r"variant\.groups\.values: .*lr_scale = 0"):
+        group.build(lr=0.0)

@@ -63,6 +63,14 @@ def test_a_finished_run_hands_over_its_weights_with_its_spans(here):
     assert not any(name.endswith("fraction") for name, _ in follower.model.named_parameters())
 
 
+def test_spans_that_are_given_are_kept_beside_another_run_s_weights(here):
+    """The configuration of the run says them, and so does its row."""
+    job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.reach.initial=0.4")
+    model = make_job(*GIVEN, f"start.run={job.folder.path}", "budget.steps=2").run.model
+    assert [reach.metrics({})["span"].tolist() for reach in reaches(model)] == SPANS
+    assert torch.equal(model.embedding.weight, job.run.model.embedding.weight)
+
+
 @pytest.mark.parametrize("spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"])
 def test_a_mistake_names_the_key_and_what_is_allowed(spans):
     with pytest.raises(

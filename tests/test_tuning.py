@@ -168,6 +168,19 @@ def test_a_longer_final_budget_is_said_and_another_configuration_does_not_report
     assert "4,000,000 bytes" in shown["reported-1"].title
 
 
+def test_a_pick_of_the_runs_own_source_code_is_reported_before_a_newer_one(tmp_path):
+    sweep(tmp_path / "then")
+    write_trial(tmp_path, rate=0.003, seed=0, bits=2.4, test=True)
+    sweep(tmp_path / "now", bits=(2.7, 2.4, 2.5), rates=(0.001, 0.003, 0.01))
+    for folder in (tmp_path / "now").iterdir():
+        change(folder, source="f" * 64)
+    shown = tables(tmp_path)
+    assert cells(shown["reported-1"])["trials"] == "8"
+    assert not any("other source code" in note for note in shown["reported-1"].notes)
+    told = {cells(shown["picked-1"], row)["fresh runs"] for row in (0, 1)}
+    assert told == {"n = 1, seed 0", "n = 1, seed 0, of other source code"}
+
+
 def test_reported_rates_are_compared_over_matched_seeds(tmp_path):
     for variant, shift in (("mhsa", 0.0), ("adaptive_span", -0.1)):
         sweep(tmp_path, variant=variant)
@@ -191,15 +204,40 @@ def test_without_fresh_runs_the_row_says_what_to_type(tmp_path, capsys, monkeypa
     sweep(tmp_path / "runs", keys={"position": {"_target_": "variants.position.Rotary"}})
     for folder in (tmp_path / "runs").iterdir():
         change(folder, command=words)
-    wanted = "python train.py -m variant=mhsa optim.lr=0.003 seed=0,1,2 model.span=512 trust=[a,b] position=rotary"
+    wanted = "python train.py -m variant=mhsa optim.lr=0.003 seed=0,1,2 model.span=512 trust=[a,b] sweep=learning_rates"
+    wanted += " position=rotary"
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "report")]) == 0
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("picked, not reported"))
     typed = shlex.split(said.partition(": ")[2])
-    assert typed[:-1] == wanted.split() and typed[-1] == "hydra.searchpath=[pkg://mine]"
+    assert typed[:-2] == wanted.split() and typed[-2:] == ["hydra.searchpath=[pkg://mine]", "eval.test=true"]
     picked = tables(tmp_path / "runs")["picked-1"]
     assert cells(picked)["fresh runs"] == "none, type [1]" and picked.notes[0].startswith(
         "[1] Type: python train.py -m"
     )
+
+
+def test_what_is_typed_for_fresh_runs_keeps_the_sweep_s_own_keys_and_has_flags_first(tmp_path):
+    """Hydra refuses a flag between words, and a sweep of one's own may set more than rates."""
+    sweep(tmp_path)
+    for folder in tmp_path.iterdir():
+        change(
+            folder, command="python train.py -cd /my/conf variant=file_of_mhsa optim.lr=0.01 seed=100 sweep=mine a=1"
+        )
+    ((pick,),) = picks(gather([tmp_path]).runs)
+    wanted = "variant=file_of_mhsa optim.lr=0.003 seed=0,1,2 sweep=mine a=1 eval.test=true"
+    assert fresh_command(pick) == f"python train.py -m -cd /my/conf {wanted}"
+
+
+def test_a_trial_that_diverged_is_a_failed_trial_and_not_refused(tmp_path):
+    """A run writes null for what is no number, its blocks too."""
+    sweep(tmp_path)
+    folder = write_trial(tmp_path, rate=0.1, seed=100, bits=None)
+    path = folder / "record.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row |= {"block_nats": [None, 2.0], "bits_per_byte": None} if row.get("final") else {}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cells(tables(tmp_path)["picked-1"])["flags"] == "1 missing; 1 failed"
 
 
 def test_fresh_seeds_are_none_that_tuned(tmp_path):
@@ -208,7 +246,7 @@ def test_fresh_seeds_are_none_that_tuned(tmp_path):
     assert "seed=1,3,4" in fresh_command(pick)
 
 
-@pytest.mark.parametrize("command", ["", "'", "python", "nonsense", "python train.py variant=a -m"])
+@pytest.mark.parametrize("command", ["", "'", "python", "nonsense", "python train.py variant=mhsa -m"])
 def test_any_command_gives_one_to_type(tmp_path, command):
     sweep(tmp_path)
     for folder in tmp_path.iterdir():

@@ -6,7 +6,7 @@ that is trained so does as well as the one that learned them, the windows were w
 With whole spans and ``ramp: 1`` the edges are hard: a span of z shows the z + 1 nearest keys.
 
 The buffer has the name that the learned parameter has. So the spans may also come from a finished run of an adaptive
-span, with its other weights: ``variant=replayed_spans start.run=FOLDER``.
+span, with its other weights: ``variant=replayed_spans start.run=FOLDER``. Spans that are given stay what they are there, too.
 """
 
 import torch
@@ -30,7 +30,14 @@ class ReplayedSpans(AdaptiveSpan):
         own = [place.span] * place.heads if spans is None else spans[place.layer]
         del self.fraction
         self.register_buffer("fraction", torch.tensor(own, dtype=torch.float32) / place.span)
+        self.given = None if spans is None else self.fraction.clone()
         self.project_()
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:
+        """All weights of another run, but not its spans where the configuration says which they are."""
+        if self.given is not None and f"{prefix}fraction" in state_dict:
+            state_dict[f"{prefix}fraction"] = self.given
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def loss(self, z: torch.Tensor) -> None:
         return None

@@ -1,5 +1,6 @@
 """What was picked in each tuning sweep, and the fresh runs that report it: same setting, the picked rate, other seeds."""
 
+import itertools
 import math
 import shlex
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from bench.reporting.swept import RATE
 from bench.reporting.tuning import Choice, Setting, choose, rate_of, settings, tuning_groups, what_is_tuned
 
 FRESH_SEEDS = 3
-REPLACED = ("variant", RATE, "seed", "eval.test", "sweep", "force", "record.wandb.group")
-"""Words of a tuning command that the fresh one has otherwise or not at all."""
+REPLACED = ("variant", RATE, "seed", "eval.test", "force", "record.wandb.group")
+"""Words of a tuning command that the fresh one has otherwise or not at all. Its ``sweep=`` stays: it may set more."""
+VALUED = ("-cd", "--config-dir", "-cp", "--config-path", "-cn", "--config-name")
+"""Flags of a tuning command that are followed by a value. Hydra takes flags before all other words only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +67,14 @@ def fresh_command(pick: Pick) -> str:
     run = pick.setting.newest
     typed = shlex.split(run.provenance["command"]) if _readable(run.provenance["command"]) else []
     script = typed[:2] if len(typed) > 1 and typed[1].endswith(".py") else ["python", "train.py"]
-    given = [word for word in typed if word not in (*script, "-m", "--multirun")]
+    flags, given = _flags([word for word in typed if word not in (*script, "-m", "--multirun")])
     kept = [_single(word, run) for word in given if _name(word) not in REPLACED]
+    if any(_name(word) == "sweep" for word in kept):
+        kept.append("eval.test=true")
     seeds = [seed for seed in range(len(pick.seeds) + FRESH_SEEDS) if seed not in pick.seeds][:FRESH_SEEDS]
     rate = f"{RATE}={pick.choice.rate:.10g}"
-    words = [f"variant={run.provenance['variant']}", rate, f"seed={','.join(map(str, seeds))}", *kept]
-    return shlex.join([*script, "-m", *words])
+    words = [_variant(given, run), rate, f"seed={','.join(map(str, seeds))}", *kept]
+    return shlex.join([*script, "-m", *flags, *words])
 
 
 def _pick(setting: Setting, final: Sequence[tuple[str, RunRow]], *, seeds: frozenset[int]) -> Pick:
@@ -89,6 +94,23 @@ def _readable(command: str) -> bool:
         return bool(shlex.split(command))
     except ValueError:  # a quotation that does not end
         return False
+
+
+def _flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags with their values, and the other words."""
+    flags, others, rest = [], [], iter(words)
+    for word in rest:
+        if word in VALUED:
+            flags += [word, *itertools.islice(rest, 1)]
+        else:
+            (flags if word.startswith("-") else others).append(word)
+    return flags, others
+
+
+def _variant(given: Sequence[str], run: RunRow) -> str:
+    """``variant=`` as it was typed, if it was one: the file of a variant may have another name than the variant."""
+    typed = [word for word in given if _name(word) == "variant" and "," not in word]
+    return typed[-1] if typed else f"variant={run.provenance['variant']}"
 
 
 def _name(word: str) -> str:

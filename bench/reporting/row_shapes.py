@@ -183,7 +183,7 @@ _CLOCK = Maybe({"seconds": Maybe(COUNT), "bytes_per_second": Maybe(COUNT)})
 TRAIN = _PLACE | {"bits_per_byte": Maybe(COUNT), "metrics": Maybe(METRIC), "clock": _CLOCK}
 SCORE = TRAIN | {"capped_bytes": Maybe(COUNT), "context_512_bits_per_byte": Maybe(COUNT)}
 FINAL = {name: Maybe(shape) for name, shape in SCORE.items()}
-FINAL |= {"final": TRUTH, "block_nats": Maybe(Each(COUNT, ordered=True))}
+FINAL |= {"final": TRUTH, "block_nats": Maybe(Each(Maybe(COUNT), ordered=True))}
 
 
 def of_run_row(row: dict) -> dict:

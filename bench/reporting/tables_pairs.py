@@ -114,7 +114,8 @@ def _block_differences(arm: Arm, reference: Arm, *, split: str, seeds: Sequence[
 
 
 def _blocks(arm: Arm, *, split: str, seed: int) -> list[float]:
-    """Nats of each block, as the final score of that split recorded them."""
+    """Nats of each block, as the final score of that split recorded them; none where one is no number."""
     run = next(run for run in one_a_seed(arm) if run.summary["seed"] == seed)
     final = [row for row in run.rows if row["kind"] == split and row.get("final")]
-    return (final[-1].get("block_nats") or []) if final else []
+    found = (final[-1].get("block_nats") or []) if final else []
+    return [] if None in found else found

@@ -54,17 +54,22 @@ def reported_tables(runs: Sequence[RunRow], found: Sequence[Sequence[Pick]]) -> 
 def reported_arms(runs: Sequence[RunRow], found: Sequence[Pick]) -> list[tuple[Arm, Pick]]:
     """Arms of ``runs``, all of them fresh, the best first, each with the pick that it reports.
 
-    Where a setting was tuned more than once, the pick under the very budget of the runs counts, else the newest.
+    Where a setting was tuned more than once, the pick under the very budget of the runs counts, of these the one by the
+    same source code, else the newest.
     """
     pairs = []
     for arm in arms_of(runs, row=run_row)[0]:
         rivals = [pick for pick in found if any(run in pick.fresh for run in arm.members)]
-        budget = arm.members[0].provenance["budget"]
-        equal = [pick for pick in rivals if pick.setting.newest.provenance["budget"] == budget]
         if rivals:
-            pick = (equal or rivals)[-1]
-            pairs.append((arm, pick))
+            own = arm.members[0].provenance
+            pairs.append((arm, max(rivals, key=lambda pick: _closeness(pick, own, among=rivals))))
     return sorted(pairs, key=lambda pair: _order(pair[0]))
+
+
+def _closeness(pick: Pick, row: dict, *, among: Sequence[Pick]) -> tuple[bool, bool, int]:
+    tuned = pick.setting.newest.provenance
+    place = next(index for index, other in enumerate(among) if other is pick)
+    return tuned["budget"] == row["budget"], tuned["source"] == row["source"], place
 
 
 def _order(arm: Arm) -> tuple[bool, float]:

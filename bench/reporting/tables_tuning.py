@@ -140,7 +140,9 @@ def _fresh(pick: Pick, *, to_type: list[str]) -> Cell:
         to_type.append(f"[{len(to_type) + 1}] Type: {fresh_command(pick)}")
         return text(f"none, type [{len(to_type)}]")
     seeds = sorted({run.provenance["seed"] for run in pick.fresh})
-    return text(f"n = {len(seeds)}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}")
+    source = pick.setting.newest.provenance["source"]
+    other = "" if any(run.provenance["source"] == source for run in pick.fresh) else ", of other source code"
+    return text(f"n = {len(seeds)}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}{other}")
 
 
 def _grid(found: list[Pick], heads: list[list[Cell]], columns: tuple[Column, ...], *, about: tuple) -> Table:
