@@ -26,7 +26,7 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from harness.launch import check_launch, read_launch
+from harness.launch import check_launch, is_later, read_launch
 
 GROUP = "record.wandb.group"
 """The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
@@ -69,7 +69,7 @@ def say(error: Exception, *, job: Sequence[str] = ()) -> None:
         error: a mistake becomes one message, anything else keeps its trace.
         job: overrides of the sweep's job; those of the job that is running now are known.
     """
-    others = isinstance(error, MISTAKES) and read_launch().rank > 0 and not getattr(error, "own", False)
+    others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
     if others or getattr(error, "said", None) in (True, _terminal()):
         return
     if not isinstance(error, (*MISTAKES, JobFailed)) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):

@@ -4,6 +4,7 @@ No torch here: the command line wants to know before anything heavy is imported.
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,12 +33,48 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch of this process; one that is alone where ``RANK`` and ``WORLD_SIZE`` are not both set."""
-    if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+    """The launch of this process; one that is alone where ``RANK`` and ``WORLD_SIZE`` are not both set.
+
+    ValueError where what is set cannot be: a process that waits for others that were never started waits for minutes.
+    """
+    if not (environment.get("RANK") and environment.get("WORLD_SIZE")):
         return Launch()
-    rank, number = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    local_rank = int(environment.get("LOCAL_RANK", rank))
-    return Launch(rank, number, local_rank, int(environment.get("LOCAL_WORLD_SIZE", number)))
+    number = _read(environment, "WORLD_SIZE", range(1, sys.maxsize))
+    rank = _read(environment, "RANK", range(number))
+    local_number = _read(environment, "LOCAL_WORLD_SIZE", range(1, number + 1), default=number)
+    local_rank = _read(environment, "LOCAL_RANK", range(local_number), default=rank % local_number)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if number > 1 and not environment.get(name)]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE={number}: {' and '.join(missing)} must be set, too, where the processes meet; torchrun sets "
+            "them all, and one process alone has no WORLD_SIZE in its environment"
+        )
+    return Launch(rank, number, local_rank, local_number)
+
+
+def _read(environment: Mapping[str, str], name: str, allowed: range, *, default: int | None = None) -> int:
+    text = environment.get(name, "")
+    if not text and default is not None:
+        return default
+    try:
+        found = int(text)
+    except ValueError:
+        found = None
+    if found is None or found not in allowed:
+        most = "on" if allowed.stop == sys.maxsize else f"to {allowed.stop - 1}"
+        raise ValueError(
+            f"{name}={text} in the environment: allowed are whole numbers from {allowed.start} {most}, as torchrun sets "
+            "them; one process alone has neither RANK nor WORLD_SIZE there"
+        )
+    return found
+
+
+def is_later() -> bool:
+    """Whether this process is not the first of several; where the environment is nonsense, nobody else may speak."""
+    try:
+        return read_launch().rank > 0
+    except ValueError:
+        return False
 
 
 def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None = None) -> None:

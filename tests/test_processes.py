@@ -49,6 +49,7 @@ from tests.runs import (
 from train import train
 
 SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
+FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 STEPS = 50
 DIVIDED = {
     "mhsa, accumulated": ("variant=mhsa", *CARRY, "batch.accumulate=2"),
@@ -341,7 +342,32 @@ def test_bench_and_sweeps_know_that_they_are_several():
             check_launch(arguments, many=many, launch=several)
         check_launch(arguments, many=many, launch=Launch())
     check_launch(("variant=mhsa", "optim.lr=-m"), many=True, launch=several)
-    assert read_launch({"RANK": "3", "WORLD_SIZE": "4"}) == (3, 4, 3, 4) and read_launch({"RANK": "3"}) == Launch()
+    assert read_launch(FOURTH) == (3, 4, 3, 4) and read_launch(FOURTH | {"LOCAL_WORLD_SIZE": "2"}) == (3, 4, 1, 2)
+    for alone in ({"RANK": "3"}, {"WORLD_SIZE": "4"}, {"RANK": "", "WORLD_SIZE": ""}, {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert read_launch(alone) == Launch()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"WORLD_SIZE": "four"},
+        {"WORLD_SIZE": "0"},
+        {"RANK": "4"},
+        {"RANK": "-1"},
+        {"LOCAL_WORLD_SIZE": "0"},
+        {"LOCAL_WORLD_SIZE": "5"},
+        {"LOCAL_RANK": "x"},
+        {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "2"},
+        {"MASTER_PORT": ""},
+    ],
+)
+def test_a_launch_that_cannot_be_is_one_message(given, monkeypatch, here):
+    """It was a trace, or ten minutes of waiting for processes that nobody had started."""
+    for name, value in (FOURTH | given).items():
+        monkeypatch.setenv(name, value)
+    ended = command.train("variant=mhsa", *SMALL)
+    (line,) = ended.err.splitlines()
+    assert ended.code == 2 and line.startswith("error: ") and list(given)[-1] in line and not os.listdir(here)
 
 
 # The end of one is the end of all
