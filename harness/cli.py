@@ -90,14 +90,18 @@ def told(error: Exception) -> Exception:
     In a sweep that is a copy with the message alone: it can be sent from process to process, and does not keep the
     failed job's tensors in memory while the other jobs run.
     """
+    sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    held = sweeping and getattr(error, "held", False)
+    if held:  # nobody's mistake: the sweep waits for the process that runs this job
+        error.said = True
     say(error)
-    if not (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
+    if not sweeping:
         return error
     if isinstance(error, MISTAKES):
         copy: Exception = ValueError(explain(error))
     else:
         copy = JobFailed(f"{type(error).__name__}: {_first_line(error)}")
-    copy.said = error.said
+    copy.said, copy.held = error.said, held
     return copy
 
 

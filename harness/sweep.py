@@ -87,13 +87,13 @@ class Resuming(Launcher):
         with _status(self.name, jobs), _divided_cores(self._chosen, len(jobs)):
             while left := [index for index in range(len(jobs)) if index not in found]:
                 free = [index for index in left if not _held(jobs[index])]
-                if not free:
+                if free:
+                    results = self._launched([jobs[index].overrides for index in free], initial_job_idx)
+                    found |= {index: result for index, result in zip(free, results, strict=True) if not _late(result)}
+                else:
                     time.sleep(LOOK_SECONDS)
-                    jobs = [job if i in found else self._look(job.overrides, digests) for i, job in enumerate(jobs)]
-                    found |= {index: jobs[index].result() for index in left if jobs[index].finished}
-                    continue
-                results = self._launched([jobs[index].overrides for index in free], initial_job_idx)
-                found |= dict(zip(free, results, strict=True))
+                jobs = [job if i in found else self._look(job.overrides, digests) for i, job in enumerate(jobs)]
+                found |= {index: jobs[index].result() for index in left if index not in found and jobs[index].finished}
         self._show(jobs)
         return [found[index] for index in range(len(jobs))]
 
@@ -183,6 +183,11 @@ def progress(jobs: Sequence[SweepJob]) -> str:
     return (
         f"{done} of {len(jobs)} done, {running} running, {len(jobs) - done - running - failed} queued, {failed} failed"
     )
+
+
+def _late(result: JobReturn) -> bool:
+    """Whether another process had taken the job's folder by its turn."""
+    return result.status == JobStatus.FAILED and getattr(result._return_value, "held", False)
 
 
 def _held(job: SweepJob) -> str | None:
