@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ class JobFailed(RuntimeError):
 def run_command(
     command: Callable[[], object], *, many: bool = False, launcher: Callable[..., Launcher] | None = None
 ) -> None:
-    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a user's mistake, or 1 for any other error.
+    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a mistake, 130 for Ctrl-C, or 1 for any other error.
 
     Args:
         command: the decorated function.
@@ -52,6 +53,11 @@ def run_command(
         try:
             check_launch(sys.argv[1:], many=many)
             command()
+        except KeyboardInterrupt:  # while nothing of ours listens: between two jobs, or as the jobs' launcher waits
+            if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
+                traceback.print_exc()
+            print("interrupted", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
         except Exception as error:
             say(error)
             failed.append(error)
