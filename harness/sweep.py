@@ -84,7 +84,7 @@ class Resuming(Launcher):
         found = {index: job.result() for index, job in enumerate(jobs) if job.finished}
         if any(job.path for job in jobs):
             print(f"sweep {self.name}: {standing(jobs)}", flush=True)
-        with _status(self.name, jobs), _divided_cores(self._chosen, len(jobs)):
+        with _status(self.name, jobs), _divided_cores(self._chosen, len(jobs)), _same_source():
             while left := [index for index in range(len(jobs)) if index not in found]:
                 free = [index for index in left if not _held(jobs[index])]
                 if free:
@@ -219,6 +219,21 @@ def _status(name: str, jobs: Sequence[SweepJob]) -> Iterator[None]:
         ended.set()
         watcher.join()
         tell()
+
+
+@contextmanager
+def _same_source() -> Iterator[None]:
+    """A job in a fresh process imports this very source, also where another clone is installed, or none."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[1]), *([before] if before else [])]
+    )
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 @contextmanager

@@ -270,6 +270,18 @@ def test_a_launcher_that_gives_up_says_how_to_go_on(here, monkeypatch):
     assert ended.code == 1 and ended.err.splitlines()[0].startswith(f"error: {told}")
 
 
+def test_an_interrupted_launcher_leaves_one_line(here, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "of_mine")
+
+    def interrupted(*_):  # a job in a fresh process imports the source that is here, whatever is installed
+        assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "of_mine"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep.Resuming, "_launched", interrupted)
+    ended = train("-m", *MADE, "seed=0,1")
+    assert (ended.code, ended.err) == (130, "interrupted\n") and os.environ["PYTHONPATH"] == "of_mine"
+
+
 def test_slurm_gets_one_array_of_jobs(here, monkeypatch):
     """With commands that pretend to be Slurm's: what is asked of it, and that the jobs come back."""
     (here / "bin").mkdir()
