@@ -36,6 +36,8 @@ def run(cfg: DictConfig) -> float | None:
 
 def train(job) -> float | None:
     """Train until the budget is spent, or until a signal asks to stop."""
+    if not job.hold():
+        return job.earlier_result()
     run, plan = job.run, job.plan
     with job.opened() as progress, job.stop as stop:
         while not run.finished and not stop.number:

@@ -6,6 +6,7 @@ random state of every process, the best score so far, rows of the record, the W&
 """
 
 import os
+import pickle
 from pathlib import Path
 
 import torch
@@ -38,8 +39,14 @@ def newest(folder: Path) -> Path | None:
 
 
 def load(path: Path) -> dict:
-    """Tensors on the CPU and plain values; nothing in the file is executed."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """Tensors on the CPU and plain values; nothing in the file is executed. ValueError if it is damaged."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}); allowed are to remove it, so that the one before it is taken, "
+            "or force=true to run it again"
+        ) from error
 
 
 def gathered(state: State, processes: Processes) -> tuple[State, list[dict]]:

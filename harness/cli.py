@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ class JobFailed(RuntimeError):
 def run_command(
     command: Callable[[], object], *, many: bool = False, launcher: Callable[..., Launcher] | None = None
 ) -> None:
-    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a user's mistake, or 1 for any other error.
+    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a mistake, 130 for Ctrl-C, or 1 for any other error.
 
     Args:
         command: the decorated function.
@@ -52,6 +53,11 @@ def run_command(
         try:
             check_launch(sys.argv[1:], many=many)
             command()
+        except KeyboardInterrupt:  # while nothing of ours listens: between two jobs, or as the jobs' launcher waits
+            if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
+                traceback.print_exc()
+            print("interrupted", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
         except Exception as error:
             say(error)
             failed.append(error)
@@ -90,14 +96,18 @@ def told(error: Exception) -> Exception:
     In a sweep that is a copy with the message alone: it can be sent from process to process, and does not keep the
     failed job's tensors in memory while the other jobs run.
     """
+    sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    held = sweeping and getattr(error, "held", False)
+    if held:  # nobody's mistake: the sweep waits for the process that runs this job
+        error.said = True
     say(error)
-    if not (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
+    if not sweeping:
         return error
     if isinstance(error, MISTAKES):
         copy: Exception = ValueError(explain(error))
     else:
         copy = JobFailed(f"{type(error).__name__}: {_first_line(error)}")
-    copy.said = error.said
+    copy.said, copy.held = error.said, held
     return copy
 
 

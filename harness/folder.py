@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from harness import checkpoint
-from harness.record import RECORD, SUMMARY, SUMMARY_KEYS, read_rows, write_summary
+from harness.record import RECORD, SUMMARY, SUMMARY_KEYS, write_summary
 
 NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
 EVALUATIONS = "evaluations.jsonl"
@@ -106,6 +106,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
+        stands: the two that follow, when they were last looked at: at first, and by ``hold``.
         summary: of the finished run that may be returned, or None.
         checkpoint: to resume from, or None.
         note: one line about an older run of the same configuration, or empty.
@@ -126,16 +127,30 @@ class RunFolder:
             self.note = f"the source changed since {older[-1]}: this is a new run in {self.path}"
         if not force:
             self._must_agree()
-        self.summary = None if force else finished_summary(self.path)
-        self.checkpoint = None if force else checkpoint.newest(self.path)
+        self._force = force
+        self.stands = self._look()
+
+    def _look(self) -> tuple[dict | None, Path | None]:
+        return (None, None) if self._force else (finished_summary(self.path), checkpoint.newest(self.path))
+
+    @property
+    def summary(self) -> dict | None:
+        return self.stands[0]
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.stands[1]
 
     @property
     def begun(self) -> bool:
         """Whether a run has been here that was not finished."""
         return self.summary is None and (self.path / RECORD).exists()
 
-    def hold(self) -> None:
-        """Create the folder, take it for this process, and point ``latest`` at it."""
+    def hold(self) -> tuple[dict | None, Path | None]:
+        """Create the folder, take it for this process, point ``latest`` at it, and return what ``stands`` there.
+
+        Another process may have had the folder since it was looked at, and may even have finished the run.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until release
@@ -146,10 +161,12 @@ class RunFolder:
             if time.monotonic() > last:
                 self._lock.seek(0)
                 whose = self._lock.read().strip()
-                raise ValueError(
+                error = ValueError(
                     f"outputs={self.path.parent}: {self.path.name} is held by {whose}; allowed is to wait for it, or "
                     "another outputs"
                 )
+                error.held = True  # a sweep waits
+                raise error
             time.sleep(HOLD_SECONDS / 10)
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
@@ -158,6 +175,8 @@ class RunFolder:
         passing = self.path.parent / f".latest.{os.getpid()}"
         passing.symlink_to(self.path.name)
         passing.replace(latest)
+        self.stands = self._look()
+        return self.stands
 
     def begin(self) -> None:
         """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
@@ -248,15 +267,16 @@ def finished_summary(path: Path) -> dict | None:
         found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if found.get("status") == "finished" else None
+    return found if isinstance(found, dict) and found.get("status") == "finished" else None
 
 
 def _provenance(path: Path) -> dict | None:
     try:
-        rows = read_rows(path / RECORD)
+        with (path / RECORD).open("rb") as rows:  # the first alone: records are long, and a sweep's jobs ask for all
+            row = json.loads(rows.readline())
     except (OSError, ValueError):
         return None
-    return rows[0] if rows else None
+    return row if isinstance(row, dict) and row.get("kind") == "provenance" else None
 
 
 def _same_config(outputs: Path, identity: Identity) -> list[Path]:

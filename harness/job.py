@@ -72,14 +72,21 @@ class Job:
                 again.log_end(summary=self.earlier, figures=[])
         return self.earlier["valid_bits_per_byte"]
 
+    def hold(self) -> bool:
+        """Take the folder; False where another process has finished the run since ``prepare`` looked for it."""
+        with self._held as held:
+            if self._processes.first:
+                held.callback(self.folder.release)
+            self.folder.stands = self._processes.from_first(self.folder.hold)
+            self.earlier = self.folder.summary
+            if self.earlier is None:
+                self._held = held.pop_all()
+        return self.earlier is None
+
     @contextmanager
     def opened(self) -> Iterator[Shown]:
-        """The folder is held, record and W&B are open, the run stands where its checkpoint left it; yields progress."""
+        """Record and W&B are open, the run stands where its checkpoint left it; yields progress."""
         with self._held as stack:
-            with self._processes.together():
-                if self._processes.first:
-                    self.folder.hold()
-                    stack.callback(self.folder.release)
             whose = summary.identity(self.run, self.folder.identity, command=self.command)
             stack.enter_context(recording(self.folder, whose, self._processes))
             rows = self._restore()

@@ -84,16 +84,16 @@ class Resuming(Launcher):
         found = {index: job.result() for index, job in enumerate(jobs) if job.finished}
         if any(job.path for job in jobs):
             print(f"sweep {self.name}: {standing(jobs)}", flush=True)
-        with _status(self.name, jobs), _divided_cores(self._chosen, len(jobs)):
+        with _status(self.name, jobs), _divided_cores(self._chosen, len(jobs)), _same_source():
             while left := [index for index in range(len(jobs)) if index not in found]:
                 free = [index for index in left if not _held(jobs[index])]
-                if not free:
+                if free:
+                    results = self._launched([jobs[index].overrides for index in free], initial_job_idx)
+                    found |= {index: result for index, result in zip(free, results, strict=True) if not _late(result)}
+                else:
                     time.sleep(LOOK_SECONDS)
-                    jobs = [job if i in found else self._look(job.overrides, digests) for i, job in enumerate(jobs)]
-                    found |= {index: jobs[index].result() for index in left if jobs[index].finished}
-                    continue
-                results = self._launched([jobs[index].overrides for index in free], initial_job_idx)
-                found |= dict(zip(free, results, strict=True))
+                jobs = [job if i in found else self._look(job.overrides, digests) for i, job in enumerate(jobs)]
+                found |= {index: jobs[index].result() for index in left if index not in found and jobs[index].finished}
         self._show(jobs)
         return [found[index] for index in range(len(jobs))]
 
@@ -185,6 +185,11 @@ def progress(jobs: Sequence[SweepJob]) -> str:
     )
 
 
+def _late(result: JobReturn) -> bool:
+    """Whether another process had taken the job's folder by its turn."""
+    return result.status == JobStatus.FAILED and getattr(result._return_value, "held", False)
+
+
 def _held(job: SweepJob) -> str | None:
     from harness import folder
 
@@ -214,6 +219,21 @@ def _status(name: str, jobs: Sequence[SweepJob]) -> Iterator[None]:
         ended.set()
         watcher.join()
         tell()
+
+
+@contextmanager
+def _same_source() -> Iterator[None]:
+    """A job in a fresh process imports this very source, also where another clone is installed, or none."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[1]), *([before] if before else [])]
+    )
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from harness import checkpoint, folder
-from harness.folder import Identity, RunFolder, config_hash, source_digest
+from harness.folder import Identity, RunFolder, config_hash, holder, source_digest
 from harness.record import RECORD, SUMMARY
 from tests.composing import plan
-from tests.runs import SMALL, make_job, own_folder, restored, run_job, whole_run  # noqa: F401 - fixtures
+from tests.runs import SMALL, make_job, own_folder, restored, run_job, stop, whole_run  # noqa: F401 - fixtures
+from train import train
 
 IDENTITY = Identity(
     variant="mhsa", seed=3, config="c" * 64, source="s" * 64, data="d" * 64, device="cpu", precision="float32"
@@ -145,6 +146,35 @@ def test_the_same_path_with_other_data_is_refused(tmp_path):
     with pytest.raises(ValueError, match="data.sha256 was"):
         make_job(*given)
     assert make_job(*given, "force=true").run is not None
+
+
+def test_a_run_that_another_process_finished_meanwhile_is_returned(capsys):
+    """It was found unfinished, and was brought further while this process built its model, or waited for a GPU."""
+    words = ("budget.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=1")
+    begun, later = make_job(*words), make_job(*words)
+    stop(make_job(*words), step=2)
+    summary = run_job(begun)
+    assert "resuming at " in capsys.readouterr().out
+    made = (begun.folder.path / SUMMARY).stat().st_mtime_ns
+    assert train(later) == summary["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out
+    assert holder(begun.folder.path) is None
+    assert (begun.folder.path / SUMMARY).stat().st_mtime_ns == made, "a finished run was trained again"
+
+
+@pytest.mark.parametrize("name", [SUMMARY, RECORD])
+@pytest.mark.parametrize("content", ["[]", '"status"', "{}", "{", "7\n"])
+def test_files_that_are_not_ours_are_no_runs(tmp_path, name, content):
+    path = written(tmp_path, IDENTITY, finished=False)
+    (path / name).write_text(content)
+    for identity in (IDENTITY, replace(IDENTITY, source="t" * 64)):
+        assert RunFolder(tmp_path, identity).summary is None
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    for content in (b"", b"xx", b"PK" + bytes(50)):
+        (tmp_path / "step-000000002.pt").write_bytes(content)
+        with pytest.raises(ValueError, match="step-000000002.pt is damaged .*allowed are to remove it"):
+            checkpoint.load(tmp_path / "step-000000002.pt")
 
 
 def test_latest_points_to_the_newest(tmp_path):

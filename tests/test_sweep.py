@@ -154,6 +154,31 @@ def test_a_job_that_runs_elsewhere_is_waited_for(here):
     assert lines[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed"
 
 
+def test_a_job_that_another_process_takes_before_its_turn_is_waited_for(here, monkeypatch):
+    """Two sweeps started at once: each found all jobs free."""
+    assert train(*MADE, "seed=1").code == 0
+    (run,) = run_folders(here / "outputs")
+    (run / "summary.json").rename(here / "kept")
+    lock, launched, look = (run / "lock").open("r+"), sweep.Resuming._launched, sweep.Resuming._look
+
+    def taken_first(*arguments):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(sweep.Resuming, "_look", finished_now)
+        return launched(*arguments)
+
+    def finished_now(*arguments):
+        (here / "kept").rename(run / "summary.json")
+        lock.close()
+        return look(*arguments)
+
+    monkeypatch.setattr(sweep.Resuming, "_launched", taken_first)
+    monkeypatch.setattr("harness.folder.HOLD_SECONDS", 0.1)
+    ended = train("-m", *MADE, "seed=1,0")
+    assert ended.code == 0 and "held by" not in ended.err, ended
+    assert status_lines(ended.out)[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed"
+    assert len([line for line in ended.out.splitlines() if line.startswith("mhsa ")]) == 2
+
+
 def test_the_command_of_a_job_is_that_run_alone(here):
     assert train("-m", *MADE, "variant=mhsa", "optim.lr=0.001,0.002").code == 0
     for found in summaries(here / "outputs").values():
@@ -243,6 +268,18 @@ def test_a_launcher_that_gives_up_says_how_to_go_on(here, monkeypatch):
     ended = train("-m", *MADE, "seed=0,1", "hydra/launcher=joblib")
     told = "the launcher gave up (OSError: a worker was killed); the same command goes on with what is left"
     assert ended.code == 1 and ended.err.splitlines()[0].startswith(f"error: {told}")
+
+
+def test_an_interrupted_launcher_leaves_one_line(here, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "of_mine")
+
+    def interrupted(*_):  # a job in a fresh process imports the source that is here, whatever is installed
+        assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "of_mine"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep.Resuming, "_launched", interrupted)
+    ended = train("-m", *MADE, "seed=0,1")
+    assert (ended.code, ended.err) == (130, "interrupted\n") and os.environ["PYTHONPATH"] == "of_mine"
 
 
 def test_slurm_gets_one_array_of_jobs(here, monkeypatch):
