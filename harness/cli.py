@@ -139,7 +139,8 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
         more = "; pip install -e '.[sweep]' brings more" if group == "hydra/launcher" else ""
-        return f"{group}={name}: there is no such choice; allowed are {', '.join(error.options)}{more}"
+        allowed = [option for option in error.options if not (group == "sweep" and option.startswith("wandb_"))]
+        return f"{group}={name}: there is no such choice; allowed are {', '.join(allowed)}{more}"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r}: must read KEY=VALUE, as in model.heads=4 or trust=[mine] ({_first_line(error)})"
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
