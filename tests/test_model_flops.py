@@ -6,6 +6,7 @@ from rich.console import Console
 
 from bench.cost_table import print_costs
 from bench.model_flops import dense_peak, utilisation
+from bench.reporting.tables_costs import cost_tables
 from tests.bench_rows import cost_row
 from tests.composing import CONF
 
@@ -52,3 +53,13 @@ def test_the_table_shows_it():
     print_costs([*rows, row | {"utilisation": None}], console=console)
     text = console.export_text()
     assert "40.4%" in text and "989 TFLOP/s" in text and "MFU" in text
+
+
+def test_the_report_has_a_column_of_it_where_a_peak_is_known():
+    share = {"flops_per_s": 4e14, "peak_flops_per_s": 989e12, "share": 0.404}
+    known, unknown = cost_row(utilisation=share), cost_row(variant="adaptive_span", utilisation=None)
+    table, *_ = cost_tables([known, unknown])
+    place = [column.heading for column in table.columns].index("of the peak, %")
+    assert sorted(row[place].text for row in table.rows) == ["", "40.4"]
+    table, *_ = cost_tables([unknown])
+    assert "of the peak, %" not in [column.heading for column in table.columns]

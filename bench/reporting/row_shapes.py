@@ -48,6 +48,7 @@ COST = (
         "interleaved": Maybe(TRUTH),
         "parameters": Maybe(PARAMETERS),
         "spans": SPANS,
+        "utilisation": Maybe({"flops_per_s": COUNT, "peak_flops_per_s": COUNT, "share": COUNT}),
         "flops": Maybe(
             {
                 "executed_per_byte": Maybe(COUNT),

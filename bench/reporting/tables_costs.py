@@ -37,6 +37,10 @@ SPEED = (
     Column(heading="step, ms", explained="Median of one training step, optimizer included; or why there is none."),
     Column(heading="step, 20 to 80%", explained="Percentiles of the same, in ms.", number=False),
     Column(heading="training, bytes/s", explained="Lanes times segment over the median step."),
+    Column(
+        heading="of the peak, %",
+        explained="Model-FLOPs utilisation: 3 x ideal FLOPs a byte x bytes/s over the device's dense peak.",
+    ),
     Column(heading="evaluate, ms", explained="Median of one forward of lanes times segment bytes."),
     Column(heading="evaluate, 20 to 80%", number=False),
     Column(heading="one byte, ms", explained="Median of generating one byte of one stream, warm."),
@@ -163,7 +167,10 @@ def _speed(row: dict) -> list[Cell]:
     first = number(row, "time", "compile_s")
     first = number(row, "time", "first_steps_s") if first is None else first
     state = mib(memory.get("state_bytes"))
-    return [train, spread, whole(per_second), *evaluate, *generate, *peaks, state, *flops, fixed(first, digits=2)]
+    share = number(row, "utilisation", "share")
+    used = fixed(None if share is None else 100 * share, digits=1)
+    speed = [train, spread, whole(per_second), used, *evaluate, *generate]
+    return [*speed, *peaks, state, *flops, fixed(first, digits=2)]
 
 
 def _parts(row: dict) -> list[Cell]:
