@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
@@ -35,7 +35,7 @@ class SweepJob:
         overrides: what makes it this job.
         path: its run folder, or None where its configuration, data or device has a mistake, which the job will say.
         objective: of a finished job that may be returned, bits per byte on valid.
-        finished, failed, begun, changed: how it stood when it was looked at; ``changed``: only another source's run
+        finished, begun, changed: how it stood when it was looked at; ``changed``: only another source's run
             of the same configuration is there.
         ended: how and when its last try had ended by then, from ``folder.ending``.
     """
@@ -45,10 +45,14 @@ class SweepJob:
     path: Path | None = None
     objective: float | None = None
     finished: bool = False
-    failed: bool = False
     begun: bool = False
     changed: bool = False
     ended: tuple[str, int] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether its last try had failed."""
+        return self.ended is not None and self.ended[0] == "failed"
 
     def result(self) -> JobReturn:
         """Of a finished job."""
@@ -84,7 +88,7 @@ class Resuming(Launcher):
         found = {index: job.result() for index, job in enumerate(jobs) if job.finished}
         if any(job.path for job in jobs):
             print(f"sweep {self.name}: {standing(jobs)}", flush=True)
-        with _status(self.name, jobs), _divided_cores(self._chosen, len(jobs)), _same_source():
+        with _status(self.name, jobs), env_override(environment(self._chosen, len(jobs))):
             while left := [index for index in range(len(jobs)) if index not in found]:
                 free = [index for index in left if not _held(jobs[index])]
                 if free:
@@ -150,7 +154,6 @@ class Resuming(Launcher):
             path=place.path,
             objective=place.summary and place.summary["valid_bits_per_byte"],
             finished=place.summary is not None,
-            failed=(place.path / folder.FAILED).exists(),
             begun=place.begun,
             changed=bool(place.note),
             ended=folder.ending(place.path),
@@ -160,8 +163,9 @@ class Resuming(Launcher):
 def standing(jobs: Sequence[SweepJob]) -> str:
     """``12 jobs: 5 finished before, 1 goes on, 6 new (2 because the source changed)``."""
     finished = sum(job.finished for job in jobs)
-    held = sum(not job.finished and _held(job) is not None for job in jobs)
-    rest = [job for job in jobs if not job.finished and _held(job) is None]
+    left = [job for job in jobs if not job.finished]
+    rest = [job for job in left if _held(job) is None]
+    held = len(left) - len(rest)
     failed, begun = sum(job.failed for job in rest), sum(job.begun and not job.failed for job in rest)
     new, changed = len(rest) - failed - begun, sum(job.changed for job in rest)
     parts = [(finished, "finished before"), (held, "running elsewhere"), (failed, "failed before and tried again")]
@@ -221,34 +225,14 @@ def _status(name: str, jobs: Sequence[SweepJob]) -> Iterator[None]:
         tell()
 
 
-@contextmanager
-def _same_source() -> Iterator[None]:
-    """A job in a fresh process imports this very source, also where another clone is installed, or none."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[1]), *([before] if before else [])]
-    )
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
+    """Variables for jobs in fresh processes: they import this very source, and those that start at once share the cores.
 
-
-@contextmanager
-def _divided_cores(launcher: Launcher, n_jobs: int) -> Iterator[None]:
-    """Threads for jobs that all start at once: submitit's local executor knows nothing of cores, joblib divides them.
-
-    By the number of the sweep's jobs, not of those that are left: a resumed job must have as many threads as before.
+    Submitit's local executor knows nothing of cores, joblib divides them. It goes by the number of the sweep's jobs, not of
+    those that are left: a resumed job must have as many threads as before.
     """
-    if type(launcher).__name__ != "LocalLauncher" or any(name in os.environ for name in OWN_CORES):
-        yield
-        return
-    share = str(max(1, len(os.sched_getaffinity(0)) // n_jobs))
-    os.environ |= dict.fromkeys(OWN_CORES, share)
-    try:
-        yield
-    finally:
-        for name in OWN_CORES:
-            del os.environ[name]
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {"PYTHONPATH": os.pathsep.join(paths)}
+    if type(launcher).__name__ == "LocalLauncher" and not any(name in os.environ for name in OWN_CORES):
+        found |= dict.fromkeys(OWN_CORES, str(max(1, len(os.sched_getaffinity(0)) // n_jobs)))
+    return found

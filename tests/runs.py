@@ -36,6 +36,7 @@ VARIANTS = {
     "all_attention": ("variant=all_attention", "variant.attention.persistent.number=8"),
     "product_key_memory": ("variant=product_key_memory", *MEMORY),
 }
+SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
 MOVING = (*VARIANTS["adaptive_span"], "variant.attention.reach.initial=0.3", "variant.groups.spans.lr_scale=5.0")
 DROPOUT = ("model.dropout=0.1", "model.embedding_dropout=0.1")
 CARRY = ("batch.carry=true",)

@@ -141,16 +141,15 @@ def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
         """By submitit's name."""
 
     def threads(launcher, n_jobs: int) -> str | None:
-        with sweep._divided_cores(launcher, n_jobs):
-            return os.environ.get("OMP_NUM_THREADS")
+        return sweep.environment(launcher, n_jobs).get("OMP_NUM_THREADS")
 
     for name in sweep.OWN_CORES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert [threads(LocalLauncher(), n) for n in (1, 3, 40)] == ["16", "5", "1"]
-    assert threads(object(), 3) is None and "OMP_NUM_THREADS" not in os.environ
+    assert threads(object(), 3) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert threads(LocalLauncher(), 3) == "7"
+    assert threads(LocalLauncher(), 3) is None, "the user has said how many"
 
 
 def test_whoever_asks_who_holds_a_folder_is_not_in_the_way(tmp_path):

@@ -1,14 +1,9 @@
-"""Several processes of one run: the numbers of one process, one writer, and an end for all when one of them ends."""
+"""Several processes of one run: they train, score and resume as one would."""
 
 import copy
-import fcntl
 import hashlib
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -19,22 +14,20 @@ import torch
 from harness import checkpoint, data, runtime
 from harness.job import Job
 from harness.lanes import share
-from harness.launch import Launch, check_launch, read_launch
 from harness.processes import ALONE, Processes, joined
 from harness.record import RECORD, read_rows
 from harness.run import Run
 from harness.runtime import Runtime, StopSignal
 from harness.step import Score, score_stream, score_windows
-from tests import command
 from tests.composing import plan
-from tests.many import ROOT, Dead, commands, free_port, launch
+from tests.many import launch
 from tests.runs import (
     CARRY,
     DROPOUT,
     MOVING,
     SMALL,
+    SPARSE,
     VARIANTS,
-    PowerFailure,
     after_step,
     elsewhere,
     make_job,
@@ -48,8 +41,6 @@ from tests.runs import (
 )
 from train import train
 
-SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
-FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 STEPS = 50
 DIVIDED = {
     "mhsa, accumulated": ("variant=mhsa", *CARRY, "batch.accumulate=2"),
@@ -274,181 +265,6 @@ def test_two_processes_are_resumed_by_one_and_one_by_two(here, monkeypatch):
             assert [code for code, *_ in launch(divided_job, *given)] == [0, 0]
         bits = [row["bits_per_byte"] for row in record()[1:]]
         assert bits == pytest.approx(expected, abs=1e-4) and bits != expected
-
-
-# The command line: one message, one writer
-
-
-REFUSED = {
-    ("batch.lanes=3",): ("batch.lanes=3", "2 processes", "multiples of 2"),
-    ("-m", "seed=0,1"): ("-m: a sweep", "torchrun"),
-    ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
-    ("model.widht=3",): ("model.widht=3", "d_model"),
-    ("outputs=held",): ("outputs=held", "is held by somebody"),
-    ("start.run=nowhere",): ("start.run=nowhere",),
-    ("data=file", "data.path=second"): ("data.path='second'",),
-}
-
-
-def refusals(ports: list[int]) -> list[command.Ended]:
-    """The second process has another current folder, as on another machine: it lacks a file that the first one has."""
-    if os.environ["RANK"] == "1":
-        Path("other").mkdir()
-        os.chdir("other")
-    return commands(ports, [words if "data=file" in words else (*words, *command.MADE) for words in REFUSED])
-
-
-def test_mistakes_are_one_message_of_all_processes(here):
-    Path("second").write_bytes(bytes(range(256)) * 100)
-    assert command.train(*command.MADE, "outputs=held").code == 0
-    (folder,) = command.run_folders(Path("held"))
-    (folder / "summary.json").unlink()
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("somebody")
-        lock.flush()
-        before = sorted(here.rglob("*"))
-        ranks = launch(refusals, [free_port() for _ in REFUSED])
-    for words, *ended in zip(REFUSED, *ranks, strict=True):
-        lines = [line for one in ended for line in one.err.splitlines()]
-        assert [one.code for one in ended] == [2, 2] and len(lines) == 1, ended
-        assert lines[0].startswith("error: ") and all(part in lines[0] for part in REFUSED[words]), lines
-        assert not any(one.out for one in ended)
-    assert sorted(here.rglob("*")) == sorted([*before, here / "other"])
-
-
-def test_one_process_writes_and_speaks(here, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    words = (*command.MADE, "eval.context512=true", "record.wandb.mode=auto")
-    first, second = launch(commands, [free_port(), free_port()], [words, words])
-    assert [one.code for one in (*first, *second)] == [0, 0, 0, 0], (first, second)
-    assert "training: outputs" in first[0].out and "2 processes" in first[0].out
-    assert first[0].out.count("final test") == 1 and "finished before" in first[1].out
-    assert not any(one.out or one.err for one in second)
-    (folder,) = command.run_folders(here / "outputs")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *("checkpoints", "config.yaml", "lock", "record.jsonl", "summary.json", "wandb")
-    ]
-    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
-    row = read_rows(folder / RECORD)[0]
-    assert row["processes"] == 2 and row["command"].startswith("torchrun --nproc-per-node=2 ")
-
-
-def test_bench_and_sweeps_know_that_they_are_several():
-    several = Launch(1, 4, 1, 2)
-    assert several.words == ("torchrun", "--nnodes=2", "--nproc-per-node=2") and Launch().words == ("python",)
-    for many, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
-        with pytest.raises(ValueError, match="processes"):
-            check_launch(arguments, many=many, launch=several)
-        check_launch(arguments, many=many, launch=Launch())
-    check_launch(("variant=mhsa", "optim.lr=-m"), many=True, launch=several)
-    assert read_launch(FOURTH) == (3, 4, 3, 4) and read_launch(FOURTH | {"LOCAL_WORLD_SIZE": "2"}) == (3, 4, 1, 2)
-    for alone in ({"RANK": "3"}, {"WORLD_SIZE": "4"}, {"RANK": "", "WORLD_SIZE": ""}, {"RANK": "0", "WORLD_SIZE": "1"}):
-        assert read_launch(alone) == Launch()
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"WORLD_SIZE": "four"},
-        {"WORLD_SIZE": "0"},
-        {"RANK": "4"},
-        {"RANK": "-1"},
-        {"LOCAL_WORLD_SIZE": "0"},
-        {"LOCAL_WORLD_SIZE": "5"},
-        {"LOCAL_RANK": "x"},
-        {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "2"},
-        {"MASTER_PORT": ""},
-    ],
-)
-def test_a_launch_that_cannot_be_is_one_message(given, monkeypatch, here):
-    """It was a trace, or ten minutes of waiting for processes that nobody had started."""
-    for name, value in (FOURTH | given).items():
-        monkeypatch.setenv(name, value)
-    ended = command.train("variant=mhsa", *SMALL)
-    (line,) = ended.err.splitlines()
-    assert ended.code == 2 and line.startswith("error: ") and list(given)[-1] in line and not os.listdir(here)
-
-
-# The end of one is the end of all
-
-
-def failing(how: str) -> tuple[int, str]:
-    """The second process fails in its third step; returns exit code and what the others say on standard error."""
-
-    def fail() -> None:
-        if how == "killed":
-            os._exit(3)
-        raise PowerFailure("the second process has lost its power")
-
-    with joined() as processes:
-        job = make_job("budget.steps=100", processes=processes)
-        if processes.rank == 1:
-            after_step(job, 3, fail)
-        try:
-            train(job)
-        except RuntimeError as error:
-            return type(error).__name__, job.run.spent.steps
-        except PowerFailure:
-            os._exit(1)  # as the command does
-
-
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_no_process_waits_for_one_that_has_ended(how):
-    began = time.monotonic()
-    first, second = launch(failing, how)
-    assert first == ("ProcessLost", 3) and isinstance(second, Dead) and time.monotonic() - began < 30
-
-
-def failure(*overrides: str) -> tuple[str, bool, int]:
-    """How a run fails whose first process cannot write a checkpoint: the error, whether another said it, and the steps."""
-
-    def fail(*_, **__) -> None:
-        raise OSError("the disk is full")
-
-    job = None
-    with joined() as processes:
-        checkpoint.save = fail if processes.first else checkpoint.save
-        try:
-            job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=processes)
-            train(job)
-        except (OSError, RuntimeError, ValueError) as error:
-            steps = job.run.spent.steps if job else 0
-            return f"{type(error).__name__}: {error}", getattr(error, "said", False), steps
-
-
-def test_a_failure_of_all_is_said_by_one():
-    assert launch(failure) == [
-        ("OSError: the disk is full", False, 3),
-        ("RuntimeError: process 0 of this run has failed", True, 3),
-    ]
-    first, second = launch(failure, *SPARSE, "optim=adamw")
-    assert "is sparse; allowed are" in first[0] and first[1:] == (False, 0)
-    assert second == ("ValueError: process 0 of this run has failed", True, 0)
-
-
-def test_torchrun_stops_all_with_one_checkpoint(here):
-    """The real thing; torchrun passes SIGTERM on to its processes."""
-    words = ("variant=mhsa", "budget.steps=100000", "eval.every=0.0001", *CARRY, *DROPOUT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    environment = os.environ | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
-    with subprocess.Popen(
-        [*launcher, str(ROOT / "train.py"), *SMALL, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    ) as process:
-        shown = ""
-        for line in process.stdout:
-            shown += line
-            if re.search(r"valid .* bits", line):
-                process.send_signal(signal.SIGTERM)
-                break
-        shown += process.communicate(timeout=60)[0]
-    assert shown.count("the same command goes on: torchrun --nproc-per-node=2") == 1, shown
-    assert len(list(Path("outputs").glob("mhsa-*/checkpoints/step-*.pt"))) == 1
-    assert not list(Path("outputs").glob("*/summary.json"))
 
 
 # Values
