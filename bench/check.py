@@ -16,7 +16,6 @@ Exit code 1 if a promise is broken.
 ``passed`` is the gate before anything is measured.
 """
 
-import functools
 import hashlib
 import itertools
 import json
@@ -125,30 +124,29 @@ def gate(plan: "Plan") -> "list[Finding]":
 
     The plan is checked with its own position scheme, cache, ``attend_self``, dropout and path, at the sizes of
     ``bench.conformance.shrunk``, in float64 on the CPU. That nothing was broken is remembered in the user's cache folder,
-    under a hash of configuration, code and versions; breaks never are, nor variants from outside, whose imports are not
-    known here, nor anything after the code was edited under a running process.
+    under a hash of configuration, code and versions; breaks never are, nor variants from outside.
 
     Raises:
         ValueError: the plan cannot be built, or its path cannot run.
     """
     from bench.conformance import findings, shrunk
+    from harness import source
     from harness.cache import cache_folder, write_whole
 
-    small, code = shrunk(plan), _code_digest()
+    small = shrunk(plan)
     what = {
         "config": [small.config["variant"], small.config["model"] | {"default_bytes": None}, small.config["position"]],
         "vocabulary": small.data["vocabulary"],
         "path": small.runtime.path,
-        "code": code,
+        "code": source.digest(measuring=True),
         "versions": [platform.python_version(), platform.machine(), *map(version, ("torch", "einops"))],
     }
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    kept, unchanged = cache_folder() / "gate" / key, code == _code_digest_of_this_process()
-    known = unchanged and not small.trust
-    if known and kept.exists():
+    kept = cache_folder() / "gate" / key
+    if not small.trust and kept.exists():
         return []
     broken = [finding for finding in findings(small) if not finding.passed]
-    if known and not broken and code == _code_digest():
+    if not small.trust and not broken:
         with suppress(OSError):  # then the next call checks again
             write_whole(kept, b"")
     return broken
@@ -164,20 +162,6 @@ def passed(plan: "Plan") -> None:
             f"variant={plan.variant}: breaks the contract, so it is not measured: {first}{more}; "
             f"all of it says python -m bench.check variant={plan.variant}"
         )
-
-
-def _code_digest() -> str:
-    """Of all code that decides what the gate says, as it is on disk now."""
-    from harness.folder import source_digest
-
-    own = b"".join((BENCH / name).read_bytes() for name in ("check.py", "conformance.py"))
-    return hashlib.sha256(source_digest().encode() + own).hexdigest()
-
-
-@functools.cache
-def _code_digest_of_this_process() -> str:
-    """The same when the process first asked, which is what it has imported."""
-    return _code_digest()
 
 
 def command() -> None:

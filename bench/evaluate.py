@@ -19,7 +19,7 @@ from harness.cli import run_command
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     from bench.trained import config_of_run, read_run, trained_model
-    from harness import data, folder, runtime, settings
+    from harness import data, folder, runtime, settings, source
     from harness.build import plan_run
     from harness.record import plain
 
@@ -45,7 +45,8 @@ def main(cfg: DictConfig) -> None:
     capped = limit is not None and limit < len(corpus.splits[cfg.split])
     row = {"kind": "evaluation", "split": cfg.split, "protocol": protocol | {"bytes": limit if capped else None}, **row}
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
-    row |= {"trained_source": saved["source"], "source": folder.source_digest(plan.trust), "commit": folder.commit()}
+    row |= {"trained_source": saved["source"], "source": source.digest(plan.trust), "commit": source.commit()}
+    row |= {"measuring_source": source.digest(plan.trust, measuring=True)}
     row |= {"weights_bytes_seen": best["bytes"], **device.describe()}
     with (folder_path / folder.EVALUATIONS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(row), allow_nan=False) + "\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from harness import folder
+from harness import folder, source
 from harness.build import Plan, hydra_facts, plan_run
 from harness.data import Corpus
 from harness.runtime import Runtime
@@ -59,8 +59,8 @@ def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, comma
         "command": command,
         "config": json.loads(json.dumps(plan.config)),  # the numbers of layers are keys: as text, for JSON
         "config_hash": folder.config_hash(plan.config),
-        "source": folder.source_digest(plan.trust),
-        "commit": folder.commit(),
+        "source": source.digest(plan.trust, measuring=True),
+        "commit": source.commit(),
         "data": corpus.provenance(),
         "protocol": plan.protocol(),
         **runtime.describe(),

@@ -9,13 +9,11 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -30,7 +28,6 @@ FAILED = "failed.txt"
 LOCK = "lock"
 HOLD_SECONDS = 0.5
 """How long to try for a folder: whoever asks whether it is held has it for an instant."""
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def config_hash(config: Mapping[str, object]) -> str:
@@ -46,36 +43,6 @@ def config_hash(config: Mapping[str, object]) -> str:
         with newest.open("rb") as file:
             kept["start"] = start | {"run": hashlib.file_digest(file, "sha256").hexdigest()}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def source_digest(trust: tuple[str, ...] = ()) -> str:
-    """SHA-256 of all code that can change a number: ours, and every module that the user named."""
-    files = [ROOT / "train.py", *sorted((ROOT / "variants").rglob("*.py")), *sorted((ROOT / "harness").rglob("*.py"))]
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    for module in trust:
-        found = find_spec(module)
-        origin = Path((found and found.origin) or "")
-        if not origin.is_file():
-            raise ValueError(f"trust={module}: has no source file; allowed are modules and packages of Python files")
-        for path in sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]:
-            digest.update(f"{module}/{path.name}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def commit() -> str | None:
-    """The commit of the working tree, with ``-dirty`` where files differ from it, or None outside git."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

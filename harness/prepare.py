@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 from omegaconf import DictConfig
 
-from harness import data, folder, runtime
+from harness import data, folder, runtime, source
 from harness.build import Plan, hydra_facts, plan_run
 from harness.job import Job, recording
 from harness.memory import PeakMemory
@@ -62,7 +62,7 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
         variant=plan.variant,
         seed=plan.seed,
         config=folder.config_hash(plan.config),
-        source=folder.source_digest(plan.trust),
+        source=source.digest(plan.trust),
         data=data_digest,
         device=runtime.device_kind(plan.runtime),
         precision=plan.runtime.precision,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from harness import machine
 from harness.hashing import integer_hash
 from harness.lease import Lease, take_free
 from harness.processes import ALONE, Processes
@@ -61,13 +62,15 @@ class Runtime:
         """Device, processes and versions, for provenance."""
         on_gpu = self.device.type == "cuda"
         return {
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else _cpu_name(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else machine.cpu_name(),
             "device_kind": self.device.type,
             "threads": torch.get_num_threads(),
             "precision": self.precision,
             "compile": self.compile,
             "processes": self.processes.number,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+            "environment": machine.environment(),
         }
 
 
@@ -114,6 +117,7 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or libraries put their workspaces on the first one
     torch.set_num_threads(settings.threads or _THREADS)
+    machine.use_own_compiled_graphs()
     if settings.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
@@ -237,11 +241,3 @@ def _own_device(name: str, processes: Processes) -> torch.device:
             f"or torchrun --nproc-per-node={count}"
         )
     return torch.device("cuda", processes.local_rank)
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -2,9 +2,10 @@
 
 from harness import data
 from harness.flops import forward_flops_per_byte
-from harness.folder import Identity, commit
+from harness.folder import Identity
 from harness.memory import Peak, optimizer_bytes, parameter_bytes
 from harness.run import Run
+from harness.source import commit
 from harness.step import score_windows
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import checkpoint, folder
-from harness.folder import Identity, RunFolder, config_hash, holder, source_digest
+from harness import checkpoint
+from harness.folder import Identity, RunFolder, config_hash, holder
 from harness.record import RECORD, SUMMARY
 from tests.composing import plan
 from tests.runs import SMALL, make_job, own_folder, restored, run_job, stop, whole_run  # noqa: F401 - fixtures
@@ -55,39 +55,9 @@ def test_the_hash_covers_what_can_change_a_number_and_nothing_else():
     assert len({hash_of(), *(hash_of(override) for override in other)}) == len(other) + 1
 
 
-def test_one_byte_of_source_is_another_run(tmp_path, monkeypatch):
-    for name in ("train.py", "variants/window.py", "variants/deep/inside.py", "harness/step.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}\n")
-    monkeypatch.setattr(folder, "ROOT", tmp_path)
-    digests = {source_digest()}
-    for name in ("variants/window.py", "variants/deep/inside.py", "harness/step.py", "train.py"):
-        (tmp_path / name).write_text(f"# {name}.\n")
-        digests.add(source_digest())
-    (tmp_path / "variants" / "window.py").rename(tmp_path / "variants" / "windows.py")
-    digests.add(source_digest())
-    assert len(digests) == 6
-    assert source_digest() in digests
-
-
-def test_trusted_modules_are_source_too(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "one_file.py").write_text("X = 1\n")
-    (tmp_path / "one_package").mkdir()
-    (tmp_path / "one_package" / "__init__.py").write_text("")
-    (tmp_path / "one_package" / "part.py").write_text("Y = 1\n")
-    trust = ("one_file", "one_package")
-    before = source_digest(trust)
-    assert before != source_digest()
-    (tmp_path / "one_package" / "part.py").write_text("Y = 2\n")
-    assert source_digest(trust) != before
-    with pytest.raises(ValueError, match="trust=nowhere_at_all"):
-        source_digest(("nowhere_at_all",))
-
-
 def test_edited_source_never_returns_an_old_number(monkeypatch, capsys):
     job, _ = whole_run("budget.steps=3")
-    monkeypatch.setattr(folder, "source_digest", lambda trust: "e" * 64)
+    monkeypatch.setattr("harness.source.digest", lambda trust: "e" * 64)
     edited = make_job("budget.steps=3")
     assert edited.run is not None and edited.folder.path.name != job.folder.path.name
     capsys.readouterr()
@@ -95,7 +65,7 @@ def test_edited_source_never_returns_an_old_number(monkeypatch, capsys):
     assert f"the source changed since outputs/{job.folder.path.name}: this is a new run" in capsys.readouterr().out
     accepted = make_job("budget.steps=3", "reuse=config")
     assert accepted.run is None and accepted.earlier["source"] == "e" * 64
-    monkeypatch.setattr(folder, "source_digest", lambda trust: "f" * 64)
+    monkeypatch.setattr("harness.source.digest", lambda trust: "f" * 64)
     assert make_job("budget.steps=3", "reuse=config").earlier["source"] == "e" * 64  # the newest of any source
     with pytest.raises(ValueError, match="reuse=nothing: allowed are source, config"):
         make_job("budget.steps=3", "reuse=nothing")

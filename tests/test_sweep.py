@@ -78,7 +78,7 @@ def test_the_objective_of_a_finished_job_is_the_recorded_one(here, monkeypatch):
 
 def test_a_job_of_other_source_runs_anew_and_the_status_says_so(here, monkeypatch):
     assert train("-m", *MADE, "seed=0,1").code == 0
-    monkeypatch.setattr("harness.folder.source_digest", lambda trust: "0" * 64)
+    monkeypatch.setattr("harness.source.digest", lambda trust: "0" * 64)
     edited = train("-m", *MADE, "seed=0,1,2")
     assert status_lines(edited.out)[0] == "3 jobs: 3 new (2 because the source changed since)"
     assert edited.code == 0 and len(run_folders(here / "outputs")) == 5

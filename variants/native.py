@@ -14,12 +14,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+MARCH = "WINDTUNNEL_MARCH"
+"""A variable with another CPU to compile for than this one, as ``x86-64-v3``: the compiler's word for ``-march``."""
 COMPILERS = ("c++", "g++", "clang++")
 
 
-def load(source: Path) -> ctypes.CDLL | str:
-    """The library of a source, or why there is none.
+def load(name: str, source: str) -> ctypes.CDLL | str:
+    """The library of a source's text, or why there is none.
 
     The compiler is ``CXX``, or the first of ``COMPILERS`` on the PATH.
     """
@@ -27,7 +29,7 @@ def load(source: Path) -> ctypes.CDLL | str:
     if not compiler:
         return f"no C++ compiler (none of {', '.join(COMPILERS)} is on the PATH)"
     try:
-        return ctypes.CDLL(str(_built(source, compiler)))
+        return ctypes.CDLL(str(_built(name, source, compiler)))
     except subprocess.CalledProcessError as error:
         said = (error.stderr or "").strip().splitlines()
         return f"a C++ compiler that fails ({compiler[0]}: {said[0] if said else error})"
@@ -35,19 +37,20 @@ def load(source: Path) -> ctypes.CDLL | str:
         return f"a C++ kernel that cannot be built ({error})"
 
 
-def _built(source: Path, compiler: list[str]) -> Path:
+def _built(name: str, source: str, compiler: list[str]) -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    known = "\0".join((source.read_text(encoding="utf-8"), *FLAGS, *compiler, version, _cpu()))
+    flags = (*FLAGS, f"-march={os.environ.get(MARCH) or 'native'}")
+    known = "\0".join((source, *flags, *compiler, version, _cpu()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-windtunnel" / "kernels"
-    path = folder / f"{source.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    path = folder / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, passing = tempfile.mkstemp(dir=folder, suffix=".tmp")
     os.close(descriptor)
     try:
-        command = [*compiler, *FLAGS, str(source), "-o", passing]
-        subprocess.run(command, capture_output=True, text=True, check=True)
+        command = [*compiler, *flags, "-x", "c++", "-", "-o", passing]
+        subprocess.run(command, input=source, capture_output=True, text=True, check=True)
         with open(passing, "rb") as built:
             os.fsync(built.fileno())  # before the rename: a crash must not leave a name on missing bytes
         os.replace(passing, path)  # others see a whole library or none

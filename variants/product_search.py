@@ -9,6 +9,8 @@ from torch import Tensor
 
 from variants import native
 
+SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
+
 
 @torch.compiler.assume_constant_result
 def available() -> str | None:
@@ -45,4 +47,4 @@ def _results(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache
 def _library() -> ctypes.CDLL | str:
-    return native.load(Path(__file__).with_suffix(".cpp"))
+    return native.load("product_search", SOURCE)

@@ -11,6 +11,7 @@ from torch import Tensor
 from variants import native
 from variants.window import soft_mask
 
+SOURCE = Path(__file__).with_name("window_cpu.cpp").read_text(encoding="utf-8")
 NAMES = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors")
 """Tensors that may have a gradient, in the order of the operations' arguments; the bias and those of the past follow."""
 PAST = len(NAMES) + 1
@@ -29,7 +30,7 @@ def geometry(dtype: torch.dtype) -> tuple[int, int]:
 
 @lru_cache
 def _library() -> ctypes.CDLL | str:
-    return native.load(Path(__file__).with_name("window_cpu.cpp"))
+    return native.load("window_cpu", SOURCE)
 
 
 def pasts(tensors: list[Tensor | None], owners: list[int], heads: int) -> list[int]:

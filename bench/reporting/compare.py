@@ -113,7 +113,9 @@ def ground_words(row: dict) -> str:
     where = f"{row['device']} ({row['device_kind']}), {count_of(row['threads'], 'thread')}"
     if (row.get("processes") or 1) > 1:
         where = f"{row['processes']} processes on {where} each"
-    return f"{where}, {row['precision']}, {compiled}, {versions}"
+    environment = [f"{name}={value}" for name, value in (row.get("environment") or {}).items()]
+    beside = ", ".join(filter(None, [row.get("instruction_set"), *environment]))
+    return f"{where}, {row['precision']}, {compiled}, {versions}{beside and ', '}{beside}"
 
 
 def ground_differences(rows: Sequence[dict]) -> str:

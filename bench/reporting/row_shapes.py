@@ -31,6 +31,8 @@ IDENTITY = {
     "compile": TRUTH,
     "versions": Each(TEXT),
     "processes": Maybe(COUNT),
+    "instruction_set": Maybe(TEXT),
+    "environment": Maybe(Each(TEXT)),
 }
 BENCH = IDENTITY | {"config": CONFIG, "protocol": PROTOCOL, "path": TEXT}
 STATUS = {"status": Only(("measured", "out of memory", "failed")), "reason": Maybe(TEXT)}

@@ -1,0 +1,3 @@
+"""What is measured, a verb a module: ``python -m bench.cost``, ``bench.peers``, ``bench.report`` and others."""
+
+import harness  # noqa: F401 - sets what must be set before torch is loaded

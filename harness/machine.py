@@ -1,0 +1,54 @@
+"""The machine under a run: its CPU, the environment that changes a time, and a folder for what is compiled for it alone."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+
+FAMILIES = ("GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
+"""How variables of libraries begin that change times, memory or the order of sums."""
+SINGLE = (
+    *("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING"),
+    *("GLIBC_TUNABLES", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    "WINDTUNNEL_MARCH",
+)
+SAID_APART = ("MKL_NUM_THREADS", "OMP_DISPLAY_ENV", "OMP_NUM_THREADS")
+"""Of the families: ``threads`` has the number."""
+COMPILED = "windtunnel-"
+
+
+def cpu_name() -> str:
+    """The CPU as its maker calls it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment() -> dict[str, str]:
+    """The variables that change what is measured, by name; paths without their folders."""
+    names = [name for name in sorted(os.environ) if name.startswith(FAMILIES) or name in SINGLE]
+    return {name: re.sub(r"[^:\s]*/", "", os.environ[name]) for name in names if name not in SAID_APART}
+
+
+def use_own_compiled_graphs() -> None:
+    """Find compiled graphs again only if they were made on such a CPU, for as many threads as torch has now.
+
+    torch 2.13 keeps them under a key without the instruction set: on a folder shared with another machine it runs loops
+    made for vectors of another width, over memory that is not theirs. The number of threads is not in it, either. So each
+    kind has a folder of its own in ``TORCHINDUCTOR_CACHE_DIR``, or in one of this user's.
+    """
+    kind = [dict(torch.cpu.get_capabilities()), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    known = json.dumps([*kind, os.environ.get("ATEN_CPU_CAPABILITY")], sort_keys=True, default=str)
+    name = COMPILED + hashlib.sha256(known.encode()).hexdigest()[:16]
+    default = Path(tempfile.gettempdir()) / f"attention-windtunnel-{os.getuid()}"
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)
+    folder = folder.parent if folder.name.startswith(COMPILED) else folder  # an earlier run's, or a parent process's
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name)

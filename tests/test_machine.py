@@ -1,0 +1,86 @@
+"""What a run takes from the machine it is on, and what it says of it: OpenMP's threads, the folder of compiled graphs."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import machine
+from tests.needs import need
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux only")
+@pytest.mark.parametrize(
+    ("module", "own", "expected"),
+    [
+        ("train", {}, "10000"),
+        ("bench", {}, "10000"),
+        ("bench", {"GOMP_SPINCOUNT": "77"}, "77"),
+        ("bench", {"OMP_WAIT_POLICY": "passive"}, "0"),
+    ],
+)
+def test_threads_wait_without_keeping_a_core_for_long(module, own, expected):
+    """OpenMP itself says what it has read; what the user has chosen stays."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = f"import {module}, sys; assert 'torch' not in sys.modules; import torch"
+    command = [sys.executable, "-c", code]
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"} | own
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0 and f"GOMP_SPINCOUNT = '{expected}'" in ended.stderr, ended
+
+
+# The folder of compiled graphs
+
+
+def folder_of(monkeypatch, **differs) -> Path:
+    with monkeypatch.context() as patched:
+        for name, value in differs.items():
+            owner = torch.backends.cpu if name == "get_cpu_capability" else torch.cpu if "cap" in name else torch
+            patched.setattr(owner, name, lambda value=value: value)
+        machine.use_own_compiled_graphs()
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def test_compiled_graphs_lie_apart_for_each_kind_of_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    own = folder_of(monkeypatch)
+    capabilities = dict(torch.cpu.get_capabilities()) | {"amx_tile": "another"}
+    others = [
+        folder_of(monkeypatch, get_cpu_capability="ANOTHER"),
+        folder_of(monkeypatch, get_num_threads=99),
+        folder_of(monkeypatch, get_capabilities=capabilities),
+    ]
+    assert len({own, *others}) == 4 and {path.parent for path in (own, *others)} == {tmp_path}
+    assert folder_of(monkeypatch) == own  # also after others, and in a process that was started by this one
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert folder_of(monkeypatch).name == own.name and folder_of(monkeypatch).parent != tmp_path
+
+
+NORM = """
+import torch
+from harness import runtime
+from tests.composing import plan
+settings = plan("runtime.compile=true", "runtime.device=cpu", "runtime.threads=1").runtime
+norm, x = torch.nn.RMSNorm(48), torch.randn(7, 33, 48, generator=torch.Generator().manual_seed(0), requires_grad=True)
+for compiled in (norm, runtime.start(settings).forward(norm)):
+    y = compiled(x)
+    print(y.abs().sum().item(), *[g.abs().sum().item() for g in torch.autograd.grad(y.sin().sum(), (x, norm.weight))])
+"""
+
+
+def test_a_folder_of_compiled_graphs_may_be_shared_by_cpus(tmp_path):
+    """What was compiled for the widest vectors of this CPU, then run with narrower ones, which is another machine to torch."""
+    need(shutil.which("c++") or shutil.which("clang++"), "there is no C++ compiler for torch.compile")
+    for narrow in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}):
+        environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"} | narrow
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", NORM]
+        ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+        eager, compiled = ended.stdout.splitlines()
+        assert [float(n) for n in compiled.split()] == pytest.approx([float(n) for n in eager.split()], rel=1e-4), ended
