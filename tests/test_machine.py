@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import machine
+from harness import machine, runtime
+from tests.composing import plan
 from tests.needs import need
+from tests.runs import restored  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,7 +37,30 @@ def test_threads_wait_without_keeping_a_core_for_long(module, own, expected):
     assert ended.returncode == 0 and f"GOMP_SPINCOUNT = '{expected}'" in ended.stderr, ended
 
 
+def test_what_changes_a_time_is_in_every_row(monkeypatch):
+    apart = {"OMP_NUM_THREADS": "3", "WANDB_API_KEY": "secret", "MALLOCS": "no such library", "CUDA_HOME": "/anywhere"}
+    inside = {
+        "MALLOC_MMAP_MAX_": "0",
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "1",
+        "WINDTUNNEL_MARCH": "native",
+    }
+    before = machine.environment()
+    for name, value in {**apart, **inside, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():
+        monkeypatch.setenv(name, value)
+    assert machine.environment() == before | inside | {"LD_PRELOAD": "libjemalloc.so.2:libtc.so"}
+    described = runtime.start(plan("runtime.device=cpu", "runtime.threads=1").runtime).describe()
+    assert described["environment"] == machine.environment()
+    assert described["instruction_set"] == torch.backends.cpu.get_cpu_capability()
+
+
 # The folder of compiled graphs
+
+
+@pytest.fixture(autouse=True)
+def same_folder_after(monkeypatch):
+    """Runs set it for their process."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
 
 
 def folder_of(monkeypatch, **differs) -> Path:

@@ -99,7 +99,12 @@ def test_a_budget_of_seconds_is_equal_on_equal_ground_only(tmp_path):
     "changes",
     [
         *({"device": "Another"}, {"threads": 9}, {"precision": "bfloat16"}, {"compile": True}),
-        *({"versions": {"torch": "1"}}, {"processes": 2}),
+        *(
+            {"versions": {"torch": "1"}},
+            {"processes": 2},
+            {"instruction_set": "AVX2"},
+            {"environment": {"MALLOC_ARENA_MAX": "1"}},
+        ),
     ],
 )
 def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, changes):
