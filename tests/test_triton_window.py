@@ -14,6 +14,7 @@ from torch import Tensor
 import variants
 from tests.attention_case import assert_near, gradients
 from tests.needs import need
+from tests.patience import PATIENCE_SECONDS
 from variants import triton_window, window
 from variants.window import Persistent, Window
 
@@ -249,7 +250,9 @@ for name in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
 def test_kernels_compile_for_hopper_without_one(tmp_path):
     """The interpreter takes Python that the compiler does not."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 4
 
