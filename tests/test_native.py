@@ -82,10 +82,12 @@ def attended(threads: int) -> list[torch.Tensor]:
         torch.set_num_threads(before)
 
 
+@pytest.mark.numeric
 def test_threads_change_no_bit():
     assert all(map(torch.equal, attended(1), attended(3)))
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("where", ["one key", "all keys", "query", "value"])
 def test_what_is_no_number_stays_none(where):
     q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
@@ -99,6 +101,7 @@ def test_what_is_no_number_stays_none(where):
     assert found[meet].all()  # others of a block may have met it too, with weight 0
 
 
+@pytest.mark.numeric
 def test_what_is_no_number_leaves_nothing_behind():
     """Memory is used again by later calls."""
     spoilt, sound = (torch.full((1, 1, 40, 5), number, requires_grad=True) for number in (torch.nan, 1.0))

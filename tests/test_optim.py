@@ -13,6 +13,8 @@ from torch import nn
 from harness.budget import Schedule
 from harness.optim import ClippedAdagrad, Muon, Optimizers, assign
 
+pytestmark = pytest.mark.numeric
+
 CONF = Path(__file__).parents[1] / "conf" / "optim"
 ADAMW = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1)
 MUON = partial(Muon, momentum=0.95, weight_decay=0.01)

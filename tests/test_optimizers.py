@@ -8,6 +8,8 @@ from harness.groups import Group
 from harness.muon import orthogonalize, product_dtype
 from harness.optim import ClippedAdagrad, Muon
 
+pytestmark = pytest.mark.numeric
+
 # Adagrad
 
 

@@ -40,6 +40,8 @@ from tests.runs import (
 )
 from train import train
 
+pytestmark = pytest.mark.numeric
+
 STEPS = 50
 PRICED = "variant.attention.reach.loss_weight=0.001"
 DIVIDED = {
