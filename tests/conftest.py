@@ -1,15 +1,19 @@
-"""What all tests share: few threads, no W&B of the user's, a cache of their own, and the corpus beside the checkout."""
+"""What all tests share: few threads, patience, no W&B of the user's, a cache of their own, and the corpus beside the checkout."""
 
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.needs import need
 from tests.wandb_runs import OfflineRuns, make_offline_runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
 os.environ.setdefault("MPLBACKEND", "agg")
+
+settings.register_profile("any load", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 
 ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "enwik8_4m.xz"
 

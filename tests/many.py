@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 import tests.command
 import tests.runs
+from tests.patience import PATIENCE_SECONDS
 from variants import product_search, window_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 60
 AHEAD = ("tests.runs", "tests.command", "tests.test_processes", "train", "torch._dynamo", "hydra._internal.hydra")
 """Imported before a process is wanted, also what torch and Hydra would otherwise import at their first use."""
 
@@ -68,7 +68,7 @@ def _answer(pipe, environment: dict, folder: str, function: Callable, arguments:
 
 
 def _result(process, pipe):
-    assert pipe.poll(SECONDS), "a process hangs"
+    assert pipe.poll(PATIENCE_SECONDS), "a process hangs"
     try:
         whole, value = pickle.loads(pipe.recv_bytes())
     except EOFError:

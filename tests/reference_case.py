@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 B, T, D, H, K, S = 2, 6, 8, 2, 4, 4
-EXACT = {"rtol": 0, "atol": 1e-10}
+EXACT = {"rtol": 1e-12, "atol": 1e-10}
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -46,6 +46,7 @@ def test_buckets_are_few():
     assert len({bucket(n) for n in range(1, 8193)}) == 14
 
 
+@pytest.mark.numeric
 @PATHS
 @pytest.mark.parametrize("ramp", [1, 3, 20])
 def test_every_whole_span_matches_the_reference(path, ramp):
@@ -61,6 +62,7 @@ def test_every_whole_span_matches_the_reference(path, ramp):
     assert gradient[0].abs() > 1e-6  # z = 0, where every head starts, can leave
 
 
+@pytest.mark.numeric
 @PATHS
 @pytest.mark.parametrize("fraction", [1.0, 7 / 8])
 def test_a_span_of_all_is_a_fixed_span(path, fraction):
@@ -83,6 +85,7 @@ def boundary(path: str, position: str) -> tuple[Attention, torch.Tensor, torch.T
     return attention, *case.stream()
 
 
+@pytest.mark.numeric
 @PATHS
 @pytest.mark.parametrize("position", ["none", "alibi"])
 def test_trimming_keeps_the_far_end_of_the_ramp(path, position):
@@ -102,6 +105,7 @@ def test_trimming_keeps_the_far_end_of_the_ramp(path, position):
         assert (gradients(short, [attention.reach.fraction])[0] - expected)[1].abs() > 1e-6
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("position", ["relative", "rotary"])
 def test_trimmed_spans_match_the_reference(position):
     """The relative table is longer than the columns in use; its far rows get no gradient."""
@@ -128,6 +132,7 @@ def test_project_brings_fractions_into_their_range():
     assert once == (reach.fraction.tolist(), reach.columns)
 
 
+@pytest.mark.numeric
 @given(
     fractions=st.lists(st.floats(-1, 2, width=32), min_size=3, max_size=3),
     span=st.sampled_from([1, 50, 64, 200, 1000]),
@@ -144,6 +149,7 @@ def test_columns_cover_the_closed_ramp(fractions, span, ramp):
         assert columns <= span
 
 
+@pytest.mark.numeric
 def test_initial_spans_and_columns():
     assert adaptive().columns == (64,) * 4
     reach = adaptive(initial=0.25, ramp=16)
@@ -157,6 +163,7 @@ def test_initial_spans_and_columns():
         DynamicSpan(Case().place(), ramp=0)
 
 
+@pytest.mark.numeric
 @PATHS
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_state_follows_the_longest_head_and_any_is_accepted(path, cache):
@@ -184,6 +191,7 @@ def test_state_follows_the_longest_head_and_any_is_accepted(path, cache):
     assert length(grown.state) == 66
 
 
+@pytest.mark.numeric
 def test_loss_is_the_weighted_mean_span():
     case = Case(reach="whole", heads=3, span=8)
     attention = case.build()
@@ -197,6 +205,7 @@ def test_loss_is_the_weighted_mean_span():
     assert Case().build()(x).loss is None
 
 
+@pytest.mark.numeric
 def test_dynamic_loss_is_the_weighted_mean_over_bytes():
     case = Case(reach="dynamic", heads=3, span=8)
     attention = case.build()
@@ -209,6 +218,7 @@ def test_dynamic_loss_is_the_weighted_mean_over_bytes():
     assert attention.eval()(x).loss is None
 
 
+@pytest.mark.numeric
 def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
     attention = Case(reach="zero", span=8, heads=4).build()  # R = 3
     set_fractions(attention, [0.0, 0.25, 0.5, 1.0])
@@ -217,6 +227,7 @@ def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
     assert found["span_with_ramp"].tolist() == [3, 5, 7, 8]
 
 
+@pytest.mark.numeric
 def test_dynamic_metrics_are_means_over_bytes():
     case = Case(reach="dynamic", span=8, heads=3, length=7)
     attention = case.build()
@@ -231,6 +242,7 @@ def test_dynamic_metrics_are_means_over_bytes():
     assert attention.metrics({}) == {}
 
 
+@pytest.mark.numeric
 def test_dynamic_spans_start_at_the_sigmoid_of_the_bias():
     reach = DynamicSpan(Case(span=1000).place(), bias=-4.0)
     nn.init.zeros_(reach.gate.weight)

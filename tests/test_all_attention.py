@@ -7,6 +7,8 @@ from tests.attention_case import B, Case, assert_near, assert_same, by_reference
 from tests.reference.all_attention import all_attention
 from variants.all_attention import HeadVectors
 
+pytestmark = pytest.mark.numeric
+
 PATHS = pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 
 

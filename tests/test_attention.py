@@ -29,6 +29,8 @@ from variants.attention import Attention
 from variants.contract import Place
 from variants.position import NoPosition, Rotary
 
+pytestmark = pytest.mark.numeric
+
 UGLY = {
     "length": [1, 5, 13],
     "past": [0, 2, 11],

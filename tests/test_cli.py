@@ -14,6 +14,7 @@ import torch
 from harness import known
 from harness.folder import config_hash
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.patience import PATIENCE_SECONDS
 
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
 
@@ -26,7 +27,7 @@ def python(*words, cwd, **environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 
@@ -286,22 +287,23 @@ def test_edited_source_is_another_run(here, tmp_path):
 # Help
 
 
-def test_help_and_completion_do_not_import_torch(here):
+def test_help_and_completion_import_little(here):
+    """Torch alone would be a thousand modules more, and two seconds."""
     script = str(ROOT / "train.py")
     code = f"""
-import runpy, sys, time
+import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 sys.argv = [{script!r}, *sys.argv[1:]]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as stop:
     assert not stop.code, stop.code
-assert "torch" not in sys.modules and "numpy" not in sys.modules
-assert time.process_time() < 2, time.process_time()
+assert not {"torch", "numpy", "matplotlib", "wandb", "rich"} & sys.modules.keys()
+assert len(sys.modules) < 700, len(sys.modules)  # Hydra and what it needs are 350
 """
     helped = python("-c", code, "--help", cwd=here)
     assert helped.returncode == 0 and "variant: " + ", ".join(VARIANTS) in helped.stdout, helped
-    line = {"COMP_LINE": f"python {script} variant=prod", "COMP_POINT": "1000"}
+    line = {"COMP_LINE": "python train.py variant=prod", "COMP_POINT": "1000"}
     completed = python("-c", code, "-sc", "query=bash", cwd=here, **line)
     assert completed.returncode == 0 and completed.stdout.split() == ["variant=product_key_memory"], completed
     assert not list(here.iterdir())

@@ -49,6 +49,7 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8) -> list[Findin
 
 
 # Every pair of position, cache and attend_self; reach, persistent vectors, dropout and path take turns.
+@pytest.mark.numeric
 @pytest.mark.parametrize(
     "scheme, cache, attend_self, reach, persistent, dropout, path",
     [
@@ -72,6 +73,7 @@ def test_attention(scheme, cache, attend_self, reach, persistent, dropout, path)
     assert_keeps(model_of(attention, scheme=scheme, **common))
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_window_of_one(attend_self):
     """The window is narrower than any cut, and the ramp is wider than the window.
@@ -82,6 +84,7 @@ def test_window_of_one(attend_self):
     assert_keeps(model_of(attention, scheme=Rotary, span=1, layers=1, attend_self=attend_self), span=1)
 
 
+@pytest.mark.numeric
 def test_trimmed_spans():
     """Heads of different widths, and a past that is shorter than the span: columns come in steps of 64."""
     attention = partial(Attention, reach=partial(AdaptiveSpan, ramp=4, initial=0.45))
@@ -90,11 +93,13 @@ def test_trimmed_spans():
     assert_keeps(make, span=140)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_feed_forward(activation):
     assert_keeps(model_of(partial(feed_forward, activation=activation, zero_init=True), dropout=0.1))
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(
     "changes",
     [
@@ -107,12 +112,14 @@ def test_product_key_memory(changes):
     assert_keeps(model_of(Attention, partial(memory, **changes), scheme=Rotary, layers=1))
 
 
+@pytest.mark.numeric
 def test_limits_of_batch_norm_are_declared_and_real():
     findings = assert_keeps(model_of(Attention, partial(memory, query_norm="batch"), layers=1, dropout=0.1))
     real = {finding.promise for finding in findings if "is declared and real" in finding.detail}
     assert real == {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("outsider", [Gate, Sums, Stateless])
 def test_outsiders_keep_all_promises(outsider):
     make = model_of(outsider, layers=1)

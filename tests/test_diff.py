@@ -1,7 +1,6 @@
 """In what two runs differ: on the command line at once, and in the page by picking any two rows."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.pages import (
     opened_page,  # noqa: F401 - a fixture
     running_browser,  # noqa: F401 - a fixture
 )
+from tests.patience import wait_for
 from tests.test_report import change
 
 HOSTILE = "</script x><!--<script></script><svg onload='window.struck = 1'>\u2028\x1b[31m"
@@ -135,7 +135,5 @@ def test_any_two_rows_of_the_page_are_compared_without_a_server(runs, opened, tm
     box_of(third).click()  # the oldest gives way
     assert shown()[0] == ["key", runs[1].name, third.name] and not box_of(runs[0]).is_selected()
     panel.find_element(By.TAG_NAME, "button").click()
-    until = time.monotonic() + 2
-    while panel.is_displayed() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not panel.is_displayed() and not any(box.is_selected() for box in boxes)
+    wait_for(lambda: not panel.is_displayed(), "the end of the panel")
+    assert not any(box.is_selected() for box in boxes)

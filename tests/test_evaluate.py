@@ -65,6 +65,7 @@ def test_the_runs_protocol_gives_the_runs_number(trained, split, capsys):
     assert f"{row['bits_per_byte']:.4f}* bits per byte" in capsys.readouterr().out
 
 
+@pytest.mark.numeric
 def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
     run, _ = trained
     before = len((run / EVALUATIONS).read_text().splitlines()) if (run / EVALUATIONS).exists() else 0
@@ -82,6 +83,7 @@ def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
     )
 
 
+@pytest.mark.numeric
 def test_another_span_keeps_learned_spans_in_keys(trained):
     run, summary = trained
     own = evaluated(run, "eval.bytes=400")
@@ -94,6 +96,7 @@ def test_another_span_keeps_learned_spans_in_keys(trained):
     assert own["context_curve"][-1]["to_bytes"] == 32 and wider["context_curve"][-1]["to_bytes"] == 80
 
 
+@pytest.mark.numeric
 def test_spans_that_grew_are_scored_over_all_of_their_keys(tmp_path):
     job, _ = whole_run(
         *("variant=adaptive_span", "model.span=256", "variant.attention.zero_init=false", "data.bytes=40000"),

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from tests.command import ROOT, call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.needs import need
+from tests.patience import PATIENCE_SECONDS, wait_for
 from variants import triton_window
 
 SETTINGS = {"agree": AgreeSettings, "cost": CostSettings, "peers": PeerSettings, "speed": SpeedSettings}
@@ -179,7 +179,7 @@ def test_a_call_that_is_killed_takes_its_command_along(here, how):  # noqa: F811
     need(sys.platform == "linux", "asks Linux to end the command of a killed call")
     command = "import os, signal, sys, time; from pathlib import Path\n"
     command += "def save(*_): Path('saved').write_text('x'); os._exit(1)\n"
-    command += "signal.signal(signal.SIGTERM, save); Path('there').write_text('x'); time.sleep(60)"
+    command += "signal.signal(signal.SIGTERM, save); Path('there').write_text('x'); time.sleep(600)"
     code = f"""
 import signal, sys
 from pathlib import Path
@@ -190,22 +190,15 @@ class Slow(Command):
     arguments = ["-c", {command!r}]
 calls.ROOT = Path({str(here)!r})
 stop_on_request()
-runner = calls.Calls(calls.ROOT, seconds=600, pack=None)
+runner = calls.Calls(calls.ROOT, seconds=6000, pack=None)
 runner.begin(earlier=None, corpus=None, plain=None)
-runner.run([Slow(name="slow", stage="x", run="pytest", seconds=60, words=())], redo=set())
+runner.run([Slow(name="slow", stage="x", run="pytest", seconds=600, words=())], redo=set())
 """
     call_ = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    _await(here / "there")
+    wait_for((here / "there").exists, "the command")
     call_.send_signal(how)
-    call_.wait(10)
-    _await(here / "saved")
-
-
-def _await(path: Path) -> None:
-    end = time.monotonic() + 10
-    while not path.exists():
-        assert time.monotonic() < end, f"{path.name} has not come"
-        time.sleep(0.02)
+    call_.wait(PATIENCE_SECONDS)
+    wait_for((here / "saved").exists, "what the command does when it is stopped")
 
 
 def test_a_log_that_was_cut_short_is_gone_on_with(here, in_this_process):  # noqa: F811
@@ -221,15 +214,17 @@ def test_a_failure_stops_nothing_and_the_late_are_ended(here, monkeypatch):  # n
     monkeypatch.setattr(Command, "arguments", property(lambda self: ["-c", self.code]))
     monkeypatch.setattr(Command, "filled", lambda self, runs: self)
     monkeypatch.setattr("bench.evidence_calls.GRACE_SECONDS", 0.5)
+    woke = here / "woke"
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    stubborn += f"; open({str(woke)!r}, 'w')"
     plan = [
-        slow("bad", "print('so far'); raise ValueError('it broke')", 20),
+        slow("bad", "print('so far'); raise ValueError('it broke')", PATIENCE_SECONDS),
         slow("late", stubborn, 1.0),
-        slow("good", "print('fine')", 20),
+        slow("good", "print('fine')", PATIENCE_SECONDS),
     ]
-    calls, began = Calls(here, seconds=600, pack=None), time.monotonic()
+    calls = Calls(here, seconds=6000, pack=None)
     calls.begin(earlier=None, corpus=None, plain=None)
-    assert calls.run(plan, redo=set()) == 2 and time.monotonic() - began < 20
+    assert calls.run(plan, redo=set()) == 2 and not woke.exists()
     assert [(e["name"], e["status"]) for e in calls.entries()] == [("bad", FAILED), ("late", OUT_OF_TIME), ("good", OK)]
     assert calls.entries()[0]["reason"] == "ValueError: it broke"
     calls.run(plan, redo=set())

@@ -10,6 +10,8 @@ from tests.reference.feed_forward import feed_forward as reference
 from variants.contract import Place
 from variants.feed_forward import ACTIVATIONS, FeedForward
 
+pytestmark = pytest.mark.numeric
+
 DOUBLE = torch.float64
 
 

@@ -1,5 +1,6 @@
 """FlexAttention's fixed window as a peer: what it computes, and where it takes part."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -14,6 +15,7 @@ MEMORY = Memory(half_keys=32, top_k=4, heads=2, d_query=8)
 SIZES = Sizes(vocabulary=256, d_model=32, layers=2, heads=2, context=24, persistent=8, window=7, memory=MEMORY)
 
 
+@pytest.mark.numeric
 @torch.no_grad()  # torch has no backward pass of it on a CPU
 def test_a_window_as_wide_as_the_context_is_the_yardstick():
     whole = RIVALS["flex-window"].arguments(SIZES) | {"window": 24}
@@ -23,6 +25,7 @@ def test_a_window_as_wide_as_the_context_is_the_yardstick():
     assert torch.allclose(flex(tokens), plain(tokens), atol=1e-4)
 
 
+@pytest.mark.numeric
 def test_a_query_sees_its_window_and_no_more():
     model = RIVALS["flex-window"].build(SIZES, RIVALS["flex-window"].arguments(SIZES))
     q, k, v = torch.randn(3, 2, 2, 24, 16, generator=torch.Generator().manual_seed(0))

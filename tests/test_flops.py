@@ -27,6 +27,7 @@ def test_causal_pairs():
         assert causal_pairs(rows, keys) == torch.ones(rows, keys).tril().sum()  # as torch defines is_causal
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("causal, pairs", [(False, 7 * 5), (True, 1 + 2 + 3 + 4 + 5 + 5 + 5)])
 def test_attention_on_a_cpu_counts_the_pairs_that_are_visible(causal, pairs):
     q, k, v = heads(7, 5, requires_grad=True)
@@ -254,6 +255,7 @@ def test_adam_decays_by_the_gradient():
     assert second_step(torch.optim.Adam(made, weight_decay=0.1, foreach=False)).total == 15 * 12 + 1
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("rows, columns", [(6, 10), (10, 6)])
 def test_muon(rows, columns):
     made, size = parameters((rows, columns), (rows, columns), (rows, columns)), 3 * 60
@@ -284,6 +286,7 @@ def test_sparse_adam_works_on_rows():
     assert flops.moved_bytes < FOUR * 1000 * 5  # less than the table
 
 
+@pytest.mark.numeric
 def test_a_step_of_all_optimizers_of_a_run():
     planned = plan(*TINY, "optim=adamw", "optim.clip=1.0")
     model = planned.make_model()

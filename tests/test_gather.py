@@ -138,7 +138,9 @@ def mutated(random: Random, row: dict) -> dict:
     return row
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_stands_in_a_row_it_is_taken_or_refused(tmp_path, seed):
     random = Random(seed)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from harness.run import Run
 from harness.runtime import StopSignal
 from harness.settings import RuntimeSettings
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.patience import PATIENCE_SECONDS, wait_for
 from tests.runs import after_step, make_job, own_folder, restored, run_job  # noqa: F401 - fixtures
 
 IDENTITY = folder.Identity(variant="mhsa", seed=0, config="a", source="b", data="c", device="cpu", precision="float32")
@@ -27,19 +28,31 @@ folder = Path(sys.argv[1])
 leased = take_free(["GPU-a", "GPU-b"], folder=folder)
 with open(folder / "log", "a") as log:
     print("taken", leased.index, time.monotonic(), file=log, flush=True)
-    time.sleep(0.4)
+    while not (folder / "go").exists():
+        time.sleep(0.01)
     print("given", leased.index, time.monotonic(), file=log, flush=True)
 """
 AUTO = {"device": "auto", "precision": "float32", "compile": False, "path": "auto", "threads": 1, "deterministic": True}
 
 
+def taking(folder: Path, **streams) -> subprocess.Popen:
+    """A job that has one of two GPUs, or waits for one, until there is a file ``go`` in the folder."""
+    words = (sys.executable, "-c", TAKE, str(folder))
+    return subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams)
+
+
 def test_a_gpu_has_one_job_at_a_time_and_those_without_wait(tmp_path):
-    words = (sys.executable, "-c", TAKE, str(tmp_path))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    jobs = [subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    said = [job.communicate(timeout=60)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [0] * 4
-    assert sum("waiting for a free GPU, all 2 are taken" in text for text in said) == 2
+    jobs, said = [], [tmp_path / f"said-{number}" for number in range(4)]
+    for path in said:
+        with path.open("w") as file:
+            jobs.append(taking(tmp_path, stderr=file))
+
+    def waiting() -> int:
+        return sum("waiting for a free GPU, all 2 are taken" in path.read_text() for path in said)
+
+    wait_for(lambda: waiting() == 2, "the word of two jobs that they wait")
+    (tmp_path / "go").touch()
+    assert [job.wait(PATIENCE_SECONDS) for job in jobs] == [0] * 4 and waiting() == 2
     holding, used = set(), set()
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     for what, gpu, _ in sorted(lines, key=lambda line: float(line[2])):
@@ -50,10 +63,8 @@ def test_a_gpu_has_one_job_at_a_time_and_those_without_wait(tmp_path):
 
 
 def test_a_killed_job_leaves_its_gpu(tmp_path):
-    code = TAKE.replace("time.sleep(0.4)", "time.sleep(60)")
-    job = subprocess.Popen((sys.executable, "-c", code, str(tmp_path)), env=os.environ | {"PYTHONPATH": str(ROOT)})
-    while not (tmp_path / "log").exists():
-        time.sleep(0.01)
+    job = taking(tmp_path)
+    wait_for((tmp_path / "log").exists, "the job")
     assert lease.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 1
     job.kill()
     job.wait()

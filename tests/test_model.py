@@ -12,6 +12,8 @@ from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
 from tests.reference.language_model import language_model
 
+pytestmark = pytest.mark.numeric
+
 V, D, H, S, F, LAYERS = 256, 8, 2, 4, 12, 2
 SMALL = (
     *("data=recall", f"model.d_model={D}", f"model.heads={H}", f"model.layers={LAYERS}", f"model.span={S}"),

@@ -7,6 +7,8 @@ from torch import nn
 from harness.norms import RMSNorm
 from tests.attention_case import assert_same
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("shape", [(3, 5, 8), (1, 1, 7), (2, 64)])
 @pytest.mark.parametrize("eps", [None, 1e-3])

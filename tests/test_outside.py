@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import MADE, ROOT, TINY, Ended, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.patience import PATIENCE_SECONDS
 
 MIXER = """from torch import nn
 from variants.contract import Out, Sublayer
@@ -61,7 +62,7 @@ def typed(*words: str, **environment: str) -> Ended:
         env=known | environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     return Ended(code=done.returncode, out=done.stdout, err=done.stderr)

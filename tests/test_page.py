@@ -1,7 +1,6 @@
 """The report's page in a real browser, as a reader meets it: opened from disk, sorted, filtered, copied from."""
 
 import csv
-import time
 from dataclasses import replace
 
 from selenium.webdriver.common.by import By
@@ -26,6 +25,7 @@ from tests.pages import (
     running_browser,  # noqa: F401 - a fixture
     table_of,
 )
+from tests.patience import wait_for
 
 EMPTY = {"tables": [], "drawings": [], "notes": [], "commands": []}
 
@@ -155,9 +155,8 @@ def test_tables_and_figures_can_be_taken_away(opened, folder):
     for link in page.find_elements(By.CSS_SELECTOR, "a.csv, .files a"):
         link.click()
     wanted = {"cost.csv", "few.csv", "front.svg", "front.png", "curves.svg", "curves.png"}
-    downloads, until = folder / "downloads", time.monotonic() + 20
-    while not wanted <= {path.name for path in downloads.glob("*")} and time.monotonic() < until:
-        time.sleep(0.05)
+    downloads = folder / "downloads"
+    wait_for(lambda: wanted <= {path.name for path in downloads.glob("*")}, "some of the files")
     assert {path.name for path in downloads.iterdir()} == wanted
     found = {path.name: path.read_bytes() for path in downloads.iterdir()}
     assert found["front.svg"] == SVG and found["front.png"] == PNG
@@ -178,8 +177,5 @@ def test_csv_and_commands_can_be_copied(opened):
 
 
 def said_soon(part) -> str:
-    """What the output beside a button says, within two seconds."""
-    until = time.monotonic() + 2
-    while not (text := part.find_element(By.TAG_NAME, "output").text) and time.monotonic() < until:
-        time.sleep(0.02)
-    return text
+    """What the output beside a button says."""
+    return wait_for(lambda: part.find_element(By.TAG_NAME, "output").text, "a word about the copy")

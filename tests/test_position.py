@@ -11,6 +11,8 @@ from variants.attention import Attention
 from variants.contract import Place
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal, alibi_slopes, rotary_frequencies
 
+pytestmark = pytest.mark.numeric
+
 FAR = 10**7
 
 

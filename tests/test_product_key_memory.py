@@ -14,6 +14,8 @@ from variants import product_search
 from variants.contract import Place
 from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search
 
+pytestmark = pytest.mark.numeric
+
 DOUBLE = torch.float64
 B, T, D = 2, 3, 5  # streams, bytes, width
 

@@ -34,6 +34,8 @@ from tests.reference_case import (
     stream,  # noqa: F401 - a fixture
 )
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.fixture
 def weights() -> dict[str, Tensor]:

@@ -24,6 +24,8 @@ from tests.reference_case import (
     stream,  # noqa: F401 - a fixture
 )
 
+pytestmark = pytest.mark.numeric
+
 C, DQ = 3, 4  # half-keys per set and width of a query of the product-key memory
 
 

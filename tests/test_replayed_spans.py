@@ -15,6 +15,7 @@ def reaches(model) -> list:
     return [sublayer.reach for _, sublayer in model.sublayers() if isinstance(sublayer, Attention)]
 
 
+@pytest.mark.numeric
 def test_they_see_what_learned_spans_of_the_same_length_see():
     fixed, learned = make_run(*GIVEN).model, make_run(*VARIANTS["adaptive_span"]).model
     learned.load_state_dict(fixed.state_dict())  # the buffer has the parameter's name
@@ -30,6 +31,7 @@ def test_they_see_what_learned_spans_of_the_same_length_see():
     assert fixed.ideal_flops() == learned.ideal_flops()
 
 
+@pytest.mark.numeric
 def test_training_leaves_them_alone_and_charges_nothing():
     run = make_run(*GIVEN)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -39,6 +41,7 @@ def test_training_leaves_them_alone_and_charges_nothing():
     assert [reach.metrics({})["span"].tolist() for reach in reaches(run.model)] == SPANS
 
 
+@pytest.mark.numeric
 def test_whole_spans_with_a_ramp_of_one_are_a_hard_window():
     words = ("variant=replayed_spans", "variant.attention.reach.ramp=1")
     soft = plan(*TINY, *words, "variant.attention.reach.spans=[[7,7],[7,7]]").make_model()

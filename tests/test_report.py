@@ -17,6 +17,7 @@ from bench.reporting.gather import gather
 from bench.reporting.grouping import comparable, run_row
 from bench.reporting.shown import Drawing, Table
 from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, speed_row, write_rows, write_run
+from tests.patience import PATIENCE_SECONDS
 from tests.test_gather import mutated
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -309,12 +310,14 @@ def test_a_report_needs_neither_torch_nor_a_server(tmp_path):
         "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
     )
     words = [sys.executable, "-c", code, str(tmp_path), "--out", str(tmp_path / "report")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert {path.suffix for path in (tmp_path / "report" / "figures").iterdir()} == {".png", ".svg"}
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed):
     random = Random(seed)

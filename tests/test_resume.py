@@ -14,6 +14,7 @@ import torch
 from harness import checkpoint
 from harness.job import Job
 from harness.record import RECORD, read_rows
+from tests.patience import PATIENCE_SECONDS
 from tests.runs import (
     CARRY,
     DROPOUT,
@@ -160,7 +161,7 @@ def start_and_signal(number: int, *overrides: str) -> tuple[int, str]:
         if re.search(r"valid .* bits", line):
             process.send_signal(number)
             break
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, shown + rest
 
 
@@ -174,7 +175,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypa
     assert code == 128 + signal.SIGTERM, shown
     assert "the same command goes on" in shown and "budget.steps=150" in shown.splitlines()[-1]
     assert list(Path("outputs").glob("*/checkpoints/step-*.pt")) and not list(Path("outputs").glob("*/summary.json"))
-    again = subprocess.run(command(*given), capture_output=True, text=True, env=environment(), timeout=120)
+    again = subprocess.run(command(*given), capture_output=True, text=True, env=environment(), timeout=PATIENCE_SECONDS)
     assert again.returncode == 0 and "resuming at" in again.stdout, again.stderr
     (folder,) = Path("outputs").glob("mhsa-*")
     rows = read_rows(folder / RECORD)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = [
     ROOT / "train.py",
@@ -88,7 +90,7 @@ def test_variants_can_be_imported_alone(tmp_path):
     shutil.copytree(ROOT / "variants", tmp_path / "variants")
     modules = ", ".join(f"variants.{path.stem}" for path in (ROOT / "variants").glob("[!_]*.py"))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}; assert 'harness' not in sys.modules"
-    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=100)
+    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=PATIENCE_SECONDS)
 
 
 def test_names_and_sizes():

@@ -14,6 +14,7 @@ from torch import Tensor
 import variants
 from tests.attention_case import assert_near, gradients
 from tests.needs import need
+from tests.patience import PATIENCE_SECONDS
 from variants import triton_window, window
 from variants.window import Persistent, Window
 
@@ -146,18 +147,21 @@ UGLY = {
 }
 
 
+@pytest.mark.numeric
 @needs_triton
 @pytest.mark.parametrize("case", UGLY.values(), ids=UGLY)
 def test_kernel_is_the_plain_path(small_blocks, case):
     case.compare(tolerance=2e-5)
 
 
+@pytest.mark.numeric
 @needs_triton
 def test_wide_heads_and_half_precision(small_blocks):
     Case(T=17, past=7, z=(2.5, 17.0), width=64, persistent=2).compare(tolerance=2e-5)
     Case(T=17, past=7, z=(2.5, 17.0)).compare(dtype=torch.float16, tolerance=5e-3)
 
 
+@pytest.mark.numeric
 @needs_triton
 @pytest.mark.parametrize("added", ["nothing", "vectors"])
 def test_gradient_of_spans_at_kinks(small_blocks, added):
@@ -168,12 +172,14 @@ def test_gradient_of_spans_at_kinks(small_blocks, added):
     case.compare(like=torch.float32, tolerance=2e-5)
 
 
+@pytest.mark.numeric
 @needs_triton
 def test_a_ramp_may_begin_anywhere_in_a_block(small_blocks):
     """The last key of a block without a mask has m = 1 and no gradient of the span: not even that of a kink."""
     Case(T=16, past=48, columns=(64,) * 16, z=tuple(map(float, range(30, 46))), ramp=3).compare(tolerance=2e-5)
 
 
+@pytest.mark.numeric
 @needs_triton
 def test_each_head_has_its_own_hard_window(small_blocks):
     """The plain path has one window for all heads; so head by head."""
@@ -185,6 +191,7 @@ def test_each_head_has_its_own_hard_window(small_blocks):
         assert_near(y[:, h : h + 1].double(), window.attend(*one, Window((columns,))), tolerance=2e-5)
 
 
+@pytest.mark.numeric
 @needs_triton
 def test_huge_scores_do_not_overflow(small_blocks):
     case = Case(T=18, columns=(6, 18), shift=1, z=(1.5, 17.5), ramp=2, persistent=3)
@@ -249,7 +256,9 @@ for name in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
 def test_kernels_compile_for_hopper_without_one(tmp_path):
     """The interpreter takes Python that the compiler does not."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 4
 

@@ -324,7 +324,9 @@ def test_trials_are_in_no_figure_of_results(tmp_path, monkeypatch):
     assert len(drawn) == 4 and all([run.summary["seed"] for run in runs] == [0] for runs in drawn.values())
 
 
-@settings_of_hypothesis(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings_of_hypothesis(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_stands_in_trials_the_tables_come(tmp_path_factory, seed):
     random, folder = Random(seed), tmp_path_factory.mktemp("fuzz")

@@ -14,6 +14,8 @@ from variants.adaptive_span import bucket
 from variants.position import alibi_slopes
 from variants.window import Persistent, Window, skew, soft_mask, visible
 
+pytestmark = pytest.mark.numeric
+
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
     """The kernel is given past and segment one by one."""

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from tests.command import MADE, ROOT, TINY, run_folders
+from tests.patience import PATIENCE_SECONDS
 
 SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + MADE
 """A training of a second that keeps W&B and its figures."""
@@ -36,7 +37,7 @@ def python(*arguments, environment: dict[str, str]) -> subprocess.CompletedProce
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_SECONDS,
         check=True,
     )
 
