@@ -144,9 +144,9 @@ def _notes(rows: list[dict]) -> list[str]:
         "ratio: speed in that of the other (>=), or time over the other's (<=); median over rounds measured in turn"
     ]
     notes.append("peak: of a training step after warm-up, in a fresh process, above the bare one (MB = 10^6 bytes)")
-    in_judge = next((row["yardstick_in_judge"] for row in rows if row["yardstick_in_judge"] is not None), None)
-    if in_judge is not None:
-        notes.append(f"the yardstick reaches {in_judge:.3f} of its judge in this run ({FAIR} needed)")
+    for in_judge in dict.fromkeys(row["yardstick_in_judge"] for row in rows if row["yardstick_in_judge"] is not None):
+        named = ", ".join(dict.fromkeys(row["case"] for row in rows if row["yardstick_in_judge"] == in_judge))
+        notes.append(f"the yardstick reaches {in_judge:.3f} of its judge ({FAIR} needed) beside {named}")
     if all(row["reached"] is None for row in rows if row["status"] == MEASURED and not row["void"]):
         notes.append("NOT JUDGED: other sizes or settings than those of the targets")
     if shaken := [f"{row['case']} {row['position'] or ''}".strip() for row in rows if _disturbed(row)]:

@@ -23,7 +23,7 @@ class LayerTask:
         config, trusted: as in ``Entrant``; one sublayer of the variant is our memory.
         memory: its sizes.
         positions: bytes of a step.
-        optimizer: of the package's: ``adam``, as its documentation has it, or ``fused adamw``.
+        optimizer: of the package's: ``fused adamw``, or ``adam``, as its documentation has it.
     """
 
     config: dict
