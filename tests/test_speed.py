@@ -246,6 +246,10 @@ def test_rows_from_the_command_line_are_added_to_the_file(here):  # noqa: F811
     ]
     for row in rows:
         assert refusal(row) is None and row["kind"] == "speed" and row["status"] == "measured", row["reason"]
+        assert row["ratio_range"][0] == row["ratio"] == row["ratio_range"][1]  # of one round
+        assert row["opponent"]["name"] == row["relative_to"] and row["opponent"]["package"] == "torch"
+        for side in (row["entrant"], row["opponent"]):
+            assert side["optimizer"] == "fused AdamW" and side["parameters"] > 0 and side["training_flops_per_byte"] > 0
         assert row["ratio"] > 0 and row["peak_bytes"] > 0 and row["reached"] is None and row["spans"] == [8, 40]
         assert row["config"]["data"]["vocabulary"] == 205 and row["config"]["model"]["span"] == 64
         assert row["config"]["batch"]["carry"] and row["config"]["model"]["attend_self"] == (
@@ -283,7 +287,11 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed):  # no
     for one in untimed:
         if one.status is None:  # what is installed
             known = replace(one.task, scratch=str(here / "scratch")) if isinstance(one.task, SteadyTask) else one.task
-            one.make(known).train()
+            facts = one.make(known).weigh()
+            assert facts["optimizer"] == ("Adam" if one.name.endswith(" adam") else "fused AdamW"), one.name
+            assert facts["step_flops"] > 3 * facts["parameters"]["touched"], (
+                one.name
+            )  # a byte's two passes at the least
 
 
 def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  # noqa: F811
