@@ -266,7 +266,9 @@ def untimed(monkeypatch) -> list[Entry]:
     return entries
 
 
-def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed):  # noqa: F811
+def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkeypatch):  # noqa: F811
+    heats = []
+    monkeypatch.setattr("bench.speed_table.rows_of", lambda heat, **_: heats.append(heat) or [])
     ended = call("bench/speed.py", *SMALL)
     assert ended.code == 0 and "nothing was measured" in ended.out, ended.err
     assert [one.name for one in untimed] == [
@@ -276,6 +278,14 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed):  # no
         *("product-key-memory 8^2 adam", "product_key_memory 8^2"),
         *("yardstick", "x-transformers", "mhsa_1024", "bare loop", "trainer"),
     ]
+    against = {case.name: case.reference for heat in heats for case in heat.cases}
+    assert against == {
+        **dict.fromkeys(speed_cases.WORKLOAD, "yardstick"),
+        **dict.fromkeys(speed_cases.MATCHES, "x-transformers"),
+        **{"one_open": "all open", "trainer": "bare loop", "pkm_8": "product-key-memory 8^2 fused adamw"},
+        "pkm_8_adam": "product-key-memory 8^2 adam",
+    }
+    assert all(heat.yardstick == "yardstick" for heat in heats if heat.cases[-1].reference == "x-transformers")
     by_name = {one.name: one for one in untimed}
     assert by_name["one open"].task.spans == (32, 96) and by_name["all open"].task.spans == (96, 96)
     assert by_name["mhsa"].task.config["model"]["span"] == 96 and by_name["zero rotary"].task.spans == (0, 0)
