@@ -6,7 +6,8 @@ The workload's sizes are those of ``conf/speed.yaml``; S bytes of past are carri
 - ``fixed``, ``zero``, ``mixed``, ``persistent``: speed in the yardstick's, which sees one block and carries nothing; with
   relative positions and past inputs carried (the papers' setting, no byte sees itself), and with rotary ones and kv.
 - ``one_open``: time with one head open to S over that with all open; and that over a fixed window's.
-- ``pkm_128``, ...: the layer's speed in that of the package with Adam.
+- ``pkm_128``, ...: the layer's speed in that of the package, fused AdamW on both sides; ``pkm_128_adam``, ...: with Adam
+  for the package's, as its documentation has it.
 - ``mhsa_256``, ``mhsa_1024``: speed in x-transformers' with flash attention and rotary positions, nothing carried.
 - ``trainer``: speed of ``Run.step`` with a row of the record after each, in that of a bare loop over the same step.
 - ``mean_314`` (CUDA): time over that of a fixed window of ``short_span`` in the same setting.

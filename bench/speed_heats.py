@@ -116,17 +116,18 @@ class HeatMaker:
             memory = Memory(half_keys=half_keys, top_k=asked.top_k, heads=asked.heads, d_query=asked.d_query)
             sizes = {"d_model": asked.width, "layers": 2, "lanes": 1, "segment": asked.positions}
             plan = self.make.plan("product_key_memory", memory=memory, carry=False, **sizes)
-            same = {"positions": asked.positions, "verb": "speed", "optimizers": ("adam",)}
-            package, ours = entries_of_size(plan, memory, **same)
-            heat.entries[:] = package, ours
-            heat.cases.append(cases.memory_case(name, entrant=ours.name, reference=package.name))
+            heat.entries[:] = entries_of_size(plan, memory, positions=asked.positions, verb="speed")
+            alike, documented, ours = (entry.name for entry in heat.entries)
+            heat.cases.append(cases.memory_case(name, entrant=ours, reference=alike))
+            heat.cases.append(cases.memory_case(f"{name}_adam", entrant=ours, reference=documented))
         return heat
 
     def _long_context(self) -> Heat:
-        heat, context = Heat(), self.sizes.long_context
+        heat, context = Heat(yardstick=YARDSTICK, judge=JUDGE), self.sizes.long_context
         if "mhsa_1024" in self.chosen:
             plan = self.make.plan("mhsa", span=context, segment=context, carry=False)
-            heat.entries[:] = [self.make.peer(JUDGE, plan), self.make.ours("mhsa_1024", plan)]
+            peers = [self.make.peer(name, plan) for name in (YARDSTICK, JUDGE)]
+            heat.entries[:] = [*peers, self.make.ours("mhsa_1024", plan)]
             heat.cases.append(cases.match_case("mhsa_1024", reference=JUDGE))
         return heat
 

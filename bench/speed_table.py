@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.contest.rounds import FAIR, MEASURED, Entry, ratio, verdict
+from bench.contest.rounds import FAIR, MEASURED, Entry, ratio, ratios, verdict
 from bench.contest.table import DISTURBED, wide_console
 from bench.measure import percentiles
 from bench.speed_cases import MB, Bound, Case, Heat
@@ -66,8 +66,11 @@ def _row(case: Case, entries: list[Entry], *, judged: bool) -> dict:
         "cache": case.cache,
         "spans": getattr(entrant.task, "spans", None),
         "ratio": found,
+        "ratio_range": _range(entrant, reference, case.bound) if measured else None,
         "ratio_of": "times" if case.bound.at_most else "speeds",
         "relative_to": reference.name,
+        "entrant": _side(entrant),
+        "opponent": _side(reference),
         "target": case.bound.limit,
         "reached": kept if judged else None,
         "second": second,
@@ -85,6 +88,25 @@ def _row(case: Case, entries: list[Entry], *, judged: bool) -> dict:
 def _of(entry: Entry, reference: Entry, bound: Bound) -> float | None:
     """Speed of an entry in that of its reference, or its time over the reference's where the bound is on times."""
     return ratio(reference, entry) if bound.at_most else ratio(entry, reference)
+
+
+def _range(entry: Entry, reference: Entry, bound: Bound) -> list[float]:
+    """The least and the greatest of the rounds."""
+    found = ratios(reference, entry) if bound.at_most else ratios(entry, reference)
+    return [min(found), max(found)]
+
+
+def _side(entry: Entry) -> dict:
+    """What a reader must know of one side to judge a ratio; None where it is not known."""
+    parameters, flops = entry.facts.get("parameters"), entry.facts.get("step_flops")
+    return {
+        "name": entry.name,
+        "package": entry.package,
+        "version": entry.version,
+        "optimizer": entry.facts.get("optimizer"),
+        "parameters": parameters and parameters["total"],
+        "training_flops_per_byte": flops and flops / entry.bytes_per_step,
+    }
 
 
 def _times(entry: Entry) -> dict:
@@ -144,9 +166,9 @@ def _notes(rows: list[dict]) -> list[str]:
         "ratio: speed in that of the other (>=), or time over the other's (<=); median over rounds measured in turn"
     ]
     notes.append("peak: of a training step after warm-up, in a fresh process, above the bare one (MB = 10^6 bytes)")
-    in_judge = next((row["yardstick_in_judge"] for row in rows if row["yardstick_in_judge"] is not None), None)
-    if in_judge is not None:
-        notes.append(f"the yardstick reaches {in_judge:.3f} of its judge in this run ({FAIR} needed)")
+    for in_judge in dict.fromkeys(row["yardstick_in_judge"] for row in rows if row["yardstick_in_judge"] is not None):
+        named = ", ".join(dict.fromkeys(row["case"] for row in rows if row["yardstick_in_judge"] == in_judge))
+        notes.append(f"the yardstick reaches {in_judge:.3f} of its judge ({FAIR} needed) beside {named}")
     if all(row["reached"] is None for row in rows if row["status"] == MEASURED and not row["void"]):
         notes.append("NOT JUDGED: other sizes or settings than those of the targets")
     if shaken := [f"{row['case']} {row['position'] or ''}".strip() for row in rows if _disturbed(row)]:

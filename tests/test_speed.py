@@ -246,6 +246,10 @@ def test_rows_from_the_command_line_are_added_to_the_file(here):  # noqa: F811
     ]
     for row in rows:
         assert refusal(row) is None and row["kind"] == "speed" and row["status"] == "measured", row["reason"]
+        assert row["ratio_range"][0] == row["ratio"] == row["ratio_range"][1]  # of one round
+        assert row["opponent"]["name"] == row["relative_to"] and row["opponent"]["package"] == "torch"
+        for side in (row["entrant"], row["opponent"]):
+            assert side["optimizer"] == "fused AdamW" and side["parameters"] > 0 and side["training_flops_per_byte"] > 0
         assert row["ratio"] > 0 and row["peak_bytes"] > 0 and row["reached"] is None and row["spans"] == [8, 40]
         assert row["config"]["data"]["vocabulary"] == 205 and row["config"]["model"]["span"] == 64
         assert row["config"]["batch"]["carry"] and row["config"]["model"]["attend_self"] == (
@@ -262,15 +266,26 @@ def untimed(monkeypatch) -> list[Entry]:
     return entries
 
 
-def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed):  # noqa: F811
+def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkeypatch):  # noqa: F811
+    heats = []
+    monkeypatch.setattr("bench.speed_table.rows_of", lambda heat, **_: heats.append(heat) or [])
     ended = call("bench/speed.py", *SMALL)
     assert ended.code == 0 and "nothing was measured" in ended.out, ended.err
     assert [one.name for one in untimed] == [
         *("yardstick", "x-transformers", "fixed relative", "fixed rotary", "zero relative", "zero rotary"),
         *("mixed relative", "mixed rotary", "persistent relative", "persistent rotary", "mhsa_256"),
-        *("one open", "all open", "mhsa", "product-key-memory 8^2 adam", "product_key_memory 8^2"),
-        *("x-transformers", "mhsa_1024", "bare loop", "trainer"),
+        *("one open", "all open", "mhsa", "product-key-memory 8^2 fused adamw"),
+        *("product-key-memory 8^2 adam", "product_key_memory 8^2"),
+        *("yardstick", "x-transformers", "mhsa_1024", "bare loop", "trainer"),
     ]
+    against = {case.name: case.reference for heat in heats for case in heat.cases}
+    assert against == {
+        **dict.fromkeys(speed_cases.WORKLOAD, "yardstick"),
+        **dict.fromkeys(speed_cases.MATCHES, "x-transformers"),
+        **{"one_open": "all open", "trainer": "bare loop", "pkm_8": "product-key-memory 8^2 fused adamw"},
+        "pkm_8_adam": "product-key-memory 8^2 adam",
+    }
+    assert all(heat.yardstick == "yardstick" for heat in heats if heat.cases[-1].reference == "x-transformers")
     by_name = {one.name: one for one in untimed}
     assert by_name["one open"].task.spans == (32, 96) and by_name["all open"].task.spans == (96, 96)
     assert by_name["mhsa"].task.config["model"]["span"] == 96 and by_name["zero rotary"].task.spans == (0, 0)
@@ -282,7 +297,11 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed):  # no
     for one in untimed:
         if one.status is None:  # what is installed
             known = replace(one.task, scratch=str(here / "scratch")) if isinstance(one.task, SteadyTask) else one.task
-            one.make(known).train()
+            facts = one.make(known).weigh()
+            assert facts["optimizer"] == ("Adam" if one.name.endswith(" adam") else "fused AdamW"), one.name
+            assert facts["step_flops"] > 3 * facts["parameters"]["touched"], (
+                one.name
+            )  # a byte's two passes at the least
 
 
 def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  # noqa: F811

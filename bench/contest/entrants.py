@@ -5,6 +5,7 @@ gradients dropped. Ours take the trainer's own step. The learning rate is 0: the
 stay where they start.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from bench.measure import peak_bytes, times
 from bench.subject import MIDDLE, WARM_STEPS
 from harness import runtime
 from harness.build import plan_run
+from harness.flops import count_flops
 from harness.memory import PeakMemory, keep_freed
 from harness.run import path_of
 from harness.step import Trainer
@@ -36,9 +38,11 @@ class Entrant:
 
     Attributes:
         model: on the run's device; made by the subclass, below whose ``load`` the memory's baseline lies.
+        moved_by: its optimizers.
     """
 
     model: nn.Module
+    moved_by: Iterable[torch.optim.Optimizer]
 
     def __init__(self, config: dict, trusted: tuple[str, ...]):
         self.plan = plan_run(OmegaConf.create(config), trusted=trusted)
@@ -72,15 +76,18 @@ class Entrant:
         return prove(self.probe())
 
     def weigh(self) -> dict:
-        """Parameters, path, and the peak of a training step after warm-up."""
+        """Parameters, optimizer, path, FLOPs of a training step, and its peak of memory after warm-up."""
         keep_freed(False)
         for _ in range(WARM_STEPS):
             self.train()
         peak = peak_bytes(self._some_steps, device=self.runtime.device, meter=self.meter)
         keep_freed(True)  # from here on time counts
-        path = self.path()
+        path, seen = self.path(), self.runtime.device.type == "cpu" and not self.runtime.compile
+        names = [("fused " if o.defaults.get("fused") else "") + type(o).__name__ for o in self.moved_by]
         return {
             "parameters": {"total": sum(p.numel() for p in self.model.parameters()), "touched": self.touched()},
+            "optimizer": " + ".join(dict.fromkeys(names)),
+            "step_flops": count_flops(self.train, gradients=True).total if seen else None,  # not of compiled kernels
             "path": f"{path}, compiled" if self.runtime.compile and "compiled" not in path else path,
             "memory": {"train_peak_bytes": peak.bytes, "approximate": peak.approximate},
         }
@@ -154,6 +161,7 @@ class OurModel(LanguageEntrant):
         self.model = self.plan.make_model().to(self.runtime.device)
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
+        self.moved_by = optimizers.optimizers.values()
         self.trainer = Trainer(self.model, optimizers, self.runtime)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -176,6 +184,7 @@ class PeerModel(LanguageEntrant):
         super().__init__(task)
         self.model = built(task.rival, task.sizes).to(self.runtime.device)
         self.optimizer = fused_adamw(list(self.model.parameters()), lr=0.0)
+        self.moved_by = [self.optimizer]
         self.forward = self.runtime.forward(self.model.train())
 
     def load(self) -> None:

@@ -23,7 +23,7 @@ class LayerTask:
         config, trusted: as in ``Entrant``; one sublayer of the variant is our memory.
         memory: its sizes.
         positions: bytes of a step.
-        optimizer: of the package's: ``adam``, as its documentation has it, or ``fused adamw``.
+        optimizer: of the package's: ``fused adamw``, or ``adam``, as its documentation has it.
     """
 
     config: dict
@@ -78,6 +78,7 @@ class OurLayer(LayerEntrant):
         self.model = next(s for _, s in whole.sublayers() if hasattr(s, "half_keys")).train()
         self.optimizers = self.plan.make_optimizers(whole)  # what has no gradient is left alone
         self.optimizers.lr = 0.0
+        self.moved_by = self.optimizers.optimizers.values()
         self.forward = self.runtime.forward(self.model)
 
     def call(self, x: Tensor) -> Tensor:
@@ -101,6 +102,7 @@ class PackageLayer(LayerEntrant):
         super().__init__(task)
         self.model = build_pkm(self.arguments()).to(self.runtime.device).train()
         self.optimizer = _optimizer(self.model, task.optimizer)
+        self.moved_by = [self.optimizer]
         self.forward = self.runtime.forward(self.model)
 
     def arguments(self) -> dict:

@@ -125,14 +125,14 @@ def _turned(entries: list[Entry], number: int) -> list[Entry]:
 
 def ratio(entry: Entry, reference: Entry) -> float | None:
     """Speed of an entry in that of its reference, by position: median over the rounds that both have."""
-    if not entry.rounds or not reference.rounds:
-        return None
-    ms = [(median(a) / entry.bytes_per_step, median(b) / reference.bytes_per_step) for a, b in _pairs(entry, reference)]
-    return median(theirs / own for own, theirs in ms)
+    found = ratios(entry, reference)
+    return median(found) if found else None
 
 
-def _pairs(entry: Entry, reference: Entry):
-    return zip(entry.rounds, reference.rounds, strict=False)  # an interrupted round has fewer
+def ratios(entry: Entry, reference: Entry) -> list[float]:
+    """The same of each round."""
+    own, theirs = ([median(ms) / e.bytes_per_step for ms in e.rounds] for e in (entry, reference))
+    return [b / a for a, b in zip(own, theirs, strict=False)]  # an interrupted round has fewer
 
 
 def verdict(yardstick: Entry, judge: Entry | None) -> tuple[float | None, str | None]:

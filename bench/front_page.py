@@ -1,0 +1,161 @@
+"""The README's speeds, out of committed rows: ``python -m bench.front_page``.
+
+Writes what stands between the two markers of ``README.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses
+beside hits, and says how many lines of the code that was measured have changed since. That count is printed and not written:
+the next commit would make it wrong. Needs neither torch nor a server.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.rows import GROUND, ground, refusal
+from harness.cache import write_whole
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = "bench/results/*/speed.jsonl"
+BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
+UNMEASURED = ("results", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
+CODE = ("train.py", "variants", "harness", "conf", "bench", *(f":!bench/{name}" for name in UNMEASURED))
+REACHED, MISSED = "reached", "**MISSED**"
+HEADINGS = ("case", "ours", "opponent", "ratio and target", "peak and target, MB", "parameters", "FLOPs", "optimizer")
+CARRIED = {"kv": "keys and values", "hidden": "past inputs"}
+LEGEND = """\
+- Ratio: our speed in the opponent's, or where a target has ≤, our time over the opponent's. The median of rounds in which
+  both take turns, then the least and the greatest. Whole training steps are timed: forward, backward, optimizer.
+- Peak: resident memory of a training step above the bare process, approximate. It is to be half of what the papers' published
+  code takes, or 0.7 of the package's peak.
+- Parameters, FLOPs per byte (forward and backward, counted) and optimizer: ours / the opponent's. `-` was not recorded.
+- `yardstick`: a minimal PyTorch transformer with fused attention, `bench/contest/yardstick.py`. It sees one block of bytes
+  and carries no past. `x-transformers`: the package, with flash attention and rotary positions. `product-key-memory`: the
+  package's layer, `adam` as its documentation has it. `all open`: every head open to the longest span, `mhsa`: a fixed
+  window of that length. `bare loop`: the same steps without the trainer around them."""
+
+
+def main() -> int:
+    """The exit code: 0, or 2 where the page cannot be written."""
+    try:
+        page = ROOT / "README.md"
+        write_whole(page, written(page.read_text(encoding="utf-8"), ROOT).encode())
+        for path, rows in tables(ROOT).items():
+            print(f"{path}: commit {rows[0]['commit']}; changed since then: {lines_changed(rows[0]['commit'], ROOT)}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def written(page: str, root: Path) -> str:
+    """The page with what the rows below ``root`` say between its markers; ValueError without rows or markers."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"README.md: must have the lines {BEGIN} and {END}")
+    return "\n\n".join([before + begin, *(_block(*item) for item in tables(root).items()), LEGEND, end + after])
+
+
+def tables(root: Path) -> dict[Path, list[dict]]:
+    """Rows by file, relative to ``root``; ValueError for a row that cannot be traced, or is of another run than the first."""
+    found = {}
+    for path in sorted(root.glob(ROWS)):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for number, row in enumerate(rows, start=1):
+            other = f"must have the commit, {', '.join(GROUND)} of the first row"
+            reason = refusal(row) or (not row["commit"] and "no provenance: commit missing")
+            reason = reason or (row["interrupted"] and "the measurement was interrupted")
+            if reason := reason or ((row["commit"], ground(row)) != (rows[0]["commit"], ground(rows[0])) and other):
+                raise ValueError(f"{path}:{number}: {reason}")
+        found[path.relative_to(root)] = rows
+    if not found:
+        raise ValueError(f"{ROWS}: there is no such file; python -m bench.speed rows=FILE makes one")
+    return found
+
+
+def lines_changed(commit: str, root: Path) -> str:
+    """Lines added and removed since a commit in what makes a speed: ``12 lines``, or why nobody knows."""
+    words = ["git", "-C", str(root), "diff", "--numstat", commit.removesuffix("-dirty"), "--", *CODE]
+    try:
+        diff = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "not known, there is no git here or it does not have that commit"
+    counts = [word for line in diff.splitlines() for word in line.split("\t")[:2]]
+    return f"{sum(int(word) for word in counts if word != '-'):,} lines"  # - is a binary file's
+
+
+def _block(path: Path, rows: Sequence[dict]) -> str:
+    first, lines = rows[0], [_line(row) for row in rows]
+    model, batch, verdicts = first["config"]["model"], first["config"]["batch"], " ".join(map(" ".join, lines))
+    reached, missed = (verdicts.count(f"{verdict})") for verdict in (REACHED, MISSED))
+    commit, _, dirty = first["commit"].partition("-")
+    about = [
+        f"**{path.parent.name}: {reached} targets reached, {missed} missed.** {first['device']}, {first['threads']} threads,",
+        f"{first['precision']}, torch {first['versions']['torch']}. Width {model['d_model']}, {model['heads']} heads,",
+        f"{model['layers']} layers, {batch['lanes']} streams of {batch['segment']} bytes where nothing else is said.",
+        f"Commit {commit[:8]}{', with changes that were not committed' if dirty else ''};",
+        "`python -m bench.front_page` says how much code has changed since.\n",
+    ]
+    table = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join([*about, *(f"| {' | '.join(line)} |" for line in [HEADINGS, ["---"] * len(HEADINGS), *table])])
+
+
+def _line(row: dict) -> list[str]:
+    peak, limit = (row[key] and row[key] / 1e6 for key in ("peak_bytes", "peak_limit_bytes"))
+    room = _held(f"{peak:,.1f}", peak, limit, judged=row["peak_reached"], form=",.1f") if peak else "-"
+    flops = _both(row, "training_flops_per_byte", lambda value: f"{value / 1e6:.1f} M")
+    sizes = [_both(row, "parameters", "{:,}".format), flops, _both(row, "optimizer", str)]
+    return [f"`{row['case']}`", _ours(row), _opponent(row), _ratio(row), room, *sizes]
+
+
+def _ratio(row: dict) -> str:
+    value, second, judged = row["ratio"], row["second"], row["reached"]
+    if value is None or row["void"]:
+        return row["void"] or row["reason"]
+    spread = ", {:.3f} to {:.3f}".format(*row["ratio_range"]) if "ratio_range" in row else ""
+    said = _held(f"{value:.3f}{spread}", value, row["target"], judged=judged, at_most=row["ratio_of"] == "times")
+    if second:
+        value = second["ratio"]
+        said += "; " + _held(f"{second['what']}: {value:.3f}", value, second["target"], judged=judged)
+    return said
+
+
+def _held(said: str, value: float, limit: float | None, *, judged: bool | None, at_most: bool = True, form="g") -> str:
+    """What was found, what it was to be, and the verdict; ``judged`` is None for sizes that the limit is not for."""
+    if limit is None:
+        return said
+    verdict = REACHED if (value <= limit if at_most else value >= limit) else MISSED
+    return f"{said} ({'≤' if at_most else '≥'} {limit:{form}} {'not judged' if judged is None else verdict})"
+
+
+def _ours(row: dict) -> str:
+    config, spans = row["config"], row["spans"]
+    variant, segment = config["variant"], config["batch"]["segment"]
+    if row["position"] is None:
+        return f"`{row['variant']}`, the layer alone, {variant['memory']['half_keys']}² slots, {segment:,} bytes"
+    seen = f"spans {spans if any(spans) else 0}" if spans else f"the last {config['model']['span']:,} bytes seen"
+    persistent = variant["attention"]["persistent"]
+    vectors = f", {persistent['number']} persistent vectors" if persistent else ""
+    carried = f"{CARRIED[row['cache']]} carried" if config["batch"]["carry"] else f"one block of {segment:,} bytes"
+    return f"`{row['variant']}`, {seen}{vectors}, {row['position']} positions, {carried}"
+
+
+def _opponent(row: dict) -> str:
+    """Its name, and where it is the yardstick's judge, how strong that is itself."""
+    side, name, in_judge = row.get("opponent"), row["relative_to"], row["yardstick_in_judge"]
+    said = f"`{name}` {side['version']}" if side and side["package"] in name else f"`{name}`"
+    if name != "x-transformers":
+        return said
+    if in_judge is None or row["ratio"] is None:
+        return f"{said}, not measured beside the yardstick"
+    return f"{said}, itself {1 / in_judge:.3f} of the yardstick: ours is {row['ratio'] / in_judge:.3f} of the yardstick"
+
+
+def _both(row: dict, key: str, say: Callable[[object], str]) -> str:
+    """A fact of ours / the opponent's, once where they are equal."""
+    found = [(row.get(side) or {}).get(key) for side in ("entrant", "opponent")]
+    return " / ".join(dict.fromkeys("-" if value is None else say(value) for value in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The README's speeds are those of committed rows, misses among them, and of nothing else."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import front_page, speed_cases
+from bench.front_page import BEGIN, END, MISSED, REACHED, lines_changed, written
+from tests.bench_rows import speed_row
+from tests.composing import compose_config
+
+ROOT = front_page.ROOT
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = PAGE.partition(BEGIN)[2].partition(END)[0]
+CLAIM = re.compile(r"(?<![\w.-])[01]\.\d+|\d\s*(?:times|×|x|%|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
+SIZES = {"d_model": 256, "heads": 8, "layers": 4, "span": 1024}, {"lanes": 8, "segment": 256, "carry": True}
+CONFIG = {"variant": {"attention": {"persistent": None}}, "model": SIZES[0], "batch": SIZES[1]}
+SIDE = {"name": "x-transformers", "package": "x-transformers", "version": "9.9", "optimizer": "fused AdamW"}
+SIDE |= {"parameters": 1234567, "training_flops_per_byte": 2.5e6}
+ROW = {"ratio_of": "speeds", "second": None, "spans": None, "interrupted": False, "yardstick_in_judge": None}
+ROW = speed_row(config=CONFIG, peak_reached=True, **ROW)
+
+
+def page_of(folder: Path, *rows: dict, machine: str = "here") -> str:
+    path = folder / f"bench/results/{machine}/speed.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return written(f"Before.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n", folder)
+
+
+def test_the_readme_says_what_the_rows_say():
+    assert written(PAGE, ROOT) == PAGE, "python -m bench.front_page"
+
+
+def edits() -> list[tuple[str, str]]:
+    missed = max(BLOCK.splitlines(), key=lambda line: MISSED in line)
+    number = re.search(r"\d\.\d{3} \(", BLOCK)[0]
+    verdict = (f"{MISSED})", f"{REACHED})") if MISSED in BLOCK else (f"{REACHED})", f"{MISSED})")
+    return [(f"{missed}\n", ""), verdict, (number, f"9{number}"), ("Commit ", "Commit 0"), ("- Peak", "Peak")]
+
+
+@pytest.mark.parametrize(("now", "edited"), edits(), ids=["a miss left out", "verdict", "number", "commit", "legend"])
+def test_an_edit_by_hand_is_found_and_undone(now, edited):
+    page = PAGE.replace(BLOCK, BLOCK.replace(now, edited, 1))
+    assert page != written(page, ROOT) == written(PAGE, ROOT)
+
+
+def test_no_speed_is_claimed_elsewhere_in_the_readme():
+    assert CLAIM.search("1.06 of x") and CLAIM.search("about 3 times the speed") and CLAIM.search("2x")
+    assert not CLAIM.findall(PAGE.replace(BLOCK, ""))
+
+
+def test_no_case_is_missing_among_the_rows():
+    layer = compose_config(name="speed").layer
+    settings = {(name, position) for name in speed_cases.WORKLOAD for position in speed_cases.SETTINGS}
+    alone = {"one_open", "trainer", *speed_cases.MATCHES, *(f"pkm_{number}" for number in layer.half_keys)}
+    documented = {f"pkm_{number}_adam" for number in layer.half_keys}
+    for path, rows in front_page.tables(ROOT).items():
+        if rows[0]["device_kind"] == "cpu":
+            assert settings <= {(row["case"], row["position"]) for row in rows}, path
+            asked = alone | documented if "opponent" in rows[0] else alone  # older rows have one of the two
+            assert asked <= {row["case"] for row in rows}, path
+        for row in rows:
+            assert row["commit"][:8] in BLOCK and {row["reached"], row["peak_reached"]} <= {True, False, None}
+
+
+def test_a_verdict_is_read_off_the_numbers(tmp_path):
+    times = {"ratio": 0.3, "ratio_of": "times", "target": 0.25}
+    second = {"what": "time of a over b", "ratio": 0.9, "target": 1.1}
+    page = page_of(tmp_path, ROW | {"ratio": 0.3996}, ROW | times | {"second": second, "peak_bytes": 7e8})
+    assert "| 0.400 (≥ 0.4 **MISSED**) | 400.0 (≤ 600.0 reached) |" in page
+    assert "| 0.300 (≤ 0.25 **MISSED**); time of a over b: 0.900 (≤ 1.1 reached) | 700.0 (≤ 600.0 **MISSED**) |" in page
+    assert "**here: 2 targets reached, 3 missed.**" in page and page.startswith("Before.") and page.endswith("After.\n")
+    other_sizes = page_of(tmp_path, ROW | {"reached": None, "peak_reached": None})
+    assert "0 targets reached, 0 missed" in other_sizes and "(≥ 0.4 not judged)" in other_sizes
+
+
+def test_what_is_not_known_or_void_or_failed_is_no_number(tmp_path):
+    slow = ROW | {"void": "the yardstick is slow", "ratio": 0.987}
+    page = page_of(tmp_path, ROW, slow, ROW | {"ratio": None, "reason": "x: a | b"})
+    assert page.count("| - | - | - |") == 3 and "| the yardstick is slow |" in page and "0.987" not in page
+    assert r"| x: a \| b |" in page
+
+
+def test_both_sides_are_shown_and_how_strong_the_judge_is(tmp_path):
+    judge = {"relative_to": "x-transformers", "yardstick_in_judge": 1.25, "ratio": 1.1, "ratio_range": [1.0, 1.2]}
+    page = page_of(tmp_path, ROW | judge | {"entrant": SIDE | {"optimizer": "Adam", "parameters": 9}, "opponent": SIDE})
+    assert "`x-transformers` 9.9, itself 0.800 of the yardstick: ours is 0.880 of the yardstick" in page
+    assert "| 1.100, 1.000 to 1.200 (≥ 0.4 reached) |" in page
+    assert "| 9 / 1,234,567 | 2.5 M | Adam / fused AdamW |" in page
+    assert "not measured beside the yardstick" in page_of(tmp_path, ROW | judge | {"yardstick_in_judge": None})
+
+
+def test_every_machine_has_a_table_and_changes_that_were_not_committed_are_said(tmp_path):
+    page_of(tmp_path, ROW, machine="another")
+    page = page_of(tmp_path, ROW | {"commit": f"{ROW['commit']}-dirty"})
+    assert page.index("**another:") < page.index("**here:") and page.count("| case |") == 2
+    assert page.count("Commit efefefef, with changes that were not committed") == page.count("not committed") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"source": ...}, "source missing"),
+        ({"commit": None}, "commit missing"),
+        ({"commit": "ab" * 20}, "must have the commit"),
+        ({"threads": 16}, "threads"),
+        ({"interrupted": True}, "interrupted"),
+    ],
+)
+def test_rows_of_another_run_or_of_none_are_refused(tmp_path, change, said):
+    row = {key: value for key, value in (ROW | change).items() if value is not ...}
+    with pytest.raises(ValueError, match=rf"here/speed\.jsonl:2: .*{said}"):
+        page_of(tmp_path, ROW, row)
+
+
+def test_without_rows_or_markers_it_says_so(tmp_path):
+    with pytest.raises(ValueError, match="there is no such file"):
+        written(PAGE, tmp_path)
+    with pytest.raises(ValueError, match="must have the lines"):
+        written("# A page\n", ROOT)
+
+
+def test_the_lines_that_changed_since_the_rows_are_counted(tmp_path):
+    assert lines_changed("ab" * 20, tmp_path).startswith("not known")
+
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "-q")
+    for name in ("variants/a.cpp", "bench/speed.py", "bench/report.py", "bench/results/x/speed.jsonl", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one\ntwo\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD").strip()
+    assert lines_changed(commit, tmp_path) == "0 lines"
+    for path in tmp_path.rglob("*.*"):
+        if ".git" not in path.parts and path.is_file():
+            path.write_text("one\nthree\nfour\n")
+    assert lines_changed(f"{commit}-dirty", tmp_path) == "6 lines"  # two files: one removed and two added in each
+    assert lines_changed("ab" * 20, tmp_path).startswith("not known")
+    git("commit", "-qam", "second")
+    assert lines_changed(commit, tmp_path) == "6 lines"
+
+
+def test_the_command_writes_the_page_without_torch(tmp_path):
+    for name in ("bench", "harness", "variants", "README.md"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    (tmp_path / "README.md").write_text(PAGE.replace(MISSED, REACHED), encoding="utf-8")
+    code = "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('bench.front_page', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0 and (tmp_path / "README.md").read_text(encoding="utf-8") == written(PAGE, ROOT), (
+        ended.stderr
+    )
+    assert "speed.jsonl: commit" in ended.stdout and "not known" in ended.stdout
+
+
+def test_a_page_that_cannot_be_written_ends_with_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(front_page, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("no markers", encoding="utf-8")
+    assert front_page.main() == 2 and "error: README.md: must have the lines" in capsys.readouterr().err
