@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -27,8 +28,8 @@ def digest(trust: tuple[str, ...] = (), *, measuring: bool = False) -> str:
     """SHA-256 of our source and of all modules that the user named.
 
     Args:
-        trust: those modules. A package counts with all its files; a single file with what it imports from its own folder,
-            and with files of the same stem, as ``mine.cpp`` beside ``mine.py``.
+        trust: those modules. A package counts with all its files; a single file with what it imports from its own folder
+            (unless it was installed), and with files of the same stem, as ``mine.cpp`` beside ``mine.py``.
         measuring: whether the code of bench counts, for its rows.
 
     Raises:
@@ -74,9 +75,10 @@ def _trusted(module: str) -> tuple[tuple[str, Path], ...]:
     if origin.name == "__init__.py" or "." in module:
         files = _tree(origin.parent)
     else:
-        finder = ModuleFinder(path=[str(origin.parent)])
-        with suppress(SyntaxError):  # an import will say so
-            finder.run_script(str(origin))  # which runs nothing
+        finder = ModuleFinder(path=[str(origin.parent)], excludes=["variants", "harness"])
+        if origin.parent not in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
+            with suppress(SyntaxError):  # an import will say so
+                finder.run_script(str(origin))  # which runs nothing
         imported = {origin, *(Path(known.__file__) for known in finder.modules.values() if known.__file__)}
         files = sorted({path for own in imported for path in own.parent.glob(f"{own.stem}.*") if path.is_file()})
     return tuple((f"{module}/{path.relative_to(origin.parent)}", path) for path in files)

@@ -128,6 +128,18 @@ def test_trusted_modules_are_source_too(tmp_path, monkeypatch, new_process):
         digest(("nowhere_at_all",))
 
 
+def test_what_lies_beside_an_installed_file_is_not_followed(tmp_path, monkeypatch, new_process):
+    """Else all of torch would be read."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(tmp_path))
+    write(tmp_path / "installed.py", "import other\n")
+    write(tmp_path / "other.py", "")
+    before = digest(("installed",))
+    new_process()
+    write(tmp_path / "other.py", "edited")
+    assert digest(("installed",)) == before
+
+
 def test_a_trusted_file_with_an_error_has_a_digest(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path / "broken.py", "def (\n")
