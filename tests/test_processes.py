@@ -147,9 +147,8 @@ def test_two_processes_train_as_one(two, name):
     assert first["metrics"] == second["metrics"] and first["metrics"].keys() == one["metrics"].keys()
     if one["state"]:
         assert first["state"] == second["state"] == one["state"] // 2
-    assert (
-        first["float32"] == second["float32"] == pytest.approx(first_bits(in_precision(alone(), "float32")), abs=1e-5)
-    )
+    single = first_bits(in_precision(alone(), "float32"))
+    assert first["float32"] == second["float32"] == pytest.approx(single, abs=1e-4)
 
 
 def test_the_span_loss_counts_once_and_spans_stay_in_range(two):
