@@ -99,7 +99,7 @@ def test_names_and_sizes():
 
 
 def test_no_path_of_one_machine():
-    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a file in a worktree
     files += [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
     machine = re.compile(r"(?<![\w.~}])/(work|root|tmp|home)/[a-z]")
     found = [

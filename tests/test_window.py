@@ -266,7 +266,8 @@ def test_bfloat16_is_close_to_float32(path, data):
     found = drawn.attend(path)
     drawn.inputs = {name: x.float() for name, x in drawn.inputs.items()}
     assert found.dtype == torch.bfloat16
-    assert_near(found.float(), drawn.attend("plain"), tolerance=0.02)
+    # Parts are rounded to 8 bits before they are added.
+    assert_near(found.float(), drawn.attend("plain"), tolerance=0.03)
 
 
 def test_the_softmax_is_no_bfloat16():
