@@ -8,7 +8,6 @@ import pytest
 from tests.needs import need
 from tests.wandb_runs import OfflineRuns, make_offline_runs
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
 os.environ.setdefault("MPLBACKEND", "agg")
 
 ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "enwik8_4m.xz"
