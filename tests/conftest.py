@@ -1,16 +1,30 @@
-"""What all tests share: few threads, no W&B of the user's, a cache of their own, and the corpus beside the checkout."""
+"""What all tests share: few threads, no W&B of the user's, caches of their own, and the corpus beside the checkout."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.caches import own_cache
 from tests.needs import need
 from tests.wandb_runs import OfflineRuns, make_offline_runs
 
 os.environ.setdefault("MPLBACKEND", "agg")
 
 ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "enwik8_4m.xz"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory) -> Iterator[None]:
+    """What is compiled is so once for all processes of these tests, and not kept in the user's caches."""
+    base = tmp_path_factory.getbasetemp()
+    together = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patched:
+        own_cache(base / "cache", patched, kernels=together / "kernels")
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(together / "torchinductor"))
+        yield
 
 
 @pytest.fixture(autouse=True)

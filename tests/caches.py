@@ -1,0 +1,20 @@
+"""A cache folder of a test's own, whose kernels were compiled before: another process would take seconds for each."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.cache import cache_folder
+
+
+def own_cache(home: Path, monkeypatch: pytest.MonkeyPatch, *, kernels: Path | None = None) -> None:
+    """Let ``home`` be ``XDG_CACHE_HOME``.
+
+    Args:
+        kernels: where compiled kernels are; None for where they are now.
+    """
+    kernels = (kernels or cache_folder() / "kernels").resolve()
+    kernels.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "kernels").symlink_to(kernels)
