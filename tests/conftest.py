@@ -1,15 +1,16 @@
-"""What all tests share: few threads, patience, no W&B of the user's, a cache of their own, and the corpus beside the checkout."""
+"""What all tests share: few threads, patience, no W&B of the user's, caches of their own, and the corpus beside the checkout."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.caches import own_cache
 from tests.needs import need
 from tests.wandb_runs import OfflineRuns, make_offline_runs
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only wait for each other
 os.environ.setdefault("MPLBACKEND", "agg")
 
 settings.register_profile("any load", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,14 +19,24 @@ settings.load_profile("any load")
 ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "enwik8_4m.xz"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory) -> Iterator[None]:
+    """What is compiled is so once for all processes of these tests, and not kept in the user's caches."""
+    base = tmp_path_factory.getbasetemp()
+    together = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patched:
+        own_cache(base / "cache", patched, kernels=together / "kernels")
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(together / "torchinductor"))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def undisturbed(monkeypatch, tmp_path_factory):
-    """No key, no network for W&B, and nothing written to the user's cache."""
+def undisturbed(monkeypatch):
+    """No key and no network for W&B."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    if not Path(os.environ.get("XDG_CACHE_HOME", "")).parent.is_file():  # one that cannot be made stays (.ci/machines)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture

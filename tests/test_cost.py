@@ -49,7 +49,6 @@ def side_by_side(tmp_path_factory) -> list[dict]:
     """Two variants at two lengths, on both paths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("cost"))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         return rows_of(cost("variants=[mhsa,adaptive_span]", "lengths=[64,256]"))
 
 

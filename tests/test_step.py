@@ -105,10 +105,15 @@ def test_bfloat16_is_finite_and_keeps_float32_parameters():
 
 
 def test_a_compiled_step_is_the_eager_one():
+    from torch._inductor import config as inductor  # it takes a second
+
     given = (*MOVING, *LEARNS, "model.layers=1", "variant.layers=[attention]")  # little for the C++ compiler to do
     runs = [make_run(*given, f"runtime.compile={c}") for c in ("false", "true")]
-    for run in runs:
-        run.step()
+    with inductor.patch(
+        {"cpp.vec_isa_ok": True, "cpp.simdlen": 256}
+    ):  # left alone, it tries out every kind of CPU first
+        for run in runs:
+            run.step()
     assert runs[1].path == f"{runs[0].path}, compiled"
     for (name, one), other in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
