@@ -30,9 +30,7 @@ MIXED = (
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, dict]:
     """A finished run with learned spans of about 8 of 16 keys, and its summary."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        job, summary = whole_run(*SPANS, f"outputs={tmp_path_factory.mktemp('runs')}", "eval.context512=true")
+    job, summary = whole_run(*SPANS, f"outputs={tmp_path_factory.mktemp('runs')}", "eval.context512=true")
     return job.folder.path, summary
 
 

@@ -122,10 +122,8 @@ def without_wandb(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> list[dict[str, dict]]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # as all tests have it
-        return launch(train_all)
+def two() -> list[dict[str, dict]]:
+    return launch(train_all)
 
 
 @pytest.mark.parametrize("name", DIVIDED)

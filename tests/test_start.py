@@ -23,9 +23,7 @@ from tests.runs import (
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory) -> Path:
     """The folder of a finished run of six steps."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        job, _ = whole_run("variant=mhsa", "budget.steps=6", f"outputs={tmp_path_factory.mktemp('runs')}")
+    job, _ = whole_run("variant=mhsa", "budget.steps=6", f"outputs={tmp_path_factory.mktemp('runs')}")
     return job.folder.path
 
 
