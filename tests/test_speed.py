@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench import speed, speed_cases, speed_entries
+from bench import front_page, speed, speed_cases, speed_entries
 from bench.contest.entrants import OurModel
 from bench.contest.lineup import first_batches
 from bench.contest.proof import OK, passed
@@ -256,6 +256,11 @@ def test_rows_from_the_command_line_are_added_to_the_file(here):  # noqa: F811
             row["position"] == "rotary"
         )
     assert "NOT JUDGED" in ended.out
+    found = here / "bench/results/machine/speed.jsonl"
+    found.parent.mkdir(parents=True)
+    found.write_text("".join(json.dumps(row | {"commit": "ab" * 20}) + "\n" for row in rows))
+    page = front_page.written(f"{front_page.BEGIN}{front_page.END}", here)
+    assert "not judged)" in page and page.count(" M | fused AdamW |") == 2
 
 
 @pytest.fixture
