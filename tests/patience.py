@@ -1,0 +1,19 @@
+"""How long a test waits for what must come: a guard against hanging, tens of times what a quiet machine takes."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+PATIENCE_SECONDS = 300
+"""Less than processes of one run wait for each other (``harness.processes.TIMEOUT``): that long is a hang, too."""
+
+T = TypeVar("T")
+
+
+def wait_for(look: Callable[[], T], what: str) -> T:
+    """What ``look`` returns once that is true."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not (found := look()):
+        assert time.monotonic() < end, f"{what} has not come"
+        time.sleep(0.02)
+    return found
