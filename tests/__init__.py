@@ -2,6 +2,5 @@
 
 import os
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # read as torch is imported; tiny tensors: threads only wait for each other
+# Tiny tensors: threads only wait for each other. Here, because it is read as torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,8 @@ import torch
 from harness import checkpoint
 from harness.job import Job
 from harness.record import RECORD, read_rows
-from tests.patience import PATIENCE_SECONDS
+from tests.forked import exit_code, run, started
+from tests.patience import wait_for
 from tests.runs import (
     CARRY,
     DROPOUT,
@@ -146,37 +145,26 @@ def test_a_finished_run_is_returned_and_force_redoes_it():
 # Signals, in processes of their own
 
 
-def command(*overrides: str) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), *SMALL, *overrides]
-
-
-def start_and_signal(number: int, *overrides: str) -> tuple[int, str]:
+def start_and_signal(number: int, *overrides: str, out: Path) -> tuple[int, str]:
     """Run the command, send the signal once training is on its way; returns exit code and output."""
-    process = subprocess.Popen(
-        command(*overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-    )
-    shown = ""
-    for line in process.stdout:
-        shown += line
-        if re.search(r"valid .* bits", line):
-            process.send_signal(number)
-            break
-    rest, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    return process.returncode, shown + rest
+    with started("train.py", *SMALL, *overrides, out=out, environment=environment()) as process:
+        wait_for(lambda: out.exists() and re.search(r"valid .* bits", out.read_text()), "training")
+        os.kill(process.pid, number)
+        return exit_code(process), out.read_text()
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    return os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200"}
 
 
 def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypatch):
     given = ("variant=mhsa", "budget.steps=150", "eval.every=0.1", *CARRY, *DROPOUT)
-    code, shown = start_and_signal(signal.SIGTERM, *given)
+    code, shown = start_and_signal(signal.SIGTERM, *given, out=here / "said")
     assert code == 128 + signal.SIGTERM, shown
     assert "the same command goes on" in shown and "budget.steps=150" in shown.splitlines()[-1]
     assert list(Path("outputs").glob("*/checkpoints/step-*.pt")) and not list(Path("outputs").glob("*/summary.json"))
-    again = subprocess.run(command(*given), capture_output=True, text=True, env=environment(), timeout=PATIENCE_SECONDS)
-    assert again.returncode == 0 and "resuming at" in again.stdout, again.stderr
+    again = run("train.py", *SMALL, *given, folder=here, environment=environment())
+    assert again.code == 0 and "resuming at" in again.out, again.err
     (folder,) = Path("outputs").glob("mhsa-*")
     rows = read_rows(folder / RECORD)
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
@@ -189,7 +177,7 @@ def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypa
         assert differ <= {"clock", "memory", "command", "commit"}
 
 
-def test_sigint_does_the_same():
-    code, shown = start_and_signal(signal.SIGINT, "budget.steps=1500", "eval.every=0.005")
+def test_sigint_does_the_same(here):
+    code, shown = start_and_signal(signal.SIGINT, "budget.steps=1500", "eval.every=0.005", out=here / "said")
     assert code == 128 + signal.SIGINT and "the same command goes on" in shown
     assert list(Path("outputs").glob("*/checkpoints/step-*.pt"))

@@ -109,9 +109,8 @@ def test_a_compiled_step_is_the_eager_one():
 
     given = (*MOVING, *LEARNS, "model.layers=1", "variant.layers=[attention]")  # little for the C++ compiler to do
     runs = [make_run(*given, f"runtime.compile={c}") for c in ("false", "true")]
-    with inductor.patch(
-        {"cpp.vec_isa_ok": True, "cpp.simdlen": 256}
-    ):  # left alone, it tries out every kind of CPU first
+    known = {"cpp.vec_isa_ok": True, "cpp.simdlen": 256}  # or the compiler tries out all kinds of CPU first
+    with inductor.patch(known):
         for run in runs:
             run.step()
     assert runs[1].path == f"{runs[0].path}, compiled"

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,6 +17,8 @@ from harness import sweep
 from harness.record import read_rows, repeatable
 from harness.run import Run
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.forked import exit_code, started
+from tests.patience import wait_for
 
 LONGER = ("budget.steps=24", "checkpoint.every_steps=2", "record.every_steps=2")
 """Long enough to be killed on the way."""
@@ -37,6 +37,8 @@ def summaries(outputs: Path) -> dict[str, dict]:
 def records(outputs: Path) -> dict[str, list[dict]]:
     """What must be equal bit for bit, by run folder."""
     found = {run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)}
+    for rows in found.values():
+        assert rows[0].pop("command").startswith("python train.py ")
     return {name: [{key: row[key] for key in row.keys() - {"commit"}} for row in rows] for name, rows in found.items()}
 
 
@@ -211,52 +213,44 @@ def test_the_sweeps_of_conf(here):
 # Launchers, and kill -9
 
 
-def started(*words: str, cwd: Path) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *MADE, *words],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def job_begun(outputs: Path, *, others: int) -> Path:
     """Wait until a job has a checkpoint and as many others are finished; returns its folder."""
-    last = time.monotonic() + 90
-    while time.monotonic() < last:
+
+    def look() -> Path | None:
         runs = run_folders(outputs)
         begun = [run for run in runs if not (run / "summary.json").exists() and list(run.glob("checkpoints/step-*.pt"))]
-        if begun and len(runs) >= len(begun) + others:
-            return begun[0]
-        time.sleep(0.002)
-    raise AssertionError(f"no job on its way in {runs}")
+        return begun[0] if begun and len(runs) >= len(begun) + others else None
+
+    return wait_for(look, "a job on its way")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, list[dict]]:
+    """The records of the sweep that others kill."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("WANDB_MODE", "disabled")
+        patched.chdir(tmp_path_factory.mktemp("undisturbed"))
+        assert train("-m", *MADE, *LONGER, "variant=adaptive_span", "seed=0,1").code == 0
+        return records(Path("outputs"))
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
-def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here, launcher, monkeypatch):
+def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here, launcher, undisturbed):
     words = ("seed=0,1", *LONGER, "variant=adaptive_span", f"hydra/launcher={launcher}")
     words += ("hydra.launcher.n_jobs=1",) * (launcher == "joblib")
-    process = started(*words, cwd=here)
-    if launcher == "submitit_local":  # each job in a process of its own: the others go on, and are waited for
-        victim = job_begun(here / "outputs", others=0)
-        os.kill(int((victim / "lock").read_text().split()[1]), signal.SIGKILL)
-        process.kill()
-    else:
-        job_begun(here / "outputs", others=1)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    with started("train.py", "-m", *TINY, *MADE, *words, out=here / "said") as process:
+        if launcher == "submitit_local":  # each job in a process of its own: the others go on, and are waited for
+            victim = job_begun(here / "outputs", others=0)
+            os.kill(int((victim / "lock").read_text().split()[1]), signal.SIGKILL)
+            process.kill()
+        else:
+            job_begun(here / "outputs", others=1)
+            os.killpg(process.pid, signal.SIGKILL)
+        assert exit_code(process) == -signal.SIGKILL
     assert sum((found / "summary.json").exists() for found in run_folders(here / "outputs")) < 2
     ended = call("train.py", "-m", *TINY, *MADE, *words)
     assert ended.code == 0 and status_lines(ended.out)[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed", ended
-    (here / "undisturbed").mkdir()
-    monkeypatch.chdir(here / "undisturbed")
-    assert train("-m", *MADE, *LONGER, "variant=adaptive_span", "seed=0,1").code == 0
-    disturbed, undisturbed = records(here / "outputs"), records(here / "undisturbed" / "outputs")
-    for rows in (*disturbed.values(), *undisturbed.values()):
-        assert rows[0].pop("command").startswith("python train.py ")
+    disturbed = records(here / "outputs")
     assert disturbed == undisturbed and len(disturbed) == 2
 
 
