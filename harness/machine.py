@@ -18,8 +18,8 @@ SINGLE = (
     *("GLIBC_TUNABLES", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     "WINDTUNNEL_MARCH",
 )
-SAID_APART = ("MKL_NUM_THREADS", "OMP_DISPLAY_ENV", "OMP_NUM_THREADS")
-"""Of the families: ``threads`` has the number."""
+SAID_APART = ("KMP_INIT_AT_FORK", "MKL_NUM_THREADS", "OMP_DISPLAY_ENV", "OMP_NUM_THREADS")
+"""Of the families: ``threads`` has the number, and joblib sets the first in its processes."""
 COMPILED = "windtunnel-"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
+from harness import source
 from tests.caches import own_cache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,8 +36,15 @@ class Ended:
     err: str
 
 
+def forget_source() -> None:
+    """What this process has read of the source: another one would read it anew."""
+    for remembered in (source._ours, source._trusted, source._first_read, source._check_once):
+        remembered.cache_clear()
+
+
 def call(script: str, *words: str) -> Ended:
     """``python SCRIPT WORDS`` from the current folder, in this process; ``script`` is relative to the repository."""
+    forget_source()
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     sys.argv, code = [str(ROOT / script), *words], 0

@@ -8,21 +8,15 @@ import pytest
 
 from harness import source
 from harness.source import digest
-
-KEPT = (source._ours, source._trusted, source._first_read, source._check_once)
+from tests.command import forget_source
 
 
 @pytest.fixture(autouse=True)
 def new_process():
-    """What a process remembers is forgotten, now and by calls."""
-
-    def forget() -> None:
-        for remembered in KEPT:
-            remembered.cache_clear()
-
-    forget()
-    yield forget
-    forget()
+    """What a process remembers is forgotten, now, by calls and afterwards."""
+    forget_source()
+    yield forget_source
+    forget_source()
 
 
 @pytest.fixture
