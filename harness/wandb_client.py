@@ -7,11 +7,13 @@ W&B's step counter is not used, because a resumed run repeats steps: the x axis 
 import os
 import shlex
 import sys
+import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from harness.cache import cache_folder
 from harness.wandb_rows import PLACE, facts, numbers, span_rows
 
 INIT_SECONDS = 15.0
@@ -43,6 +45,7 @@ def start(wandb: ModuleType, *, mode: str, given: dict, system_statistics: bool 
     keywords = {key: value for key, value in given.items() if not os.environ.get(_VARIABLES.get(key, ""))}
     # finish_previous: without it a second job in this process would silently log into the first job's run
     init = partial(wandb.init, **keywords, resume="allow", reinit="finish_previous")
+    _find_room()
     _quieten(wandb, system_statistics=system_statistics)
     if mode == "auto":
         mode = wandb.setup().settings.mode  # offline where somebody typed `wandb offline` in this folder
@@ -63,6 +66,15 @@ def start(wandb: ModuleType, *, mode: str, given: dict, system_statistics: bool 
     run.define_metric("*", step_metric="bytes_seen")
     run.define_metric("valid/bits_per_byte", step_metric="bytes_seen", summary="min")
     return run
+
+
+def _find_room() -> None:
+    """Where no folder can be made in the user's home, W&B has a temporary one: else its server says so in twenty lines."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        names = [name for name in ("CACHE", "CONFIG", "DATA") if f"WANDB_{name}_DIR" not in os.environ]
+        os.environ.update({f"WANDB_{name}_DIR": tempfile.mkdtemp(prefix="wandb-") for name in names})
 
 
 def _quieten(wandb: ModuleType, *, system_statistics: bool) -> None:
