@@ -1,5 +1,6 @@
 """What all tests share: few threads, patience, no W&B of the user's, caches of their own, and the corpus beside the checkout."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,12 @@ def enwik8_4m() -> Path:
 def offline_runs(tmp_path_factory) -> OfflineRuns:
     """Two jobs of one multirun, recorded by W&B without a key or server."""
     return make_offline_runs(tmp_path_factory.mktemp("wandb"))
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported stays, and the collections that every job begins with need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

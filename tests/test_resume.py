@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from harness import checkpoint
 from harness.job import Job
 from harness.record import RECORD, read_rows
 from tests.forked import exit_code, run, started
-from tests.patience import wait_for
 from tests.runs import (
     CARRY,
     DROPOUT,
@@ -145,11 +143,28 @@ def test_a_finished_run_is_returned_and_force_redoes_it():
 # Signals, in processes of their own
 
 
+SIGNALLED = """
+import os, runpy, sys
+from harness.record import Record
+append = Record.append
+def append_and_signal(self, *arguments, **keywords):
+    row = append(self, *arguments, **keywords)
+    if row["kind"] == "valid":
+        Record.append = append
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    return row
+Record.append = append_and_signal
+sys.argv[0] = os.environ["PROGRAM"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def start_and_signal(number: int, *overrides: str, out: Path) -> tuple[int, str]:
-    """Run the command, send the signal once training is on its way; returns exit code and output."""
-    with started("train.py", *SMALL, *overrides, out=out, environment=environment()) as process:
-        wait_for(lambda: out.exists() and re.search(r"valid .* bits", out.read_text()), "training")
-        os.kill(process.pid, number)
+    """Run the command, which gets the signal at its first evaluation; returns exit code and output."""
+    program = out.with_suffix(".py")
+    program.write_text(SIGNALLED)
+    given = environment() | {"SIGNAL": str(int(number)), "PROGRAM": str(ROOT / "train.py")}
+    with started(program, *SMALL, *overrides, out=out, environment=given) as process:
         return exit_code(process), out.read_text()
 
 
@@ -158,10 +173,10 @@ def environment() -> dict[str, str]:
 
 
 def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypatch):
-    given = ("variant=mhsa", "budget.steps=150", "eval.every=0.1", *CARRY, *DROPOUT)
+    given = ("variant=mhsa", "budget.steps=30", "eval.every=0.5", *CARRY, *DROPOUT)
     code, shown = start_and_signal(signal.SIGTERM, *given, out=here / "said")
     assert code == 128 + signal.SIGTERM, shown
-    assert "the same command goes on" in shown and "budget.steps=150" in shown.splitlines()[-1]
+    assert "the same command goes on" in shown and "budget.steps=30" in shown.splitlines()[-1]
     assert list(Path("outputs").glob("*/checkpoints/step-*.pt")) and not list(Path("outputs").glob("*/summary.json"))
     again = run("train.py", *SMALL, *given, folder=here, environment=environment())
     assert again.code == 0 and "resuming at" in again.out, again.err
@@ -178,6 +193,6 @@ def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypa
 
 
 def test_sigint_does_the_same(here):
-    code, shown = start_and_signal(signal.SIGINT, "budget.steps=1500", "eval.every=0.005", out=here / "said")
+    code, shown = start_and_signal(signal.SIGINT, "budget.steps=30", "eval.every=0.5", out=here / "said")
     assert code == 128 + signal.SIGINT and "the same command goes on" in shown
     assert list(Path("outputs").glob("*/checkpoints/step-*.pt"))

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -132,7 +131,9 @@ def test_a_job_that_cannot_be_built_is_recorded_too(here, monkeypatch):
     assert summaries(here / "outputs")[run.name]["status"] == "finished", "an earlier result was lost"
 
 
-def test_a_job_that_runs_elsewhere_is_waited_for(here):
+def test_a_job_that_runs_elsewhere_is_waited_for(here, monkeypatch):
+    said, progress = [], sweep.progress
+    monkeypatch.setattr(sweep, "progress", lambda jobs: said.append(progress(jobs)) or said[-1])
     assert train(*MADE).code == 0
     (run,) = run_folders(here / "outputs")
     (run / "summary.json").rename(here / "kept")
@@ -140,9 +141,7 @@ def test_a_job_that_runs_elsewhere_is_waited_for(here):
         fcntl.flock(lock, fcntl.LOCK_EX)
 
         def finish() -> None:
-            while len(list(here.glob("outputs/*-s1-*/summary.json"))) == 0:
-                time.sleep(0.01)
-            time.sleep(0.3)
+            wait_for(lambda: any(line.startswith("1 of 2 done, 1 running") for line in said), "the other job's end")
             (here / "kept").rename(run / "summary.json")
             lock.close()
 

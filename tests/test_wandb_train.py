@@ -182,45 +182,42 @@ def test_hydra_says_whose_sweep_that_is():
 # A server that is lost in the middle
 
 
-MEASURED = """
-import json, runpy, sys, time
+WATCHED = """
+import json, runpy, sys
 from harness.wandb_run import WandbRun
-inner, work, wait = WandbRun.log, [], []
+inner, called, rows = WandbRun.log, set(), []
+def note(frame, event, argument):
+    if event == "call":
+        called.add(frame.f_code.co_name)
+    elif event == "c_call":
+        called.add(argument.__name__)
 def log(self, row):
-    busy, begun = time.thread_time(), time.perf_counter()
+    rows.append(row["kind"])
+    sys.setprofile(note)
     inner(self, row)
-    work.append(time.thread_time() - busy), wait.append(time.perf_counter() - begun)
+    sys.setprofile(None)
 WandbRun.log = log
 program = sys.argv[1]
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(program, run_name="__main__")
 finally:
-    print(json.dumps({"work": sum(work), "wait": sum(wait), "rows": len(work)}))
+    print(json.dumps({"called": sorted(called), "rows": len(rows)}))
 """
 
 
-def test_a_server_that_vanishes_costs_training_less_than_a_percent(tmp_path):
-    """What the loop itself pays: its own processor time in W&B's queue, and the time that it stood there.
-
-    Two trainings with and without W&B differ by more than a percent on a busy machine whatever W&B does;
-    ``tests/wandb_overhead.py`` prints what W&B's thread takes in all.
-    """
-    words = (
-        *SIZES,
-        "budget.seconds=1.5",
-        "record.every_steps=1",
-        "record.wandb.every_seconds=0.001",
-        "record.figures=false",
-    )
+def test_a_server_that_vanishes_costs_training_a_place_in_a_queue(tmp_path):
+    """What the training's own thread does for W&B is to feed a queue; ``tests/wandb_overhead.py`` prints times."""
+    words = (*SIZES, "budget.seconds=1.5", "record.every_steps=1", "record.figures=false")
+    words += ("record.wandb.every_seconds=0.001",)
     with MisbehavingServer("vanishes") as server:
         key = {"WANDB_API_KEY": PRETENDED_KEY, "WANDB_BASE_URL": server.url, "WANDB_FINISH_TIMEOUT": "1"}
         key |= {"WANDB_HTTP_TIMEOUT": "1"}
-        ran = python("-c", MEASURED, ROOT / "train.py", *words, environment=lonely_environment(tmp_path, **key))
+        ran = python("-c", WATCHED, ROOT / "train.py", *words, environment=lonely_environment(tmp_path, **key))
     (line,) = ran.stderr.splitlines()
     assert line.startswith("wandb: ") and line.endswith("(the run itself goes on)")
     said = json.loads(ran.stdout.splitlines()[-1])
     (folder,) = run_folders(tmp_path / "outputs")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "finished" and said["rows"] > 20
-    assert said["work"] < 0.01 * summary["seconds"] and said["wait"] < 0.5
+    assert set(said["called"]) <= {"_put", "log", "monotonic", "put", "setprofile"}, "the loop waits for nothing"
