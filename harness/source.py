@@ -108,8 +108,13 @@ def _check_loaded(paths: Iterable[Path]) -> None:
     """ValueError if a module among these files, or what lies beside it for it to read, was edited before it was loaded."""
     names = {path.name for path in paths}
     for file in [getattr(module, "__file__", None) for module in list(sys.modules.values())]:
-        if file and os.path.basename(file) in names and (path := Path(file).resolve()) in paths:
+        if file and os.path.basename(file) in names and (path := _resolved(file)) in paths:
             _check_once(path, frozenset(p for p in paths if p.parent == path.parent and p.suffix != ".py"))
+
+
+@functools.cache
+def _resolved(file: str) -> Path:
+    return Path(file).resolve()
 
 
 @functools.cache

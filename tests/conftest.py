@@ -53,8 +53,9 @@ def offline_runs(tmp_path_factory) -> OfflineRuns:
     return make_offline_runs(tmp_path_factory.mktemp("wandb"))
 
 
-def pytest_collection_finish() -> None:
-    """All that was imported stays, and the collections that every job begins with need not look at it."""
+@pytest.fixture(scope="module", autouse=True)
+def what_was_imported_is_no_garbage() -> None:
+    """Every job begins with a collection, which need not look at all that tests import."""
     gc.collect()
     gc.freeze()
 

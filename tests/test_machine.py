@@ -11,6 +11,7 @@ import torch
 
 from harness import machine, runtime
 from tests.composing import plan
+from tests.forked import run
 from tests.needs import need
 from tests.runs import restored  # noqa: F401 - a fixture
 
@@ -91,6 +92,7 @@ NORM = """
 import torch
 from torch._inductor import config
 from harness import runtime
+print(torch.backends.cpu.get_cpu_capability())
 config.cpp.vec_isa_ok = True  # or the compiler tries out all kinds of CPU first
 from tests.composing import plan
 settings = plan("runtime.compile=true", "runtime.device=cpu", "runtime.threads=1").runtime
@@ -104,10 +106,13 @@ for compiled in (norm, runtime.start(settings).forward(norm)):
 def test_a_folder_of_compiled_graphs_may_be_shared_by_cpus(tmp_path):
     """What was compiled for the widest vectors of this CPU, then run with narrower ones, which is another machine to torch."""
     need(shutil.which("c++") or shutil.which("clang++"), "there is no C++ compiler for torch.compile")
+    (tmp_path / "norm.py").write_text(NORM)
+    capabilities = set()
     for narrow in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}):
         environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"} | narrow
         environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        command = [sys.executable, "-c", NORM]
-        ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
-        eager, compiled = ended.stdout.splitlines()
+        ended = run(tmp_path / "norm.py", folder=ROOT, environment=environment)
+        capability, eager, compiled = ended.out.splitlines()
         assert [float(n) for n in compiled.split()] == pytest.approx([float(n) for n in eager.split()], rel=1e-4), ended
+        capabilities.add(capability)
+    assert capability == "AVX2" or "avx2" not in torch.cpu.get_capabilities(), capabilities

@@ -12,7 +12,16 @@ from omegaconf import OmegaConf
 from harness.build import hydra_facts, plan_run
 from tests.command import ROOT, run_folders
 from tests.composing import CONF, compose_config, plan
-from tests.wandb_runs import PRETENDED_KEY, SIZES, MisbehavingServer, inspect, lonely_environment, python, records
+from tests.wandb_runs import (
+    PRETENDED_KEY,
+    SIZES,
+    MisbehavingServer,
+    inspect,
+    lonely_environment,
+    python,
+    records,
+    trained,
+)
 
 SWEEPS = sorted((CONF / "sweep").glob("wandb_*.yaml"))
 
@@ -156,7 +165,7 @@ def test_a_job_of_a_sweep_is_that_run_with_the_metric_as_logged(tmp_path, monkey
     command, variables = started_by_agent(file, parameters=parameters, folder=tmp_path, monkeypatch=monkeypatch)
     named = {name: value for name, value in variables.items() if name.startswith("WANDB_") and name != "WANDB_MODE"}
     environment = lonely_environment(tmp_path, **named)
-    python(ROOT / command[2], *command[3:], environment=environment)
+    trained(command[2], *command[3:], environment=environment)
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-fromagent")
     run = inspect(folder, environment=environment)
     assert run["config"]["optim"]["lr"] == run["config"]["optim.lr"] == drawn(file)["optim.lr"], "ours, and the sweep's"
@@ -183,7 +192,7 @@ def test_hydra_says_whose_sweep_that_is():
 
 
 WATCHED = """
-import json, runpy, sys
+import json, os, runpy, sys
 from harness.wandb_run import WandbRun
 inner, called, rows = WandbRun.log, set(), []
 def note(frame, event, argument):
@@ -197,10 +206,9 @@ def log(self, row):
     inner(self, row)
     sys.setprofile(None)
 WandbRun.log = log
-program = sys.argv[1]
-sys.argv = sys.argv[1:]
+sys.argv[0] = os.environ["PROGRAM"]
 try:
-    runpy.run_path(program, run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
     print(json.dumps({"called": sorted(called), "rows": len(rows)}))
 """
@@ -213,10 +221,12 @@ def test_a_server_that_vanishes_costs_training_a_place_in_a_queue(tmp_path):
     with MisbehavingServer("vanishes") as server:
         key = {"WANDB_API_KEY": PRETENDED_KEY, "WANDB_BASE_URL": server.url, "WANDB_FINISH_TIMEOUT": "1"}
         key |= {"WANDB_HTTP_TIMEOUT": "1"}
-        ran = python("-c", WATCHED, ROOT / "train.py", *words, environment=lonely_environment(tmp_path, **key))
-    (line,) = ran.stderr.splitlines()
+        (tmp_path / "watched.py").write_text(WATCHED)
+        environment = lonely_environment(tmp_path, **key, PROGRAM=str(ROOT / "train.py"))
+        ran = trained(tmp_path / "watched.py", *words, environment=environment)
+    (line,) = ran.err.splitlines()
     assert line.startswith("wandb: ") and line.endswith("(the run itself goes on)")
-    said = json.loads(ran.stdout.splitlines()[-1])
+    said = json.loads(ran.out.splitlines()[-1])
     (folder,) = run_folders(tmp_path / "outputs")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "finished" and said["rows"] > 20

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tests.command import MADE, ROOT, TINY, run_folders
+from tests.command import MADE, ROOT, TINY, Ended, run_folders
+from tests.forked import run
 from tests.patience import PATIENCE_SECONDS
 
 SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + MADE
@@ -42,6 +43,13 @@ def python(*arguments, environment: dict[str, str]) -> subprocess.CompletedProce
     )
 
 
+def trained(script: str | Path, *words: str, environment: dict[str, str]) -> Ended:
+    """A training by this script, as :func:`python` would run it; it has not imported W&B yet."""
+    ended = run(script, *words, folder=Path(environment["HOME"]), environment=environment)
+    assert ended.code == 0, ended
+    return ended
+
+
 def inspect(folder: Path, *, environment: dict[str, str]) -> dict:
     """State, configuration and summary of an offline run, as W&B's own reader has them."""
     command = ("-m", "wandb", "leet", "inspect", "--summary", "--json", folder)
@@ -69,7 +77,7 @@ def make_offline_runs(here: Path) -> OfflineRuns:
     words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4")
     words += ("record.every_steps=3", "record.wandb.every_seconds=0.001", "record.wandb.group=together")
     words += ("record.wandb.tags=[mine]", "eval.context512=true")
-    python(ROOT / "train.py", "-m", *words, environment=environment)
+    trained("train.py", "-m", *words, environment=environment)
     folders = run_folders(here / "outputs")
     files = [next((folder / "wandb").glob("offline-run-*")) for folder in folders]
     return OfflineRuns(
