@@ -4,14 +4,14 @@
     python train.py -m variant=mhsa,adaptive_span,all_attention,product_key_memory seed=0,1,2
     torchrun --nproc-per-node=8 train.py variant=adaptive_span
 
-The thread of the whole project: compose (Hydra) -> build (harness/build.py) -> loop (here) -> record (harness/record.py).
+The thread of the whole project: compose (Hydra) -> plan (``harness/plan``) -> loop (here) -> record (``harness/record``).
 """
 
 import hydra
 from omegaconf import DictConfig
 
-from harness.cli import own_command, run_command, told
-from harness.sweep import Resuming
+from harness.compose.cli import own_command, run_command, told
+from harness.compose.sweep import Resuming
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -26,8 +26,8 @@ def main(cfg: DictConfig) -> float | None:
 
 def run(cfg: DictConfig) -> float | None:
     """Begin, go on with, or return a run."""
-    from harness.prepare import prepare  # torch is imported late, so that --help and completion are quick
-    from harness.processes import joined
+    from harness.device.processes import joined
+    from harness.loop.prepare import prepare  # torch is imported late, so that --help and completion are quick
 
     with joined() as processes:
         job = prepare(cfg, command=own_command(), processes=processes)

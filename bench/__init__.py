@@ -1,3 +1,7 @@
 """What is measured, a verb a module: ``python -m bench.cost``, ``bench.peers``, ``bench.report`` and others."""
 
+from pathlib import Path
+
 import harness  # noqa: F401 - sets what must be set before torch is loaded
+
+CONF = str(Path(__file__).resolve().parent.parent / "conf")

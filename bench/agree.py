@@ -15,8 +15,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from bench.planning import CONF
-from harness.cli import run_command
+from bench import CONF
+from harness.compose.cli import run_command
 
 SEGMENTS = 3
 SPAN_SHARE = 0.3
@@ -40,7 +40,7 @@ class AgreeSettings:
 @hydra.main(version_base="1.3", config_path=CONF, config_name="agree")
 def main(cfg: DictConfig) -> None:
     from bench.planning import own_keys
-    from harness.settings import parse
+    from harness.plan.settings import parse
 
     settings = parse(AgreeSettings, own_keys(cfg, *AgreeSettings.__dataclass_fields__), key="")
     cases = list(
@@ -63,7 +63,7 @@ def _case(
     import torch
 
     from bench.planning import bench_plan
-    from harness import runtime
+    from harness.device import runtime
 
     limit = getattr(settings, f"{precision}_error")
     torch.compiler.reset()
@@ -102,7 +102,7 @@ def _verdict(plan, device, *, limit: float) -> tuple[str, str]:
     import torch
 
     from bench.conformance import varied
-    from harness.runtime import Runtime
+    from harness.device.runtime import Runtime
 
     expected_plan = varied(plan, runtime={"path": "plain", "device": "cpu", "precision": "float32", "compile": False})
     torch.manual_seed(plan.seed)
@@ -158,7 +158,7 @@ def _stepped(plan, model, device, said: str) -> tuple[str, str]:
     """One step of the trainer's own, scored before and after."""
     import torch
 
-    from harness.step import Trainer
+    from harness.loop.step import Trainer
 
     trainer = Trainer(model, plan.make_optimizers(model), device)
     model.zero_grad(set_to_none=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Self
 
-PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.prepare", "bench.planning"]
+PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.loop.prepare", "bench.planning"]
 OUT_OF_MEMORY = "out of memory"
 FAILED = "failed"
 

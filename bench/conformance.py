@@ -1,4 +1,4 @@
-"""The contract on a plan: ``variants/conformance.py``, and the promises that need the harness to be seen.
+"""The contract on a plan: ``variants/conformance/suite.py``, and the promises that need the harness to be seen.
 
 A plan as it was asked for is too large to be checked, so ``shrunk`` makes a small one of the same kind from its
 configuration: every kind of layer, the same position scheme, cache, ``attend_self``, norms, dropout and path.
@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from omegaconf import OmegaConf
 
-from harness.build import Plan, plan_run
-from harness.flops import forward_flops_per_byte
+from harness.count.flops import forward_flops_per_byte
+from harness.plan.build import Plan, plan_run
 from variants.conformance import Finding, agree, check, learns, said
 
 HEADS, HEAD_WIDTH = 2, 16

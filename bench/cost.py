@@ -15,8 +15,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from bench.planning import CONF
-from harness.cli import run_command
+from bench import CONF
+from harness.compose.cli import run_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ WITH_CHECKPOINT = (*OWN, "checkpoint", "runtime", "trust", "outputs")
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
 def main(cfg: DictConfig) -> None:
-    from bench.check import passed
     from bench.cost_table import print_costs
+    from bench.gate import passed
     from bench.measuring import STEPS, measure_together
     from bench.planning import bench_plan
     from bench.progress import Steps
@@ -74,7 +74,7 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     """The verb's own settings, a training configuration for each variant, and the run folder of the weights."""
     from bench.planning import own_keys, recompose
     from bench.trained import config_of_run, read_run
-    from harness.settings import parse
+    from harness.plan.settings import parse
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
     _check_lists(settings)
@@ -89,7 +89,7 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
 
 
 def _check_lists(settings: CostSettings) -> None:
-    from harness.settings import RuntimeSettings
+    from harness.plan.settings import RuntimeSettings
 
     paths = RuntimeSettings.__dataclass_fields__["path"].metadata["allowed"]
     if not settings.paths or set(settings.paths) - set(paths):

@@ -14,15 +14,15 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from bench.check import CONF
-from harness.cli import run_command
+from bench import CONF
+from harness.compose.cli import run_command
 
 MODES = ("auto", "online", "offline")
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="dashboard")
 def main(cfg: DictConfig) -> None:
-    from harness.settings import checked  # late, as everything slow, so that --help is quick
+    from harness.plan.settings import checked  # late, as everything slow, so that --help is quick
 
     texts = {key: checked(cfg[key], str, key=key) for key in ("project", "name", "mode", "out")}
     entity = checked(cfg.entity, str | None, key="entity")
@@ -82,7 +82,7 @@ def _default_entity() -> str:
 
 def _write(folders: list[str], out: Path) -> None:
     from bench.dashboards.page import write_dashboard
-    from bench.reporting.gather import gather
+    from bench.report.gather import gather
 
     typed = shlex.join(["python", "-m", "bench.dashboard", *sys.argv[1:]])
     print(

@@ -12,16 +12,20 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from bench.check import CONF
-from harness.cli import run_command
+from bench import CONF
+from harness.compose.cli import run_command
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     from bench.trained import config_of_run, read_run, trained_model
-    from harness import data, folder, runtime, settings, source
-    from harness.build import plan_run
-    from harness.record import plain
+    from harness import source
+    from harness.data import corpora
+    from harness.device import runtime
+    from harness.plan import settings
+    from harness.plan.build import plan_run
+    from harness.record import folder
+    from harness.record.rows import plain
 
     folder_path = Path(cfg.run)
     saved, best = read_run(folder_path, key="run")
@@ -37,7 +41,7 @@ def main(cfg: DictConfig) -> None:
     if limit is not None and limit < 2:
         raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
     device = runtime.start(plan.runtime)
-    corpus = data.load(**plan.data)
+    corpus = corpora.load(**plan.data)
     if corpus.sha256 != saved["data"]["sha256"]:
         raise ValueError(f"data: the run read {saved['data']['sha256']}, now it is {corpus.sha256}")
     model = trained_model(plan, best, span=protocol["span"], key="run").to(device.device)
@@ -56,7 +60,7 @@ def main(cfg: DictConfig) -> None:
 
 def _score(model, split, device, protocol: dict) -> dict:
     """Bits per byte of the stream, of windows with context 512, and by context."""
-    from harness.step import score_context, score_stream, score_windows
+    from harness.loop.step import score_context, score_stream, score_windows
 
     score = score_stream(model, split, runtime=device, lanes=protocol["lanes"], segment=protocol["segment"], look=True)
     return {
@@ -73,7 +77,7 @@ def _score(model, split, device, protocol: dict) -> dict:
 
 
 def _show(row: dict, path: Path) -> None:
-    from harness.figures import draw_context
+    from harness.record.figures import draw_context
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
     read = f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"

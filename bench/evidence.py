@@ -16,8 +16,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from bench.check import CONF
-from harness.cli import run_command
+from bench import CONF
+from harness.compose.cli import run_command
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evidence")

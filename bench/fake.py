@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from bench.ledger import Block, Ledger, Work
 from bench.standins import AsCuda, LargeWithoutData, choose_as_on_cuda, make_fake
-from harness.build import Plan
+from harness.device.runtime import Runtime
+from harness.loop.run import path_of
+from harness.loop.step import Trainer
 from harness.model import LanguageModel
-from harness.optim import Optimizers
-from harness.run import path_of
-from harness.runtime import Runtime
-from harness.step import Trainer
+from harness.optim.optimizers import Optimizers
+from harness.plan.build import Plan
 from variants.contract import State
 
 KINDS = ("cpu", "cuda")

@@ -21,8 +21,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from bench.planning import CONF
-from harness.cli import run_command
+from bench import CONF
+from harness.compose.cli import run_command
 
 GIB = 2**30
 OWN = ("hardware", "device_memory", "largest", "peak_tflops", "bandwidth_gbs", "devices")
@@ -62,8 +62,8 @@ class Hardware:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
-    from bench.check import passed
     from bench.fake import predict
+    from bench.gate import passed
     from bench.planning import bench_plan, own_keys
     from bench.rows import RowFile
 
@@ -98,7 +98,7 @@ def parse_memory(value: object, *, key: str) -> int:
 
 def choose(own: dict, *, device: str, precision: str) -> Hardware:
     """The hardware that the verb's own keys and ``runtime.device`` name; ValueError where they are at odds."""
-    from harness.settings import checked
+    from harness.plan.settings import checked
 
     kind = "cpu" if device.partition(":")[0] == "cpu" else "cuda"
     name, devices = own["hardware"], own["devices"]
@@ -181,11 +181,13 @@ def _row(plan, found, hardware: Hardware, largest: dict[str, int]) -> dict:
     import torch
 
     from bench.planning import provenance, typed_command
-    from harness import data
-    from harness.runtime import Runtime
+    from harness.data import corpora
+    from harness.device.runtime import Runtime
 
     here = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
-    identity = provenance(plan, kind="fit", corpus=data.load(**plan.data), runtime=here, command=typed_command("fit"))
+    identity = provenance(
+        plan, kind="fit", corpus=corpora.load(**plan.data), runtime=here, command=typed_command("fit")
+    )
     return identity | {
         "device": f"{hardware.name}, predicted",
         "device_kind": hardware.kind,

@@ -17,7 +17,8 @@ from harness.cache import write_whole
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
-UNMEASURED = ("results", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
+UNMEASURED = ("results", "report", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
+"""Names of today, and of commits that rows are of."""
 CODE = ("train.py", "variants", "harness", "conf", "bench", *(f":!bench/{name}" for name in UNMEASURED))
 REACHED, MISSED = "reached", "**MISSED**"
 HEADINGS = ("case", "ours", "opponent", "ratio and target", "peak and target, MB", "parameters", "FLOPs", "optimizer")
@@ -28,7 +29,7 @@ LEGEND = """\
 - Peak: resident memory of a training step above the bare process, approximate. It is to be half of what the papers' published
   code takes, or 0.7 of the package's peak.
 - Parameters, FLOPs per byte (forward and backward, counted) and optimizer: ours / the opponent's. `-` was not recorded.
-- `yardstick`: a minimal PyTorch transformer with fused attention, `bench/contest/yardstick.py`. It sees one block of bytes
+- `yardstick`: a minimal PyTorch transformer with fused attention, `bench/baselines/yardstick.py`. It sees one block of bytes
   and carries no past. `x-transformers`: the package, with flash attention and rotary positions. `product-key-memory`: the
   package's layer, `adam` as its documentation has it. `all open`: every head open to the longest span, `mhsa`: a fixed
   window of that length. `bare loop`: the same steps without the trainer around them."""

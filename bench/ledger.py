@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from harness.formulas import FORMULAS, describe
-from harness.traffic import moved_bytes
+from harness.count.bytes_moved import moved_bytes
+from harness.count.formulas import FORMULAS, describe
 
 aten = torch.ops.aten
 IN_PLACE = {

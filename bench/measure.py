@@ -3,7 +3,7 @@
 - Seconds: wall time of one call with the device idle before and after it; 20th, 50th and 80th percentiles of many calls
   after warm-up. Whoever compares two things lets their calls alternate, collects the times and takes ``percentiles``.
 - Bytes: the peak of what is in use during a call, and what every call leaves behind.
-- FLOPs, and bytes moved: what a call executes, counted operation by operation (``harness/flops.py``).
+- FLOPs, and bytes moved: what a call executes, counted operation by operation (``harness/count/flops.py``).
 """
 
 import gc
@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from harness import memory
-from harness.flops import Flops, count_flops, optimizer_flops
-from harness.memory import Peak, PeakMemory
+from harness.count import memory
+from harness.count.flops import Flops, count_flops, optimizer_flops
+from harness.count.memory import Peak, PeakMemory
 
 __all__ = [
     "Flops",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from bench.planning import CONF
+from bench import CONF
 
 TRAINING = 3
 """Times the forward pass's FLOPs."""

@@ -2,51 +2,33 @@
 
 All train the same job: the same bytes in the same order, width, layers, heads, context, lanes, threads and precision, no
 dropout, no carried state, AdamW, the whole training step. Before anything is timed its gradients and its causality are
-checked, and ours must keep the contract; what fails is shown with the reason, and not timed. ``contest/rivals.py`` says what
+checked, and ours must keep the contract; what fails is shown with the reason, and not timed. ``baselines/rivals.py`` says what
 the peers are. A table whose yardstick reaches less than 0.97 of x-transformers in the same run is void.
 
 ``job=layer`` times a product-key memory alone, the package's against ours. Rows: ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
-from bench.planning import CONF
-from harness.cli import run_command
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerSettings:
-    """The keys of ``conf/peers.yaml``, which says what they mean."""
-
-    job: str = field(metadata={"allowed": ("language_model", "layer")})
-    variants: list
-    peers: list
-    context: int
-    rounds: int
-    seconds: float
-    batches: int
-    persistent: int | None
-    window: int | None
-    memory: dict
-    layer: dict
+from bench import CONF
+from harness.compose.cli import run_command
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
 def main(cfg: DictConfig) -> None:
-    from bench.contest.layer_lineup import layer_entries
-    from bench.contest.lineup import language_entries
-    from bench.contest.rivals import JUDGE
-    from bench.contest.rounds import compete
-    from bench.contest.table import print_peers, rows_of
+    from bench.baselines.layer_lineup import layer_entries
+    from bench.baselines.lineup import PeerSettings, language_entries
+    from bench.baselines.rivals import JUDGE
+    from bench.baselines.rounds import compete
+    from bench.baselines.table import print_peers, rows_of
     from bench.planning import own_keys
     from bench.progress import Steps
     from bench.rows import RowFile
-    from harness.settings import parse
+    from harness.plan.settings import parse
 
     settings = parse(PeerSettings, own_keys(cfg, *PeerSettings.__dataclass_fields__), key="")
     layer = settings.job == "layer"

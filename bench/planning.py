@@ -7,16 +7,14 @@ what ``train.py`` would run with the same words.
 import json
 import shlex
 import sys
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from harness import folder, source
-from harness.build import Plan, hydra_facts, plan_run
-from harness.data import Corpus
-from harness.runtime import Runtime
-
-CONF = str(Path(__file__).resolve().parent.parent / "conf")
+from harness import source
+from harness.data.corpora import Corpus
+from harness.device.runtime import Runtime
+from harness.plan.build import Plan, hydra_facts, plan_run
+from harness.record import folder
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:

@@ -8,7 +8,7 @@ import json
 import time
 from pathlib import Path
 
-from harness.record import plain
+from harness.record.rows import plain
 
 ROWS = "rows.jsonl"
 """Of one call of a verb, in a folder of its own."""

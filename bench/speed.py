@@ -2,36 +2,20 @@
 
 Whole training steps in steady state, the carried memory full, against the yardstick (judged by x-transformers) or a named
 peer, each in a process of its own and timed in turn; learning rates are 0, so that spans stay where they are put. All
-entrants are proved first, as in ``bench.peers``. ``bench/speed_cases.py`` has the cases and what they must reach.
+entrants are proved first, as in ``bench.peers``. ``bench/baselines/speed_cases.py`` has the cases and what they must reach.
 
 ``device=cuda`` measures the CUDA cases. Rows are added to FILE, or go to ``outputs/bench/<time>-speed/rows.jsonl``.
 """
 
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
-from bench.planning import CONF
-from harness.cli import run_command
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedSettings:
-    """The keys of ``conf/speed.yaml``, which says what they mean."""
-
-    device: str = field(metadata={"allowed": ("cpu", "cuda")})
-    rows: str | None
-    cases: list | None
-    rounds: int
-    seconds: float
-    cpu: dict
-    cuda: dict
-    layer: dict
-
+from bench import CONF
+from harness.compose.cli import run_command
 
 FREE = ("device", "rows", "cases", "rounds", "seconds", "outputs")
 """Keys that leave the workload as it is, which the targets are for; any other costs the verdicts."""
@@ -41,13 +25,14 @@ FREE = ("device", "rows", "cases", "rounds", "seconds", "outputs")
 def main(cfg: DictConfig) -> None:
     import torch
 
-    from bench.contest.rounds import compete
+    from bench.baselines.rounds import compete
+    from bench.baselines.speed_cases import SpeedSettings
+    from bench.baselines.speed_heats import make_heats
+    from bench.baselines.speed_table import print_speeds, rows_of
     from bench.planning import own_keys
     from bench.progress import Steps
     from bench.rows import RowFile
-    from bench.speed_heats import make_heats
-    from bench.speed_table import print_speeds, rows_of
-    from harness.settings import parse
+    from harness.plan.settings import parse
 
     settings = parse(SpeedSettings, own_keys(cfg, *SpeedSettings.__dataclass_fields__), key="")
     if settings.device == "cuda" and not torch.cuda.is_available():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.optim import Optimizers
+from harness.optim.optimizers import Optimizers
 
 LARGE = 2**20
 """Elements from which on a parameter gets no data when the model is built."""

@@ -1,6 +1,6 @@
 """The subject of ``bench.cost``: a plan's model, the trainer's very step, scoring and generation, in a process of its own.
 
-What is timed is ``harness.step.Trainer.step`` on bytes of the corpus, with the learning rate at 0: the optimizer does all
+What is timed is ``harness.loop.step.Trainer.step`` on bytes of the corpus, with the learning rate at 0: the optimizer does all
 its work, but spans and everything else stay where they were, at the start or as a checkpoint has them.
 """
 
@@ -15,15 +15,17 @@ from omegaconf import OmegaConf
 from bench.measure import growth_bytes, optimizer_flops, peak_bytes, time_call, times
 from bench.planning import provenance
 from bench.trained import read_run, trained_model
-from harness import data, runtime, summary
-from harness.build import Plan, plan_run
-from harness.data import Lanes
-from harness.flops import count_flops, forward_flops_per_byte
-from harness.memory import PeakMemory, keep_freed, optimizer_bytes, parameter_bytes, state_bytes
+from harness.count.flops import count_flops, forward_flops_per_byte
+from harness.count.memory import PeakMemory, keep_freed, optimizer_bytes, parameter_bytes, state_bytes
+from harness.data import corpora
+from harness.data.corpora import Lanes
+from harness.device import runtime
+from harness.device.runtime import Runtime
+from harness.loop import summary
+from harness.loop.run import path_of
+from harness.loop.step import Trainer
 from harness.model import LanguageModel
-from harness.run import path_of
-from harness.runtime import Runtime
-from harness.step import Trainer
+from harness.plan.build import Plan, plan_run
 from variants.contract import State
 
 WARM_STEPS, REHEARSED_BYTES = 2, 16
@@ -59,7 +61,7 @@ class Subject:
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)
         self.runtime = runtime.start(self.plan.runtime)
         self.device, self.span, b = self.runtime.device, task.span, self.plan.batch
-        self.corpus = data.load(**self.plan.data)
+        self.corpus = corpora.load(**self.plan.data)
         train = self.corpus.splits["train"]
         self.batches = Lanes(train, lanes=b.lanes, segment=b.segment, seed=self.plan.seed, carry=False)
         self.steps = 0

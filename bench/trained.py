@@ -4,10 +4,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from harness import checkpoint
-from harness.build import Plan
 from harness.model import LanguageModel
-from harness.record import RECORD, read_rows
+from harness.plan.build import Plan
+from harness.record import checkpoint
+from harness.record.rows import RECORD, read_rows
 
 
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("train.py", "variants", "harness")
 MEASURING = ("bench",)
-READERS = ("results", "reporting", "dashboards")
+READERS = ("results", "report", "dashboards")
 """Folders of bench that measure nothing."""
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from harness import data, runtime
-from harness.build import Plan, plan_run
-from harness.data import Corpus
-from harness.run import Run
+from harness.data import corpora
+from harness.data.corpora import Corpus
+from harness.device import runtime
+from harness.loop.run import Run
+from harness.plan.build import Plan, plan_run
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -30,7 +31,7 @@ def plan(*overrides: str) -> Plan:
 
 def recall() -> Corpus:
     """A corpus that is made, not read."""
-    return data.load("recall", bytes=20_000)
+    return corpora.load("recall", bytes=20_000)
 
 
 def one_step(plan: Plan, corpus: Corpus) -> dict:

@@ -62,6 +62,6 @@ def what_was_imported_is_no_garbage() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cpu_kernel"):
-        from variants import window_cpu
+        from variants.kernels import window_cpu
 
         need(window_cpu.available() is None, f"the CPU's kernel cannot be had: {window_cpu.available()}")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from variants.window_cpu import geometry
+from variants.kernels.window_cpu import geometry
 
 CHUNK = 256
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tests.command
 import tests.runs
 from tests.patience import PATIENCE_SECONDS
-from variants import product_search, window_cpu
+from variants.kernels import product_search, window_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 AHEAD = ("tests.runs", "tests.command", "tests.test_processes", "train", "torch._dynamo", "hydra._internal.hydra")

@@ -5,8 +5,8 @@ import base64
 import pytest
 from selenium.webdriver.common.by import By
 
-from bench.reporting.page import FILTER_FROM, write_page
-from bench.reporting.shown import Cell, Column, Drawing, Table
+from bench.report.page import FILTER_FROM, write_page
+from bench.report.shown import Cell, Column, Drawing, Table
 from tests import browser
 from tests.bench_rows import cost_row
 

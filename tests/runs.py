@@ -13,12 +13,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 
-from harness import data, runtime
-from harness.job import Job
-from harness.prepare import prepare
-from harness.processes import ALONE, Processes
-from harness.record import RECORD, SUMMARY, read_rows, repeatable
-from harness.run import Run
+from harness.data import corpora
+from harness.device import runtime
+from harness.device.processes import ALONE, Processes
+from harness.loop.job import Job
+from harness.loop.prepare import prepare
+from harness.loop.run import Run
+from harness.record.rows import RECORD, SUMMARY, read_rows, repeatable
 from tests.composing import CONF, plan
 from train import train
 
@@ -71,7 +72,7 @@ def elsewhere(here: Path, monkeypatch) -> None:
 def make_run(*overrides: str) -> Run:
     """A run that stands before its first step, without a folder."""
     plan_ = plan(*SMALL, *overrides)
-    return Run(plan_, data.load(**plan_.data), runtime.start(plan_.runtime))
+    return Run(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
 
 
 def make_job(*overrides: str, processes: Processes = ALONE) -> Job:

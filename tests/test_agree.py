@@ -4,7 +4,7 @@ import torch
 
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
-from variants import window
+from variants.kernels import window
 
 QUICK = ("settings=[rotary-kv]", "precisions=[float32]", "runtime.device=cpu", "runtime.threads=1", "data.bytes=20000")
 

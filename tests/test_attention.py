@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.flops import count_flops
+from harness.count.flops import count_flops
 from tests.attention_case import (
     DOUBLE,
     FRACTIONS,
@@ -24,9 +24,9 @@ from tests.attention_case import (
     starts,
 )
 from tests.reference.feed_forward import feed_forward
-from variants import triton_window, window_cpu
 from variants.attention import Attention
 from variants.contract import Place
+from variants.kernels import triton_window, window_cpu
 from variants.position import NoPosition, Rotary
 
 pytestmark = pytest.mark.numeric

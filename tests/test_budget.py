@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.budget import Budget, Progress, Schedule
+from harness.optim.budget import Budget, Progress, Schedule
 
 
 def test_default_bytes_apply_when_nothing_is_set():

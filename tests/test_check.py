@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from bench.check import gate, passed
 from bench.conformance import findings, ideal_at_most_executed, shrunk
-from harness.build import Plan, plan_run
+from bench.gate import gate, passed
+from harness.plan.build import Plan, plan_run
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
 from tests.toys import Gate, LeaksInEvaluation, Sums
-from variants import fused, window_cpu
 from variants.conformance import Finding
+from variants.kernels import fused, window_cpu
 
 ONE = ("position=none", "model.cache=kv", "model.attend_self=true")
 
@@ -192,7 +192,7 @@ def test_what_was_kept_is_remembered_until_something_changes(cache, quick, monke
 
 def test_other_versions_are_checked_again(cache, quick, monkeypatch):
     assert gate(plan("variant=mhsa")) == [] and gate(plan("variant=mhsa")) == [] and len(quick) == 1
-    monkeypatch.setattr("bench.check.version", lambda name: "99")
+    monkeypatch.setattr("bench.gate.version", lambda name: "99")
     assert gate(plan("variant=mhsa")) == [] and len(quick) == 2
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from harness import checkpoint, runtime
+from harness.device import runtime
+from harness.record import checkpoint
 from tests.runs import make_run, restored  # noqa: F401 - a fixture
 
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from harness import known
-from harness.folder import config_hash
+from harness.data import public
+from harness.record.folder import config_hash
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.patience import PATIENCE_SECONDS
 
@@ -159,7 +159,7 @@ def test_a_bug_keeps_its_trace(here, monkeypatch, flags):
     def broken(*_, **__):
         raise KeyError("ours")
 
-    monkeypatch.setattr("harness.prepare.plan_run", broken)
+    monkeypatch.setattr("harness.loop.prepare.plan_run", broken)
     ended = train(*flags, *MADE)
     assert ended.code == 1 and ended.err.count("Traceback") == 1 + bool(flags) and "in broken" in ended.err
     assert "Error executing job" not in ended.err and not list(here.iterdir())
@@ -188,8 +188,8 @@ def test_a_sweep_of_mistakes_leaves_nothing(here):
 
 
 def test_a_sweep_goes_on_in_the_folder_of_a_single_run(here, monkeypatch):
-    small = known.Known(url=known.KNOWN["text8"].url, n_bytes=len(ALPHABET))
-    monkeypatch.setitem(known.KNOWN, "text8", small)
+    small = public.Known(url=public.KNOWN["text8"].url, n_bytes=len(ALPHABET))
+    monkeypatch.setitem(public.KNOWN, "text8", small)
     (here / "text8").write_bytes(ALPHABET)
     words = ("data=text8", "data.path=text8", "outputs=o")
     assert train(*words, "data.fallback=stdlib").code == 0

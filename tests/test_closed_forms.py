@@ -5,12 +5,12 @@ import torch
 
 from bench.fake import predict
 from bench.subject import full_state
-from harness.flops import count_flops, forward_flops_per_byte
-from harness.runtime import start
+from harness.count.flops import count_flops, forward_flops_per_byte
+from harness.device.runtime import start
 from tests import kernel_products
 from tests.composing import CONF, TINY, plan
-from variants import fused, window_cpu
-from variants.window import Persistent, Window
+from variants.kernels import fused, window_cpu
+from variants.kernels.window import Persistent, Window
 
 # The fused path: two products of each rectangle forward, five backward, and the ramps once more.
 

@@ -7,7 +7,7 @@ What breaks from one version of torch to the next is how Python is followed, so 
 import pytest
 import torch
 
-from harness.runtime import Runtime
+from harness.device.runtime import Runtime
 from tests.runs import CARRY, MEMORY, make_run, own_folder, restored  # noqa: F401 - fixtures
 
 VARIANTS = {"adaptive_span": "kv", "product_key_memory": "hidden"}

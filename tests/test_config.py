@@ -8,11 +8,12 @@ import torch
 import yaml
 from hydra.errors import HydraException
 
-from harness import data, settings
-from harness.build import plan_run
-from harness.cli import explain
-from harness.targets import keywords, resolve
-from harness.variant import plan_layers
+from harness.compose.cli import explain
+from harness.data import corpora
+from harness.plan import settings
+from harness.plan.build import plan_run
+from harness.plan.instantiate import keywords, resolve
+from harness.plan.layers import plan_layers
 from tests.composing import CONF, TINY, compose_config, one_step, plan, recall
 from variants.attention import Attention
 from variants.contract import Part, Position, Sublayer
@@ -104,7 +105,7 @@ def test_keys_are_the_constructors_keywords(file):
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("data/")])
 def test_data_has_the_keywords_of_load(file):
-    assert set(read(file)) == set(settings.DataSettings.__dataclass_fields__) == {*data.load.__kwdefaults__, "name"}
+    assert set(read(file)) == set(settings.DataSettings.__dataclass_fields__) == {*corpora.load.__kwdefaults__, "name"}
 
 
 # What the command line can do
@@ -240,7 +241,7 @@ def test_mistakes_are_refused_by_key_value_and_what_is_allowed(case):
     with pytest.raises((ValueError, HydraException)) as caught:
         made = plan(*TINY, "data=recall", *words.split())
         made.make_optimizers(made.make_model())
-        data.load(**made.data)
+        corpora.load(**made.data)
     for fragment in fragments:
         assert fragment in explain(caught.value)
 

@@ -17,9 +17,9 @@ from bench.dashboards.layout import (
     metrics_of,
 )
 from bench.dashboards.page import write_dashboard
-from bench.reporting.gather import gather
-from harness.record import read_rows
-from harness.wandb_rows import numbers
+from bench.report.gather import gather
+from harness.record.rows import read_rows
+from harness.record.wandb_rows import numbers
 from tests.command import call, empty_folder  # noqa: F401 - a fixture
 
 PLAIN = {"entity": "me", "project": "mine"}

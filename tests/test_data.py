@@ -13,9 +13,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from harness import corpus as corpus_module
-from harness.data import KNOWN, NAMES, compressed_bits, load
-from harness.known import Known
+from harness.data import sources as corpus_module
+from harness.data.corpora import KNOWN, NAMES, compressed_bits, load
+from harness.data.public import Known
 
 ROOT = Path(__file__).parents[1]
 TEXT = b"".join(b"line %d of a small corpus\n" % n for n in range(400))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.by import By
 
-from bench.report import all_tables, main
-from bench.reporting.diff import differing, facts, facts_by_run
-from bench.reporting.gather import gather
+from bench.report.__main__ import all_tables, main
+from bench.report.diff import differing, facts, facts_by_run
+from bench.report.gather import gather
 from tests import browser
 from tests.bench_rows import write_failed, write_run, write_trial
 from tests.pages import (

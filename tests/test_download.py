@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from harness import data
 from harness.cache import cache_folder, locked
-from harness.download import ATTEMPTS, download
-from harness.known import KNOWN, Known, fetch
+from harness.data import corpora
+from harness.data.download import ATTEMPTS, download
+from harness.data.public import KNOWN, Known, fetch
 from tests.patience import PATIENCE_SECONDS
 
 TEXT = os.urandom(30_000)
@@ -95,11 +95,11 @@ def nobody(monkeypatch):
 
 
 def test_downloaded_once_and_checked(server, cache, capsys):
-    corpus = data.load("enwik8")
+    corpus = corpora.load("enwik8")
     assert (corpus.name, corpus.n_bytes, corpus.fallback_from) == ("enwik8", len(TEXT), None)
     assert (cache / "enwik8").read_bytes() == TEXT
     assert server.url in capsys.readouterr().err
-    data.load("enwik8")
+    corpora.load("enwik8")
     assert server.asked == [None]
     assert sorted(file.name for file in cache.iterdir()) == ["enwik8", "enwik8.lock"]
 
@@ -168,17 +168,17 @@ def damaged_zip() -> bytes:
 def test_wrong_content_is_refused_and_not_kept(server, cache, body):
     server.body = body()
     with pytest.raises(ValueError, match="is not enwik8") as error:
-        data.load("enwik8")
+        corpora.load("enwik8")
     assert all(word in str(error.value) for word in ("data.path", "python -m harness.data", "data.fallback"))
     assert [file.name for file in cache.iterdir()] == ["enwik8.lock"]
     server.body = archive(TEXT)
-    assert data.load("enwik8").n_bytes == len(TEXT)
+    assert corpora.load("enwik8").n_bytes == len(TEXT)
 
 
 def test_a_spoilt_cache_is_noticed(server, cache):
     fetch("enwik8").write_bytes(TEXT[::-1])
     with pytest.raises(ValueError, match="remove it"):
-        data.load("enwik8", fallback="stdlib")
+        corpora.load("enwik8", fallback="stdlib")
 
 
 def test_parallel_jobs_download_once(server, capsys):
@@ -208,9 +208,9 @@ def test_a_host_that_never_answers_is_given_up(monkeypatch, tmp_path):
 
 
 def test_fallback_is_loud_and_labelled(nobody, capsys):
-    corpus = data.load("enwik8", fallback="stdlib")
+    corpus = corpora.load("enwik8", fallback="stdlib")
     assert (corpus.name, corpus.fallback_from) == ("stdlib", "enwik8")
-    assert corpus.sha256 == data.load("stdlib").sha256
+    assert corpus.sha256 == corpora.load("stdlib").sha256
     assert corpus.label().startswith("stdlib in place of enwik8 (")
     assert corpus.provenance()["name"] == "stdlib"
     lines = [line for line in capsys.readouterr().err.splitlines() if "INSTEAD" in line]
@@ -220,24 +220,24 @@ def test_fallback_is_loud_and_labelled(nobody, capsys):
 
 def test_without_fallback_it_is_an_error_with_the_remedies(nobody):
     with pytest.raises(ValueError, match="refused") as error:
-        data.load("enwik8")
+        corpora.load("enwik8")
     assert all(word in str(error.value) for word in ("data.path", "python -m harness.data enwik8", "data.fallback"))
 
 
 def test_an_unwritable_cache_counts_as_not_to_be_had(server, monkeypatch, tmp_path):
     (tmp_path / "a_file").write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
-    assert data.load("enwik8", fallback="stdlib").fallback_from == "enwik8"
+    assert corpora.load("enwik8", fallback="stdlib").fallback_from == "enwik8"
     assert server.asked == []
 
 
 def test_prefetch_says_where_and_what(server, cache, capsys):
-    assert data.main(["enwik8"]) == 0
+    assert corpora.main(["enwik8"]) == 0
     assert capsys.readouterr().out == (
         f"{cache / 'enwik8'}\n{len(TEXT):,} bytes, sha256 {hashlib.sha256(TEXT).hexdigest()}\n"
     )
 
 
 def test_prefetch_that_fails(nobody, capsys):
-    assert data.main([]) == 2
+    assert corpora.main([]) == 2
     assert "data.path" in capsys.readouterr().err

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bench.reporting.gather import gather
-from bench.reporting.grouping import arms, run_row
-from bench.reporting.swept import MOST_COLUMNS, RATE, swept_columns
+from bench.report.gather import gather
+from bench.report.grouping import arms, run_row
+from bench.report.swept import MOST_COLUMNS, RATE, swept_columns
 from tests.bench_rows import PROTOCOL, write_run, write_trial
 from tests.test_report import change, column, headings, tables
 

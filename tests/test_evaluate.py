@@ -10,8 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from bench import evaluate
-from harness import checkpoint
-from harness.folder import EVALUATIONS
+from harness.record import checkpoint
+from harness.record.folder import EVALUATIONS
 from tests.composing import CONF
 from tests.runs import MEMORY, make_job, restored, stop, whole_run  # noqa: F401 - a fixture
 

@@ -13,23 +13,22 @@ import torch
 from omegaconf import OmegaConf
 
 from bench.agree import AgreeSettings
-from bench.contest.lineup import HELD
+from bench.baselines.lineup import HELD, PeerSettings
+from bench.baselines.speed_cases import SpeedSettings
 from bench.cost import CostSettings
 from bench.evidence_calls import FAILED, OK, OUT_OF_TIME, PACK, Calls
 from bench.evidence_plan import Command, commands, learned_spans
 from bench.fake import build
 from bench.fit import OWN as FIT_KEYS
-from bench.peers import PeerSettings
 from bench.planning import own_keys
-from bench.speed import SpeedSettings
-from harness.build import plan_run
-from harness.settings import parse
+from harness.plan.build import plan_run
+from harness.plan.settings import parse
 from tests.command import ROOT, call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.needs import need
 from tests.patience import PATIENCE_SECONDS, wait_for
-from variants import triton_window
+from variants.kernels import triton_window
 
 SETTINGS = {"agree": AgreeSettings, "cost": CostSettings, "peers": PeerSettings, "speed": SpeedSettings}
 TRIED = ("adaptive_span", "replayed", "uniform-window")

@@ -11,8 +11,8 @@ import torch
 from bench import fit
 from bench.fake import CAUSES, predict
 from bench.ledger import Ledger
-from harness.flops import count_flops
-from harness.memory import optimizer_bytes, parameter_bytes
+from harness.count.flops import count_flops
+from harness.count.memory import optimizer_bytes, parameter_bytes
 from tests.bench_rows import fit_row
 from tests.command import ROOT, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import TINY, plan
@@ -23,9 +23,9 @@ HANGS_SECONDS = 600
 
 MEASURE = """
 import json, multiprocessing, sys, torch, torch._dynamo  # which every optimizer imports
-from harness import runtime
-from harness.memory import PeakMemory
-from harness.step import Trainer
+from harness.device import runtime
+from harness.count.memory import PeakMemory
+from harness.loop.step import Trainer
 from tests.composing import plan
 
 def steps(made, number, *, lanes, state=None):

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.contest.flex import WindowAttention, WindowYardstick
-from bench.contest.rivals import RIVALS, Memory, Sizes
-from bench.contest.yardstick import Yardstick
+from bench.baselines.flex import WindowAttention, WindowYardstick
+from bench.baselines.rivals import RIVALS, Memory, Sizes
+from bench.baselines.yardstick import Yardstick
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
-from variants.window import visible
+from variants.kernels.window import visible
 
 MEMORY = Memory(half_keys=32, top_k=4, heads=2, d_query=8)
 SIZES = Sizes(vocabulary=256, d_model=32, layers=2, heads=2, context=24, persistent=8, window=7, memory=MEMORY)

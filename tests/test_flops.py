@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from harness.flops import Flops, count_flops, optimizer_flops
-from harness.formulas import causal_pairs
-from harness.muon import Muon
-from harness.optim import ClippedAdagrad
+from harness.count.flops import Flops, count_flops, optimizer_flops
+from harness.count.formulas import causal_pairs
+from harness.optim.muon import Muon
+from harness.optim.optimizers import ClippedAdagrad
 from tests.composing import TINY, plan
 
 aten = torch.ops.aten

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import checkpoint
-from harness.folder import Identity, RunFolder, config_hash, holder
-from harness.record import RECORD, SUMMARY
+from harness.record import checkpoint
+from harness.record.folder import Identity, RunFolder, config_hash, holder
+from harness.record.rows import RECORD, SUMMARY
 from tests.composing import plan
 from tests.runs import SMALL, make_job, own_folder, restored, run_job, stop, whole_run  # noqa: F401 - fixtures
 from train import train

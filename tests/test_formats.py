@@ -3,8 +3,8 @@
 import csv
 import io
 
-from bench.reporting.formats import to_csv, to_latex, to_markdown
-from bench.reporting.shown import Cell, Column, Table
+from bench.report.formats import to_csv, to_latex, to_markdown
+from bench.report.shown import Cell, Column, Table
 
 COLUMNS = (Column(heading="variant", number=False), Column(heading="bits", explained="Bits per byte."))
 STRANGE = r"a|b_c & 50% $x^2$ #1 {y} \z <b>~[q]*"

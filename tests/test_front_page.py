@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import front_page, speed_cases
+from bench import front_page
+from bench.baselines import speed_cases
 from bench.front_page import BEGIN, END, MISSED, REACHED, lines_changed, written
 from tests.bench_rows import speed_row
 from tests.composing import compose_config
@@ -136,7 +137,13 @@ def test_the_lines_that_changed_since_the_rows_are_counted(tmp_path):
         ).stdout
 
     git("init", "-q")
-    for name in ("variants/a.cpp", "bench/speed.py", "bench/report.py", "bench/results/x/speed.jsonl", "README.md"):
+    for name in (
+        "variants/a.cpp",
+        "bench/speed.py",
+        "bench/report/__main__.py",
+        "bench/results/x/speed.jsonl",
+        "README.md",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\ntwo\n")
     git("add", ".")

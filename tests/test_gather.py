@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.reporting.gather import gather
+from bench.report.gather import gather
 from tests.bench_rows import cost_row, fit_row, peer_row, speed_row, write_rows, write_run
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import folder, lease, runtime, sweep
-from harness.run import Run
-from harness.runtime import StopSignal
-from harness.settings import RuntimeSettings
+from harness.compose import sweep
+from harness.device import lease, runtime
+from harness.device.runtime import StopSignal
+from harness.loop.run import Run
+from harness.plan.settings import RuntimeSettings
+from harness.record import folder
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.patience import PATIENCE_SECONDS, wait_for
 from tests.runs import after_step, make_job, own_folder, restored, run_job  # noqa: F401 - fixtures
@@ -23,7 +25,7 @@ IDENTITY = folder.Identity(variant="mhsa", seed=0, config="a", source="b", data=
 TAKE = """
 import sys, time
 from pathlib import Path
-from harness.lease import take_free
+from harness.device.lease import take_free
 folder = Path(sys.argv[1])
 leased = take_free(["GPU-a", "GPU-b"], folder=folder)
 with open(folder / "log", "a") as log:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data import Lanes, score_lanes, segments, windows
+from harness.data.corpora import Lanes, score_lanes, segments, windows
 
 
 def ramp(n_bytes: int) -> torch.Tensor:

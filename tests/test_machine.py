@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import machine, runtime
+from harness.device import machine, runtime
 from tests.composing import plan
 from tests.forked import run
 from tests.needs import need
@@ -91,7 +91,7 @@ def test_compiled_graphs_lie_apart_for_each_kind_of_machine(monkeypatch, tmp_pat
 NORM = """
 import torch
 from torch._inductor import config
-from harness import runtime
+from harness.device import runtime
 print(torch.backends.cpu.get_cpu_capability())
 config.cpp.vec_isa_ok = True  # or the compiler tries out all kinds of CPU first
 from tests.composing import plan

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness import memory
-from harness.flops import count_flops, forward_flops_per_byte
-from harness.memory import (
+from harness.count import memory
+from harness.count.flops import count_flops, forward_flops_per_byte
+from harness.count.memory import (
     PeakMemory,
     gradient_bytes,
     optimizer_bytes,
@@ -19,15 +19,15 @@ from harness.memory import (
     tensor_bytes,
 )
 from harness.model import LanguageModel
-from variants import fused
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import HeadVectors
 from variants.attention import Attention
 from variants.contract import Out, Place, Sublayer
 from variants.feed_forward import FeedForward
+from variants.kernels import fused
+from variants.kernels.window import Window
 from variants.position import Relative, Rotary
 from variants.product_key_memory import ProductKeyMemory
-from variants.window import Window
 
 D, H, K, V, HIDDEN, VECTORS = 16, 4, 4, 32, 24, 5
 MIB = 2**20

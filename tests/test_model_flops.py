@@ -6,7 +6,7 @@ from rich.console import Console
 
 from bench.cost_table import print_costs
 from bench.model_flops import dense_peak, utilisation
-from bench.reporting.tables_costs import cost_tables
+from bench.report.tables_costs import cost_tables
 from tests.bench_rows import cost_row
 from tests.composing import CONF
 

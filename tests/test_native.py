@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.attention_case import assert_near
-from variants import native, product_search, window_cpu
-from variants.window import Persistent, Window
+from variants.kernels import native, product_search, window_cpu
+from variants.kernels.window import Persistent, Window
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.cpu_kernel
@@ -61,7 +61,7 @@ def test_why_there_is_none_is_said(source, tmp_path, monkeypatch):
 
 
 def test_processes_that_build_at_once_do_not_meet(source, tmp_path):
-    code = f"from variants import native; assert native.load('seven', {source!r}).seven() == 7"
+    code = f"from variants.kernels import native; assert native.load('seven', {source!r}).seven() == 7"
     runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ)) for _ in range(3)]
     assert [run.wait() for run in runs] == [0, 0, 0]
     assert len(libraries(tmp_path)) == 1

@@ -10,8 +10,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from harness.budget import Schedule
-from harness.optim import ClippedAdagrad, Muon, Optimizers, assign
+from harness.optim.budget import Schedule
+from harness.optim.optimizers import ClippedAdagrad, Muon, Optimizers, assign
 
 pytestmark = pytest.mark.numeric
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.groups import Group
-from harness.muon import orthogonalize, product_dtype
-from harness.optim import ClippedAdagrad, Muon
+from harness.optim.groups import Group
+from harness.optim.muon import orthogonalize, product_dtype
+from harness.optim.optimizers import ClippedAdagrad, Muon
 
 pytestmark = pytest.mark.numeric
 
@@ -116,7 +116,7 @@ def test_muon_is_torchs(precision, dtype, tolerance, monkeypatch):
     """Torch's own multiplies in bfloat16 only: where ours does not, it is kept from rounding."""
     if precision != "bfloat16":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-        monkeypatch.setattr("harness.muon._has_amx", lambda: False)
+        monkeypatch.setattr("harness.optim.muon._has_amx", lambda: False)
     torch.manual_seed(5)
     shapes = [(16, 16), (48, 16), (16, 48), (16, 16), (48, 16)]
     start = [torch.randn(shape, dtype=dtype) * 0.1 for shape in shapes]

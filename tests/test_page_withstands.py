@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from selenium.webdriver.common.by import By
 
-from bench.reporting.shown import Cell, Table
+from bench.report.shown import Cell, Table
 from tests import browser
 from tests.pages import (
     COLUMNS,

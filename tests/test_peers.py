@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
-from bench import peers
-from bench.contest import lineup, rivals
-from bench.contest.entrants import LanguageEntrant
-from bench.contest.proof import OK, Probe, passed, prove
-from bench.contest.rivals import INSTALL, RIVALS, Memory, Rival, Sizes, touched_parameters, version
-from bench.contest.rounds import Entry, ratio, verdict
-from bench.contest.table import print_peers, rows_of
-from bench.contest.yardstick import Yardstick
+from bench.baselines import lineup, rivals
+from bench.baselines.entrants import LanguageEntrant
+from bench.baselines.proof import OK, Probe, passed, prove
+from bench.baselines.rivals import INSTALL, RIVALS, Memory, Rival, Sizes, touched_parameters, version
+from bench.baselines.rounds import Entry, ratio, verdict
+from bench.baselines.table import print_peers, rows_of
+from bench.baselines.yardstick import Yardstick
 from bench.measure import percentiles
 from tests.bench_rows import identity, peer_row
 from tests.command import call
@@ -202,7 +201,7 @@ def test_ctrl_c_leaves_rows_and_exit_code_130(here, monkeypatch):  # noqa: F811
         entries[0].facts = entry("x").facts
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bench.contest.rounds.compete", stopped)
+    monkeypatch.setattr("bench.baselines.rounds.compete", stopped)
     ended = call("bench/peers.py", *TINY, "variants=[]", "peers=[]")
     assert ended.code == 130 and "INTERRUPTED" in ended.out
     assert len(rows_in(here)) == 1
@@ -278,7 +277,7 @@ def test_the_layer_alone(here):  # noqa: F811
     ],
 )
 def test_a_mistake_ends_with_2_before_anything_runs(here, words, parts, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("bench.contest.rounds.compete", missing)
+    monkeypatch.setattr("bench.baselines.rounds.compete", missing)
     ended = call("bench/peers.py", *words, "runtime.device=cpu", "runtime.threads=1")
     assert ended.code == 2 and all(part in ended.err for part in parts), ended.err
     assert "Traceback" not in ended.err and not list(here.iterdir())
@@ -288,5 +287,5 @@ def test_the_keys_of_the_configuration_are_those_of_the_verb():
     from tests.composing import compose_config
 
     cfg = compose_config(name="peers")
-    assert set(peers.PeerSettings.__dataclass_fields__) <= set(cfg)
+    assert set(lineup.PeerSettings.__dataclass_fields__) <= set(cfg)
     assert set(cfg.peers) == set(PEERS) and lineup.JOB

@@ -14,7 +14,7 @@ import pytest
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from bench.reporting import (
+from bench.report import (
     grouping,
     plot_style,
     plots_bars,
@@ -24,9 +24,9 @@ from bench.reporting import (
     plots_inside,
     plots_runs,
 )
-from bench.reporting.gather import Found, gather
-from bench.reporting.plots import draw_all
-from bench.reporting.shown import Drawing
+from bench.report.gather import Found, gather
+from bench.report.plots import draw_all
+from bench.report.shown import Drawing
 from tests.bench_rows import cost_row, fit_row, peer_row, write_run
 
 OUT = {
@@ -94,7 +94,7 @@ def figures(monkeypatch) -> dict[str, Figure]:
 
     for module in (plots_runs, plots_curves, plots_inside, plots_costs, plots_bars):
         monkeypatch.setattr(module, "finish", keep)
-    monkeypatch.setattr("bench.reporting.plots.draw_explained", list)
+    monkeypatch.setattr("bench.report.plots.draw_explained", list)
     return kept
 
 
@@ -138,8 +138,8 @@ def test_equal_rows_give_equal_files_in_any_order_and_process_and_styles_are_lef
     assert [(d.name, d.svg, d.png) for d in draw_all(turned)] == [(d.name, d.svg, d.png) for d in drawings]
     assert dict(rcParams) == before
     assert not any(word in drawing.svg for drawing in drawings for word in (b"dc:date", b"Matplotlib v"))
-    code = "import sys, hashlib; from bench.reporting.plots_explained import draw_explained\n"
-    code += "from bench.reporting.plot_style import styled\n"
+    code = "import sys, hashlib; from bench.report.plots_explained import draw_explained\n"
+    code += "from bench.report.plot_style import styled\n"
     code += "with styled(): print(hashlib.sha256(draw_explained()[1].svg).hexdigest(), 'torch' in sys.modules)"
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
@@ -375,7 +375,7 @@ def test_only_119_of_1024_pairs_can_win_and_brute_force_agrees():
 def test_the_soft_mask_drawn_is_the_one_that_is_trained():
     import torch
 
-    from variants.window import soft_mask
+    from variants.kernels.window import soft_mask
 
     x = np.arange(200)
     drawn = plots_explained.soft_mask(x, span=96, ramp=32)

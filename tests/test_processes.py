@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import checkpoint, data, runtime
-from harness.job import Job
-from harness.lanes import share
-from harness.processes import ALONE, Processes, joined
-from harness.record import RECORD, read_rows
-from harness.run import Run
-from harness.runtime import Runtime, StopSignal
-from harness.step import Score, score_stream, score_windows
+from harness.data import corpora
+from harness.data.lanes import share
+from harness.device import runtime
+from harness.device.processes import ALONE, Processes, joined
+from harness.device.runtime import Runtime, StopSignal
+from harness.loop.job import Job
+from harness.loop.run import Run
+from harness.loop.step import Score, score_stream, score_windows
+from harness.record import checkpoint
+from harness.record.rows import RECORD, read_rows
 from tests.composing import plan
 from tests.many import launch
 from tests.runs import (
@@ -68,7 +70,7 @@ def in_precision(run: Run, name: str) -> Run:
 
 def divided_run(processes: Processes, *overrides: str) -> Run:
     plan_ = plan(*SMALL, *overrides)
-    return Run(plan_, data.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
+    return Run(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
 
 
 def digest(run: Run) -> str:

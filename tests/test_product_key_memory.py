@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.reference.product_key_memory import best_slots
 from tests.reference.product_key_memory import product_key_memory as reference
-from variants import product_search
 from variants.contract import Place
+from variants.kernels import product_search
 from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search
 
 pytestmark = pytest.mark.numeric

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from harness.data import load
+from harness.data.corpora import load
+from harness.data.recall import DISTANCES, LETTERS, recall_floor, recall_stream
 from harness.hashing import integer_hash
-from harness.recall import DISTANCES, LETTERS, recall_floor, recall_stream
 
 
 def source_of(stream: bytes, at: int, distances) -> int:

@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from harness import settings
 from harness.model import LanguageModel
+from harness.plan import settings
 from tests.composing import CONF, TINY, compose_config, plan
 from variants.adaptive_span import AdaptiveSpan
 from variants.position import Relative

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.report import all_tables, main
-from bench.reporting import plots
-from bench.reporting.formats import to_csv, to_latex, to_markdown
-from bench.reporting.gather import gather
-from bench.reporting.grouping import comparable, run_row
-from bench.reporting.shown import Drawing, Table
+from bench.report import plots
+from bench.report.__main__ import all_tables, main
+from bench.report.formats import to_csv, to_latex, to_markdown
+from bench.report.gather import gather
+from bench.report.grouping import comparable, run_row
+from bench.report.shown import Drawing, Table
 from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, speed_row, write_rows, write_run
 from tests.patience import PATIENCE_SECONDS
 from tests.test_gather import mutated
@@ -306,7 +306,7 @@ def test_a_report_needs_neither_torch_nor_a_server(tmp_path):
     write_run(tmp_path)
     write_rows(tmp_path, [cost_row(), peer_row(), fit_row(), speed_row()])
     code = (
-        "import sys; from bench.report import main; code = main(sys.argv[1:]); "
+        "import sys; from bench.report.__main__ import main; code = main(sys.argv[1:]); "
         "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
     )
     words = [sys.executable, "-c", code, str(tmp_path), "--out", str(tmp_path / "report")]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import checkpoint
-from harness.job import Job
-from harness.record import RECORD, read_rows
+from harness.loop.job import Job
+from harness.record import checkpoint
+from harness.record.rows import RECORD, read_rows
 from tests.forked import exit_code, run, started
 from tests.runs import (
     CARRY,
@@ -145,7 +145,7 @@ def test_a_finished_run_is_returned_and_force_redoes_it():
 
 SIGNALLED = """
 import os, runpy, sys
-from harness.record import Record
+from harness.record.rows import Record
 append = Record.append
 def append_and_signal(self, *arguments, **keywords):
     row = append(self, *arguments, **keywords)

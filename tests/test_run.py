@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import checkpoint
-from harness.record import SUMMARY_KEYS
-from harness.run import Run
+from harness.loop.run import Run
+from harness.record import checkpoint
+from harness.record.rows import SUMMARY_KEYS
 from tests.runs import (
     DROPOUT,
     MOVING,
@@ -190,7 +190,7 @@ def test_budget_of_seconds_counts_steps_alone_and_survives_a_stop(monkeypatch):
         clock["now"] += 0.25  # twice a step: a step takes a quarter of a second
         return clock["now"]
 
-    monkeypatch.setattr("harness.run.time.perf_counter", tick)
+    monkeypatch.setattr("harness.loop.run.time.perf_counter", tick)
     stop(make_job("budget.seconds=2"), step=3)
     job, summary = whole_run("budget.seconds=2")
     assert job.run.spent.steps == 8 and summary["seconds"] == 2.0

@@ -21,8 +21,14 @@ def new_process():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> Path:
-    files = ("train.py", "variants/window.py", "variants/window.cpp", "variants/deep/inside.json", "harness/step.py")
-    files += ("bench/cost.py", "bench/contest/rounds.py", "bench/reporting/page.css", "bench/results/one/rows.jsonl")
+    files = (
+        "train.py",
+        "variants/kernels/window.py",
+        "variants/window.cpp",
+        "variants/deep/inside.json",
+        "harness/loop/step.py",
+    )
+    files += ("bench/cost.py", "bench/baselines/rounds.py", "bench/report/page.css", "bench/results/one/rows.jsonl")
     for name in files:
         write(tmp_path / name, f"# {name}\n")
     monkeypatch.setattr(source, "ROOT", tmp_path)
@@ -35,7 +41,14 @@ def write(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["train.py", "variants/window.py", "variants/window.cpp", "variants/deep/inside.json", "harness/step.py"]
+    "name",
+    [
+        "train.py",
+        "variants/kernels/window.py",
+        "variants/window.cpp",
+        "variants/deep/inside.json",
+        "harness/loop/step.py",
+    ],
 )
 def test_one_byte_of_any_file_is_another_source(checkout, new_process, name):
     found = {(digest(), digest(measuring=True))}
@@ -56,7 +69,7 @@ def test_what_measures_counts_for_rows_of_bench(checkout, new_process):
 
     own, measuring = both()
     assert own != measuring
-    for name, changes in {"cost.py": True, "contest/rounds.py": True, "reporting/page.css": False}.items():
+    for name, changes in {"cost.py": True, "baselines/rounds.py": True, "report/page.css": False}.items():
         write(checkout / "bench" / name, "edited")
         now, measuring_now = both()
         assert now == own and (measuring_now != measuring) == changes, name
@@ -70,7 +83,7 @@ def test_what_measures_counts_for_rows_of_bench(checkout, new_process):
 def test_a_process_remembers_what_it_read(checkout, new_process):
     """A sweep whose source is edited midway goes on with the modules that it has loaded, and says so."""
     before = digest()
-    write(checkout / "variants/window.py", "edited")
+    write(checkout / "variants/kernels/window.py", "edited")
     write(checkout / "variants/new.py", "new")
     assert digest() == before
     new_process()

@@ -7,16 +7,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench import front_page, speed, speed_cases, speed_entries
-from bench.contest.entrants import OurModel
-from bench.contest.lineup import first_batches
-from bench.contest.proof import OK, passed
-from bench.contest.rounds import Entry
-from bench.contest.steady import SteadyModel, SteadyTask, TrainerLoop, full_state, set_spans
+from bench import front_page
+from bench.baselines import speed_cases, speed_entries
+from bench.baselines.entrants import OurModel
+from bench.baselines.lineup import first_batches
+from bench.baselines.proof import OK, passed
+from bench.baselines.rounds import Entry
+from bench.baselines.speed_cases import Bound, Heat
+from bench.baselines.speed_table import print_speeds, rows_of
+from bench.baselines.steady import SteadyModel, SteadyTask, TrainerLoop, full_state, set_spans
 from bench.rows import refusal
-from bench.speed_cases import Bound, Heat
-from bench.speed_table import print_speeds, rows_of
-from harness.runtime import Runtime
+from harness.device.runtime import Runtime
 from tests.bench_rows import identity
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
@@ -79,7 +80,7 @@ def test_the_cases_and_what_they_must_reach():
 
 def test_the_workload_is_the_one_of_the_targets():
     cfg = compose_config(name="speed")
-    assert set(speed.SpeedSettings.__dataclass_fields__) <= set(cfg)
+    assert set(speed_cases.SpeedSettings.__dataclass_fields__) <= set(cfg)
     sizes = {"width": 256, "heads": 8, "layers": 4, "block": 256, "batch": 8, "span": 1024, "vocabulary": 205}
     assert sizes.items() <= dict(cfg.cpu).items()
     assert list(cfg.cpu.spans) == [16, 16, 24, 32, 48, 64, 200, 900] and cfg.cpu.persistent == 512
@@ -267,13 +268,13 @@ def test_rows_from_the_command_line_are_added_to_the_file(here):  # noqa: F811
 def untimed(monkeypatch) -> list[Entry]:
     """The entries of a command that ends before they compete."""
     entries = []
-    monkeypatch.setattr("bench.contest.rounds.compete", lambda own, **_: entries.extend(own))
+    monkeypatch.setattr("bench.baselines.rounds.compete", lambda own, **_: entries.extend(own))
     return entries
 
 
 def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkeypatch):  # noqa: F811
     heats = []
-    monkeypatch.setattr("bench.speed_table.rows_of", lambda heat, **_: heats.append(heat) or [])
+    monkeypatch.setattr("bench.baselines.speed_table.rows_of", lambda heat, **_: heats.append(heat) or [])
     ended = call("bench/speed.py", *SMALL)
     assert ended.code == 0 and "nothing was measured" in ended.out, ended.err
     assert [one.name for one in untimed] == [
@@ -357,7 +358,9 @@ def test_a_mistake_ends_with_2_before_anything_runs(here, untimed, words, parts,
 
 def test_other_sizes_are_not_judged(here, untimed, monkeypatch):  # noqa: F811
     said = []
-    monkeypatch.setattr("bench.speed_table.rows_of", lambda heat, judged, planned_rounds: said.append(judged) or [])
+    monkeypatch.setattr(
+        "bench.baselines.speed_table.rows_of", lambda heat, judged, planned_rounds: said.append(judged) or []
+    )
     for words in (["rounds=2", "rows=x.jsonl"], ["cpu.batch=2"], ["optim.lr=1"], ["cpu.path=plain"]):
         assert call("bench/speed.py", "cases=[trainer]", *words).code == 0
     assert said == [True, False, False, False]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import checkpoint
+from harness.record import checkpoint
 from tests.runs import (
     CARRY,
     DROPOUT,

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.budget import Schedule
-from harness.data import score_lanes
-from harness.optim import Optimizers, assign
-from harness.recall import recall_floor
-from harness.runtime import Runtime
-from harness.step import Score, Trainer, score_context, score_stream, score_windows
+from harness.data.corpora import score_lanes
+from harness.data.recall import recall_floor
+from harness.device.runtime import Runtime
+from harness.loop.step import Score, Trainer, score_context, score_stream, score_windows
+from harness.optim.budget import Schedule
+from harness.optim.optimizers import Optimizers, assign
 from tests.runs import MEMORY, VARIANTS, make_run, restored  # noqa: F401 - a fixture
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)

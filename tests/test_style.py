@@ -1,6 +1,7 @@
 """Import arrows point one way, and other promises about the source that can be read off its text."""
 
 import ast
+import graphlib
 import re
 import shutil
 import subprocess
@@ -20,19 +21,34 @@ TESTS = [*(ROOT / "tests").rglob("*.py")]
 TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
 FOLDERS = ("variants", "harness", "bench", "conf", "tests", ".ci")
 
-# Modules that each part may import, beside the standard library; a name allows what is below it.
+# Modules that the files of each room may import, beside the standard library; a name allows what is below it.
 ARROWS = {
-    "variants": {"torch", "einops", "variants", "triton"},  # triton: in one file, imported where it is used
-    "harness": {"harness", "variants.contract"},
+    "variants": {"torch", "einops", "variants", "triton"},
+    "variants/kernels": {"torch", "variants.kernels", "triton"},  # triton: in one file, imported where it is used
+    "variants/conformance": {"torch", "variants.conformance", "variants.contract"},
+    "harness": {"harness.norms", "variants.contract"},
+    "harness/record": {"harness.record", "harness.cache"},
+    "harness/optim": {"harness.optim"},
+    "harness/data": {"harness.data", "harness.cache", "harness.hashing"},
+    "harness/count": {"harness.count", "harness.model", "variants.contract"},
+    "harness/plan": {"harness.plan", "harness.optim", "harness.model", "variants.contract"},
+    "harness/device": {"harness.device", "harness.plan.settings", "harness.cache", "harness.hashing"},
+    "harness/loop": {"harness", "variants.contract"},
+    "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
+    "bench/baselines": {"bench", "harness", "variants.contract"},
+    "bench/report": {"bench.report", "bench.rows", "bench.cost_table", "harness.record", "harness.cache"},
+    "bench/dashboards": {"bench.dashboards", "bench.report", "bench.rows", "harness.record"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }
 OURS = {"variants", "harness", "bench", "tests", "train", "conf"}
 THIRD_PARTY_ALLOWED = ("harness", "bench")
 
 
-def part(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0]
+def room(path: Path) -> str:
+    """The folder of a file; ``train.py`` is a room of its own."""
+    path = path.relative_to(ROOT)
+    return path.name if path.parent == Path(".") else path.parent.as_posix()
 
 
 def imported(path: Path) -> set[str]:
@@ -53,9 +69,9 @@ def inside(module: str, allowed: set[str]) -> bool:
 
 def strays(path: Path) -> set[str]:
     """What a file imports against the arrows."""
-    allowed = ARROWS[part(path)]
+    allowed = ARROWS[room(path)]
     found = {name for name in imported(path) if name.partition(".")[0] not in sys.stdlib_module_names}
-    if part(path) in THIRD_PARTY_ALLOWED:
+    if room(path).partition("/")[0] in THIRD_PARTY_ALLOWED:
         found = {name for name in found if name.partition(".")[0] in OURS}
     return {name for name in found if not inside(name, allowed)}
 
@@ -77,18 +93,53 @@ def test_arrows_that_point_back_are_found(monkeypatch, tmp_path):
         "harness/a.py": "from variants.attention import Attention",
         "harness/b.py": "def late():\n    from variants import attention",
         "harness/c.py": "import tests.reference.attention",
-        "bench/a.py": "import variants.window",
+        "bench/a.py": "import variants.kernels.window",
         "train.py": "import torch",
     }
     for name, text in backwards.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
         assert strays(tmp_path / name), name
 
 
+def modules_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def arrows() -> dict[str, set[str]]:
+    """Each module of the product, and those of the product that it imports, anywhere in it."""
+    known = {modules_of(path): path for path in PRODUCT}
+
+    def module(name: str) -> str | None:
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    return {own: {module(name) for name in imported(path)} - {None, own} for own, path in known.items()}
+
+
+def test_no_module_and_no_room_is_in_a_circle():
+    """Verbs of bench are one room, what they share is another."""
+    between = arrows()
+    verbs = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
+    assert len(verbs) > 5 and not {(one, other) for one in verbs for other in between[one] & verbs}
+
+    def room_of(module: str) -> str:
+        if module in verbs:
+            return "verbs"
+        packages = [name for name in (module, module.rpartition(".")[0]) if name.replace(".", "/") in ARROWS]
+        return packages[0] if packages and packages[0] != "harness" else module
+
+    rooms: dict[str, set[str]] = {}
+    for own, others in between.items():
+        rooms.setdefault(room_of(own), set()).update({room_of(other) for other in others} - {room_of(own)})
+    for graph in (between, rooms):
+        list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
+
+
 def test_variants_can_be_imported_alone(tmp_path):
     shutil.copytree(ROOT / "variants", tmp_path / "variants")
-    modules = ", ".join(f"variants.{path.stem}" for path in (ROOT / "variants").glob("[!_]*.py"))
+    modules = ", ".join(modules_of(path) for path in (ROOT / "variants").rglob("[!_]*.py"))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}; assert 'harness' not in sys.modules"
     subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=PATIENCE_SECONDS)
 

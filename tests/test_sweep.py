@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import sweep
-from harness.record import read_rows, repeatable
-from harness.run import Run
+from harness.compose import sweep
+from harness.loop.run import Run
+from harness.record.rows import read_rows, repeatable
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.forked import exit_code, started
 from tests.patience import wait_for
@@ -120,13 +120,13 @@ def test_a_job_that_cannot_be_built_is_recorded_too(here, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("harness.run.Run.__init__", broken)
+        patched.setattr("harness.loop.run.Run.__init__", broken)
         assert train("-m", *MADE, "seed=0").code == 1
     (run,) = run_folders(here / "outputs")
     assert summaries(here / "outputs")[run.name]["error"] == "MemoryError:"
     assert train("-m", *MADE, "seed=0").code == 0 and not (run / "failed.txt").exists()
     with monkeypatch.context() as patched:
-        patched.setattr("harness.run.Run.__init__", broken)
+        patched.setattr("harness.loop.run.Run.__init__", broken)
         assert train(*MADE, "force=true").code == 1
     assert summaries(here / "outputs")[run.name]["status"] == "finished", "an earlier result was lost"
 
@@ -173,7 +173,7 @@ def test_a_job_that_another_process_takes_before_its_turn_is_waited_for(here, mo
         return look(*arguments)
 
     monkeypatch.setattr(sweep.Resuming, "_launched", taken_first)
-    monkeypatch.setattr("harness.folder.HOLD_SECONDS", 0.1)
+    monkeypatch.setattr("harness.record.folder.HOLD_SECONDS", 0.1)
     ended = train("-m", *MADE, "seed=1,0")
     assert ended.code == 0 and "held by" not in ended.err, ended
     assert status_lines(ended.out)[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed"

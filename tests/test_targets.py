@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.targets import keywords, resolve
+from harness.plan.instantiate import keywords, resolve
 from variants.adaptive_span import AdaptiveSpan
 from variants.attention import Attention, Reach
 from variants.contract import Out, Part, Position, Sublayer
@@ -92,7 +92,7 @@ def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
         ("variants_evil.attention.Attention", Sublayer, "allowed are classes of"),
         ("harness.source.subprocess.run", Sublayer, "cannot be imported"),
         ("harness.source.subprocess", Sublayer, "class derived from variants.contract.Sublayer"),
-        ("variants.window.attend", Sublayer, "class derived from variants.contract.Sublayer"),
+        ("variants.kernels.window.attend", Sublayer, "class derived from variants.contract.Sublayer"),
         ("tests.test_targets.exploding", Sublayer, "class derived from variants.contract.Sublayer"),
         ("variants.attention.Nothing", Sublayer, "cannot be imported"),
         ("variants.nowhere.Attention", Sublayer, "cannot be imported"),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import checkpoint
-from harness.launch import Launch, check_launch, read_launch
-from harness.processes import joined
-from harness.record import RECORD, read_rows
+from harness.device.launch import Launch, check_launch, read_launch
+from harness.device.processes import joined
+from harness.record import checkpoint
+from harness.record.rows import RECORD, read_rows
 from tests import command
 from tests.many import ROOT, Dead, commands, free_port, launch
 from tests.patience import PATIENCE_SECONDS

@@ -15,8 +15,8 @@ import variants
 from tests.attention_case import assert_near, gradients
 from tests.needs import need
 from tests.patience import PATIENCE_SECONDS
-from variants import triton_window, window
-from variants.window import Persistent, Window
+from variants.kernels import triton_window, window
+from variants.kernels.window import Persistent, Window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.usefixtures("triton_installed")
@@ -238,7 +238,7 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from variants import _triton_kernels as kernels
+from variants.kernels import _triton_kernels as kernels
 
 given = {"K": 16, "BLOCK": 16, "ALL": False, "PRECISION": "ieee", "table": None}
 pointers = dict.fromkeys(("g", "q", "k", "v", "y", "dq", "vectors", "dk", "dv"), "*bf16")

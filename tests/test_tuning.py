@@ -9,16 +9,16 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from bench.report import all_tables, main
-from bench.reporting import plots
-from bench.reporting.diff import facts_by_run
-from bench.reporting.formats import to_csv, to_latex, to_markdown
-from bench.reporting.gather import gather
-from bench.reporting.picks import fresh_command, picks
-from bench.reporting.plot_style import looks, styled
-from bench.reporting.plots_rates import draw_rates, top_of_frame
-from bench.reporting.shown import Table
-from bench.reporting.tuning import choose, settings, tuning_groups
+from bench.report import plots
+from bench.report.__main__ import all_tables, main
+from bench.report.diff import facts_by_run
+from bench.report.formats import to_csv, to_latex, to_markdown
+from bench.report.gather import gather
+from bench.report.picks import fresh_command, picks
+from bench.report.plot_style import looks, styled
+from bench.report.plots_rates import draw_rates, top_of_frame
+from bench.report.shown import Table
+from bench.report.tuning import choose, settings, tuning_groups
 from tests.bench_rows import trial_config, write_failed, write_run, write_trial
 from tests.test_gather import mutated
 from tests.test_report import change, column, headings, tables

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bench.reporting.uncertainty import incomplete_beta, paired, t_below, t_quantile
+from bench.report.uncertainty import incomplete_beta, paired, t_below, t_quantile
 
 TABLE = [  # degrees of freedom, 0.90, 0.975, 0.995 quantiles as printed in textbooks
     (1, 3.078, 12.706, 63.657),

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import wandb_client, wandb_run
-from harness.wandb_run import WandbRun
+from harness.record import wandb_client, wandb_run
+from harness.record.wandb_run import WandbRun
 from tests.patience import PATIENCE_SECONDS
 from tests.wandb_runs import MODES, PRETENDED_KEY, MisbehavingServer, inspect, lonely_environment, python
 
 TWO_JOBS = """
 import sys
 from pathlib import Path
-from harness.wandb_run import WandbRun
+from harness.record.wandb_run import WandbRun
 assert "wandb" not in sys.modules, "wandb is imported late"
 folder, pictures = Path(sys.argv[1]), [Path(sys.argv[2])]
 try:
@@ -258,7 +258,7 @@ def test_tags_that_wandb_would_refuse_are_made_legal(fake, tmp_path):
 SERVED = """
 import json, sys, time
 from pathlib import Path
-from harness.wandb_run import WandbRun
+from harness.record.wandb_run import WandbRun
 called = set()
 def note(frame, event, argument):
     if event == "call":
@@ -305,7 +305,7 @@ def test_a_misbehaving_server_is_one_line_and_costs_the_loop_nothing(tmp_path, m
 KILLED = """
 import os, signal, time
 from pathlib import Path
-from harness.wandb_run import WandbRun
+from harness.record.wandb_run import WandbRun
 def children():
     return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
 with WandbRun(Path.cwd(), config={}, mode="offline") as run:

@@ -9,7 +9,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness.build import hydra_facts, plan_run
+from harness.plan.build import hydra_facts, plan_run
 from tests.command import ROOT, run_folders
 from tests.composing import CONF, compose_config, plan
 from tests.wandb_runs import (
@@ -89,7 +89,7 @@ def test_the_step_of_every_metric_is_bytes_seen_and_nothing_is_sampled_beside(of
 
 STATISTICS = """
 from pathlib import Path
-from harness.wandb_run import WandbRun
+from harness.record.wandb_run import WandbRun
 with WandbRun(Path.cwd(), config={}, id="asked", mode="offline", system_statistics=True) as run:
     run.log({"kind": "valid", "bytes_seen": 1, "bits_per_byte": 2.0})
 """
@@ -193,7 +193,7 @@ def test_hydra_says_whose_sweep_that_is():
 
 WATCHED = """
 import json, os, runpy, sys
-from harness.wandb_run import WandbRun
+from harness.record.wandb_run import WandbRun
 inner, called, rows = WandbRun.log, set(), []
 def note(frame, event, argument):
     if event == "call":

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention_case import DOUBLE, assert_near, assert_same, gradients
-from variants import fused, window, window_cpu
 from variants.adaptive_span import bucket
+from variants.kernels import fused, window, window_cpu
+from variants.kernels.window import Persistent, Window, skew, soft_mask, visible
 from variants.position import alibi_slopes
-from variants.window import Persistent, Window, skew, soft_mask, visible
 
 pytestmark = pytest.mark.numeric
 

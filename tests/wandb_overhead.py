@@ -15,7 +15,7 @@ CODE = """
 import sys, time
 from pathlib import Path
 import torch
-from harness.wandb_run import WandbRun
+from harness.record.wandb_run import WandbRun
 seconds, metrics = int(sys.argv[1]), {"layers.0.attention.span": [1.0] * 8}
 began = time.process_time()
 with WandbRun(Path("."), config={"seed": 0}, project="overhead") as run:

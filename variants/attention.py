@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants import fused, triton_window, window, window_cpu
 from variants.context import Keys, before, by_head, last
 from variants.contract import Out, Part, Place, State, Sublayer
-from variants.window import Persistent, Window
-from variants.window_cpu import Past
+from variants.kernels import fused, triton_window, window, window_cpu
+from variants.kernels.window import Persistent, Window
+from variants.kernels.window_cpu import Past
 
 
 class Reach(Part):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from variants.contract import State
-from variants.window import Persistent, Window
-from variants.window_cpu import Past
+from variants.kernels.window import Persistent, Window
+from variants.kernels.window_cpu import Past
 
 
 class Keys(NamedTuple):

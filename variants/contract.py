@@ -5,7 +5,7 @@ A sublayer maps ``x [B, T, D]`` to ``y [B, T, D]``; the harness adds it to the r
 State goes in and out as a value: nothing that a forward pass computes is kept on a module.
 
 How to add a mechanism, in ten lines: see ``variants/__init__.py``. The promises below are checked by
-``variants/conformance.py``, which runs on any variant, ours or yours: ``python -m bench.check variant=mine``.
+``variants/conformance/suite.py``, which runs on any variant, ours or yours: ``python -m bench.check variant=mine``.
 """
 
 import math

@@ -27,9 +27,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from variants import product_search
 from variants.contract import Out, Place, State, Sublayer
-from variants.table import read, read_uncompiled
+from variants.kernels import product_search
+from variants.kernels.table import read, read_uncompiled
 
 SCORES_AT_ONCE = 2**20
 """On a CPU: 4 MiB in float32, near enough to the caches; with fewer, starting threads costs more than it saves."""

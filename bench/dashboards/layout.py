@@ -1,6 +1,6 @@
 """What a dashboard shows: sections of panels, as data. ``online`` makes W&B objects of it, ``plots`` and ``page`` a local page.
 
-Metrics have the names that ``harness.wandb_rows`` gives them. In a name, ``*`` stands for a sublayer, as in
+Metrics have the names that ``harness.record.wandb_rows`` gives them. In a name, ``*`` stands for a sublayer, as in
 ``train_span/*/mean``. A test trains runs and finds every one of these names in them, and every name that a run logs
 either here or in ``NOT_SHOWN``.
 """

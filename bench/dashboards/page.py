@@ -10,14 +10,14 @@ from pathlib import Path
 
 from bench.dashboards.layout import IMAGES, RUNS, SECTIONS, TABLE, Panel
 from bench.dashboards.plots import draw_section
-from bench.reporting.gather import Found, RunRow
-from bench.reporting.grouping import comparable, grouped, run_row, tag
-from bench.reporting.page import write_page
-from bench.reporting.plot_style import looks
-from bench.reporting.shown import Cell, Column, Drawing, Table
-from bench.reporting.tables_runs import run_tables
+from bench.report.gather import Found, RunRow
+from bench.report.grouping import comparable, grouped, run_row, tag
+from bench.report.page import write_page
+from bench.report.plot_style import looks
+from bench.report.shown import Cell, Column, Drawing, Table
+from bench.report.tables_runs import run_tables
 from bench.rows import ground
-from harness.wandb_rows import span_rows
+from harness.record.wandb_rows import span_rows
 
 TITLE = "attention-windtunnel dashboard"
 MOST_IMAGES = 8
@@ -28,7 +28,7 @@ def write_dashboard(found: Found, out: Path, *, commands: list[str]) -> Path:
     """Write ``index.html`` and return where it is.
 
     Args:
-        found: from ``bench.reporting.gather``; only runs are shown.
+        found: from ``bench.report.gather``; only runs are shown.
         out: a folder, made if it is not there.
         commands: what to type, shown at the end: first those of the runs.
 

@@ -11,9 +11,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from bench.dashboards.layout import BARS, CURVE, HISTOGRAM, OF_CONFIG, PARALLEL, SCATTER, Panel, Section, matching
-from bench.reporting.gather import RunRow
-from bench.reporting.grouping import Arm, arms, data_words, flat, ground_words, number, run_row
-from bench.reporting.plot_style import (
+from bench.report.gather import RunRow
+from bench.report.grouping import Arm, arms, data_words, flat, ground_words, number, run_row
+from bench.report.plot_style import (
     GREY,
     LINES,
     Look,
@@ -26,8 +26,8 @@ from bench.reporting.plot_style import (
     plain_number,
     styled,
 )
-from bench.reporting.shown import Drawing
-from harness.wandb_rows import facts, numbers
+from bench.report.shown import Drawing
+from harness.record.wandb_rows import facts, numbers
 
 COLUMNS = 3
 MOST_POINTS = 400

@@ -1,0 +1,213 @@
+"""The packages that a user would otherwise install, each built for the same job: byte in, logits out, sizes as asked.
+
+Imports are late, because a package need not be installed. Each is built as its documentation says, at its fastest setting
+where it has several that compute the same, with dropout off and the feed-forward (where there is one) four times as wide
+as the model. ``arguments`` go into the row, so that it can be traced.
+
+    python -m pip install -e .[peers]
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+from torch import nn
+
+from bench.baselines.yardstick import Yardstick
+
+YARDSTICK = "yardstick"
+JUDGE = "x-transformers"
+"""The peer that shows whether the yardstick is a fair one."""
+INSTALL = "not installed; python -m pip install -e .[peers]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Sizes of a product-key memory, for ours and the packages' alike.
+
+    Attributes:
+        half_keys: C; the table has C * C slots.
+        top_k: slots that a head reads per byte.
+        heads: memory heads.
+        d_query: width of a head's query, two half-keys together.
+    """
+
+    half_keys: int
+    top_k: int
+    heads: int
+    d_query: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What all entrants have in common.
+
+    Attributes:
+        vocabulary: V.
+        d_model: D; layers, heads: their numbers.
+        context: T, bytes of a segment, all of which its last byte sees.
+        persistent: N, memory key-values of a head.
+        window: bytes that local attention sees back, in blocks.
+        memory: of the product-key memory in the layer below the top one.
+    """
+
+    vocabulary: int
+    d_model: int
+    layers: int
+    heads: int
+    context: int
+    persistent: int
+    window: int
+    memory: Memory
+
+    @property
+    def memory_layer(self) -> int:
+        """The layer whose feed-forward is a product-key memory, as in ``conf/variant/product_key_memory.yaml``."""
+        return self.layers - 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A peer.
+
+    Attributes:
+        package: as pip calls it.
+        path: ``fused`` if it asks for fused attention, else ``plain``.
+        arguments: of what is built, from the sizes.
+        build: the module, from the sizes and those arguments; it maps bytes ``[B, T]`` to logits ``[B, T, V]``.
+        device: the only kind of device that it takes part on, or None for all.
+    """
+
+    package: str
+    path: str
+    arguments: Callable[[Sizes], dict]
+    build: Callable[[Sizes, dict], nn.Module]
+    device: str | None = None
+
+
+def version(package: str) -> str | None:
+    """Of the installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def yardstick_arguments(sizes: Sizes) -> dict:
+    same = {name: getattr(sizes, name) for name in ("vocabulary", "d_model", "layers", "heads")}
+    return same | {"longest": sizes.context}
+
+
+def build_yardstick(_sizes: Sizes, arguments: dict) -> nn.Module:
+    return Yardstick(**arguments)
+
+
+def window_arguments(sizes: Sizes) -> dict:
+    return yardstick_arguments(sizes) | {"window": sizes.window}
+
+
+def build_window(_sizes: Sizes, arguments: dict) -> nn.Module:
+    from bench.baselines.flex import WindowYardstick
+
+    return WindowYardstick(**arguments)
+
+
+def decoder_arguments(sizes: Sizes) -> dict:
+    d_head = sizes.d_model // sizes.heads
+    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "attn_dim_head": d_head}
+    return same | {"attn_flash": True, "rotary_pos_emb": True, "verbose": False}
+
+
+def memory_decoder_arguments(sizes: Sizes) -> dict:
+    return decoder_arguments(sizes) | {"attn_num_mem_kv": sizes.persistent, "only_attn": True}
+
+
+def build_decoder(sizes: Sizes, arguments: dict) -> nn.Module:
+    from x_transformers import Decoder, TransformerWrapper
+
+    return TransformerWrapper(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, attn_layers=Decoder(**arguments))
+
+
+def memory_arguments(sizes: Sizes) -> dict:
+    return pkm_arguments(sizes.memory, d_model=sizes.d_model)
+
+
+def pkm_arguments(memory: Memory, *, d_model: int) -> dict:
+    """The package calls a half-key's width ``dim_head``."""
+    if memory.d_query % 2:
+        raise ValueError(f"memory.d_query={memory.d_query}: allowed are even integers from 2")
+    same = {"heads": memory.heads, "num_keys": memory.half_keys, "topk": memory.top_k}
+    return {"dim": d_model, **same, "dim_head": memory.d_query // 2}
+
+
+def build_with_memory(sizes: Sizes, arguments: dict) -> nn.Module:
+    return Yardstick(**yardstick_arguments(sizes), in_place={sizes.memory_layer: build_pkm(arguments)})
+
+
+def build_pkm(arguments: dict) -> nn.Module:
+    from product_key_memory import PKM
+
+    return PKM(**arguments)
+
+
+def local_arguments(sizes: Sizes) -> dict:
+    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "dim_head": sizes.d_model // sizes.heads}
+    return same | {"local_attn_window_size": sizes.window, "num_residual_streams": 1}
+
+
+def build_local(sizes: Sizes, arguments: dict) -> nn.Module:
+    from local_attention import LocalTransformer
+
+    return LocalTransformer(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
+
+
+def lsh_arguments(sizes: Sizes) -> dict:
+    """Buckets of 64, the package's default, or a quarter of a short context; heads, k and width of a query in its memory
+    are the package's own (4, 32, 256) and cannot be set."""
+    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "dim_head": sizes.d_model // sizes.heads}
+    memory = {"pkm_layers": (sizes.memory_layer + 1,), "pkm_num_keys": sizes.memory.half_keys}  # it counts from 1
+    return same | memory | {"causal": True, "bucket_size": min(64, sizes.context // 4), "ff_chunks": 1}
+
+
+def full_arguments(sizes: Sizes) -> dict:
+    return lsh_arguments(sizes) | {"use_full_attn": True}
+
+
+def build_reformer(sizes: Sizes, arguments: dict) -> nn.Module:
+    from reformer_pytorch import ReformerLM
+
+    return ReformerLM(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
+
+
+RIVALS = {
+    YARDSTICK: Rival(package="torch", path="fused", arguments=yardstick_arguments, build=build_yardstick),
+    "flex-window": Rival(package="torch", path="flex", arguments=window_arguments, build=build_window, device="cuda"),
+    JUDGE: Rival(package="x-transformers", path="fused", arguments=decoder_arguments, build=build_decoder),
+    "x-transformers-memory": Rival(
+        package="x-transformers", path="fused", arguments=memory_decoder_arguments, build=build_decoder
+    ),
+    "product-key-memory": Rival(
+        package="product-key-memory", path="fused", arguments=memory_arguments, build=build_with_memory
+    ),
+    "local-attention": Rival(package="local-attention", path="plain", arguments=local_arguments, build=build_local),
+    "reformer-lsh": Rival(package="reformer-pytorch", path="plain", arguments=lsh_arguments, build=build_reformer),
+    "reformer-full": Rival(package="reformer-pytorch", path="plain", arguments=full_arguments, build=build_reformer),
+}
+
+
+def traced(rival: Rival, sizes: Sizes) -> dict:
+    """What a row's configuration says in place of a variant of ours."""
+    return {"package": rival.package, "arguments": rival.arguments(sizes), "sizes": asdict(sizes)}
+
+
+def touched_parameters(model: nn.Module) -> int:
+    """Parameters read per byte: of a table of embeddings one row, of a product-key memory one for each head and slot."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            total -= module.weight.numel() - module.embedding_dim
+        bag = getattr(module, "values", None)
+        if isinstance(bag, nn.EmbeddingBag):
+            reads = min(module.heads * module.topk, bag.num_embeddings)
+            total -= bag.weight.numel() - reads * bag.embedding_dim
+    return total

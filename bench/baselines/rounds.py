@@ -1,0 +1,151 @@
+"""Several entrants against each other: each is proved in a process that is thrown away, weighed in a fresh one that stays
+alive, and timed there in turn with the others, A B A B, so that nothing else runs and all share the machine's moods.
+
+Speeds are compared within a round: a ratio is the median over rounds of the reference's step time over the entrant's.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+
+from bench.baselines.proof import OK, passed
+from bench.baselines.rivals import INSTALL, version
+from bench.cells import Cell, CellError
+from bench.progress import Steps
+
+MEASURED, FAILED = "measured", "failed"
+FAIR = 0.97
+"""Least speed of the yardstick, in that of the peer that judges it."""
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """An entrant, and what became of it. A peer that is not installed has failed already.
+
+    Attributes:
+        name: in tables.
+        job: what it trains, in one phrase.
+        make, task: what its cell makes, and from what.
+        gate: what a cell makes to hold it to the contract, with its arguments; None for a peer, which has none.
+        package: as pip calls it.
+        reference: name of the entry that it is compared with.
+        bytes_per_step: positions that a step trains on.
+        identity: provenance of its row.
+        version: of what is installed.
+        checks: the proofs, ``ok`` or the reason of a failure.
+        status, reason: ``measured``, or ``failed`` or ``out of memory`` and why.
+        facts: of ``weigh``.
+        rounds: milliseconds of each step, by round.
+    """
+
+    name: str
+    job: str
+    make: Callable
+    task: object
+    gate: tuple | None = None
+    package: str
+    reference: str
+    bytes_per_step: int
+    identity: dict
+    version: str | None = field(init=False)
+    checks: dict[str, str] = field(default_factory=dict)
+    status: str | None = None
+    reason: str | None = None
+    facts: dict = field(default_factory=dict)
+    rounds: list[list[float]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.version = version(self.package)
+        if self.version is None and self.gate is None:
+            self.fail(INSTALL)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has a row: a failure has one at once, a speed from its first round on."""
+        return self.status is not None or bool(self.rounds)
+
+    def fail(self, reason: str, *, status: str = FAILED) -> None:
+        self.status, self.reason = status, reason
+
+
+def compete(entries: list[Entry], *, rounds: int, seconds: float, progress: Steps) -> None:
+    """Prove, weigh and time all entries; what happens to each is written into it, also if this is interrupted."""
+    with ExitStack() as stack:
+        cells = {}
+        for entry in entries:
+            progress.doing(f"{entry.name}: gradients and causality")
+            if entry.status is None and _proved(entry):
+                progress.doing(f"{entry.name}: memory")
+                cells[entry.name] = stack.enter_context(Cell(entry.make, entry.task))
+                entry.facts = _asked(entry, cells[entry.name], "weigh") or {}
+            progress.say(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "checked"))
+            progress.advance(1 + rounds if entry.status else 1)
+        for number in range(rounds):
+            for entry in _turned([entry for entry in entries if entry.status is None], number):
+                progress.doing(f"round {number + 1} of {rounds}: {entry.name}")
+                found = _asked(entry, cells[entry.name], "round", seconds)
+                entry.rounds += [found] if found else []
+                progress.advance()
+    for entry in entries:
+        entry.status = entry.status or MEASURED
+
+
+def _proved(entry: Entry) -> bool:
+    """Whether all checks pass; otherwise it has failed, with the reasons."""
+    with Cell(entry.make, entry.task) as cell:
+        entry.checks = _asked(entry, cell, "prove") or {}
+    if entry.gate and entry.status is None:
+        with Cell(*entry.gate) as cell:
+            broken = _asked(entry, cell, "broken")
+            entry.checks["contract"] = "; ".join(broken or []) or OK
+    if entry.status is None and not passed(entry.checks):
+        entry.fail("; ".join(f"{name}: {said}" for name, said in entry.checks.items() if not passed({name: said})))
+    return entry.status is None
+
+
+def _asked(entry: Entry, cell: Cell, *question):
+    """The cell's answer, or None where it has none: then the entry has failed. ValueError for a user's mistake."""
+    try:
+        return cell.ask(question[0], *question[1:])
+    except CellError as error:
+        entry.fail(str(error), status=error.status)
+    except ValueError as error:
+        if entry.gate:
+            raise
+        entry.fail(f"ValueError: {error}")  # a package's complaint is no mistake of the user's
+    return None
+
+
+def _turned(entries: list[Entry], number: int) -> list[Entry]:
+    """Another one begins each round, so that nobody always follows the same neighbour's heat."""
+    first = number % max(len(entries), 1)
+    return entries[first:] + entries[:first]
+
+
+def ratio(entry: Entry, reference: Entry) -> float | None:
+    """Speed of an entry in that of its reference, by position: median over the rounds that both have."""
+    found = ratios(entry, reference)
+    return median(found) if found else None
+
+
+def ratios(entry: Entry, reference: Entry) -> list[float]:
+    """The same of each round."""
+    own, theirs = ([median(ms) / e.bytes_per_step for ms in e.rounds] for e in (entry, reference))
+    return [b / a for a, b in zip(own, theirs, strict=False)]  # an interrupted round has fewer
+
+
+def verdict(yardstick: Entry, judge: Entry | None) -> tuple[float | None, str | None]:
+    """Speed of the yardstick in the judging peer's, and why the whole table is void, or None.
+
+    A judge that was not measured judges nothing: the ratio is then None, and the table is shown as unjudged.
+    """
+    if not yardstick.rounds:
+        return (
+            None,
+            f"the {yardstick.name} was not measured: {yardstick.reason or 'interrupted before its first round'}",
+        )
+    found = None if judge is None else ratio(yardstick, judge)
+    if found is not None and found < FAIR:
+        return found, f"the {yardstick.name} reaches only {found:.3f} of {judge.name} in this run; {FAIR} is needed"
+    return found, None

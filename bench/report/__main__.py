@@ -1,0 +1,180 @@
+"""Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
+
+``--diff A B`` only says in what two runs differ: configuration, code, data and machine.
+
+Reads run folders and rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, sorts what may be compared into tables, and
+writes each as Markdown, CSV and LaTeX, each figure as PNG and SVG, all of it as ``report.md``, and one ``index.html`` that
+opens from disk. What may not be shown is named with its reason. Needs neither torch nor W&B nor a server.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from bench.report.diff import diff_lines, facts_by_run
+from bench.report.formats import markdown_list, to_csv, to_latex, to_markdown
+from bench.report.gather import Found, gather
+from bench.report.picks import fresh_command, picks
+from bench.report.shown import Drawing, Table
+from bench.report.tables import count_of
+from bench.report.tables_costs import cost_tables
+from bench.report.tables_others import fit_tables, peer_tables
+from bench.report.tables_runs import run_tables
+from bench.report.tables_speeds import speed_tables
+from harness.cache import write_whole
+
+TITLE = "attention-windtunnel report"
+CONTENTS = "contents.txt"
+"""What a report wrote, so that the next one in the same folder can take away what is no longer true."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 2 for a user's mistake."""
+    asked = _parser().parse_args(words)
+    folders = [Path(folder) for folder in asked.folders]
+    typed = shlex.join(["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)])
+    try:
+        if asked.diff:
+            print("\n".join(diff_lines(folders, names=asked.diff)))
+            return 0
+        found = gather(folders)
+        _must_have_rows(found)
+        for line in write_report(found, Path(asked.out), command=typed):
+            print(line)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in [*_left_out(found), *_to_type(found)]:
+        print(line)
+    return 0
+
+
+def write_report(found: Found, out: Path, *, command: str) -> Iterator[str]:
+    """Write everything, and say each thing that was written.
+
+    Args:
+        found: from ``gather``.
+        out: a folder, made if it is not there.
+        command: what was typed.
+
+    Raises:
+        ValueError: ``out`` cannot be written.
+    """
+    from bench.report.page import write_page  # with the figures: slow to import, and not needed to refuse
+    from bench.report.plots import draw_all
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # before the drawings, which take seconds
+        tables, drawings = all_tables(found), draw_all(found)
+        notes, commands, written = _notes(found), _commands(found, command=command), set()
+        for table in tables:
+            for suffix, form in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
+                write_whole(out / f"{table.name}.{suffix}", _encoded(form(table)))
+                written.add(f"{table.name}.{suffix}")
+            yield f"{out / table.name}.md .csv .tex: {table.title} ({count_of(len(table.rows), 'row')})"
+        for drawing in drawings:
+            for suffix, content in (("png", drawing.png), ("svg", drawing.svg)):
+                write_whole(out / "figures" / f"{drawing.name}.{suffix}", content)
+                written.add(f"figures/{drawing.name}.{suffix}")
+            yield f"{out / 'figures' / drawing.name}.png .svg: {drawing.title}"
+        write_whole(out / "report.md", _encoded(_whole_markdown(tables, drawings, notes=notes, commands=commands)))
+        yield f"{out / 'report.md'}: all tables and figures"
+        passing = out / f"index.html.{os.getpid()}.tmp"
+        parts = {"tables": tables, "drawings": drawings, "notes": notes, "commands": commands}
+        parts["facts"] = facts_by_run(found.runs)
+        write_page(passing, title=TITLE, **parts).replace(out / "index.html")
+        yield f"{out / 'index.html'}: the same as a page"
+        _forget_older(out, written=written)
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
+
+
+def all_tables(found: Found) -> list[Table]:
+    """Runs, costs, peers and predictions, each by what may be compared."""
+    of_bench = (
+        *cost_tables(found.costs),
+        *peer_tables(found.peers),
+        *fit_tables(found.fits),
+        *speed_tables(found.speeds),
+    )
+    return [*run_tables(found.runs, failed=found.failed_runs), *of_bench]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "folders", nargs="*", default=["outputs"], help="folders of runs and rows, searched to the bottom"
+    )
+    parser.add_argument("--out", default="outputs/report", help="folder to write to (default: %(default)s)")
+    parser.add_argument(
+        "--diff",
+        nargs=2,
+        metavar=("A", "B"),
+        help="only say in what two runs differ: folders, names or their beginnings",
+    )
+    return parser
+
+
+def _must_have_rows(found: Found) -> None:
+    if found.runs or found.costs or found.peers or found.fits or found.speeds:
+        return
+    raise ValueError("nothing to report; " + "; ".join(_left_out(found)))
+
+
+def _notes(found: Found) -> list[str]:
+    verbs = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
+    read = [count_of(len(found.runs), "finished run")] if found.runs else []
+    read += [f"{count_of(len(rows), 'row')} of bench.{verb}" for verb, rows in verbs.items() if rows]
+    notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
+    return notes + [f"{line[0].upper()}{line[1:]}" for line in _left_out(found)]
+
+
+def _to_type(found: Found) -> list[str]:
+    """What is still to be run: the fresh runs of each rate that was picked and not reported."""
+    every = [pick for some in picks(found.runs, found.failed_runs) for pick in some]
+    waiting = [pick for pick in every if pick.choice and not pick.fresh]
+    return list(dict.fromkeys(f"picked, not reported yet: {fresh_command(pick)}" for pick in waiting))
+
+
+def _left_out(found: Found) -> list[str]:
+    """What is not shown, and why."""
+    of_kind = {"failed, not shown": found.failed, "not finished, not shown": found.unfinished, "refused": found.refused}
+    return [f"{kind}: {line}" for kind, lines in of_kind.items() for line in lines]
+
+
+def _commands(found: Found, *, command: str) -> list[str]:
+    made = [run.provenance["command"] for run in found.runs]
+    made += [row["command"] for rows in (found.costs, found.peers, found.fits, found.speeds) for row in rows]
+    return list(dict.fromkeys([*made, command]))
+
+
+def _whole_markdown(
+    tables: Iterable[Table], drawings: Iterable[Drawing], *, notes: Sequence[str], commands: Sequence[str]
+) -> str:
+    parts = [f"# {TITLE}\n", markdown_list(notes), *(to_markdown(table) for table in tables)]
+    for drawing in drawings:
+        heading, caption = (markdown_list([words])[2:] for words in (drawing.title, drawing.caption))
+        parts.append(f"## {heading}\n![{drawing.name}](figures/{drawing.name}.png)\n\n{caption}")
+    typed = "".join(f"    {' '.join(command.split())}\n" for command in commands)  # indented: nothing in it is markup
+    return "\n".join([*parts, f"## Commands\n\n{typed}"])
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "replace")  # a row of JSON may hold half a surrogate pair
+
+
+def _forget_older(out: Path, *, written: set[str]) -> None:
+    """Remove what an earlier report wrote here and this one did not: its numbers would look like this one's."""
+    before = out / CONTENTS
+    for name in before.read_text(encoding="utf-8").splitlines() if before.exists() else []:
+        parts = Path(name).parts
+        if name not in written and parts and ".." not in parts and not Path(name).is_absolute():
+            (out / name).unlink(missing_ok=True)
+    write_whole(before, _encoded("".join(f"{name}\n" for name in sorted(written))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

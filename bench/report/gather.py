@@ -1,0 +1,258 @@
+"""Reads what runs and the verbs of bench have written, and sorts the good rows from those that may not be shown.
+
+A run folder has ``record.jsonl`` and, once finished, ``summary.json``; a verb's folder has ``rows.jsonl``. What cannot be
+read, or traced, or is of the wrong shape, is refused with its reason, and the rest is still there. Neither torch nor a
+server is needed. What ``bench.evaluate`` appends to a run folder has protocols of its own and is no part of a report.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.report.row_shapes import BENCH_KINDS, FAILED, SUMMARY, of_run_row
+from bench.report.shapes import misfit, shown
+from bench.rows import ROWS, refusal
+from harness.record.rows import RECORD
+from harness.record.rows import SUMMARY as SUMMARY_FILE
+
+NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
+MOST_REASONS = 5
+"""Of one file; a thousand equal ones would hide the others."""
+LONGEST_ERROR = 300
+SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """A finished run, or a failed one, whose summary is only its ``status`` and ``error``.
+
+    Attributes:
+        folder: the run folder.
+        summary: ``summary.json``.
+        rows: ``record.jsonl``, the good ones.
+    """
+
+    folder: Path
+    summary: dict
+    rows: list[dict]
+
+    @property
+    def provenance(self) -> dict:
+        """The first row: with the configuration."""
+        return self.rows[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """All good rows.
+
+    Attributes:
+        runs: finished ones, the oldest first.
+        costs, peers, fits, speeds: rows of each verb in the order they were measured, as far as the folders' names tell;
+            ``read_from`` is the folder of one call.
+        refused: ``path: why``, of what is not shown.
+        unfinished: ``path: status``, of runs that have not ended.
+        failed: ``path: error``, of runs that ended with an error.
+        failed_runs: those of them whose provenance is known, so that a sweep can say which of its trials they were.
+        files: how many files of rows were read.
+    """
+
+    runs: list[RunRow]
+    costs: list[dict]
+    peers: list[dict]
+    fits: list[dict]
+    refused: list[str]
+    unfinished: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    failed_runs: list[RunRow] = field(default_factory=list)
+    speeds: list[dict] = field(default_factory=list)
+    files: int = 0
+
+
+def gather(folders: Sequence[Path]) -> Found:
+    """Read all rows in some folders and below.
+
+    Raises:
+        ValueError: a folder is not there or not a folder, or none has a file of rows.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: there is no such folder; looked for runs ({RECORD}) and rows ({ROWS}) in it")
+    paths = {path.resolve(): path for folder in folders for path in _files(folder)}.values()
+    if not paths:
+        named = ", ".join(str(folder) for folder in folders)
+        raise ValueError(f"{named}: nothing to report; looked for runs ({RECORD}, {SUMMARY_FILE}) and rows ({ROWS})")
+    found = Found(runs=[], costs=[], peers=[], fits=[], refused=[], unfinished=[], files=len(paths))
+    for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
+        try:
+            _read_run(path.parent, found) if path.name != ROWS else _read_rows(path, found)
+        except OSError as error:
+            found.refused.append(f"{path}: cannot be read ({error.strerror})")
+    found.runs.sort(key=lambda run: _changed(run.folder / SUMMARY_FILE))
+    return found
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed since
+        return 0.0
+
+
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """Folders with a run's record, found as ``gather`` finds them; nothing in them is read."""
+    found = [path for folder in folders if folder.is_dir() for path in _files(folder) if path.name == RECORD]
+    return list({path.resolve(): path.parent for path in found}.values())
+
+
+def provenance_of(folder: Path) -> dict:
+    """The first row of a run's record.
+
+    Raises:
+        ValueError: it is not there, or no row that may be shown.
+    """
+    path = folder / RECORD
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            row = json.loads(file.readline())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: line 1: not JSON ({_first_line(error)})") from error
+    wrong = refusal(row) or misfit(row, shape=of_run_row(row))
+    if wrong or row["kind"] != "provenance":
+        raise ValueError(f"{path}: line 1: {wrong or 'no provenance'}")
+    return row
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Files of rows, one for each run folder; links to folders are not followed, so ``latest`` does not count twice."""
+    for here, inner, names in os.walk(folder):
+        inner[:] = sorted(set(inner) - NOT_ENTERED)
+        if RECORD in names or SUMMARY_FILE in names:
+            yield Path(here) / (RECORD if RECORD in names else SUMMARY_FILE)
+        if ROWS in names:
+            yield Path(here) / ROWS
+
+
+def _lines(path: Path) -> Iterator[tuple[dict, str | None]]:
+    """Each line's row and None, or an empty row and why it is none."""
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield {}, f"line {number}: not JSON ({_first_line(error)})"
+            continue
+        yield (row, None) if isinstance(row, dict) else ({}, f"line {number}: {shown(row)} is no row")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _read_rows(path: Path, found: Found) -> None:
+    """One verb's rows, each by its kind."""
+    places = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
+    reasons, good = [], 0
+    for number, (row, reason) in enumerate(_lines(path), start=1):
+        wrong = None if reason else refusal(row) or _bench_misfit(row)
+        reason = f"line {number}: {wrong}" if wrong else reason
+        if reason:
+            reasons.append(reason)
+        else:
+            places[row["kind"]].append(row | {"read_from": str(path.parent)})
+            good += 1
+    if not good and not reasons:
+        reasons = ["no rows in it"]
+    _refuse(path, reasons, found)
+
+
+def _bench_misfit(row: dict) -> str | None:
+    kind = row["kind"]
+    if not isinstance(kind, str) or kind not in BENCH_KINDS:
+        return f"kind is {shown(kind)}; a report shows {', '.join(BENCH_KINDS)}"
+    return misfit(row, shape=BENCH_KINDS[kind])
+
+
+def _read_run(folder: Path, found: Found) -> None:
+    """A run folder: its summary with the good rows of its record."""
+    rows, reasons = _record(folder / RECORD)
+    summary, reason = _summary(folder / SUMMARY_FILE)
+    traced = bool(rows) and rows[0].get("kind") == "provenance"
+    if isinstance(summary, dict) and summary.get("status") == "failed":
+        _read_failed(RunRow(folder=folder, summary=summary, rows=rows), reasons, found, traced=traced)
+        return
+    if not traced:
+        reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
+    if summary is not None:
+        reason = misfit(summary, shape=SUMMARY) or (_mixed(summary, rows[0]) if traced else None)
+    _refuse(folder / RECORD, reasons, found)
+    _refuse(folder / SUMMARY_FILE, [reason] if reason else [], found)
+    if reason or not traced:
+        return
+    if summary is None or summary["status"] != "finished":
+        found.unfinished.append(f"{folder}: {'no summary yet' if summary is None else summary['status']}")
+    else:
+        found.runs.append(RunRow(folder=folder, summary=summary, rows=rows))
+
+
+def _read_failed(run: RunRow, reasons: list[str], found: Found, *, traced: bool) -> None:
+    """A run that ended with an error: what it knew is no result, and it may have failed before it knew anything."""
+    unfit = misfit(run.summary, shape=FAILED)
+    mixed = _mixed(run.summary, run.provenance) if traced else None
+    wrong = unfit or mixed
+    _refuse(run.folder / RECORD, reasons, found)
+    _refuse(run.folder / SUMMARY_FILE, [wrong] if wrong else [], found)
+    if wrong:
+        return
+    found.failed.append(f"{run.folder}: {error_of(run)}")
+    if traced:
+        known = {key: run.summary.get(key) for key in FAILED}
+        found.failed_runs.append(RunRow(folder=run.folder, summary=known, rows=run.rows))
+
+
+def error_of(run: RunRow) -> str:
+    """What a failed run ended with, in one line."""
+    words = " ".join(str(run.summary.get("error") or "no error was written down").split())
+    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
+
+
+def _record(path: Path) -> tuple[list[dict], list[str]]:
+    """Good rows of a run, and why the others are none; without its provenance a run has no rows."""
+    rows, reasons = [], []
+    for number, (row, reason) in enumerate(_lines(path) if path.exists() else [], start=1):
+        wrong = None if reason else (refusal(row) if number == 1 else None) or misfit(row, shape=of_run_row(row))
+        reason = f"line {number}: {wrong}" if wrong else reason
+        if reason:
+            reasons.append(reason)
+        if reason and number == 1:
+            break
+        if not reason:
+            rows.append(row)
+    return rows, reasons
+
+
+def _summary(path: Path) -> tuple[dict | None, str | None]:
+    """The summary, or None and why; None twice where there is none yet."""
+    if not path.exists():
+        return None, None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")), None
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON ({_first_line(error)})"
+
+
+def _mixed(summary: dict, provenance: dict) -> str | None:
+    """Why a summary does not belong to the record beside it: somebody may have mixed two runs in one folder."""
+    failed = summary["status"] == "failed"  # null is what it did not get to know
+    known = [key for key in SAME_RUN if not failed or summary.get(key) is not None]
+    other = [key for key in known if summary[key] != provenance.get(key)]
+    return f"not of the run in {RECORD}: {', '.join(other)} differ" if other else None
+
+
+def _refuse(path: Path, reasons: list[str], found: Found) -> None:
+    found.refused.extend(f"{path}: {reason}" for reason in reasons[:MOST_REASONS])
+    if len(reasons) > MOST_REASONS:
+        found.refused.append(f"{path}: {len(reasons) - MOST_REASONS} more lines")

@@ -1,0 +1,217 @@
+"""Cost against length of context, on logarithmic axes: time, memory, FLOPs and latency of ``bench.cost``.
+
+One drawing for each ground, mode, number of streams and data digest. Line style is ``path``; what ran out of memory is a
+cross at the upper edge. Thin grey slopes show growth with the length and with its square.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from bench.report.grouping import Arm, arms, data_words, ground_words, grouped, number, tag
+from bench.report.plot_style import (
+    GREY,
+    INK,
+    LINES,
+    Look,
+    finish,
+    legend_below,
+    log_axis,
+    memory_unit,
+    panels,
+    plain_number,
+)
+from bench.report.shown import Drawing
+from bench.rows import ground
+
+LENGTHS = ("model.span", "batch.segment", "batch.carry", "runtime.path")
+"""Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
+MOST_TICKS = 9
+OUT = "out of memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One panel: a number of a row at ``keys``, and the powers of the length drawn as slopes."""
+
+    label: str
+    keys: tuple[str, ...]
+    powers: tuple[int, ...]
+    is_memory: bool = False
+    ideal: tuple[str, ...] = ()
+
+
+MEASURES = (
+    Measure(label="training step [ms]", keys=("time", "train_ms", "p50"), powers=(1, 2)),
+    Measure(label="peak memory of training", keys=("memory", "train_peak_bytes"), powers=(1, 2), is_memory=True),
+    Measure(
+        label="forward FLOPs per byte",
+        keys=("flops", "executed_per_byte"),
+        powers=(1,),
+        ideal=("flops", "ideal_per_byte"),
+    ),
+    Measure(label="generation [ms per byte]", keys=("time", "generate_ms", "p50"), powers=(1,)),
+)
+
+
+def draw_costs(costs: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
+    """One drawing for each group of rows whose cost may be compared."""
+
+    def key(row: dict) -> tuple:
+        return ground(row), row["mode"], row["lanes"], row["data"]["sha256"]
+
+    return [
+        _costs(rows, look=look, name=f"cost-{found[1]}-{tag(found)}") for found, rows in grouped(costs, key=key).items()
+    ]
+
+
+def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
+    rows = sorted(rows, key=lambda row: (row["length"], json.dumps(row, sort_keys=True)))
+    first = rows[0]
+    title = f"Cost against length of context: {_mode(first)}"
+    size = {"width": 10.5, "height": 8.6}
+    figure, axes = panels(2, 2, title=title, subtitle=f"{ground_words(first)}\n{data_words(rows)}", **size)
+    by_path = grouped(rows, key=lambda row: row["path"])
+    lines = [line for found in by_path.values() for line in arms(found, row=lambda row: row, without=LENGTHS)]
+    paths = {path: LINES[index % len(LINES)] for index, path in enumerate(by_path)}
+    lengths = sorted({row["length"] for row in rows})
+    for ax, measure in zip(axes, MEASURES, strict=True):
+        _draw_measure(ax, lines, measure=measure, paths=paths, look=look, lengths=lengths)
+    handles = [
+        Line2D([], [], **_style(line, paths=paths, look=look), label=f"{line.label}, {_path(line)}") for line in lines
+    ]
+    handles.append(Line2D([], [], color=GREY, marker="o", fillstyle="none", linestyle="none", label="ideal FLOPs"))
+    if any(row["status"] == OUT for row in rows):
+        handles.append(Line2D([], [], color=GREY, marker="x", linestyle="none", markersize=7, label=OUT))
+    handles.append(Line2D([], [], color=GREY, linewidth=0.8, label="growth with L and L²"))
+    legend_below(figure, handles)
+    return finish(figure, name=name, title=title, caption=_caption(rows))
+
+
+def _mode(row: dict) -> str:
+    streams = f"{row['lanes']} stream{'s' if row['lanes'] > 1 else ''}"
+    if row["mode"] == "cold":
+        return f"segment = span = L, {streams}, no past"
+    return f"span = L, segment of {row['segment']} bytes, {streams}, warm"
+
+
+def _path(line: Arm) -> str:
+    return line.members[0]["path"]
+
+
+def _style(line: Arm, *, paths: dict[str, str], look: dict[str, Look]) -> dict:
+    chosen = look[line.variant]
+    return {"color": chosen.colour, "marker": chosen.marker, "linestyle": paths[_path(line)], "linewidth": 1.4}
+
+
+def _draw_measure(
+    ax: Axes,
+    lines: list[Arm],
+    *,
+    measure: Measure,
+    paths: dict[str, str],
+    look: dict[str, Look],
+    lengths: list[int],
+) -> None:
+    rows = [row for line in lines for row in line.members]
+    drawn = (measure.keys, measure.ideal) if measure.ideal else (measure.keys,)
+    values = [value for row in rows for keys in drawn if (value := number(row, *keys))]
+    divisor, unit = memory_unit(max(values, default=0)) if measure.is_memory else (1, "")
+    for line in lines:
+        _draw_line(ax, line, measure=measure, divisor=divisor, style=_style(line, paths=paths, look=look))
+    shown = [value / divisor for value in values]
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(lengths[0] / 1.35, lengths[-1] * 1.35)
+    _length_ticks(ax, lengths)
+    ax.set(xlabel="length of context L [bytes]", ylabel=f"{measure.label} [{unit}]" if unit else measure.label)
+    if shown:
+        log_axis(ax.yaxis, values=shown)
+        rows_of_crosses = sum(any(row["status"] == OUT for row in line.members) for line in lines)
+        low, high = min(shown) / 1.6, max(shown) * 1.6
+        ax.set_ylim(low, high * (high / low) ** (0.05 * rows_of_crosses))
+        for power in measure.powers if len(lengths) > 1 else ():
+            _draw_slope(ax, start=(lengths[0], min(shown) / 1.25), end=lengths[-1], power=power)
+    else:
+        ax.set_yticks([])
+        ax.text(0.5, 0.5, "nothing was measured", transform=ax.transAxes, ha="center", color=GREY)
+    _draw_crosses(ax, lines, look=look)
+
+
+def _draw_line(ax: Axes, line: Arm, *, measure: Measure, divisor: float, style: dict) -> None:
+    """Every row is a dot; where a length was measured several times, the line goes through the median."""
+    measured = [(row["length"], value / divisor, row) for row in line.members if (value := number(row, *measure.keys))]
+    by_length = grouped(measured, key=lambda item: item[0])
+    middle = sorted((length, median(value for _, value, _ in found)) for length, found in by_length.items())
+    if not middle:
+        return
+    ax.plot(*zip(*middle, strict=True), **style | {"marker": ""})
+    ax.plot([x for x, _, _ in measured], [y for _, y, _ in measured], **style | {"linestyle": "none"}, markersize=5)
+    ranges = [
+        (x, number(row, *measure.keys[:-1], "p20"), number(row, *measure.keys[:-1], "p80")) for x, _, row in measured
+    ]
+    for length, low, high in ranges:
+        if low is not None and high is not None:
+            ax.vlines(length, low / divisor, high / divisor, color=style["color"], linewidth=3, alpha=0.3)
+    ideal = [(row["length"], value) for row in line.members if measure.ideal and (value := number(row, *measure.ideal))]
+    if ideal:
+        ax.plot(*zip(*ideal, strict=True), **style | {"linestyle": "none"}, fillstyle="none", markersize=7)
+
+
+def _length_ticks(ax: Axes, lengths: Sequence[int]) -> None:
+    """The lengths themselves, thinned where there are many."""
+    step = -(-len(lengths) // MOST_TICKS)
+    ax.xaxis.set_major_locator(FixedLocator(lengths[::-1][::step]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}" if value < 1e5 else plain_number(value)))
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def _draw_slope(ax: Axes, *, start: tuple[float, float], end: float, power: int) -> None:
+    """y proportional to length^power from ``start``, labelled where it leaves the panel."""
+    top = ax.get_ylim()[1] / 1.15
+    far = min(end, start[0] * (top / start[1]) ** (1 / power))
+    height = start[1] * (far / start[0]) ** power
+    ax.plot([start[0], far], [start[1], height], color=GREY, linewidth=0.8, zorder=1)
+    text = "∝ L" if power == 1 else "∝ L²"
+    ax.annotate(text, (far, height), xytext=(3, 0), textcoords="offset points", fontsize=8, color=GREY, va="center")
+
+
+def _draw_crosses(ax: Axes, lines: list[Arm], *, look: dict[str, Look]) -> None:
+    """Cells that ran out of memory, at the upper edge, one row of crosses a line, named at the first cross."""
+    out = [(line, sorted({row["length"] for row in line.members if row["status"] == OUT})) for line in lines]
+    out = [(line, lengths) for line, lengths in out if lengths]
+    for index, (line, lengths) in enumerate(out):
+        height = 0.985 - 0.035 * index
+        style = {"color": look[line.variant].colour, "marker": "x", "linestyle": "none", "markeredgewidth": 2}
+        ax.plot(lengths, [height] * len(lengths), **style, transform=ax.get_xaxis_transform(), clip_on=False, zorder=5)
+        ax.annotate(
+            f"{lengths[0]}, {_path(line)}",
+            (lengths[0], height),
+            xycoords=ax.get_xaxis_transform(),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=INK,
+            ha="right",
+            va="center",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
+
+
+def _caption(rows: list[dict]) -> str:
+    failed = sorted(
+        {f"{row['variant']} at {row['length']} ({row.get('reason')})" for row in rows if row["status"] == "failed"}
+    )
+    approximate = any((row.get("memory") or {}).get("approximate") for row in rows)
+    return (
+        "Cost of the trainer's own step against length of context, both logarithmic; a steeper line grows faster. Line style "
+        "is the path through the code. Times are medians with bars from the 20th to the 80th percentile; FLOPs are forward "
+        "and executed, hollow marks ideal; generation is one byte of one stream. Crosses at the upper edge: out of memory, "
+        "with the first such length and the path."
+        + (" Memory is a process's high-water mark, approximate." if approximate else "")
+        + (f" Failed: {'; '.join(failed)}." if failed else "")
+    )

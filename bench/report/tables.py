@@ -1,0 +1,108 @@
+"""From numbers to cells: how a report writes bits, bytes, counts and times, and the words that captions share.
+
+A cell keeps the unrounded number beside its text. Numbers of one column have one unit, so that a column can be read down.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from bench.report.shown import Cell, Column
+
+MIB = 2**20
+NOTHING = Cell(text="")
+CAPPED = "*"
+OLDER = "+"
+
+
+def text(value: object) -> Cell:
+    """Words; nothing for None."""
+    return NOTHING if value is None else Cell(text=str(value))
+
+
+def fixed(value: float | None, *, digits: int, mark: str = "") -> Cell:
+    """So many digits after the point, thousands apart: ``1,234.50``."""
+    return NOTHING if value is None else Cell(text=f"{value:,.{digits}f}{mark}", value=value)
+
+
+def bits(value: float | None, *, capped: object = None) -> Cell:
+    """Bits per byte to four places, marked where only the first bytes of the split were scored."""
+    return fixed(value, digits=4, mark=CAPPED if capped else "")
+
+
+def whole(value: float | None) -> Cell:
+    """A count, all its digits."""
+    return fixed(int(value) if value is not None and value == int(value) else value, digits=0)
+
+
+def mib(value: float | None, *, about: object = False) -> Cell:
+    """Bytes in MiB = 2^20, three digits or more, ``~`` before an approximate one."""
+    if value is None:
+        return NOTHING
+    return Cell(text=("~" if about else "") + significant(value / MIB), value=value / MIB)
+
+
+def millions(value: float | None) -> Cell:
+    """In units of 10^6, three digits or more."""
+    return NOTHING if value is None else Cell(text=significant(value / 1e6), value=value / 1e6)
+
+
+def times(found: Mapping | None, *, digits: int = 2) -> tuple[Cell, Cell]:
+    """The middle of some calls' milliseconds, and the 20th and 80th percentiles beside it."""
+    if not found:
+        return NOTHING, NOTHING
+    return fixed(found["p50"], digits=digits), Cell(text=f"{found['p20']:,.{digits}f} to {found['p80']:,.{digits}f}")
+
+
+def significant(value: float) -> str:
+    """Three digits, or all digits before the point: ``0.0123``, ``1.23``, ``12.3``, ``1,234``."""
+    size = abs(value)
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    if size >= 0.0001:
+        digits = next(digits for digits, limit in ((1, 9.995), (2, 0.9995), (3, 0.09995), (4, 0.0)) if size >= limit)
+        return f"{value:.{digits}f}"
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that were measured."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def keep_filled(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]]
+) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
+    """Columns and rows less the columns in which nothing was measured."""
+    kept = [place for place in range(len(columns)) if any(row[place].text for row in rows)]
+    return tuple(columns[place] for place in kept), tuple(tuple(row[place] for place in kept) for row in rows)
+
+
+def listed(words: Iterable[str], *, most: int = 8) -> str:
+    """``a, b and c``; what is too long is cut and counted."""
+    words = list(words)
+    if len(words) > most:
+        words = [*words[:most], f"{len(words) - most} more"]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "nothing"
+
+
+def count_of(number: int, thing: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def uncounted(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
+    """One note on the operators that have no FLOP formula: by name, with the rows they ran in.
+
+    Args:
+        rows: a row's label, and how often each operator ran.
+    """
+    found: dict[str, set[str]] = {}
+    for label, unknown in rows:
+        for name in unknown or {}:
+            found.setdefault(name, set()).add(label)
+    if not found:
+        return None
+    everywhere = set.union(*found.values())
+    names = sorted(found, key=lambda name: (-len(found[name]), name))
+    told = [name if found[name] == everywhere else f"{name} ({listed(sorted(found[name]), most=3)})" for name in names]
+    return f"Executed FLOPs leave out operators without a formula: {', '.join(told)}."

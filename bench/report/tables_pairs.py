@@ -1,0 +1,121 @@
+"""Is the difference real? Each setting against a reference, over matched seeds, and over blocks of the same text.
+
+The reference is the best plain attention of the table (``mhsa``), or, without one, the setting of the best validation
+bits. Seeds say whether a difference would survive another initialisation; blocks of 10,000 bytes say whether these very
+weights differ on more of such text, and nothing of other seeds.
+"""
+
+import math
+from collections.abc import Sequence
+
+from bench.report.compare import one_a_seed
+from bench.report.grouping import Arm, run_row
+from bench.report.shown import Cell, Column, Table
+from bench.report.tables import CAPPED, NOTHING, fixed, mean, text, whole
+from bench.report.uncertainty import Paired, paired
+
+REFERENCE = "mhsa"
+BLOCK_BYTES = 10_000
+SPLITS = ("valid", "test")
+COLUMNS = (
+    Column(heading="variant", explained="What is compared with the reference.", number=False),
+    Column(heading="split", number=False),
+    Column(heading="over", explained="Pairs of runs of one seed, or of blocks of 10,000 bytes of text.", number=False),
+    Column(heading="n", explained="Pairs."),
+    Column(
+        heading="difference, bits per byte", explained="Mean of the pairs, variant less reference: below 0 is better."
+    ),
+    Column(heading="95% interval", explained="Student's t, paired; n = 1 has none.", number=False),
+    Column(
+        heading="smallest visible",
+        explained="Half the interval: a true difference smaller than this could not have been seen.",
+    ),
+    Column(heading="verdict", explained="'not separated' where the interval covers 0.", number=False),
+)
+NOTES = (
+    "Intervals are of each row alone, not adjusted for the number of rows.",
+    "Rows over blocks average the matched seeds first: they speak of these weights on such text, not of other seeds.",
+)
+
+
+def pairs_table(
+    arms: Sequence[Arm], *, mark, name: str, title: str, caption: str, notes: Sequence[str]
+) -> Table | None:
+    """The table, or None where there is nothing to compare.
+
+    Args:
+        arms: settings whose bits may be compared, the best first.
+        mark: from ``compare.marks``.
+    """
+    reference = choose_reference(arms)
+    if reference is None or len(arms) < 2:
+        return None
+    rows = []
+    for arm in arms:
+        if arm is not reference:
+            label = f"{arm.label}{mark(run_row(arm.members[-1]))}"
+            rows += [row for split in SPLITS for row in _rows(arm, reference, split=split, label=label)]
+    if not rows:
+        return None
+    against = f"{reference.label}{mark(run_row(reference.members[-1]))}"
+    caption = f"Reference: {against}. {caption}"
+    return Table(name=name, title=title, caption=caption, columns=COLUMNS, rows=tuple(rows), notes=(*notes, *NOTES))
+
+
+def choose_reference(arms: Sequence[Arm]) -> Arm | None:
+    """The first ``mhsa`` of ``arms``, which come best first, or the first of all; None where none has bits."""
+    scored = [arm for arm in arms if _bits(arm, split="valid")]
+    return next((arm for arm in scored if arm.variant == REFERENCE), scored[0] if scored else None)
+
+
+def _bits(arm: Arm, *, split: str) -> dict[int, float]:
+    """Bits per byte of each seed, where there are some."""
+    found = {run.summary["seed"]: run.summary.get(f"{split}_bits_per_byte") for run in one_a_seed(arm)}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def _rows(arm: Arm, reference: Arm, *, split: str, label: str) -> list[tuple[Cell, ...]]:
+    """Over seeds, and over blocks where both have them; capped splits are marked."""
+    own, theirs = _bits(arm, split=split), _bits(reference, split=split)
+    seeds = sorted(own.keys() & theirs.keys())
+    mark = CAPPED if (arm.members[-1].summary.get("capped") or {}).get(split) else ""
+    if not seeds:
+        missing = (
+            text(label),
+            text(f"{split}{mark}"),
+            text("seeds"),
+            whole(0),
+            *[NOTHING] * 3,
+            text("no matched seeds"),
+        )
+        return [missing] if own and theirs else []
+    rows = [_row(paired([own[seed] - theirs[seed] for seed in seeds]), label, f"{split}{mark}", "seeds")]
+    blocks = _block_differences(arm, reference, split=split, seeds=seeds)
+    return [*rows, _row(paired(blocks), label, f"{split}{mark}", "blocks")] if len(blocks) > 1 else rows
+
+
+def _row(found: Paired, label: str, split: str, over: str) -> tuple[Cell, ...]:
+    signed = Cell(text=f"{found.mean:+.4f}", value=found.mean)
+    start = [text(label), text(split), text(over), whole(found.n), signed]
+    if found.half_width is None:
+        return (*start, NOTHING, NOTHING, text("n = 1"))
+    interval = f"{found.mean - found.half_width:+.4f} to {found.mean + found.half_width:+.4f}"
+    verdict = ("better" if found.mean < 0 else "worse") if found.separated else "not separated"
+    return (*start, text(interval), fixed(found.half_width, digits=4), text(verdict))
+
+
+def _block_differences(arm: Arm, reference: Arm, *, split: str, seeds: Sequence[int]) -> list[float]:
+    """Bits per byte of each whole block, arm less reference, a mean over seeds; the last block may be short and is left out."""
+    both = [[_blocks(one, split=split, seed=seed) for one in (arm, reference)] for seed in seeds]
+    both = [(own[:-1], theirs[:-1]) for own, theirs in both if len(own) == len(theirs)]
+    scale = BLOCK_BYTES * math.log(2)
+    each = [[(a - b) / scale for a, b in zip(own, theirs, strict=True)] for own, theirs in both]
+    return [mean(of_block) for of_block in zip(*(d for d in each if d), strict=True)] if each else []
+
+
+def _blocks(arm: Arm, *, split: str, seed: int) -> list[float]:
+    """Nats of each block, as the final score of that split recorded them; none where one is no number."""
+    run = next(run for run in one_a_seed(arm) if run.summary["seed"] == seed)
+    final = [row for row in run.rows if row["kind"] == split and row.get("final")]
+    found = (final[-1].get("block_nats") or []) if final else []
+    return [] if None in found else found

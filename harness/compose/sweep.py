@@ -1,0 +1,239 @@
+"""Sweeps: which jobs stand already, which are launched, and one line that says how far they all are.
+
+A job's state is read off its run folder, so that it is the same under any launcher, and for another process that types
+the same command: a finished job returns its recorded objective without being launched, one that runs elsewhere is waited
+for, and everything else is left to the launcher, where the job itself resumes or begins.
+"""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.utils import JobReturn, JobStatus, env_override
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from harness.compose.cli import GROUP, MISTAKES, JobFailed, typed
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the jobs' folders."""
+OWN_CORES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepJob:
+    """One job, as its run folder shows it.
+
+    Attributes:
+        overrides: what makes it this job.
+        path: its run folder, or None where its configuration, data or device has a mistake, which the job will say.
+        objective: of a finished job that may be returned, bits per byte on valid.
+        finished, begun, changed: how it stood when it was looked at; ``changed``: only another source's run
+            of the same configuration is there.
+        ended: how and when its last try had ended by then, from ``folder.ending``.
+    """
+
+    overrides: list[str]
+    cfg: DictConfig
+    path: Path | None = None
+    objective: float | None = None
+    finished: bool = False
+    begun: bool = False
+    changed: bool = False
+    ended: tuple[str, int] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether its last try had failed."""
+        return self.ended is not None and self.ended[0] == "failed"
+
+    def result(self) -> JobReturn:
+        """Of a finished job."""
+        done = JobReturn(overrides=self.overrides, cfg=self.cfg, status=JobStatus.COMPLETED)
+        done.return_value = self.objective
+        return done
+
+
+class Resuming(Launcher):
+    """Any launcher, given only the jobs that are not finished.
+
+    Args:
+        chosen: the launcher that runs jobs.
+        config: of the sweep; hydra_context, task_function: Hydra's.
+    """
+
+    def __init__(
+        self, chosen: Launcher, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ):
+        self._chosen = chosen
+        self.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._loader, self._config = hydra_context.config_loader, config
+        swept = sorted(str(word) for word in config.hydra.overrides.task)
+        choice = config.hydra.runtime.choices.get("sweep") or "sweep"
+        self.name = f"{choice}-{hashlib.sha256(json.dumps(swept).encode()).hexdigest()[:8]}"
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """The jobs' results in their order; those that were there before as if they had been made now."""
+        digests: dict[str, str | None] = {}
+        jobs = [self._look(list(overrides), digests) for overrides in job_overrides]
+        found = {index: job.result() for index, job in enumerate(jobs) if job.finished}
+        if any(job.path for job in jobs):
+            print(f"sweep {self.name}: {standing(jobs)}", flush=True)
+        with _status(self.name, jobs), env_override(environment(self._chosen, len(jobs))):
+            while left := [index for index in range(len(jobs)) if index not in found]:
+                free = [index for index in left if not _held(jobs[index])]
+                if free:
+                    results = self._launched([jobs[index].overrides for index in free], initial_job_idx)
+                    found |= {index: result for index, result in zip(free, results, strict=True) if not _late(result)}
+                else:
+                    time.sleep(LOOK_SECONDS)
+                jobs = [job if i in found else self._look(job.overrides, digests) for i, job in enumerate(jobs)]
+                found |= {index: jobs[index].result() for index in left if index not in found and jobs[index].finished}
+        self._show(jobs)
+        return [found[index] for index in range(len(jobs))]
+
+    def _launched(self, job_overrides: list[list[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        try:
+            return self._chosen.launch(job_overrides, initial_job_idx)
+        except MISTAKES:
+            raise
+        except Exception as error:  # a job's process was killed, or could not be started
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise JobFailed(f"the launcher gave up ({reason}); the same command goes on with what is left") from error
+
+    def _show(self, jobs: Sequence[SweepJob]) -> None:
+        """All finished jobs side by side, and where to look on."""
+        from harness.record.folder import finished_summary
+        from harness.record.table import print_sweep_table
+
+        words = [[word for word in typed(job.overrides) if not word.startswith("seed=")] for job in jobs]
+        shared = set.intersection(*map(set, words))
+        found = []
+        for job, own in zip(jobs, words, strict=True):
+            summary = job.path and finished_summary(job.path)
+            if summary:
+                differing = [word.removeprefix("variant=") for word in own if word not in shared]
+                found.append((" ".join(differing) or summary["variant"], summary))
+        print_sweep_table(found)
+
+    def _look(self, overrides: list[str], digests: dict[str, str | None]) -> SweepJob:
+        """Where a job stands; one with a mistake is left to the launcher, and says it itself."""
+        from harness.data import corpora
+        from harness.loop.prepare import locate
+        from harness.plan.build import hydra_facts, plan_run
+        from harness.record import folder  # with torch: not for --help
+
+        cfg = self._loader.load_sweep_config(self._config, overrides)
+        if cfg.record.wandb.group is None and not any(word.startswith(f"{GROUP}=") for word in overrides):
+            overrides = [*overrides, f"{GROUP}={self.name}"]
+        facts = hydra_facts(cfg.hydra)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        try:
+            plan = plan_run(cfg, **facts)
+            key = json.dumps(plan.data, sort_keys=True)
+            if key not in digests:
+                digests[key] = None  # what cannot be read is not asked for again
+                digests[key] = corpora.load(**plan.data).sha256
+            if digests[key] is None:
+                return SweepJob(overrides=overrides, cfg=cfg)
+            place = locate(plan, data_digest=digests[key])
+        except Exception:  # whatever it is, the job meets it too
+            return SweepJob(overrides=overrides, cfg=cfg)
+        return SweepJob(
+            overrides=overrides,
+            cfg=cfg,
+            path=place.path,
+            objective=place.summary and place.summary["valid_bits_per_byte"],
+            finished=place.summary is not None,
+            begun=place.begun,
+            changed=bool(place.note),
+            ended=folder.ending(place.path),
+        )
+
+
+def standing(jobs: Sequence[SweepJob]) -> str:
+    """``12 jobs: 5 finished before, 1 goes on, 6 new (2 because the source changed)``."""
+    finished = sum(job.finished for job in jobs)
+    left = [job for job in jobs if not job.finished]
+    rest = [job for job in left if _held(job) is None]
+    held = len(left) - len(rest)
+    failed, begun = sum(job.failed for job in rest), sum(job.begun and not job.failed for job in rest)
+    new, changed = len(rest) - failed - begun, sum(job.changed for job in rest)
+    parts = [(finished, "finished before"), (held, "running elsewhere"), (failed, "failed before and tried again")]
+    told = [f"{count} {what}" for count, what in [*parts, (begun, "to go on"), (new, "new")] if count]
+    because = f" ({changed} because the source changed since)" if changed else ""
+    return f"{len(jobs)} job{'s' * (len(jobs) != 1)}: {', '.join(told)}{because}"
+
+
+def progress(jobs: Sequence[SweepJob]) -> str:
+    """``5 of 12 done, 2 running, 4 queued, 1 failed``; jobs with a mistake stay queued until they have said it."""
+    from harness.record import folder
+
+    now = [folder.ending(job.path) if job.path else None for job in jobs]
+    news = [end[0] if end and end != job.ended else None for job, end in zip(jobs, now, strict=True)]
+    held = [_held(job) is not None for job in jobs]
+    done = sum(job.finished or new == "finished" for job, new in zip(jobs, news, strict=True))
+    running = sum(held and new is None for held, new in zip(held, news, strict=True))
+    failed = news.count("failed")
+    return (
+        f"{done} of {len(jobs)} done, {running} running, {len(jobs) - done - running - failed} queued, {failed} failed"
+    )
+
+
+def _late(result: JobReturn) -> bool:
+    """Whether another process had taken the job's folder by its turn."""
+    return result.status == JobStatus.FAILED and getattr(result._return_value, "held", False)
+
+
+def _held(job: SweepJob) -> str | None:
+    from harness.record import folder
+
+    return job.path and folder.holder(job.path)
+
+
+@contextmanager
+def _status(name: str, jobs: Sequence[SweepJob]) -> Iterator[None]:
+    """One line each time that the counts change, while the block lasts and at its end."""
+    ended, told = threading.Event(), [progress(jobs)]
+
+    def tell() -> None:
+        now = progress(jobs)
+        if now != told[0]:
+            told[0] = now
+            print(f"sweep {name}: {now}", flush=True)
+
+    def watch() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            tell()
+
+    watcher = threading.Thread(target=watch, name="sweep", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        tell()
+
+
+def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
+    """Variables for jobs in fresh processes: they import this very source, and those that start at once share the cores.
+
+    Submitit's local executor knows nothing of cores, joblib divides them. It goes by the number of the sweep's jobs, not of
+    those that are left: a resumed job must have as many threads as before.
+    """
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {"PYTHONPATH": os.pathsep.join(paths)}
+    if type(launcher).__name__ == "LocalLauncher" and not any(name in os.environ for name in OWN_CORES):
+        found |= dict.fromkeys(OWN_CORES, str(max(1, len(os.sched_getaffinity(0)) // n_jobs)))
+    return found

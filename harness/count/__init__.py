@@ -1,0 +1,1 @@
+"""What a mechanism costs, counted: floating-point operations, bytes moved, bytes in memory."""

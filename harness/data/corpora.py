@@ -1,0 +1,222 @@
+"""Which bytes a run reads, proven by their digest: the one entry to all corpora.
+
+    corpus = load("enwik8", fallback="stdlib")
+    python -m harness.data [enwik8|text8]        # fetch it now, say where it is and what its digest is
+
+Raw bytes, cut 90/5/5 in order into train, valid and test. What a corpus is called, how long it is and its SHA-256 are
+always those of the bytes that were really read, before any vocabulary is applied, so that a number can never
+be labelled with data it did not see. The order in which bytes are read is in `harness/data/lanes.py`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.cache import cache_folder
+from harness.data.lanes import Lanes, score_lanes, segments, windows
+from harness.data.public import KNOWN, fetch
+from harness.data.recall import recall_floor, recall_stream
+from harness.data.sources import compressed_bits, digest, distinct_values, read_path, read_stdlib
+
+__all__ = ["Corpus", "Lanes", "compressed_bits", "load", "score_lanes", "segments", "windows"]
+
+SPLITS = ("train", "valid", "test")
+NAMES = ("enwik8", "text8", "file", "stdlib", "recall")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """A corpus as a run reads it.
+
+    Attributes:
+        name: what was read: ``enwik8``, ``text8``, ``stdlib``, ``recall``, or ``file:`` and the path's last part.
+        sha256, n_bytes: of the whole corpus as read, before newlines are dropped or a vocabulary is applied.
+        splits: ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or mapped.
+        vocabulary: V; all values are below it.
+        floor_bits: fewest bits per byte that any causal model can need, where that is known (recall).
+        fallback_from: what was asked for and could not be had, if this is read in its place.
+    """
+
+    name: str
+    sha256: str
+    n_bytes: int
+    splits: dict[str, Tensor]
+    vocabulary: int
+    floor_bits: float | None = None
+    fallback_from: str | None = None
+
+    def label(self) -> str:
+        """One phrase for tables and progress lines."""
+        instead = f" in place of {self.fallback_from}" if self.fallback_from else ""
+        return f"{self.name}{instead} ({self.n_bytes:,} bytes, sha256 {self.sha256[:8]})"
+
+    def provenance(self) -> dict[str, str | int]:
+        """What a row says about its data."""
+        return {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
+
+
+def load(
+    name: str,
+    *,
+    path: str | None = None,
+    sha256: str | None = None,
+    fallback: str | None = None,
+    vocabulary: int = 256,
+    drop_newlines: bool = False,
+    split: Sequence[float] = (0.9, 0.05, 0.05),
+    bytes: int | None = None,
+    distances: Sequence[int] | None = None,
+    seed: int | None = None,
+) -> Corpus:
+    """Read a corpus; the keywords are the keys of ``conf/data/*.yaml``.
+
+    Args:
+        name: ``enwik8``, ``text8``, ``file``, ``stdlib`` or ``recall``.
+        path: a file or folder on disk; needed by ``file``, an alternative to the cache for ``enwik8`` and ``text8``.
+        sha256: what the digest of the whole corpus must be.
+        fallback: ``stdlib`` or None: what to read if ``enwik8`` or ``text8`` can be neither found nor fetched.
+        vocabulary: 256 keeps byte values; a smaller V numbers the values that occur in their order.
+        drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
+        split: shares of train, valid and test, each above 0, 1 in sum.
+        bytes, distances, seed: of ``recall``, see `harness.data.recall.recall_stream`.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    _check(name, path, sha256, fallback=fallback, vocabulary=vocabulary, drop_newlines=drop_newlines)
+    made = {"n_bytes": bytes, "distances": distances, "seed": seed}
+    made = {key: value for key, value in made.items() if value is not None}
+    if made and name != "recall":
+        raise ValueError(
+            f"data.bytes={bytes}, data.distances={distances}, data.seed={seed}: allowed for data=recall only"
+        )
+    fallback_from = None
+    if name in KNOWN:
+        content, reason = _read_known(name, path, fallback)
+        if reason:
+            name, fallback_from = fallback, name
+    elif name == "file":
+        content = read_path(path)
+        name = f"file:{Path(path).expanduser().resolve().name}"
+    else:
+        content = read_stdlib() if name == "stdlib" else recall_stream(**made)
+    found = digest(content)
+    if fallback_from:
+        print(
+            f"data: {fallback_from.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
+            f"{len(content):,} bytes, sha256 {found}; its bits per byte are not {fallback_from}'s. "
+            f"To get it: python -m harness.data {fallback_from}, or data.path=FILE. An error with data.fallback=null.",
+            file=sys.stderr,
+        )
+    if sha256 and sha256.lower() != found:
+        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {found}")
+    splits = _cut(content, split)
+    return Corpus(
+        name=name,
+        sha256=found,
+        n_bytes=len(content),
+        splits=_apply_vocabulary(splits, content, vocabulary, drop_newlines),
+        vocabulary=vocabulary,
+        floor_bits=min(recall_floor(len(part)) for part in splits) if name == "recall" else None,
+        fallback_from=fallback_from,
+    )
+
+
+def _check(name: str, path: str | None, sha256: str | None, *, fallback, vocabulary, drop_newlines) -> None:
+    if name not in NAMES:
+        raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
+    for key, value in (("path", path), ("sha256", sha256)):
+        if value is not None and (type(value) is not str or not value):
+            raise ValueError(f"data.{key}={value!r}: allowed is text, in quotes if it looks like a number, or null")
+    if path is not None and name in ("stdlib", "recall"):
+        raise ValueError(f"data.path={path!r}: allowed for data=enwik8, text8 and file; {name} reads no file")
+    if name == "file" and path is None:
+        raise ValueError("data.path=null: data=file needs data.path=FILE, or a folder")
+    if fallback not in (None, "stdlib") or (fallback and name not in KNOWN):
+        raise ValueError(
+            f"data.fallback={fallback!r} with data={name}: allowed is null, for enwik8 and text8 also stdlib"
+        )
+    if type(vocabulary) is not int or not 1 <= vocabulary <= 256:
+        raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
+    if type(drop_newlines) is not bool:
+        raise ValueError(f"data.drop_newlines={drop_newlines!r}: allowed are true and false")
+
+
+def _read_known(name: str, path: str | None, fallback: str | None) -> tuple[np.ndarray, str | None]:
+    """The bytes of a known corpus and None, or those of the fallback and the reason for it."""
+    remedy = "data=file reads any file"
+    if path is None:
+        try:
+            path = str(fetch(name))
+        except OSError as error:
+            if fallback:
+                return read_stdlib(), str(error)
+            raise ValueError(
+                f"data={name} with data.path=null cannot be had: {error}. Allowed: data.path=FILE with a copy on disk, "
+                f"python -m harness.data {name} where there is a network, or, in a single run, data.fallback=stdlib"
+            ) from error
+        remedy = "remove it, and it will be downloaded again"
+    content = read_path(path)
+    if complaint := KNOWN[name].complaint(content):
+        raise ValueError(f"data.path={path!r} is not {name}: {complaint}; {remedy}")
+    return content, None
+
+
+def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
+    """Train, valid and test as views, in order; each has at least one (input, target) pair."""
+    shares = list(split) if isinstance(split, Sequence) else []
+    legal = len(shares) == 3 and all(isinstance(share, float) and 0 < share < 1 for share in shares)
+    if not legal or abs(sum(shares) - 1) > 1e-9:
+        raise ValueError(
+            f"data.split={split!r}: allowed are three shares for {', '.join(SPLITS)}, above 0 and 1 in sum"
+        )
+    valid, test = (round(len(content) * share) for share in shares[1:])
+    train = len(content) - valid - test
+    if min(train, valid, test) < 2:
+        raise ValueError(
+            f"data.split={shares} of {len(content):,} bytes leaves {train}, {valid} and {test}: each needs at least 2, "
+            "so allowed is a longer corpus"
+        )
+    return np.split(content, [train, train + valid])
+
+
+def _apply_vocabulary(
+    splits: list[np.ndarray], content: np.ndarray, vocabulary: int, drop_newlines: bool
+) -> dict[str, Tensor]:
+    dropped = b"\n" if drop_newlines else b""
+    if vocabulary == 256 and not dropped:
+        return {name: torch.from_numpy(part) for name, part in zip(SPLITS, splits, strict=True)}
+    table = bytearray(range(256))
+    if vocabulary < 256:
+        values = [value for value in distinct_values(content) if value not in dropped]
+        if len(values) > vocabulary:
+            raise ValueError(
+                f"data.vocabulary={vocabulary}: the corpus has {len(values)} byte values, allowed is as many or 256"
+            )
+        for number, value in enumerate(values):
+            table[value] = number
+    # bytearray.translate maps and drops in one pass with no index of 8 bytes a byte, as tensor indexing would need.
+    mapped = [bytearray(part).translate(table, dropped) for part in splits]
+    if min(map(len, mapped)) < 2:
+        raise ValueError("data.drop_newlines=true leaves a split with less than 2 bytes, allowed is a longer corpus")
+    return {name: torch.frombuffer(part, dtype=torch.uint8) for name, part in zip(SPLITS, mapped, strict=True)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prefetch: 0 if the corpus is in the cache and checked, 2 if it cannot be had."""
+    parser = argparse.ArgumentParser(prog="python -m harness.data", description="Fetch a corpus into the user's cache.")
+    parser.add_argument("name", nargs="?", default="enwik8", choices=sorted(KNOWN))
+    name = parser.parse_args(arguments).name
+    try:
+        content, _ = _read_known(name, None, None)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{cache_folder() / name}\n{len(content):,} bytes, sha256 {digest(content)}")
+    return 0

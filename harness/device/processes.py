@@ -1,0 +1,225 @@
+"""The processes of one run, as a value: how many, which one this is, and what they tell each other.
+
+``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process has all parameters and reads its
+share of ``batch.lanes``; gradients are averaged, so that every process makes the same update. The first one decides,
+holds the run folder and speaks. With one process nothing here does anything.
+
+Gradients are averaged here and not by ``torch.nn.parallel.DistributedDataParallel``. That one (torch 2.13) arranges its
+buckets anew after the first step that a process makes: sums of three or more gradients then round otherwise, and a run
+that was resumed has other bits than the one that was not stopped. Where it does not (``find_unused_parameters``), it
+warns against that option in every run. It takes sparse gradients from ``torch.nn.Embedding`` alone, not from a parameter
+of a mechanism's own. The price of our own: the sums begin when the backward pass has ended.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.device.launch import read_launch
+
+TIMEOUT = timedelta(minutes=10)
+"""The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
+BUCKET_BYTES = 2**25
+NONE, DENSE, SPARSE = range(3)  # what a parameter has for a gradient
+
+T = TypeVar("T")
+
+
+class ProcessLost(RuntimeError):
+    """Another process of this run has ended or does not answer."""
+
+    said = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        rank: of this process, from 0.
+        number: of processes.
+        local_rank, local_number: the same on this machine: which GPU.
+    """
+
+    rank: int = 0
+    number: int = 1
+    local_rank: int = 0
+    local_number: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that decides, writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """This process's part of what is divided: which, of how many."""
+        return self.rank, self.number
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Everybody's numbers by rank, equally many of each; whole ones are exact below 2^53."""
+        if self.number == 1:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(self.number)]
+        self._call(dist.all_gather, found, own)
+        return [one.tolist() for one in found]
+
+    def largest(self, number: int) -> int:
+        """The largest of everybody's numbers."""
+        return int(max(one for (one,) in self.exchange([number])))
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensors by rank, on this one's device; only their first dimensions may differ."""
+        if self.number == 1:
+            return [tensor]
+        lengths = [int(length) for (length,) in self.exchange([len(tensor)])]
+        longest = tensor.detach().new_zeros(max(lengths), *tensor.shape[1:])
+        longest[: len(tensor)] = tensor
+        sent = longest.contiguous().flatten().view(torch.uint8)  # any dtype travels, bit for bit
+        found = [torch.empty_like(sent) for _ in lengths]
+        if len(sent):
+            self._call(dist.all_gather, found, sent)
+        whole = [one.view(tensor.dtype).view(longest.shape) for one in found]
+        return [one[:length] for one, length in zip(whole, lengths, strict=True)]
+
+    def gather_values(self, value: T) -> list[T]:
+        """Everybody's values by rank: anything that pickles, tensors on the CPU."""
+        if self.number == 1:
+            return [value]
+        found: list[T] = [value] * self.number
+        self._call(dist.all_gather_object, found, value)
+        return found
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns in the first process, which alone calls it; its failure is everybody's."""
+        value = None
+        with self.together():
+            if self.first:
+                value = make()
+        if self.number == 1:
+            return value
+        sent = [value]
+        self._call(dist.broadcast_object_list, sent, src=0)
+        return sent[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A part that fails everywhere where it fails in one process, which alone says why; nothing is sent inside."""
+        failed = None
+        try:
+            yield
+        except Exception as error:
+            if self.number == 1:
+                raise
+            failed = error
+        kinds = [kind for (kind,) in self.exchange([0 if failed is None else 1 + isinstance(failed, ValueError)])]
+        if not any(kinds):
+            return
+        speaker = next(rank for rank, kind in enumerate(kinds) if kind)
+        if speaker == self.rank:
+            raise failed
+        silent = (RuntimeError, ValueError)[int(kinds[speaker]) - 1](f"process {speaker} of this run has failed")
+        silent.said = True
+        raise silent from failed
+
+    @torch.no_grad()
+    def copy_first_(self, module: nn.Module) -> None:
+        """The first process's parameters and buffers in all."""
+        if self.number > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._call(dist.broadcast, tensor.data, src=0)
+
+    @torch.no_grad()
+    def average_gradients_(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The mean of everybody's gradients in place of each one's, the same bits in all processes.
+
+        A parameter without a gradient counts as zero where another process has one. Sparse gradients are gathered row
+        by row, and coalesced.
+        """
+        if self.number == 1:
+            return
+        trained = [p for p in parameters if p.requires_grad]
+        kinds = self.exchange([NONE if p.grad is None else SPARSE if p.grad.is_sparse else DENSE for p in trained])
+        dense: dict[tuple, list[Tensor]] = {}
+        for parameter, *found in zip(trained, *kinds, strict=True):
+            if max(found) == SPARSE:
+                parameter.grad = self._sparse_mean(parameter)
+            elif max(found) == DENSE:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dense.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        for gradients in dense.values():
+            for bucket in _buckets(gradients):
+                flat = torch.cat([gradient.flatten() for gradient in bucket])
+                self._call(dist.all_reduce, flat)
+                parts = flat.div_(self.number).split([gradient.numel() for gradient in bucket])
+                torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(parts, bucket, strict=True)])
+
+    def _sparse_mean(self, parameter: nn.Parameter) -> Tensor:
+        own = parameter.grad
+        if own is None:
+            rows, values = parameter.new_empty(0, dtype=torch.int64), parameter.new_empty(0, *parameter.shape[1:])
+        else:
+            assert own.is_sparse and own.sparse_dim() == 1, "a sparse gradient is of whole rows in every process"
+            own = own.coalesce()
+            rows, values = own.indices()[0], own.values()
+        rows, values = torch.cat(self.gather(rows)), torch.cat(self.gather(values)).div_(self.number)
+        return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
+
+    def _call(self, collective: Callable, *values: object, **options: int) -> None:
+        """A collective operation; its failure is said in one line, because the cause is told by another process."""
+        try:
+            collective(*values, **options)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0][:200]
+            print(f"process {self.rank} of {self.number}: another one has ended ({reason})", file=sys.stderr)
+            raise ProcessLost(f"another process of this run has ended ({reason})") from error
+
+
+ALONE = Processes()
+
+
+@contextmanager
+def joined() -> Iterator[Processes]:
+    """The processes that ``torchrun`` started with this one, while the ``with`` statement lasts; only the first prints.
+
+    Tensors on a GPU travel by NCCL, all others by gloo.
+    """
+    launch = read_launch()
+    if launch.number == 1:
+        yield ALONE
+        return
+    on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
+        try:
+            yield Processes(**launch._asdict())
+        except SystemExit:  # of all at the same step; after an error, a farewell would wait for the others
+            dist.destroy_process_group()
+            raise
+        except Exception as error:
+            error.own = True  # what all of them met has been ``said`` by one
+            raise
+    dist.destroy_process_group()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in order, about ``BUCKET_BYTES`` at a time: a copy of all at once would be as large as the model."""
+    bucket, size = [], 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

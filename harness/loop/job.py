@@ -1,0 +1,267 @@
+"""Everything around the loop of ``train.py``: in it, when and what to record; after it, the best weights' scores, the
+summary, the figures and the closing table. What comes before it is in ``prepare.py``."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import yaml
+
+from harness.count.memory import Peak, PeakMemory
+from harness.device.processes import Processes
+from harness.device.runtime import StopSignal
+from harness.loop import summary
+from harness.loop.progress import Progress as Shown
+from harness.loop.run import Run
+from harness.plan.build import Plan
+from harness.record import checkpoint, folder
+from harness.record.figures import draw_figures
+from harness.record.rows import Record, find_comparable, read_rows, write_summary
+from harness.record.table import bits, print_closing_table
+from harness.record.wandb_run import WandbRun
+
+WARM_STEPS = 2
+"""Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
+
+
+def recording(place: folder.RunFolder, known: dict, processes: Processes) -> AbstractContextManager:
+    """Errors are recorded in the run folder, by the one process that writes there."""
+    return place.failing(known) if processes.first else nullcontext()
+
+
+class Job:
+    """One command's work on one run folder; of several processes, the first one alone holds and writes it.
+
+    Attributes:
+        stop: the signals that end training between two steps.
+        run: the run, or None where an earlier one is finished and is returned.
+        earlier: the finished run's summary, or None.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        place: folder.RunFolder,
+        run: Run | None,
+        *,
+        command: str,
+        processes: Processes,
+        peak: PeakMemory | None = None,
+        held: ExitStack | None = None,
+    ):
+        self.plan, self.folder, self.run, self.command = plan, place, run, command
+        self.earlier = place.summary
+        self._peak, self._most, self._held = peak, Peak(0, approximate=False), held
+        self._saved_seconds = time.monotonic()
+        self._last_bits = float("nan")
+        self._steps_here = 0
+        self._processes = processes
+        self.stop = StopSignal(alone=processes.number == 1)
+        self._save_agreed = False
+
+    def earlier_result(self) -> float | None:
+        """Show the finished run of this very configuration and source, and return its objective."""
+        other = self.earlier["source"] != self.folder.identity.source
+        mark = ", made by OTHER SOURCE CODE than is here now" if other else ""
+        print(f"finished before{mark}: {self.folder.path} (force=true runs it again)")
+        print_closing_table(self.earlier, others=self._comparable(self.earlier))
+        if "WANDB_SWEEP_ID" in os.environ and self._processes.first:  # its agent waits for a run that has the metric
+            with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
+                again.log_end(summary=self.earlier, figures=[])
+        return self.earlier["valid_bits_per_byte"]
+
+    def hold(self) -> bool:
+        """Take the folder; False where another process has finished the run since ``prepare`` looked for it."""
+        with self._held as held:
+            if self._processes.first:
+                held.callback(self.folder.release)
+            self.folder.stands = self._processes.from_first(self.folder.hold)
+            self.earlier = self.folder.summary
+            if self.earlier is None:
+                self._held = held.pop_all()
+        return self.earlier is None
+
+    @contextmanager
+    def opened(self) -> Iterator[Shown]:
+        """Record and W&B are open, the run stands where its checkpoint left it; yields progress."""
+        with self._held as stack:
+            whose = summary.identity(self.run, self.folder.identity, command=self.command)
+            stack.enter_context(recording(self.folder, whose, self._processes))
+            rows = self._restore()
+            with self._processes.together():
+                if self._processes.first:
+                    self._open(stack, rows=rows, whose=whose)
+            name = self.folder.path.name if self.plan.beside_others else None
+            yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds, name=name))
+
+    def _open(self, stack: ExitStack, *, rows: int, whose: dict) -> None:
+        """What is written into: the record, which has ``rows`` already or begins with ``whose`` it is, and W&B."""
+        text = yaml.safe_dump(self.plan.config, sort_keys=False)
+        (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
+        self._record = stack.enter_context(Record(self.folder.path, rows=rows))
+        self._wandb = self._wandb_run(id=self.run.wandb_id, data=self.run.corpus.name)
+        stack.enter_context(self._wandb)
+        self.run.wandb_id = self._wandb.id
+        if not rows:
+            config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
+            self.append({"kind": "provenance", **whose, "config": config})
+
+    def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
+        w, plan = self.plan.wandb, self.plan
+        return WandbRun(
+            self.folder.path,
+            config=plan.config,
+            mode=w.mode,
+            project=w.project,
+            entity=w.entity,
+            name=self.folder.path.name,
+            group=w.group,
+            job_type="train" if plan.eval.test else "tune",
+            tags=(*w.tags, *(tag for tag in (plan.variant, plan.size, data) if tag)),
+            id=id,
+            every_seconds=w.every_seconds,
+            system_statistics=w.system_statistics,
+        )
+
+    def _restore(self) -> int:
+        """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
+        run, rows = self.run, 0
+        if self._processes.first:
+            self.folder.begin()
+        if self.folder.checkpoint is not None:
+            content = self._processes.from_first(lambda: checkpoint.load(self.folder.checkpoint))
+            with self._processes.together():
+                run.restore(content)
+            rows = content["rows"]
+        verb = f"resuming at {run.spent.bytes:,} bytes" if rows else "training"
+        print(f"{verb}: {self.folder.path}  |  {run.corpus.label()}  |  {run.path}, {run.runtime.precision}")
+        if self.folder.note:
+            print(self.folder.note)
+        return rows
+
+    def append(self, row: dict) -> None:
+        """A row for the record and for W&B."""
+        if not self._processes.first:
+            return
+        row = self._record.append(row)
+        self._last_bits = row.get("bits_per_byte") or self._last_bits
+        self._wandb.log(row)
+
+    def step(self) -> float:
+        """One training step; returns the fraction of the budget spent before it."""
+        before, (stop, save) = self.run.step(lambda: (self.stop.heard, self._save_is_due()))
+        self.stop.agree(stop)
+        self._save_agreed = bool(save)
+        self._steps_here += 1
+        if self._steps_here == WARM_STEPS:
+            self._peak.reset()
+        return before
+
+    def standing(self) -> dict:
+        """For the progress line."""
+        spent = self.run.spent
+        return {
+            "fraction": self.run.fraction,
+            "bytes_seen": spent.bytes,
+            "bits_per_byte": self.run.recent_bits(self._last_bits),
+            "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9),
+        }
+
+    def validation_due(self, before: float) -> bool:
+        """Whether the last step, begun at fraction ``before``, crossed a mark of ``eval.every``; the end has its own."""
+        every, now = self.plan.eval.every, self.run.fraction
+        return every > 0 and not self.run.finished and int(now / every + 1e-9) > int(before / every + 1e-9)
+
+    def validate(self, progress: Shown) -> None:
+        """Score the beginning of valid, and keep the weights if they are the best so far."""
+        run, limit = self.run, self.plan.eval.progress_bytes
+        self._most = max(self._most, self._peak.read())  # of training steps: scoring is apart
+        score = run.score("valid", limit=limit)
+        found, capped = score.bits_per_byte, run.capped("valid", limit)
+        row = {"kind": "valid", **run.place(), "bits_per_byte": found, "capped_bytes": limit if capped else None}
+        self.append(row | {"metrics": run.model.metrics(score.seen)})
+        progress.evaluated(split="valid", bits_per_byte=found, bytes_seen=run.spent.bytes, capped=capped)
+        better = found < run.best_bits
+        if better or run.best_bits == math.inf:  # the first always, even NaN: there must be weights to score at the end
+            run.best_bits = found if better else math.inf
+            with self._processes.together():
+                if self._processes.first:
+                    best = {"model": run.model.state_dict(), "bytes": run.spent.bytes}
+                    checkpoint.save_best(self.folder.path, best)
+        self._peak.reset()
+
+    def checkpoint_due(self) -> bool:
+        every = self.plan.checkpoint.every_steps
+        return self._save_agreed or (every is not None and self.run.spent.steps % every == 0)
+
+    def _save_is_due(self) -> bool:
+        """By the clock of the first process."""
+        every = self.plan.checkpoint.every_seconds
+        late = every is not None and time.monotonic() - self._saved_seconds >= every
+        return late and self._processes.first
+
+    def save(self) -> None:
+        """A checkpoint that agrees with the rows written so far."""
+        content = self.run.content(rows=self._record.rows if self._processes.first else 0)
+        with self._processes.together():
+            if self._processes.first:
+                checkpoint.save(self.folder.path, content, step=self.run.spent.steps, keep=self.plan.checkpoint.keep)
+        self._saved_seconds = time.monotonic()
+
+    def finish(self, progress: Shown) -> dict:
+        """The last validation, the best weights' scores on whole splits, the summary and the figures."""
+        run, plan = self.run, self.plan
+        found = summary.identity(run, self.folder.identity, command=self.command)
+        self.validate(progress)
+        best = self._processes.from_first(
+            lambda: checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
+        )
+        run.take_weights(best["model"])
+        peak = self._most._replace(bytes=self._processes.largest(self._most.bytes))
+        found |= summary.costs(run, peak=peak)  # FLOPs are those of the weights that are scored
+        found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(run.model.metrics({}))}
+        found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
+        for split in ("valid", "test") if plan.eval.test else ("valid",):
+            row, part = summary.final_score(run, split)
+            self.append(row)
+            for key in ("compressors", "capped"):
+                part[key] = found[key] | part[key]
+            found |= part
+            score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
+            progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
+        found["memory"]["inference_peak_bytes"] = self._processes.largest(self._peak.read().bytes)
+        found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
+        found["status"] = "finished"
+        if not self._processes.first:
+            return found
+        write_summary(self.folder.path, summary=found)
+        self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
+        return found
+
+    def _figures(self, found: dict) -> list:
+        return draw_figures(
+            read_rows(self._record.path),
+            folder=self.folder.path,
+            label=f"{self.plan.variant}, seed {self.plan.seed}: {self.run.corpus.label()}",
+            compressors=found["compressors"]["valid"],
+            span_limit=self.plan.model.span,
+        )
+
+    def _comparable(self, found: dict) -> list[dict]:
+        return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")
+
+    def show(self, found: dict) -> None:
+        """The closing table, beside earlier runs that compare, and how to sync W&B; of a sweep's job one line."""
+        if not self._processes.first:
+            return
+        if self.plan.sweeping:  # the sweep has a table of all its jobs at its end
+            scores = ", ".join(f"{split} {bits(found, split=split)}" for split in ("valid", "test"))
+            print(f"finished: {self.folder.path}  {scores} bits per byte")
+            return
+        print_closing_table(found, others=self._comparable(found))
+        print(f"run folder: {self.folder.path}")
+        if self._wandb.hint:
+            print(self._wandb.hint)

@@ -1,0 +1,226 @@
+"""A run between two steps: all that changes, what it does in a step, and how it goes into a checkpoint and comes back."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from harness.data.corpora import Corpus
+from harness.data.lanes import Lanes, score_lanes, share
+from harness.device import runtime
+from harness.device.processes import Processes
+from harness.device.runtime import Runtime
+from harness.loop.step import Score, Trainer, score_stream
+from harness.model import LanguageModel
+from harness.optim.budget import Progress
+from harness.plan.build import Plan
+from variants.contract import State, map_state
+
+
+class Run:
+    """Model, optimizers and stream of one run, or of one of the processes that make it together.
+
+    Parameters, optimizers and what is spent are the same in all processes; the carried state is of its own lanes.
+
+    Attributes:
+        spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock.
+        best_bits: lowest bits per byte of the validations on the way, or infinity.
+        wandb_id, rows: of the record, kept for the checkpoint.
+    """
+
+    def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
+        self.plan, self.corpus, self.runtime = plan, corpus, device
+        runtime.seed(plan.seed)
+        b = plan.batch
+        self.stream = Lanes(corpus.splits["train"], lanes=b.lanes, segment=b.segment, seed=plan.seed, carry=b.carry)
+        self.model = plan.make_model().to(device.device)
+        self.optimizers = plan.make_optimizers(self.model)
+        self.trainer = Trainer(self.model, self.optimizers, device, accumulate=b.accumulate)
+        self.path = path_of(self.model, device)
+        self.spent, self.state = Progress(), None
+        self.best_bits, self.wandb_id = math.inf, None
+        self._last = Progress(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
+        self._nats, self._steps = torch.zeros((), dtype=torch.float64, device=device.device), 0
+        self._exchange_seconds = 0.0
+        self._check_scoring()
+        self._check_division()
+        if device.processes.number > 1:  # from here on, draws are dropout's
+            runtime.seed_apart(plan.seed, step=0, rank=device.processes.rank)
+
+    @property
+    def fraction(self) -> float:
+        """Of the budget spent."""
+        return self.plan.budget.fraction(self.spent)
+
+    @property
+    def finished(self) -> bool:
+        return self.plan.budget.done(self.spent)
+
+    def step(self, wishes: Callable[[], Sequence[int]] = tuple) -> tuple[float, list[int]]:
+        """One training step.
+
+        Args:
+            wishes: called after the step: whole numbers of at least 0 that this process would have the others know.
+
+        Returns: the fraction of the budget spent before it, and the largest of all processes' wishes.
+        """
+        began, before = time.perf_counter(), self.fraction
+        flops = self._step_flops()
+        own = self.stream.batch(self.spent.steps, part=self.runtime.processes.part)
+        inputs, targets = (x.to(self.runtime.device) for x in own)
+        state = None if self.stream.begins(self.spent.steps) else self.state
+        # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
+        middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
+        nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
+        self.state = after if self.plan.batch.carry else None
+        self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
+        nats, seconds, agreed = self._agree(nats.double(), time.perf_counter() - began, wishes())
+        self._nats += nats
+        self._steps += 1
+        self._last = Progress(bytes=self.stream.bytes_per_step, seconds=seconds, steps=1, flops=flops)
+        self.spent += self._last
+        return before, agreed
+
+    def _agree(self, nats: Tensor, seconds: float, wishes: Sequence[int]) -> tuple[Tensor | float, float, list[int]]:
+        """Mean nats, the first process's seconds, the largest of each wish: decisions must be the same everywhere."""
+        processes, began = self.runtime.processes, time.perf_counter()
+        if processes.number == 1:
+            return nats, seconds, list(wishes)
+        told = processes.exchange([nats.item(), seconds + self._exchange_seconds, *wishes])
+        self._exchange_seconds = time.perf_counter() - began  # belongs to the step, and is known after it
+        each_nats, each_seconds, *each_wish = zip(*told, strict=True)
+        return sum(each_nats) / processes.number, each_seconds[0], [int(max(wish)) for wish in each_wish]
+
+    def _step_flops(self) -> int:
+        """Training FLOPs of one step: 3 x forward, at the present parameters, because spans move."""
+        return 3 * self.model.ideal_flops() * self.stream.bytes_per_step
+
+    def train_row(self) -> dict:
+        """The mean since the last such row, and where the parameters are."""
+        bits = self._nats.item() / max(self._steps, 1) / math.log(2)
+        self._nats.zero_()
+        self._steps = 0
+        shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
+        return {
+            "kind": "train",
+            **self.place(),
+            "bits_per_byte": bits,
+            "learning_rate": self.optimizers.lr * shape,
+            "ideal_flops_per_byte": self.model.ideal_flops(),
+            "metrics": self.model.metrics({}),
+        }
+
+    def recent_bits(self, default: float) -> float:
+        """Mean bits per byte since the last train row, or ``default`` right after one; waits for the device."""
+        return self._nats.item() / self._steps / math.log(2) if self._steps else default
+
+    def place(self) -> dict:
+        """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
+        epochs = self.spent.bytes / len(self.corpus.splits["train"])
+        budget = self.plan.budget
+        timed = budget.unit == "seconds"
+        place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
+        place |= {} if timed else {"fraction": self.fraction}
+        speed = self.spent.bytes / max(self.spent.seconds, 1e-9)
+        clock = {"seconds": self.spent.seconds, "bytes_per_second": speed}
+        return place | {"training_flops": self.spent.flops, "clock": clock}
+
+    def score(self, split: str, *, limit: int | None, look: bool = True) -> Score:
+        """Stream a split, or its first ``limit`` bytes, through the model as ``eval`` says."""
+        e = self.plan.eval
+        part = self.corpus.splits[split][:limit]
+        return score_stream(self.model, part, runtime=self.runtime, lanes=e.lanes, segment=e.segment, look=look)
+
+    def _check_scoring(self) -> None:
+        """ValueError, before the first step, if a split is too short for ``eval.lanes``."""
+        e = self.plan.eval
+        limits = [("valid", e.progress_bytes), ("valid", e.bytes)] + [("test", e.bytes)] * e.test
+        for split, limit in limits:
+            score_lanes(len(self.corpus.splits[split][:limit]) - 1, e.lanes)
+
+    def _check_division(self) -> None:
+        """ValueError, before the first step, if the lanes cannot be divided among the processes."""
+        b, number = self.plan.batch, self.runtime.processes.number
+        if number == 1:
+            return
+        if b.lanes % number:
+            raise ValueError(
+                f"batch.lanes={b.lanes}: {number} processes take as many lanes each; allowed are multiples of {number}"
+            )
+        if b.accumulate > b.lanes // number:
+            raise ValueError(
+                f"batch.accumulate={b.accumulate}: each of {number} processes has {b.lanes // number} of "
+                f"batch.lanes={b.lanes} to split; allowed is at most as many"
+            )
+        for name, sublayer in self.model.sublayers():
+            norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            if norms or "streams_apart" in sublayer.limits:
+                what = type(norms[0]).__name__ if norms else "streams that influence each other"
+                raise ValueError(
+                    f"variant={self.plan.variant}: {name} has {what}, and each of {number} processes would see a part of "
+                    "the batch only; allowed are one process, or a norm of each byte, such as LayerNorm"
+                )
+
+    def capped(self, split: str, limit: int | None) -> bool:
+        return limit is not None and limit < len(self.corpus.splits[split])
+
+    def content(self, *, rows: int) -> dict:
+        """Everything an exact resume needs, whole in the first process: all must call it."""
+        state, randoms = _gathered(self.state, self.runtime.processes)
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+            "spent": vars(self.spent),
+            "last": vars(self._last),
+            "state": state,
+            "nats": self._nats.item(),
+            "steps": self._steps,
+            "best_bits": self.best_bits,
+            "random": randoms[0],
+            "random_others": randoms[1:],
+            "rows": rows,
+            "wandb_id": self.wandb_id,
+        }
+
+    def restore(self, content: dict) -> None:
+        """Go on from a checkpoint's ``content``, which may be of another number of processes."""
+        device, processes = self.runtime.device, self.runtime.processes
+        self.take_weights(content["model"])
+        self.optimizers.load_state_dict(content["optimizers"])
+        self.spent, self._last = Progress(**content["spent"]), Progress(**content["last"])
+        self.state = map_state(lambda s: s[share(len(s), processes.part)].to(device), content["state"])
+        self._nats.fill_(content["nats"])
+        self._steps, self.best_bits, self.wandb_id = content["steps"], content["best_bits"], content["wandb_id"]
+        randoms = [content["random"], *content.get("random_others", ())]
+        if len(randoms) == processes.number:
+            runtime.set_random_state(randoms[processes.rank])
+        else:
+            runtime.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
+
+    def take_weights(self, weights: dict[str, Tensor]) -> None:
+        """The parameters of another run; ValueError if the models differ."""
+        own = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        for name in sorted(own.keys() | theirs.keys()):
+            if own.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"start.run={self.plan.start.run}: its model is another one, {name} is {theirs.get(name)} there and "
+                    f"{own.get(name)} here; allowed is a run of the same variant and sizes"
+                )
+        self.model.load_state_dict(weights)
+        self.model.project_()
+
+
+def path_of(model: LanguageModel, device: Runtime) -> str:
+    """Which code the sublayers run; ValueError where ``runtime.path`` is impossible."""
+    paths = {sublayer.path(device.device, training=True) for _, sublayer in model.sublayers()}
+    name = "+".join(sorted(paths - {"plain"} or paths))
+    return f"{name}, compiled" if device.compile else name
+
+
+def _gathered(state: State, processes: Processes) -> tuple[State, list[dict]]:
+    """The carried state of all lanes in order, on the CPU where there are several processes, and all random states."""
+    own = map_state(lambda s: s.clone() if processes.number == 1 else torch.cat(processes.gather(s.cpu())), state)
+    return own, processes.gather_values(runtime.random_state())

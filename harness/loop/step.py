@@ -1,0 +1,176 @@
+"""One training step, and the scoring of a split: what the trainer takes and what bench measures, the very same code."""
+
+import functools
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.count.memory import gradient_bytes
+from harness.data.lanes import score_lanes, segments, share, windows
+from harness.device.runtime import Runtime
+from harness.model import LanguageModel, add_seen
+from harness.optim.optimizers import Optimizers
+from variants.contract import State, cat_streams, map_state
+
+BLOCK_BYTES = 10_000
+
+
+class Trainer:
+    """A model with what moves it.
+
+    Args:
+        model: raw; its state and parameters are read here, its forward is called as ``runtime`` says.
+        optimizers: of its parameters.
+        runtime: device, precision, and processes, whose gradients are averaged.
+        accumulate: parts into which this process's streams of a step are split; the update equals that of the whole.
+    """
+
+    def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
+        self.model, self.optimizers, self.runtime, self.accumulate = model, optimizers, runtime, accumulate
+        self.forward = runtime.forward(model)
+        self.gradient_bytes = 0  # known after the first step
+
+    def step(self, inputs: Tensor, targets: Tensor, state: State, *, fraction: float) -> tuple[Tensor, State]:
+        """One update from ``inputs`` and ``targets`` (int64 ``[B, T]``), this process's share of the streams.
+
+        Args:
+            state: carried state of the streams, or None where they begin.
+            fraction: of the budget spent, for the schedule.
+
+        Returns: mean nats per byte of these (detached, on the device: reading it waits), and the state to carry.
+        """
+        self.model.train()
+        total, states = 0.0, []
+        parts = torch.arange(len(inputs), device=inputs.device).tensor_split(self.accumulate)
+        for part in parts:
+            own = map_state(lambda s, part=part: s[part], state) if len(parts) > 1 else state
+            with self.runtime.autocast():
+                out = self.forward(inputs[part], own)
+            nats = F.cross_entropy(out.logits.flatten(0, 1), targets[part].flatten())
+            share = len(part) / len(inputs)
+            ((nats + out.loss) * share).backward()
+            total = total + nats.detach() * share
+            states.append(out.state)
+        self.runtime.processes.average_gradients_(self.model.parameters())
+        begins = not self.gradient_bytes
+        self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.model)
+        with self.runtime.processes.together() if begins else nullcontext():  # an optimizer may refuse what it is given
+            self.optimizers.step(fraction)
+        self.optimizers.zero_grad()
+        self.model.project_()
+        return total, cat_streams(states)
+
+
+class Score(NamedTuple):
+    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``, and summed statistics."""
+
+    nats: Tensor
+    seen: dict[str, dict[str, Tensor]]
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats.double().sum().item() / math.log(2) / len(self.nats)
+
+    def blocks(self) -> list[float]:
+        """Nats of each block of 10,000 pairs, for paired comparisons."""
+        return [block.double().sum().item() for block in self.nats.split(BLOCK_BYTES)]
+
+
+def score_stream(
+    model: LanguageModel,
+    split: Tensor,
+    *,
+    runtime: Runtime,
+    lanes: int,
+    segment: int,
+    look: bool = False,
+) -> Score:
+    """Score every pair of ``split`` (uint8 ``[n]``) once, streamed with carried state.
+
+    Each of ``runtime.processes`` scores some of the lanes, and all return the score of the whole.
+
+    Args:
+        lanes, segment: how the split is cut; part of the number.
+        look: also collect the sublayers' statistics.
+    """
+    lengths = [end - first for first, end in score_lanes(len(split) - 1, lanes)]
+    rows, seen, processes = [], {}, runtime.processes
+    own = lengths[share(lanes, processes.part)]
+    whole = segments(split, lanes=lanes, segment=segment, part=processes.part) if own else ()
+    widths = (min(segment, max(lengths) - done) for done in range(0, max(lengths), segment))
+    # Without the filling of the last segment, which would count in the statistics.
+    batches = (tuple(part[:, :width] for part in batch) for batch, width in zip(whole, widths, strict=bool(own)))
+    for nats, _, new in _scored(model, batches, runtime, look=look):
+        rows.append(nats)
+        seen = add_seen(seen, new)
+    by_lane = torch.cat(rows, dim=1) if own else ()
+    nats = [lane[:length] for lane, length in zip(by_lane, own, strict=True)]
+    return _summed(nats, seen, runtime)
+
+
+def _summed(nats: list[Tensor], seen: dict, runtime: Runtime) -> Score:
+    """All processes' nats in order, and their statistics together."""
+    own = torch.cat(nats) if nats else torch.empty(0)
+    seen = _on_cpu(seen) if runtime.processes.number > 1 else seen
+    return Score(
+        torch.cat(runtime.processes.gather(own)), functools.reduce(add_seen, runtime.processes.gather_values(seen))
+    )
+
+
+def _on_cpu(seen: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    return {name: {key: value.cpu() for key, value in own.items()} for name, own in seen.items()}
+
+
+def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:
+    """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``context 512``."""
+    own = windows(split, batch=batch, part=runtime.processes.part)
+    nats = [nats[mask] for nats, mask, _ in _scored(model, own, runtime, carry=False)]
+    return _summed(nats, {}, runtime)
+
+
+def score_context(
+    model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
+) -> list[dict]:
+    """Bits per byte against context: windows of ``longest`` pairs that start cold, by powers of two of bytes seen.
+
+    Args:
+        segment: bytes of a window that are scored at a time, with carried state: it bounds memory, not the context.
+
+    Returns: rows ``{from_bytes, to_bytes, bits_per_byte}``; a pair at place n of its window has n + 1 bytes to go by.
+    """
+    longest = min(longest, len(split) - 1)
+    sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
+    for window in windows(split, window=longest, stride=longest, batch=batch):
+        pieces = zip(*(part.split(segment, dim=1) for part in window), strict=True)
+        nats = torch.cat([nats for nats, _, _ in _scored(model, pieces, runtime)], dim=1)
+        mask = window[2]
+        sums += (nats * mask).double().sum(0)
+        counts += mask.sum(0)
+    edges = [1, *(2**i + 1 for i in range((longest - 1).bit_length())), longest + 1]  # 1, 2, 3 to 4, 5 to 8, ...
+    return [
+        {
+            "from_bytes": low,
+            "to_bytes": high - 1,
+            "bits_per_byte": (sums[low - 1 : high - 1].sum() / counts[low - 1 : high - 1].sum()).item() / math.log(2),
+        }
+        for low, high in zip(edges, edges[1:], strict=False)
+        if low < high and counts[low - 1 : high - 1].sum() > 0
+    ]
+
+
+@torch.no_grad()
+def _scored(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, look: bool = False):
+    """Yields nats ``[L, T]`` and mask on the CPU, and statistics of each batch."""
+    model.eval()
+    state = None
+    for inputs, targets, mask in batches:
+        with runtime.autocast():
+            out = model(inputs.to(runtime.device), state if carry else None, look=look)
+        nats = F.cross_entropy(out.logits.transpose(1, 2), targets.to(runtime.device), reduction="none")
+        state = out.state
+        yield nats.float().cpu(), mask, out.seen

@@ -1,0 +1,96 @@
+"""What a run says of itself: its identity before the first step, its costs and final scores after the last."""
+
+from harness.count.flops import forward_flops_per_byte
+from harness.count.memory import Peak, optimizer_bytes, parameter_bytes
+from harness.data import corpora
+from harness.loop.run import Run
+from harness.loop.step import score_windows
+from harness.record.folder import Identity
+from harness.source import commit
+
+
+def identity(run: Run, whose: Identity, *, command: str) -> dict:
+    """What was run: enough to run it again, and to refuse to compare it with something else."""
+    plan, corpus = run.plan, run.corpus
+    label = {} if corpus.fallback_from is None else {"fallback_for": corpus.fallback_from}
+    return {
+        "variant": plan.variant,
+        "seed": plan.seed,
+        "command": command,
+        "config_hash": whose.config,
+        "source": whose.source,
+        "commit": commit(),
+        "data": corpus.provenance() | label,
+        "protocol": plan.protocol(),
+        "budget": {plan.budget.unit: plan.budget.amount},
+        "parameters": {
+            "total": sum(p.numel() for p in run.model.parameters()),
+            "touched": run.model.touched_parameters(),
+            "by_sublayer": run.model.parameters_by_sublayer(),
+        },
+        "optimizers": run.optimizers.describe(),
+        "path": run.path,
+        **run.runtime.describe(),
+    }
+
+
+def costs(run: Run, *, peak: Peak) -> dict:
+    """Time, FLOPs and memory of the training that was done; the forward is counted warm, on one stream.
+
+    Of several processes: seconds by the first one's clock, bytes and FLOPs of all together, peak memory of the one that
+    had most; parameters, gradients and optimizer state are as large in each.
+    """
+    segment = run.plan.eval.segment
+    with run.runtime.autocast():
+        executed = forward_flops_per_byte(run.model, segment=segment, most_bytes=run.plan.model.span + 4 * segment)
+    place = run.place()
+    return {
+        "bytes_seen": place["bytes_seen"],
+        "epochs": place["epochs"],
+        "steps": place["step"],
+        "seconds": run.spent.seconds,
+        "bytes_per_second": run.spent.bytes / max(run.spent.seconds, 1e-9),
+        "flops_per_byte": {
+            "executed": executed.per_byte,
+            "ideal": run.model.ideal_flops(),
+            "unknown": executed.unknown,
+            "warm": executed.warm,
+        },
+        "training_flops": run.spent.flops,
+        "memory": {
+            "peak_bytes": peak.bytes,
+            "approximate": peak.approximate,
+            "parameter_bytes": parameter_bytes(run.model),
+            "gradient_bytes": run.trainer.gradient_bytes,
+            "optimizer_bytes": optimizer_bytes(run.optimizers.optimizers.values()),
+            "state_bytes": executed.state_bytes,
+        },
+    }
+
+
+def final_score(run: Run, split: str) -> tuple[dict, dict]:
+    """Score a split as ``eval`` says, with the weights the model has now.
+
+    Returns: the record's row, and what the summary gets of it.
+    """
+    plan, limit = run.plan, run.plan.eval.bytes
+    score = run.score(split, limit=limit)
+    part = run.corpus.splits[split][:limit]
+    capped = run.capped(split, limit)
+    row = {"kind": split, **run.place(), "final": True, "bits_per_byte": score.bits_per_byte}
+    found = {f"{split}_bits_per_byte": score.bits_per_byte}
+    if plan.eval.context512:
+        row["context_512_bits_per_byte"] = score_windows(run.model, part, runtime=run.runtime).bits_per_byte
+        found[f"{split}_context_512_bits_per_byte"] = row["context_512_bits_per_byte"]
+    metrics = run.model.metrics(score.seen)
+    row |= {"capped_bytes": limit if capped else None, "protocol": plan.protocol(), "block_nats": score.blocks()}
+    compressed = corpora.compressed_bits(part) if run.runtime.processes.first else {}  # a second of work for each MB
+    found |= {f"{split}_metrics": metrics, "capped": {split: limit} if capped else {}}
+    return row | {"metrics": metrics}, found | {"compressors": {split: compressed}}
+
+
+def spans(metrics: dict) -> dict | None:
+    """Mean, smallest and largest of all heads' spans, in keys."""
+    values = [value for name, value in metrics.items() if name.endswith(".span")]
+    flat = [span for value in values for span in (value if isinstance(value, list) else [value])]
+    return {"mean": sum(flat) / len(flat), "min": min(flat), "max": max(flat)} if flat else None

@@ -1,0 +1,61 @@
+"""Adagrad with a norm clip per parameter tensor, as the adaptive-span paper trained (arXiv 1905.07799, experiments).
+
+    A <- A + g^2                                             the gradient before any clip
+    w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)       |g| over the one tensor
+
+The paper speaks of a clip per module; the runs behind it clip per tensor. The clip shortens the step and nothing else:
+clipping gradients first (``clip_grad_norm_``) would shrink the accumulator too, and as Adagrad is indifferent to the
+scale of gradients, it would hardly limit the step.
+"""
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.optim.budget import check_number
+
+
+class ClippedAdagrad(Optimizer):
+    """Adagrad, clipped per tensor. Sparse gradients update the rows they name.
+
+    Args:
+        params: parameters, or dictionaries of them, as for every torch optimizer.
+        lr: learning rate.
+        clip: largest norm of one tensor's gradient, or None.
+        eps: added outside the root.
+    """
+
+    def __init__(self, params, *, lr: float, clip: float | None = None, eps: float = 1e-10):
+        if clip is not None:
+            check_number("ClippedAdagrad clip", clip)
+        super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            lr, clip, eps = group["lr"], group["clip"], group["eps"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    self.state[parameter]["sum"] = torch.zeros_like(parameter)
+                total = self.state[parameter]["sum"]
+                if parameter.grad.is_sparse:
+                    gradient = parameter.grad.coalesce()
+                    if gradient.sparse_dim() != 1:
+                        raise ValueError("ClippedAdagrad takes sparse gradients of whole rows only")
+                    rows, values = gradient.indices()[0], gradient.values()
+                    total.index_add_(0, rows, values.square())
+                    step = values / total[rows].sqrt_().add_(eps)
+                    parameter.index_add_(0, rows, step * _shrink(values, clip), alpha=-lr)
+                else:
+                    values = parameter.grad
+                    total.addcmul_(values, values)
+                    step = values / total.sqrt().add_(eps)
+                    parameter.add_(step.mul_(_shrink(values, clip)), alpha=-lr)
+
+
+def _shrink(values: Tensor, clip: float | None) -> Tensor | float:
+    """``min(1, clip / norm)`` without a division by zero and without waiting for the device."""
+    return 1.0 if clip is None else clip / torch.linalg.vector_norm(values).clamp(min=clip)

@@ -1,0 +1,195 @@
+"""Which optimizer moves which parameter: every trainable parameter is put into exactly one group.
+
+Groups come from two sides. The run says which optimizer is the default and which one, if any, moves the matrices inside
+layers. A variant names the parameters that need something else (spans, value tables).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.optim.budget import check_number
+from harness.optim.muon import Muon
+
+SCHEDULES = ("run", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters that share an optimizer, a rate and a clip.
+
+    Args:
+        name: the group's name; its key in the configuration is ``key``.
+        key: the configuration key that errors name.
+        parameters: by name, one name each.
+        optimizer: makes the optimizer from parameter groups and ``lr``; a partial without a rate of its own.
+        lr_scale: learning rate relative to ``optim.lr``; 0 leaves the parameters as they start.
+        weight_decay: for all parameters, or None for the optimizer's own on all but ``undecayed``.
+        schedule: ``run`` follows the run's schedule, ``constant`` stays at the peak from the first update on.
+        clip: largest norm of this group's gradients, or None to take part in the run's clip.
+        undecayed: names of the parameters that get no weight decay by rule.
+    """
+
+    name: str
+    key: str
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: Callable[..., Optimizer]
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    schedule: str = "run"
+    clip: float | None = None
+    undecayed: frozenset[str] = frozenset()
+
+    def __post_init__(self):
+        check_number(f"{self.key}.lr_scale", self.lr_scale, zero=True)
+        if self.clip is not None:
+            check_number(f"{self.key}.clip", self.clip)
+        if self.weight_decay is not None:
+            check_number(f"{self.key}.weight_decay", self.weight_decay, zero=True)
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"{self.key}.schedule={self.schedule!r}: must be one of {', '.join(SCHEDULES)}")
+        if "lr" in getattr(self.optimizer, "keywords", {}):
+            raise ValueError(f"{self.key}: an optimizer has no lr of its own; set optim.lr and the group's lr_scale")
+
+    def build(self, *, lr: float) -> Optimizer:
+        """The optimizer at peak rate ``lr``, with decayed and undecayed parameters apart."""
+        decayed = [p for name, p in self.parameters.items() if name not in self.undecayed]
+        undecayed = [p for name, p in self.parameters.items() if name in self.undecayed]
+        try:
+            optimizer = self.optimizer([{"params": part} for part in (decayed, undecayed) if part], lr=lr)
+        except ValueError as error:  # SparseAdam has no rate of 0
+            raise ValueError(
+                f"{self.key}: its optimizer refuses optim.lr x lr_scale = {lr:g}, or another word of it ({error})"
+            ) from error
+        if "weight_decay" not in optimizer.defaults:
+            if self.weight_decay:
+                raise ValueError(
+                    f"{self.key}.weight_decay={self.weight_decay}: {type(optimizer).__name__} has no weight decay; "
+                    "allowed are 0 and null"
+                )
+        elif self.weight_decay is not None:
+            for part in optimizer.param_groups:
+                part["weight_decay"] = self.weight_decay
+        elif undecayed:
+            optimizer.param_groups[-1]["weight_decay"] = 0.0
+        return optimizer
+
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Dense gradients, and the values of sparse ones, which are coalesced first so that no row counts twice."""
+        dense, sparse = [], []
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse and isinstance(optimizer, torch.optim.Adam | torch.optim.Muon | Muon):
+                raise ValueError(
+                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is sparse; "
+                    "allowed are torch.optim.SparseAdam and harness.optim.ClippedAdagrad"
+                )
+            if not gradient.is_sparse and isinstance(optimizer, torch.optim.SparseAdam):
+                raise ValueError(f"{self.key}.optimizer=SparseAdam: the gradient of {name} is dense")
+            if gradient.is_sparse:
+                parameter.grad = gradient.coalesce()
+                sparse.append(parameter.grad.values())
+            else:
+                dense.append(gradient)
+        return dense, sparse
+
+
+def assign(
+    model: nn.Module,
+    *,
+    default: Callable[..., Optimizer],
+    matrices: Mapping[str, object] | None = None,
+    groups: Mapping[str, Mapping[str, object]] | None = None,
+) -> list[Group]:
+    """Put every trainable parameter of a model into exactly one group.
+
+    A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
+    ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Weight decay is for weights of
+    ``nn.Linear``, inside ``layers.`` or not. All others have none unless their group names one: biases, norms and
+    spans, and tables of vectors, which are embeddings whether they are an ``nn.Embedding`` or a bare parameter
+    (bytes, relative positions, persistent vectors, half-keys, values).
+
+    Args:
+        model: the raw model, neither compiled nor wrapped.
+        default: ``optim.default``, a partial of an optimizer.
+        matrices: ``optim.matrices``: ``optimizer`` and ``lr_scale``.
+        groups: the variant's ``groups``, name to ``match`` (one pattern or several; ``*`` crosses dots; every name of
+            a shared parameter counts), ``lr_scale``, ``weight_decay``, ``optimizer``, ``schedule``, ``clip``.
+
+    Raises:
+        ValueError: a pattern that matches nothing, a parameter in two groups, an unknown or impossible key.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    settings = {"default": {"optimizer": default, "key": "optim.default"}}
+    if matrices is not None:
+        _check_keys("optim.matrices", matrices, allowed={"optimizer", "lr_scale"}, required="optimizer")
+        settings["matrices"] = {**matrices, "key": "optim.matrices"}
+    for name, node in (groups or {}).items():
+        key = f"variant.groups.{name}"
+        if name in ("default", "matrices"):
+            raise ValueError(f"{key}: the names default and matrices belong to the run")
+        options = {"match", "lr_scale", "weight_decay", "optimizer", "schedule", "clip"}
+        _check_keys(key, node, allowed=options, required="match")
+        settings[name] = {k: v for k, v in node.items() if k != "match"} | {"key": key}
+        settings[name]["optimizer"] = node.get("optimizer") or default
+
+    owner = _matched(names, groups or {})
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - tables
+    members = {name: {} for name in settings}
+    for parameter, aliases in names.items():
+        inside = parameter in linears and any(alias.startswith("layers.") for alias in aliases)
+        rule = "matrices" if inside and matrices is not None else "default"
+        members[owner.get(parameter, rule)][aliases[0]] = parameter
+    return [
+        Group(
+            name=name,
+            parameters=parameters,
+            undecayed=frozenset(n for n, p in parameters.items() if p not in linears),
+            **settings[name],
+        )
+        for name, parameters in members.items()
+        if parameters
+    ]
+
+
+def _check_keys(key: str, node: Mapping[str, object], *, allowed: set[str], required: str) -> None:
+    """Refuse a node that has a key not allowed, or lacks the required one."""
+    for unknown in set(node) - allowed:
+        raise ValueError(f"{key}.{unknown}: no such key; allowed are {', '.join(sorted(allowed))}")
+    if not node.get(required):
+        raise ValueError(f"{key}.{required}: must be given")
+
+
+def _matched(
+    names: Mapping[nn.Parameter, list[str]], groups: Mapping[str, Mapping[str, object]]
+) -> dict[nn.Parameter, str]:
+    """Parameter to the name of the variant's group whose patterns match one of its names."""
+    owner: dict[nn.Parameter, str] = {}
+    for group, node in groups.items():
+        patterns = [node["match"]] if isinstance(node["match"], str) else node["match"]
+        for pattern in patterns:
+            matched = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]
+            if not matched:
+                known = {re.sub(r"\.\d+(?=\.)", ".*", alias) for aliases in names.values() for alias in aliases}
+                raise ValueError(
+                    f"variant.groups.{group}.match={pattern!r}: matches no trainable parameter; "
+                    f"the model has {', '.join(sorted(known))}"
+                )
+            for parameter in matched:
+                if owner.setdefault(parameter, group) != group:
+                    raise ValueError(
+                        f"variant.groups.{owner[parameter]} and variant.groups.{group} both match "
+                        f"{' = '.join(names[parameter])}; a parameter belongs to one group"
+                    )
+    return owner

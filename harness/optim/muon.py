@@ -1,0 +1,126 @@
+"""Muon: momentum whose update is orthogonalised, for the matrices inside layers, many matrices at a time.
+
+    M <- mu M + (1 - mu) G                       momentum
+    U <- (1 - mu) G + mu M                       Nesterov
+    O <- orthogonalize(U)                        about Q R^T of the singular value decomposition U = Q S R^T
+    W <- (1 - lr wd) W - lr max(1, rows / columns)^0.5 O
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the same update as ``torch.optim.Muon``
+with ``adjust_lr_fn="original"``. That one takes one matrix after another, in bfloat16: for the small matrices of
+this project the overhead is most of the time. Here matrices of one shape are stacked and iterated in batched products.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from harness.optim.budget import check_number
+
+PRECISIONS = ("auto", "float32", "bfloat16")
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+
+
+def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Move all singular values of each matrix near 1 and keep its singular vectors.
+
+    Five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X on X = U / |U|_F. The coefficients trade accuracy
+    for speed: a singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one lower.
+
+    Args:
+        matrices: ``[n, rows, columns]``.
+        dtype: precision of the products; the norm is taken in the matrices' own.
+
+    Returns:
+        ``[n, rows, columns]`` in the matrices' dtype; a matrix of zeros stays zeros.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if tall else matrices
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = (x / norm.clamp(min=1e-7)).to(dtype)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT  # [n, r, r] with r the smaller side
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
+    """The dtype of the products under ``precision`` for parameters such as ``like``.
+
+    ``auto`` is bfloat16 where the hardware has matrix units for it (CUDA, and processors with AMX tiles, where a step
+    over 24 small matrices took 0.4 of its time in float32), and elsewhere the parameters' own, at least float32.
+    """
+    if precision != "auto":
+        return getattr(torch, precision)
+    if like.is_cuda or (like.device.type == "cpu" and _has_amx()):
+        return torch.bfloat16
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+def _has_amx() -> bool:
+    """Whether the processor multiplies bfloat16 in AMX tiles; False if this torch cannot tell."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_tile") and capabilities.get("amx_bf16"))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for 2-D parameters.
+
+    Args:
+        params: matrices, or dictionaries of them, as for every torch optimizer.
+        lr: learning rate, before the factor ``max(1, rows / columns) ** 0.5``.
+        momentum: mu, from 0 to below 1; Nesterov's form.
+        weight_decay: decoupled, times ``lr``.
+        precision: of the products inside ``orthogonalize``: ``auto``, ``float32`` or ``bfloat16``.
+    """
+
+    def __init__(
+        self, params, *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, precision: str = "auto"
+    ):
+        if not 0 <= momentum < 1:
+            raise ValueError(f"Muon momentum={momentum!r}: must be from 0 to below 1")
+        check_number("Muon weight_decay", weight_decay, zero=True)
+        if precision not in PRECISIONS:
+            raise ValueError(f"Muon precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
+        super().__init__(params, defaults)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.ndim != 2:
+                raise ValueError(f"Muon takes matrices only, not a parameter of shape {tuple(parameter.shape)}")
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            alike = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike[parameter.shape, parameter.dtype, parameter.device].append(parameter)
+            for parameters in alike.values():
+                self._update(
+                    parameters,
+                    lr=group["lr"],
+                    momentum=group["momentum"],
+                    weight_decay=group["weight_decay"],
+                    precision=group["precision"],
+                )
+
+    def _update(
+        self, parameters: list[Tensor], *, lr: float, momentum: float, weight_decay: float, precision: str
+    ) -> None:
+        """Update parameters of one shape together."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        directions = torch.stack(torch._foreach_lerp(gradients, buffers, momentum))
+        updates = orthogonalize(directions, dtype=product_dtype(precision, like=parameters[0]))
+        rows, columns = parameters[0].shape
+        if weight_decay:
+            torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+        torch._foreach_add_(parameters, list(updates.unbind()), alpha=-lr * max(1.0, rows / columns) ** 0.5)

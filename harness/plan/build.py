@@ -1,0 +1,269 @@
+"""The only place that turns configuration into objects: everything is checked here, before anything is read or written.
+
+    plan = plan_run(cfg)              # values, and partials of classes; ValueError names key, value and what is allowed
+    model = plan.make_model()         # from the run's seed
+
+Below this module there are only plain arguments.
+"""
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+from torch.optim import Optimizer
+
+from harness.model import LanguageModel, Layers
+from harness.optim.budget import Budget, Schedule
+from harness.optim.groups import assign
+from harness.optim.optimizers import Optimizers
+from harness.plan import settings
+from harness.plan.instantiate import resolve
+from harness.plan.layers import plan_groups, plan_layers
+from harness.plan.settings import check_keys, checked, parse
+from variants.contract import Place, Position, Sublayer
+
+SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
+SECTIONS += ("checkpoint", "start")
+SINGLES = ("seed", "outputs", "force", "reuse", "trust")
+BUDGET_KEYS = ("bytes", "seconds", "steps", "flops")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run as it was asked for.
+
+    ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
+    keyword arguments of ``harness.data.corpora.load``.
+    """
+
+    config: dict
+    variant: str
+    layers: Layers
+    scheme: Callable[..., Position]
+    optim: dict
+    groups: dict
+    model: settings.ModelSettings
+    batch: settings.BatchSettings
+    eval: settings.EvalSettings
+    checkpoint: settings.CheckpointSettings
+    start: settings.StartSettings
+    runtime: settings.RuntimeSettings
+    budget: Budget
+    data: dict
+    record: settings.RecordSettings
+    wandb: settings.WandbSettings
+    seed: int
+    outputs: Path
+    force: bool
+    reuse: str
+    trust: tuple[str, ...]
+    size: str | None
+    sweeping: bool
+    beside_others: bool
+
+    def make_model(self) -> LanguageModel:
+        """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
+        m, pool = self.model, {}
+        common = {
+            "d_model": m.d_model,
+            "n_layers": m.layers,
+            "heads": m.heads,
+            "span": m.span,
+            "attend_self": m.attend_self,
+        }
+        common |= {
+            "cache": m.cache,
+            "dropout": m.dropout,
+            "path": self.runtime.path,
+            "scheme": self.scheme,
+            "pool": pool,
+        }
+        own = ("norm", "norm_after", "tied", "head_bias", "embedding_std", "embedding_scale", "embedding_dropout")
+        model = LanguageModel(
+            [{name: _naming(make, key=f"variant.{name}") for name, make in layer.items()} for layer in self.layers],
+            lambda layer: Place(layer=layer, **common),
+            vocabulary=self.data["vocabulary"],
+            head_zero_init=m.head_zero_init,
+            **{name: getattr(m, name) for name in own},
+        )
+        pool.clear()  # sharing ends with the build
+        return model
+
+    def make_optimizers(self, model: LanguageModel) -> Optimizers:
+        """The optimizers of a model built by ``make_model``."""
+        o = self.optim
+        groups = assign(model, default=o["default"], matrices=o["matrices"], groups=self.groups)
+        return Optimizers(groups, lr=o["lr"], schedule=o["schedule"], clip=o["clip"])
+
+    def protocol(self) -> dict:
+        """How bits per byte are scored: part of the number."""
+        e = self.eval
+        return {
+            "lanes": e.lanes,
+            "segment": e.segment,
+            "span": self.model.span,
+            "bytes": e.bytes,
+            "vocabulary": self.data["vocabulary"],
+            "drop_newlines": self.data["drop_newlines"],
+        }
+
+
+def plan_run(
+    cfg: DictConfig,
+    *,
+    trusted: tuple[str, ...] = (),
+    size: str | None = None,
+    sweeping: bool = False,
+    beside_others: bool = False,
+) -> Plan:
+    """Check a composed configuration whole.
+
+    Args:
+        cfg: what Hydra composed from ``conf/train.yaml`` and the command line.
+        trusted: packages named in ``hydra.searchpath``, trusted beside ``trust``.
+        size: the name of the recipe or model size that the configuration has, if it has one unchanged.
+        sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
+        beside_others: whether other jobs of it run at the same time, and may write to the same terminal.
+
+    Raises:
+        ValueError: naming the key, the value and what is allowed.
+    """
+    config = _sections(cfg)
+    trust = tuple(dict.fromkeys(_trust(config["trust"]) + trusted))
+    model = parse(settings.ModelSettings, config["model"], key="model")
+    runtime = parse(settings.RuntimeSettings, config["runtime"], key="runtime")
+    record = parse(settings.RecordSettings, config["record"], key="record")
+    if sweeping:
+        config["data"] = config["data"] | {"fallback": None}
+    plan = Plan(
+        config=config,
+        variant=checked(config["variant"].get("name"), str, key="variant.name"),
+        layers=plan_layers(config["variant"], n_layers=model.layers, trust=trust),
+        scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
+        optim=_optim(config["optim"], trust),
+        groups=plan_groups(config["variant"].get("groups"), trust=trust),
+        model=model,
+        batch=parse(settings.BatchSettings, config["batch"], key="batch"),
+        eval=parse(settings.EvalSettings, config["eval"], key="eval"),
+        checkpoint=parse(settings.CheckpointSettings, config["checkpoint"], key="checkpoint"),
+        start=parse(settings.StartSettings, config["start"], key="start"),
+        runtime=runtime,
+        budget=_budget(config["budget"], model.default_bytes),
+        data=vars(parse(settings.DataSettings, config["data"], key="data")),
+        record=record,
+        wandb=parse(settings.WandbSettings, record.wandb, key="record.wandb"),
+        seed=checked(config["seed"], int, key="seed"),
+        outputs=Path(checked(config["outputs"], str, key="outputs")),
+        force=checked(config["force"], bool, key="force"),
+        reuse=checked(config["reuse"], str, key="reuse"),
+        trust=trust,
+        size=size,
+        sweeping=sweeping,
+        beside_others=beside_others,
+    )
+    if plan.start.take == "everything" and plan.start.run is None:
+        raise ValueError("start.run=null: start.take=everything needs a run's folder; without one start.take=weights")
+    if not re.fullmatch(r"\w[\w.-]*", plan.variant):
+        raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the run folder's name")
+    if not 0 <= plan.seed < 2**63:
+        raise ValueError(f"seed={plan.seed}: allowed are integers from 0 to 2**63 - 1")
+    if plan.batch.accumulate > plan.batch.lanes:
+        raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.lanes={plan.batch.lanes}")
+    return plan
+
+
+def _sections(cfg: DictConfig) -> dict:
+    """The configuration as a plain dictionary that has every section, and nothing else."""
+    if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
+        raise ValueError(
+            "sweep: what was chosen is a sweep of W&B, which Hydra cannot run; "
+            "give the file to W&B: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
+        )
+    try:
+        config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key}=???: must be given") from error
+    config.pop("hydra", None)
+    check_keys(config, SECTIONS + SINGLES, key="")
+    for name in SECTIONS:
+        if not isinstance(config[name], Mapping):
+            raise ValueError(f"{name}={config[name]}: must be a section; choose one with {name}=.. or set its keys")
+    return config
+
+
+def _naming(make: functools.partial, *, key: str) -> Callable[[Place], Sublayer]:
+    """The same, but a constructor's complaint about a keyword of its own names that keyword's key."""
+
+    def named(place: Place) -> Sublayer:
+        try:
+            return make(place)
+        except ValueError as error:
+            if str(error).partition("=")[0].partition(".")[0] in make.keywords:
+                raise ValueError(f"{key}.{error}") from error
+            raise
+
+    return named
+
+
+def _trust(names: object) -> tuple[str, ...]:
+    """Modules of the user's own, importable from the folder where the command was typed."""
+    names = [names] if isinstance(names, str) else names or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
+    if "" in names:
+        raise ValueError(f"trust={names}: a module's name is missing, e.g. trust=[my_file]")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(
+                f"trust={name}: cannot be imported ({error}); run from its folder or set PYTHONPATH"
+            ) from error
+    return tuple(names)
+
+
+def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
+    check_keys(node, ("lr", "default", "matrices", "clip", "schedule"), key="optim")
+    matrices = node["matrices"]
+    if matrices is not None:
+        check_keys(matrices, ("lr_scale", "optimizer"), key="optim.matrices")
+        make = resolve(matrices["optimizer"], key="optim.matrices.optimizer", kind=Optimizer, trust=trust)
+        matrices = {**matrices, "optimizer": make}
+    default = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
+    schedule = parse(Schedule, node["schedule"], key="optim.schedule")
+    return {**node, "default": default, "matrices": matrices, "schedule": schedule}
+
+
+def _budget(node: Mapping[str, object], default_bytes: int) -> Budget:
+    check_keys(node, BUDGET_KEYS, key="budget")
+    return Budget(**node, default_bytes=default_bytes)
+
+
+def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
+    """Keywords of ``plan_run`` that only Hydra knows: packages on its search path, and what launched this job.
+
+    Args:
+        hydra: Hydra's own configuration; None for that of the job that is running now.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = hydra or HydraConfig.get()
+    given = ("hydra.searchpath in main", "hydra.searchpath in command-line")
+    sources = [s for s in hydra.runtime.config_sources if s.provider in given and s.schema == "pkg"]
+    sweeping, choices = hydra.mode == RunMode.MULTIRUN, hydra.runtime.choices
+    resized = any(word.lstrip("+").startswith("model.") for word in hydra.overrides.task)
+    return {
+        "size": choices.get("recipe") or (None if resized else choices.get("model")),
+        "trusted": tuple(s.path.partition(".")[0] for s in sources),
+        "sweeping": sweeping,
+        "beside_others": sweeping and not hydra.launcher._target_.endswith(".BasicLauncher"),
+    }

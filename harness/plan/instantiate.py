@@ -1,0 +1,151 @@
+"""From a node with ``_target_`` to a partial of the class it names; nothing is called here.
+
+A stranger's YAML is harmless: a target must be a class, a subclass of a contract type, and defined in our packages, in
+torch.optim, or in a module that the user named. The constructor's signature is the schema, types included.
+"""
+
+import collections.abc
+import contextlib
+import functools
+import importlib
+import inspect
+import operator
+import types
+import typing
+from collections.abc import Callable, Mapping
+
+import torch
+
+from harness.plan.settings import checked
+from variants.contract import Part, Position, Sublayer
+
+OURS = ("variants", "harness", "torch.optim")
+CONTRACT = (Sublayer, Position, Part, torch.optim.Optimizer)
+
+PART = "a part with _target_ and _partial_: true"
+KINDS = {
+    **{int: "int", float: "float", str: "str", bool: "bool", types.NoneType: "null"},
+    **dict.fromkeys((list, tuple, collections.abc.Sequence), "a list"),
+    **dict.fromkeys((dict, collections.abc.Mapping), "a mapping"),
+    collections.abc.Callable: PART,
+}
+"""What configuration writes for an annotation. Values of other annotations are left to the class."""
+
+
+def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Callable:
+    """A partial of the node's class, with nested targets resolved the same way.
+
+    Args:
+        node: ``_target_``, ``_partial_: true`` and the class's own keywords.
+        key: where the node stands in the configuration, for messages.
+        kind: what the class must be derived from: a contract type, or the part that a constructor's annotation names.
+        trust: modules, beside ours, that targets may come from.
+
+    Raises:
+        ValueError: naming the key, the value and what is allowed.
+    """
+    if not isinstance(node, Mapping):
+        raise ValueError(f"{key}={node}: must be {PART}")
+    cls = _class(str(node.get("_target_")), key=key, kind=kind, trust=trust)
+    if node.get("_partial_") is not True:
+        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true, so that every layer makes its own")
+    given = {name: value for name, value in node.items() if name not in ("_target_", "_partial_")}
+    hints = keywords(cls, key=key)
+    for name, value in given.items():
+        if name not in hints:
+            allowed = ", ".join(hints) or "none"
+            raise ValueError(f"{key}.{name}={value}: no such key of {cls.__name__}; allowed are {allowed}")
+    for name, (_, required) in hints.items():
+        if required and name not in given:
+            raise ValueError(f"{key}.{name}: {cls.__name__} needs it")
+    values = {name: _value(value, hints[name][0], key=f"{key}.{name}", trust=trust) for name, value in given.items()}
+    return functools.partial(cls, **values)
+
+
+def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
+    """The keywords of a class that are configuration: name to (annotation, whether it must be given).
+
+    Not among them is what the harness passes itself: the first argument (a place, or parameters), the width of a head
+    to positions and parts, the learning rate to optimizers.
+    """
+    is_optimizer = issubclass(cls, torch.optim.Optimizer)
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    if not parameters or parameters[0].kind not in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    ):
+        what = "the parameters" if is_optimizer else "a Place"
+        raise ValueError(f"{key}._target_: the constructor of {cls.__module__}.{cls.__name__} must take {what} first")
+    try:
+        hints = typing.get_type_hints(cls.__init__)
+    except NameError as error:
+        raise ValueError(f"{key}._target_: annotations of {cls.__module__}.{cls.__name__}: {error}") from error
+    passed = "lr" if is_optimizer else "d_head" if issubclass(cls, Position | Part) else None
+    return {
+        p.name: (hints.get(p.name, typing.Any), p.default is p.empty)
+        for p in parameters[1:]
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != passed
+    }
+
+
+def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type:
+    packages = OURS + trust
+    module, _, name = target.rpartition(".")
+    if not _inside(module, packages):
+        raise ValueError(
+            f"{key}._target_={target}: allowed are classes of {', '.join(packages)}; add yours with trust=[..]"
+        )
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{key}._target_={target}: cannot be imported ({error})") from error
+    if not inspect.isclass(cls) or not issubclass(cls, kind) or cls in CONTRACT:
+        raise ValueError(f"{key}._target_={target}: must be a class derived from {kind.__module__}.{kind.__name__}")
+    if not _inside(cls.__module__, packages):
+        raise ValueError(
+            f"{key}._target_={target}: is defined in {cls.__module__}; allowed are classes of {', '.join(packages)}"
+        )
+    return cls
+
+
+def _inside(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def _value(value: object, hint: object, *, key: str, trust: tuple[str, ...]) -> object:
+    """A keyword's value, as its annotation wants it."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    options = typing.get_args(hint) if union else (hint,)
+    names = [KINDS.get(typing.get_origin(option) or option) for option in options]
+    if isinstance(value, Mapping):
+        is_part = "_target_" in value
+        if is_part and (PART in names or None in names):
+            return resolve(value, key=key, kind=_made_by(options), trust=trust)
+        if not is_part and ("a mapping" in names or None in names):
+            return value
+    elif isinstance(value, list):
+        if None in names or any(_holds(option, len(value)) for option in options):
+            return tuple(value)
+    else:
+        plain = [option for option in options if option in (int, float, str, bool, types.NoneType)]
+        if plain:
+            with contextlib.suppress(ValueError):
+                return checked(value, functools.reduce(operator.or_, plain), key=key)
+        elif None in names:
+            return value
+    raise ValueError(f"{key}={value}: must be {' or '.join(name for name in names if name)}")
+
+
+def _made_by(options: tuple[object, ...]) -> type:
+    """The part that a ``Callable[..., part]`` among the annotations returns."""
+    results = [typing.get_args(option)[-1:] for option in options if KINDS.get(typing.get_origin(option)) == PART]
+    classes = [cls for (cls,) in filter(None, results) if inspect.isclass(cls) and issubclass(cls, Part)]
+    return classes[0] if classes else Part
+
+
+def _holds(option: object, length: int) -> bool:
+    """Whether an annotation takes a list of this length: ``tuple[float, float]`` takes two values."""
+    if KINDS.get(typing.get_origin(option) or option) != "a list":
+        return False
+    elements = typing.get_args(option)
+    return typing.get_origin(option) is not tuple or ... in elements or len(elements) == length

@@ -1,0 +1,89 @@
+"""What a variant's node says: which sublayers each layer has, and which parameters have an optimizer of their own."""
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+from harness.model import Layers
+from harness.plan.instantiate import resolve
+from variants.contract import Place, Sublayer
+
+KEYS = ("name", "layers", "at", "groups")
+"""Keys of a variant that are no sublayers."""
+
+
+def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
+    """For each layer, the sublayers' names and partials.
+
+    ``layers`` is what every layer has, in order. ``at`` has other lists for single layers, counted from 0, or from the
+    top if negative; null there takes back what the variant's file says.
+
+    Raises:
+        ValueError: naming the key, the value and what is allowed.
+    """
+    makes = _sublayers(variant, trust)
+
+    def chosen(names: object, key: str) -> dict[str, Callable[[Place], Sublayer]]:
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{key}={names}: must be a list of sublayers, of {', '.join(makes)}")
+        for name in names:
+            if name not in makes:
+                raise ValueError(f"{key}={names}: there is no sublayer {name}; allowed are {', '.join(makes)}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"{key}={names}: a sublayer stands once in a layer; allowed are {', '.join(makes)}")
+        return {name: makes[name] for name in names}
+
+    layers = [chosen(variant.get("layers"), "variant.layers") for _ in range(n_layers)]
+    at = variant.get("at") or {}
+    if not isinstance(at, Mapping):
+        raise ValueError(f"variant.at={at}: must be layer numbers with lists of sublayers, e.g. {{-2: [attention]}}")
+    taken: dict[int, object] = {}
+    for place, names in at.items():
+        key = f"variant.at.{place}"
+        # A single layer's key on the command line, +variant.at.0=[attention], arrives as text.
+        layer = int(place) if isinstance(place, str) and place.isdecimal() else place
+        if type(layer) is not int or not -n_layers <= layer < n_layers:
+            raise ValueError(f"{key}={names}: allowed are {-n_layers} to {n_layers - 1}, with model.layers={n_layers}")
+        if names is None:
+            continue
+        if layer % n_layers in taken:
+            other = f"variant.at.{taken[layer % n_layers]}"
+            raise ValueError(f"{key}={names}: the same layer as {other}, with model.layers={n_layers}; set one to null")
+        taken[layer % n_layers] = place
+        layers[layer] = chosen(names, key)
+    return layers
+
+
+def _sublayers(variant: Mapping[str, object], trust: tuple[str, ...]) -> dict[str, Callable[[Place], Sublayer]]:
+    """The variant's sublayers by name, as partials."""
+    nodes = {name: node for name, node in variant.items() if name not in KEYS}
+    modules = nn.ModuleDict()  # in which a layer's sublayers will stand
+    for name, node in nodes.items():
+        if not isinstance(node, Mapping) or "_target_" not in node:
+            raise ValueError(f"variant.{name}={node}: no such key; allowed are {', '.join(KEYS)} and sublayers")
+        if not isinstance(name, str) or not name.isidentifier() or hasattr(modules, name):
+            raise ValueError(
+                f"variant.{name}: {name} cannot be a sublayer's name; allowed are identifiers that are no attribute of "
+                "torch.nn.ModuleDict, e.g. attention, feed_forward, memory"
+            )
+    return {name: resolve(node, key=f"variant.{name}", kind=Sublayer, trust=trust) for name, node in nodes.items()}
+
+
+def plan_groups(node: object, *, trust: tuple[str, ...]) -> dict[str, dict]:
+    """The variant's parameter groups, with their optimizers as partials, for ``harness.optim.groups.assign``.
+
+    Raises:
+        ValueError: naming the key, the value and what is allowed.
+    """
+    found = {}
+    if not isinstance(node or {}, Mapping):
+        raise ValueError(f"variant.groups={node}: must be names with the keys of a group, e.g. spans: {{match: ..}}")
+    for name, group in (node or {}).items():
+        key = f"variant.groups.{name}"
+        if not isinstance(group, Mapping):
+            raise ValueError(f"{key}={group}: must be a group's keys, e.g. match, lr_scale, weight_decay")
+        own = group.get("optimizer")
+        own = own and resolve(own, key=f"{key}.optimizer", kind=Optimizer, trust=trust)
+        found[name] = {**group, "optimizer": own}
+    return found

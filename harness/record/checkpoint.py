@@ -1,0 +1,60 @@
+"""Checkpoints: everything an exact resume needs, written whole or not at all.
+
+A checkpoint is one file of tensors and plain values: model, optimizers, what is spent, carried state of all lanes,
+random state of every process, the best score so far, rows of the record, the W&B id. Two newest are kept, beside
+``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states.
+"""
+
+import os
+import pickle
+from pathlib import Path
+
+import torch
+
+FOLDER = "checkpoints"
+BEST = "best.pt"
+
+
+def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
+    """Write ``checkpoints/step-N.pt`` of a run folder and remove all but the newest ``keep``."""
+    path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
+    for old in _all(folder)[:-keep]:
+        old.unlink()
+    return path
+
+
+def save_best(folder: Path, content: dict) -> Path:
+    """Write ``checkpoints/best.pt``."""
+    return _write(folder / FOLDER / BEST, content)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run folder, or None."""
+    found = _all(folder)
+    return found[-1] if found else None
+
+
+def load(path: Path) -> dict:
+    """Tensors on the CPU and plain values; nothing in the file is executed. ValueError if it is damaged."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}); allowed are to remove it, so that the one before it is taken, "
+            "or force=true to run it again"
+        ) from error
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("step-*.pt"))
+
+
+def _write(path: Path, content: dict) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    return path

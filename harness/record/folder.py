@@ -1,0 +1,253 @@
+"""Run folders: which run this is, whether it was run already, and who is running it now.
+
+``outputs/<variant>-s<seed>-<hash>/``. The hash covers the resolved configuration, less what cannot change a number, and the
+source: edited code is another run, and a stale number is never shown. The same command again finds its folder, resumes an
+unfinished run and returns a finished one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from harness.record import checkpoint
+from harness.record.rows import RECORD, SUMMARY, SUMMARY_KEYS, write_summary
+
+NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
+EVALUATIONS = "evaluations.jsonl"
+"""What ``bench.evaluate`` appends to."""
+FAILED = "failed.txt"
+"""The trace of a run that failed, until the next try."""
+LOCK = "lock"
+HOLD_SECONDS = 0.5
+"""How long to try for a folder: whoever asks whether it is held has it for an instant."""
+
+
+def config_hash(config: Mapping[str, object]) -> str:
+    """SHA-256 of a resolved configuration, less what cannot change a number.
+
+    A run to start from counts by its newest checkpoint, whatever its path: it may have gone on since.
+    """
+    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    kept["data"] = {key: value for key, value in kept["data"].items() if key != "fallback"}  # null in a sweep's job
+    start = kept["start"]
+    newest = None if start["run"] is None else checkpoint.newest(Path(start["run"]))
+    if newest is not None:
+        with newest.open("rb") as file:
+            kept["start"] = start | {"run": hashlib.file_digest(file, "sha256").hexdigest()}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a run is: two runs of equal identity give equal numbers.
+
+    Attributes:
+        variant, seed: for the folder's name.
+        config, source: digests.
+        data: SHA-256 of the corpus; device, precision: kinds. These must agree for a folder to be used again.
+    """
+
+    variant: str
+    seed: int
+    config: str
+    source: str
+    data: str
+    device: str
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-s{self.seed}-{hashlib.sha256((self.config + self.source).encode()).hexdigest()[:8]}"
+
+
+class RunFolder:
+    """The folder of one run, held alone.
+
+    Attributes:
+        path: the folder.
+        stands: the two that follow, when they were last looked at: at first, and by ``hold``.
+        summary: of the finished run that may be returned, or None.
+        checkpoint: to resume from, or None.
+        note: one line about an older run of the same configuration, or empty.
+
+    Raises:
+        ValueError: the folder cannot be written, belongs to other data, device or precision, or is in use.
+    """
+
+    def __init__(self, outputs: Path, identity: Identity, *, force: bool = False, reuse: str = "source"):
+        if reuse not in ("source", "config"):
+            raise ValueError(f"reuse={reuse}: allowed are source, config")
+        self.path, self.identity, self.note, self._lock = outputs / identity.name, identity, "", None
+        older = [path for path in _same_config(outputs, identity) if path != self.path]
+        finished = [path for path in older if finished_summary(path)]
+        if reuse == "config" and finished and not finished_summary(self.path) and not force:
+            self.path = finished[-1]
+        elif older and not (self.path / RECORD).exists():
+            self.note = f"the source changed since {older[-1]}: this is a new run in {self.path}"
+        if not force:
+            self._must_agree()
+        self._force = force
+        self.stands = self._look()
+
+    def _look(self) -> tuple[dict | None, Path | None]:
+        return (None, None) if self._force else (finished_summary(self.path), checkpoint.newest(self.path))
+
+    @property
+    def summary(self) -> dict | None:
+        return self.stands[0]
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.stands[1]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run has been here that was not finished."""
+        return self.summary is None and (self.path / RECORD).exists()
+
+    def hold(self) -> tuple[dict | None, Path | None]:
+        """Create the folder, take it for this process, point ``latest`` at it, and return what ``stands`` there.
+
+        Another process may have had the folder since it was looked at, and may even have finished the run.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until release
+        except OSError as error:
+            raise ValueError(f"outputs={self.path.parent}: cannot be written ({error.strerror})") from error
+        last = time.monotonic() + HOLD_SECONDS
+        while not _locked(self._lock, fcntl.LOCK_EX):
+            if time.monotonic() > last:
+                self._lock.seek(0)
+                whose = self._lock.read().strip()
+                error = ValueError(
+                    f"outputs={self.path.parent}: {self.path.name} is held by {whose}; allowed is to wait for it, or "
+                    "another outputs"
+                )
+                error.held = True  # a sweep waits
+                raise error
+            time.sleep(HOLD_SECONDS / 10)
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        self._lock.flush()
+        latest = self.path.parent / "latest"
+        passing = self.path.parent / f".latest.{os.getpid()}"
+        passing.symlink_to(self.path.name)
+        passing.replace(latest)
+        self.stands = self._look()
+        return self.stands
+
+    def begin(self) -> None:
+        """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
+        old = [self.path / SUMMARY, self.path / FAILED]
+        if self.checkpoint is None:
+            old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
+            old += (self.path / checkpoint.FOLDER).glob("*")
+        for path in old:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def failing(self, known: dict) -> Iterator[None]:
+        """Record an error that ends the block: its trace in ``failed.txt``, and a summary that says so.
+
+        Before the folder is held, a user's mistake leaves nothing behind, and an earlier result stays.
+
+        Args:
+            known: what a summary has, as far as the run came.
+        """
+        try:
+            yield
+        except Exception as error:
+            with ExitStack() as stack, suppress(OSError, ValueError):  # a full disk must not hide the error
+                if self._lock is None or self._lock.closed:
+                    if isinstance(error, ValueError) or finished_summary(self.path):
+                        raise error
+                    self.hold()
+                    stack.callback(self.release)
+                trace = "".join(traceback.format_exception(error))
+                (self.path / FAILED).write_text(trace, encoding="utf-8", errors="replace")
+                told = {"status": "failed", "error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
+                write_summary(self.path, summary=dict.fromkeys(SUMMARY_KEYS) | known | told)
+            raise
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._lock:
+            self._lock.close()
+
+    def _must_agree(self) -> None:
+        row = _provenance(self.path)
+        if row is None:
+            return
+        now = {
+            "data.sha256": self.identity.data,
+            "device_kind": self.identity.device,
+            "precision": self.identity.precision,
+        }
+        then = {"data.sha256": row["data"]["sha256"], "device_kind": row["device_kind"], "precision": row["precision"]}
+        differ = [f"{key} was {then[key]}, is {now[key]}" for key in now if then[key] != now[key]]
+        if differ:
+            raise ValueError(
+                f"outputs={self.path.parent}: {self.path.name} was run otherwise: {'; '.join(differ)}; "
+                "allowed are another folder, or force=true to run it again"
+            )
+
+
+def holder(path: Path) -> str | None:
+    """Who holds a run folder now, or None."""
+    try:
+        with open(path / LOCK, encoding="utf-8") as lock:
+            return None if _locked(lock, fcntl.LOCK_SH) else lock.read().strip()
+    except OSError:
+        return None
+
+
+def ending(path: Path) -> tuple[str, int] | None:
+    """How a run folder's last try ended, ``finished`` or ``failed``, and when; None while there is no summary."""
+    try:
+        summary = path / SUMMARY
+        return json.loads(summary.read_text(encoding="utf-8"))["status"], summary.stat().st_mtime_ns
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _locked(file: TextIO, kind: int) -> bool:
+    """Take a lock if it is free; it goes when the file is closed, also by the process's end."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def finished_summary(path: Path) -> dict | None:
+    """The summary in a run folder, if the run was finished."""
+    try:
+        found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("status") == "finished" else None
+
+
+def _provenance(path: Path) -> dict | None:
+    try:
+        with (path / RECORD).open("rb") as rows:  # the first alone: records are long, and a sweep's jobs ask for all
+            row = json.loads(rows.readline())
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row, dict) and row.get("kind") == "provenance" else None
+
+
+def _same_config(outputs: Path, identity: Identity) -> list[Path]:
+    """Run folders of the same configuration, the oldest first."""
+    found = [p for p in outputs.glob(f"{identity.variant}-s{identity.seed}-*") if (p / RECORD).exists()]
+    same = [p for p in found if (_provenance(p) or {}).get("config_hash") == identity.config]
+    return sorted(same, key=lambda p: (p / RECORD).stat().st_mtime)

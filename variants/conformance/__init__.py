@@ -1,0 +1,9 @@
+"""The contract as runnable checks, for any variant: ours, another package's, or a single file's.
+
+``suite`` runs them all on a model; ``promises`` has those about a forward pass, ``upkeep`` those about parameters, losses and
+statistics, ``subject`` is what they work with.
+"""
+
+from variants.conformance.suite import CHECKS, Finding, agree, check, learns, said
+
+__all__ = ["CHECKS", "Finding", "agree", "check", "learns", "said"]

@@ -1,0 +1,192 @@
+"""The contract's promises about what a forward pass gives: each returns a line for each break, or what to say else."""
+
+import torch
+
+from variants.conformance.subject import (
+    FAR,
+    LIMITS,
+    Subject,
+    Verdict,
+    change,
+    collect,
+    difference,
+    infinite,
+    limits_of,
+    modes,
+    pick,
+    place_of,
+    push,
+    run,
+    run_with_gradients,
+    tensors,
+)
+from variants.contract import Position, cat_streams, map_state
+
+
+def logits_shape(subject: Subject) -> Verdict:
+    breaks, model = [], subject.build(dtype=torch.float32)
+    for mode in ("eval", "train"):
+        for length in (1, subject.span + 3):
+            outputs, _ = run(model.train(mode == "train"), subject.bytes(length=length))
+            logits, case = outputs["logits"], f"{mode}, a segment of {length}"
+            if logits.shape != (3, length, subject.vocabulary) or logits.dtype != torch.float32:
+                breaks.append(f"{case}: logits are {logits.dtype} {tuple(logits.shape)}")
+            breaks += [f"{case}: {line}" for line in infinite(outputs)]
+    return breaks, f"[3, T, {subject.vocabulary}] for T = 1 and {subject.span + 3}"
+
+
+def known_limits(subject: Subject) -> Verdict:
+    declared = limits_of(subject.build())
+    breaks = [f"{limit} is not one of {', '.join(sorted(LIMITS))}" for limit in sorted(declared - LIMITS)]
+    return breaks, f"declared: {', '.join(sorted(declared)) or 'none'}"
+
+
+def causality(subject: Subject, *, mode: str) -> Verdict:
+    """The same random numbers before and after a byte is changed, so that dropout drops the same."""
+    model, tokens, breaks = subject.build().train(mode == "train"), subject.bytes(), []
+    before, _ = run(model, tokens)
+    places = sorted({1, subject.span, subject.length // 2, subject.length - 1})
+    for at in places:
+        after, _ = run(model, change(subject, tokens, at))
+        earlier = (slice(None), slice(at))
+        breaks += collect((f"{mode}, byte {at} changed", difference(pick(before, earlier), pick(after, earlier))))
+    return breaks, f"bytes {', '.join(map(str, places))} changed, nothing before them moved"
+
+
+def influence(subject: Subject) -> Verdict:
+    """A model that ignores its input keeps most promises, and one that ignores its past keeps many."""
+    model, tokens, at = subject.build(), subject.bytes(), 2
+    (before, state), (after, _) = run(model, tokens), run(model, change(subject, tokens, at))
+    moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
+    breaks = [] if moved[at] else [f"eval, byte {at} changed: its own logits did not"]
+    if any(tensor.numel() for tensor in tensors(state[1])) and not moved[at + 1]:
+        breaks.append(f"eval, byte {at} changed: state is carried, yet the logits of byte {at + 1} did not")
+    return breaks, f"byte {at} moved logits as far as byte {moved.nonzero().amax() if moved.any() else at}"
+
+
+def segments(subject: Subject) -> Verdict:
+    span, length = subject.span, subject.length
+    tokens, breaks = subject.bytes(), []
+    schemes = [(1,), (span + 2,), (length - 1,), (2, 3, span + 3), tuple(range(3, length, max(2, span // 3)))]
+    for mode, model, still in modes(subject):
+        with still():
+            whole, _ = run(model, tokens)
+            for cuts in schemes:
+                found = difference(whole, run(model, tokens, cuts=cuts)[0])
+                breaks += collect((f"{mode}, cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}", found))
+    return breaks, f"{len(schemes)} ways to cut {length} bytes"
+
+
+def single_bytes(subject: Subject) -> Verdict:
+    """From nothing, and with a full window: the middle goes in at once, so that long spans take no minutes."""
+    length, some = subject.length, min(6, subject.length // 2)
+    tokens, breaks = subject.bytes(), []
+    cuts = (*range(1, some + 1), *range(length - some, length))
+    for mode, model, still in modes(subject):
+        with still():
+            found = difference(run(model, tokens)[0], run(model, tokens, cuts=cuts)[0])
+            breaks += collect((f"{mode}, first and last {some} bytes one at a time", found))
+    return breaks, f"first and last {some} of {length} bytes"
+
+
+def far_start(subject: Subject) -> Verdict:
+    """A stream at 10**7 against one at 0, both cut, so that carried positions are compared too.
+
+    float32 is judged by the median: a choice of the k best may fall otherwise for single bytes, drift moves them all.
+    """
+    tokens, breaks, start = subject.bytes(), [], FAR + torch.tensor([0, 1, 777])
+    for dtype in (torch.float64, torch.float32):
+        model = subject.build(dtype=dtype)
+        case = f"eval, {str(dtype).removeprefix('torch.')}"
+        absolute = sorted({type(m).__name__ for m in model.modules() if isinstance(m, Position) and not m.relative})
+        cuts = (subject.span + 2,)
+        near, state = run(model, tokens, cuts=cuts)
+        far, _ = run(model, tokens, cuts=cuts, state=(start, (None,) * len(state[1])))
+        breaks += [f"{case}: {line}" for line in infinite(far)]
+        if not absolute and dtype == torch.float64:
+            breaks += collect((case, difference(near, far, tolerance=1e-6)))
+        elif not absolute:
+            for name, y in near.items():
+                sizes = (far[name] - y).abs().amax(-1)  # [B, T]
+                if (size := sizes.median()) > 1e-4 * max(1, y.abs().max()):
+                    breaks.append(f"{case}: {name} moved by {size:.2g}, the median, most at {place_of(sizes)}")
+    return breaks, f"absolute positions ({', '.join(absolute)}): not promised" if absolute else "float64 and float32"
+
+
+def streams(subject: Subject) -> Verdict:
+    tokens, half, breaks = subject.bytes(), subject.span + 2, []
+    head, tail = tokens[:, :half], tokens[:, half:]
+    order = [2, 0, 1]
+    for mode, model, still in modes(subject):
+        with still():
+            _, state = run(model, head)
+            both, _ = run(model, tail, state=state)
+            moved, _ = run(model, torch.cat([subject.other(tail[:1]), tail[1:]]), state=state)
+            turned, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
+            alone = [run(model, head[i : i + 1])[1] for i in range(3)]
+            joined, _ = run(model, tail, state=cat_streams(alone))
+            single, _ = run(model, tail[1:2], state=map_state(lambda t: t[1:2], state))
+        breaks += collect(
+            (f"{mode}, stream 0 changed", difference(pick(both, slice(1, 3)), pick(moved, slice(1, 3)))),
+            (f"{mode}, streams and states in another order", difference(pick(both, order), turned)),
+            (f"{mode}, states of single streams concatenated", difference(both, joined)),
+            (f"{mode}, stream 1 alone, its state sliced", difference(pick(both, slice(1, 2)), single)),
+        )
+    return breaks, "changed, reordered, joined and alone"
+
+
+def detached_state(subject: Subject) -> Verdict:
+    breaks, tokens, length = [], subject.bytes(), 2 * subject.length
+    for mode in ("eval", "train"):
+        model = subject.build().train(mode == "train")
+        state = model(tokens, model(tokens).state).state
+        if state[0].tolist() != [length] * 3:
+            breaks.append(f"{mode}: stream positions are {state[0].tolist()} after {length} bytes")
+        for tensor in tensors(state):
+            if tensor.requires_grad:
+                breaks.append(f"{mode}: a tensor {tuple(tensor.shape)} of the state is not detached")
+            if tensor.dim() == 0 or tensor.shape[0] != 3:
+                breaks.append(
+                    f"{mode}: dimension 0 of a tensor {tuple(tensor.shape)} of the state is not the 3 streams"
+                )
+    return breaks, f"{len(tensors(state))} tensors"
+
+
+def old_state(subject: Subject) -> Verdict:
+    """Spans may have changed between two forwards: a state describes itself."""
+    breaks, tokens = [], subject.bytes()
+    lengths = (1, subject.span // 2 + 1, subject.length)
+    for sign in (1, -1):
+        model = subject.build()
+        states = [run(model, tokens[:, :length])[1] for length in lengths]
+        push(model, sign * 1e3)
+        for length, state in zip(lengths, states, strict=True):
+            after, _ = run(model, tokens[:, :5], state=state)
+            breaks += [f"eval, parameters moved, state of {length} bytes: {line}" for line in infinite(after)]
+    return breaks, f"made by {', '.join(map(str, lengths))} bytes, before parameters moved"
+
+
+def equal_paths(fast: Subject, plain: Subject) -> Verdict:
+    """Two paths of one model, in value and in every gradient, where learned spans are uneven and segments ugly.
+
+    Segments of 1, S + 2, 1 and S + 1 bytes: cold and warm, shorter and longer than the window.
+    """
+    tokens, breaks, cuts = fast.bytes(), [], (1, fast.span + 3, fast.span + 4)
+    for mode in ("eval", "train"):
+        found = []
+        for subject in (fast, plain):
+            model = subject.build().train(mode == "train")
+            push(model, 0.3)
+            outputs, _ = run_with_gradients(model, tokens, cuts=cuts)
+            generator = torch.Generator().manual_seed(subject.seed)
+            upstream = torch.randn(outputs["logits"].shape, generator=generator, dtype=torch.float64)
+            (outputs["logits"] * upstream).sum().backward()
+            found.append((outputs, {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}))
+        (outputs, gradients), (expected, wanted) = found
+        breaks += collect((mode, difference(expected, outputs)))
+        breaks += [f"{mode}: {name} has a gradient in one only" for name in sorted(gradients.keys() ^ wanted.keys())]
+        for name in [name for name in wanted if name in gradients]:
+            size = (gradients[name] - wanted[name]).abs().nan_to_num(torch.inf).max()
+            if size > 1e-9 * wanted[name].abs().max().clamp(min=1):
+                breaks.append(f"{mode}: the gradient of {name} differs by {size:.2g} over {fast.length} bytes")
+    return breaks, f"values and {len(wanted)} gradients, {fast.length} bytes cut at {', '.join(map(str, cuts))}"

@@ -1,0 +1,170 @@
+"""The contract's promises about parameters, losses, statistics and precision, one function each."""
+
+import io
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from variants.conformance.subject import (
+    Subject,
+    Verdict,
+    changed,
+    collect,
+    difference,
+    infinite,
+    limits_of,
+    push,
+    run,
+    snapshot,
+    tensors,
+)
+from variants.contract import State, map_state
+
+
+def apart(subject: Subject) -> Verdict:
+    """What two builds share, layers share unasked: a class attribute, an object nested in a partial."""
+    models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
+    places = [
+        {t.untyped_storage().data_ptr(): name for name, t in (*m.named_parameters(), *m.named_buffers()) if t.numel()}
+        for m in models
+    ]
+    breaks = [f"{places[0][place]} is shared by two models" for place in places[0].keys() & places[1].keys()]
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in models[0].named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    shared = [" = ".join(several) for several in names.values() if len(several) > 1]
+    return sorted(breaks), "in one model: " + ("; ".join(shared) or "nothing shared")
+
+
+def gradients(subject: Subject) -> Verdict:
+    model, breaks = subject.build().train(), []
+    waiting = {name for name, p in model.named_parameters() if p.requires_grad}
+    for batch in range(3):
+        model.zero_grad()
+        tokens, state, total = subject.bytes(seed=batch), None, 0
+        for segment in tokens.split(subject.span + 2, dim=1):
+            out = model(segment, state)
+            targets, state = subject.other(segment), out.state
+            total = total + F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + out.loss
+        total.backward()
+        found = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+        breaks += [
+            f"train, {tokens.shape[1]} bytes: the gradient of {name} is not finite"
+            for name, grad in found.items()
+            if not grad.isfinite().all()
+        ]
+        waiting -= {name for name, grad in found.items() if grad.any()}
+        if not waiting:
+            break
+    breaks += [f"train: {name} has no gradient after 3 batches of {subject.length} bytes" for name in sorted(waiting)]
+    return breaks, f"{len(list(model.parameters()))} parameters"
+
+
+def projection(subject: Subject) -> Verdict:
+    breaks, tokens = [], subject.bytes()
+    for sign in (1, -1):
+        model = subject.build()
+        ranged = push(model, sign * 1e3)
+        outputs, _ = run(model, tokens)
+        before = snapshot(model)
+        model.project_()
+        lines = [*infinite(outputs), *(f"a second project_ changed {name}" for name in changed(model, before))]
+        again, _ = run(model, tokens)
+        lines += collect(("a second project_", difference(outputs, again)))
+        breaks += [f"eval, parameters moved by {sign} * 1000 * normal: {line}" for line in lines]
+    return breaks, ", ".join(ranged) or "no sublayer restricts its parameters"
+
+
+def saved(subject: Subject) -> Verdict:
+    model, tokens = subject.build().train(), subject.bytes()
+    run(model, tokens)  # so that buffers are not those of a new model
+    _, state = run(model.eval(), tokens)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), state), file)
+    file.seek(0)
+    weights, loaded = torch.load(file, weights_only=True)
+    fresh = subject.build(seed=1)
+    fresh.load_state_dict(weights)
+    fresh.project_()
+    again = subject.bytes(seed=1)
+    found = difference(run(model, again, state=state)[0], run(fresh, again, state=loaded)[0])
+    return collect(
+        ("eval, a fresh model with loaded parameters and state", found)
+    ), "parameters and state through torch.save"
+
+
+def writes(subject: Subject) -> Verdict:
+    model, tokens = subject.build(), subject.bytes()
+    _, state = run(model, tokens)
+    before, kept = snapshot(model), map_state(torch.clone, state)
+    first, _ = run(model, tokens, state=state)
+    breaks = [f"eval: a forward changed {name}" for name in changed(model, before)]
+    if not all(map(torch.equal, tensors(state), tensors(kept))):
+        breaks.append("eval: a forward changed the state that it was given")
+    run(model, subject.other(tokens))
+    again, _ = run(model, tokens, state=kept)
+    breaks += collect(("eval, the same forward again after another", difference(first, again)))
+    run(model.train(), tokens)
+    parameters = {name for name, _ in model.named_parameters()}
+    breaks += [f"train: a forward changed {name}" for name in changed(model, before) if name in parameters]
+    return breaks, "parameters, buffers and the given state are as before"
+
+
+def auxiliary_loss(subject: Subject) -> Verdict:
+    model, tokens = subject.build(), subject.bytes()
+    quiet, loss = model(tokens).loss, model.train()(tokens).loss
+    breaks = [] if quiet == 0 else [f"eval: {quiet.item():.2g} nats"]
+    if loss.dim() or not loss.isfinite() or loss < 0:
+        breaks.append(f"train: {loss.tolist()} is not a finite scalar of at least 0")
+    return breaks, f"{loss.mean().item():.2g} nats per byte in training"
+
+
+def statistics(subject: Subject) -> Verdict:
+    model, tokens, breaks = subject.build(), subject.bytes(), []
+    half, limits = subject.span + 2, limits_of(model)
+
+    def look(tokens: Tensor, state: State = None) -> tuple[dict[str, Tensor], State]:
+        with torch.no_grad():
+            out = model(tokens, state, look=True)
+        return {f"{name}.{key}": t.double() for name, own in out.seen.items() for key, t in own.items()}, out.state
+
+    (first, state), (whole, _) = look(tokens[:, :half]), look(tokens)
+    splits = [
+        ("segments", f"bytes before and from {half}", first, look(tokens[:, half:], state)[0]),
+        ("streams_apart", "stream 0 and the others", look(tokens[:1])[0], look(tokens[1:])[0]),
+    ]
+    for limit, parts, a, b in splits:
+        for name, total in whole.items() if limit not in limits else ():
+            if not torch.allclose(a[name] + b[name], total, rtol=1e-9, atol=1e-9):
+                size = (a[name] + b[name] - total).abs().max()
+                breaks.append(f"eval, {parts}: {name} is off by {size:.2g} from the whole")
+    out = model(tokens, look=True)
+    breaks += collect(("eval, looking", difference({"logits": model(tokens).logits}, {"logits": out.logits})))
+    attached = [name for name, own in out.seen.items() if any(t.requires_grad for t in own.values())]
+    breaks += [f"eval: statistics of {name} have a gradient" for name in attached]
+    model.metrics({})
+    found = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in model.metrics(out.seen).items()}
+    breaks += [
+        f"eval: metric {name} is {value.tolist()}" for name, value in found.items() if not value.isfinite().all()
+    ]
+    return breaks, f"{len(whole)} statistics, {len(found)} metrics"
+
+
+def autocast(subject: Subject) -> Verdict:
+    model, tokens, breaks = subject.build(dtype=torch.float32).train(), subject.bytes(), []
+    with torch.autocast("cpu", torch.bfloat16):
+        first = model(tokens)
+        out = model(tokens, first.state)
+        (F.cross_entropy(out.logits.flatten(0, 1).float(), tokens.flatten()) + out.loss).backward()
+    wide = model.eval()(tokens, out.state)  # a state may come from a forward of another precision
+    for case, logits in (("train", out.logits), ("eval, float32 after bfloat16", wide.logits)):
+        breaks += [f"{case}: {line}" for line in infinite({"logits": logits})]
+    grads = [(name, p.grad.to_dense()) for name, p in model.named_parameters() if p.grad is not None]
+    breaks += [f"train: gradient of {name} is not finite" for name, grad in grads if not grad.isfinite().all()]
+    return breaks, "forward, backward, and its state in float32"
+
+
+def ideal_flops(subject: Subject) -> Verdict:
+    flops = subject.build().ideal_flops()
+    return [] if isinstance(flops, int) and flops > 0 else [f"{flops!r} is not a positive int"], f"{flops} a byte"

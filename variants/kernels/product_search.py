@@ -1,0 +1,50 @@
+"""The search of a product-key memory on a CPU: ``product_search.cpp``, compiled at its first use (``native.py``)."""
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from variants.kernels import native
+
+SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
+
+
+@torch.compiler.assume_constant_result
+def available() -> str | None:
+    """Why there is no such search on this machine; None if there is."""
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+@torch.library.custom_op("windtunnel::product_search", mutates_args=(), device_types="cpu")
+def search(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` best sums of two halves for each query and head.
+
+    Args:
+        scores: float32 or float64 ``[2 H, n, C]``, the halves of a head one after the other.
+        top_k: from 1 to C.
+
+    Returns: slots i C + j, int64 ``[n, H, top_k]``, and their sums, alike; in no particular order.
+    """
+    scores = scores.contiguous()
+    both, queries, size = scores.shape
+    slots, sums = _results(scores, top_k)
+    kind = {torch.float32: "float", torch.float64: "double"}[scores.dtype]
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (scores, slots, sums)]
+    sizes = [ctypes.c_int64(n) for n in (both // 2, queries, size, top_k)]
+    getattr(_library(), f"search_{kind}")(*pointers, *sizes, torch.get_num_threads())
+    return slots, sums
+
+
+@search.register_fake
+def _results(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    shape = (scores.shape[1], scores.shape[0] // 2, top_k)
+    return scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape)
+
+
+@lru_cache
+def _library() -> ctypes.CDLL | str:
+    return native.load("product_search", SOURCE)
