@@ -19,7 +19,7 @@ PRODUCT = [
 ]
 TESTS = [*(ROOT / "tests").rglob("*.py")]
 TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
-FOLDERS = ("variants", "harness", "bench", "conf", "tests", ".ci")
+FOLDERS = ("variants", "harness", "bench", "conf", "tests", "docs", ".ci")
 
 # Modules that the files of each room may import, beside the standard library; a name allows what is below it.
 ARROWS = {
