@@ -22,7 +22,7 @@ FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CON
 # Hydra's own groups are composed where they are used, and W&B does not read its sweeps as Hydra does.
 FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_"))]
 COMMANDS = {"train": TINY, "bench": TINY, "evaluate": ("run=somewhere",)}
-VERBS = ("agree", "check", "cost", "dashboard", "fit", "peers", "speed")
+VERBS = ("check", "cost", "dashboard", "fit", "peers", "speed")
 COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
 ON_GPU = ("runtime/gpu", "sweep/leaderboard", "sweep/smoke")
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]

@@ -15,9 +15,10 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from bench.agree import AgreeSettings
+from bench.agreement import AgreementSettings
 from bench.baselines.lineup import HELD, PeerSettings
 from bench.baselines.speed_cases import SpeedSettings
+from bench.check import OWN as CHECK_KEYS
 from bench.cost import CostSettings
 from bench.fake import build
 from bench.fit import OWN as FIT_KEYS
@@ -31,8 +32,10 @@ from tests.needs import need
 from variants.kernels import triton_window
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-SETTINGS = {"agree": AgreeSettings, "cost": CostSettings, "peers": PeerSettings, "speed": SpeedSettings}
-KEYS = {verb: tuple(kind.__dataclass_fields__) for verb, kind in SETTINGS.items()} | {"fit": FIT_KEYS}
+SETTINGS = {"cost": CostSettings, "peers": PeerSettings, "speed": SpeedSettings}
+KEYS = {verb: tuple(kind.__dataclass_fields__) for verb, kind in SETTINGS.items()}
+KEYS |= {"check": CHECK_KEYS, "fit": FIT_KEYS}
+VARIANTS = {path.stem for path in (CONF / "variant").glob("*.yaml")}
 NOT_COMPOSED = ("pip", "pytest", "bench.report")
 SMALL = (*TINY, "budget.seconds=null", "eval.lanes=2", "runtime.path=auto", "runtime.precision=float32")
 SMALL += ("runtime.compile=false",)
@@ -68,8 +71,13 @@ def learned(folder: Path, spans: list[list[float]]) -> Path:
 def jobs(words: list[str]) -> list[list[str]]:
     """The jobs of one training command, as Hydra's sweeper makes them."""
     (sweep,) = [word.partition("=")[2] for word in words if word.startswith("sweep=")]
-    grid = OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml").hydra.sweeper.params
-    overrides = OverridesParser.create().parse_overrides([*(f"{key}={value}" for key, value in grid.items()), *words])
+    params = OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml").hydra.sweeper.params
+    return grid([*(f"{key}={value}" for key, value in params.items()), *words])
+
+
+def grid(words: list[str]) -> list[list[str]]:
+    """Every combination of values that commas divide."""
+    overrides = OverridesParser.create().parse_overrides(words)
     return [list(job) for job in BasicSweeper.split_arguments(overrides, None)[0]]
 
 
@@ -113,15 +121,16 @@ def test_every_training_is_possible_on_a_gpu(tmp_path):
 
 def test_every_other_command_composes_and_is_possible_on_a_gpu(tmp_path):
     need(triton_window._installed(), "triton is not installed")
-    commands = [(module, words) for flag, module, *words in typed(learned(tmp_path, LEARNED)) if flag == "-m"]
-    assert {module for module, _ in commands} == {*NOT_COMPOSED, *(f"bench.{verb}" for verb in KEYS)}
-    assert all(find_spec(module) for module, _ in commands)
-    for verb, words in (
-        (module.removeprefix("bench."), words) for module, words in commands if module not in NOT_COMPOSED
-    ):
+    commands = [words for flag, *words in typed(learned(tmp_path, LEARNED)) if flag == "-m"]
+    assert {module for module, *_ in commands} == {*NOT_COMPOSED, *(f"bench.{verb}" for verb in KEYS)}
+    assert all(find_spec(module) for module, *_ in commands)
+    verbs = [(module.removeprefix("bench."), line) for module, *line in commands if module not in NOT_COMPOSED]
+    for verb, words in [(verb, job) for verb, line in verbs for job in grid([word for word in line if "=" in word])]:
         own = own_keys(compose_config(*words, name=verb), *KEYS[verb])
         if verb in SETTINGS:
             parse(SETTINGS[verb], own, key="")
+        if verb == "check":
+            assert parse(AgreementSettings, own["agree"], key="agree").run is None
         if verb == "peers":
             assert not {word.partition("=")[0] for word in words} & set(HELD), words
         for variant, path in itertools.product(own.get("variants") or [None], own.get("paths") or [None]):
@@ -130,20 +139,24 @@ def test_every_other_command_composes_and_is_possible_on_a_gpu(tmp_path):
             own_keys(cfg, *KEYS[verb])
             cfg.model.dropout = 0.0 if verb == "peers" else cfg.model.dropout  # of its job, and may not be typed
             plan = plan_run(cfg)
-            if verb != "speed":  # its cases have models of their own
+            if verb == "speed":  # its cases have models and a runtime of their own
+                assert own["device"] == "cuda" and plan.runtime.device == "auto"
+            else:
                 assert plan.runtime.device == "cuda", words
                 on_gpu(plan)
 
 
-def test_the_smoke_sweep_has_every_variant(tmp_path):
-    smoke = [job for words in trainings(learned(tmp_path, LEARNED)) if "sweep=smoke" in words for job in jobs(words)]
-    how = {
-        tuple(word for word in job if word.startswith(("variant=", "runtime.precision", "runtime.compile")))
-        for job in smoke
+def test_every_variant_is_checked_and_trained(tmp_path):
+    commands = typed(learned(tmp_path, LEARNED))
+    checked = next(grid(words[3:]) for words in commands if words[1] == "bench.check")
+    assert {word for job in checked for word in job if word.startswith("variant=")} == {
+        f"variant={v}" for v in VARIANTS
     }
-    variants = {path.stem for path in (CONF / "variant").glob("*.yaml")}
-    assert len(how) == len(smoke) == 4 * (len(variants) - 1) + 1
-    assert {words[0] for words in how} == {f"variant={name}" for name in variants}
+    smoke = [job for script, *words in commands if words[0] == "sweep=smoke" for job in jobs(words)]
+    how = ("variant=", "runtime.precision=", "runtime.compile=")
+    trained = {tuple(word for word in job if word.startswith(how)) for job in smoke}
+    assert len(trained) == len(smoke) == 4 * (len(VARIANTS) - 1) + 1
+    assert {words[0] for words in trained} == {f"variant={name}" for name in VARIANTS}
 
 
 def test_the_leaderboard_is_of_one_size_and_its_controls_train_as_long(tmp_path):
