@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.report import plots
 from bench.report.__main__ import all_tables, main
 from bench.report.diff import facts_by_run
-from bench.report.formats import to_csv, to_latex, to_markdown
+from bench.report.formats import to_csv, to_markdown
 from bench.report.gather import gather
 from bench.report.picks import fresh_command, picks
 from bench.report.plot_style import looks, styled
@@ -344,7 +344,7 @@ def test_whatever_stands_in_trials_the_tables_come(tmp_path_factory, seed):
     facts_by_run(found.runs)
     for table in all_tables(found):
         assert all(len(row) == len(table.columns) for row in table.rows) and len(table.runs) in (0, len(table.rows))
-        for form in (to_markdown, to_csv, to_latex):
+        for form in (to_markdown, to_csv):
             form(table).encode("utf-8")
 
 
