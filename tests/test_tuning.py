@@ -319,7 +319,6 @@ def test_trials_are_in_no_figure_of_results(tmp_path, monkeypatch):
     drawn = {}
     for name in ("draw_trade_offs", "draw_curves", "draw_memories", "draw_spans"):
         monkeypatch.setattr(plots, name, lambda runs, name=name, **_: drawn.update({name: runs}) or [])
-    monkeypatch.setattr(plots, "draw_explained", list)
     assert [drawing.name.partition("-")[0] for drawing in plots.draw_all(gather([tmp_path]))] == ["rates"]
     assert len(drawn) == 4 and all([run.summary["seed"] for run in runs] == [0] for runs in drawn.values())
 

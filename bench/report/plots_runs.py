@@ -1,7 +1,7 @@
 """Bits per byte against what they cost, with the Pareto front: FLOPs, memory and seconds of training runs.
 
 One drawing for each data digest, protocol, budget and capping, for only such runs compare; where they were measured on
-several machines, time and memory get a drawing for each (``plot_groups.split_by_ground``). Every seed is a dot.
+several machines, time and memory get a drawing for each (``grouping.split_by_ground``). Every seed is a dot.
 """
 
 from collections.abc import Sequence
