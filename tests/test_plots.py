@@ -26,6 +26,7 @@ from bench.report import (
 from bench.report.gather import Found, gather
 from bench.report.plots import draw_all
 from bench.report.shown import Drawing
+from harness.record.drawing import BINS, thinned
 from tests.bench_rows import cost_row, fit_row, peer_row, write_run
 
 OUT = {
@@ -258,8 +259,8 @@ def test_flops_spent_follow_the_rows_and_end_at_the_trainers_sum(tmp_path):
 
 
 def test_long_training_curves_are_averaged_not_cut():
-    at, bits = plots_curves.thinned([(float(step), 2.0 + step % 2) for step in range(10_000)])
-    assert len(at) == plots_curves.BINS and np.allclose(bits, 2.5) and at[-1] > 9_970
+    at, bits = thinned([(float(step), 2.0 + step % 2) for step in range(10_000)])
+    assert len(at) == BINS and np.allclose(bits, 2.5) and at[-1] > 9_970
 
 
 def test_spans_are_sorted_and_only_the_first_seed_is_drawn(tmp_path, figures):

@@ -24,20 +24,9 @@ from bench.report.grouping import (
     split_by_ground,
     tag,
 )
-from bench.report.plot_style import (
-    FILLS,
-    GREY,
-    Look,
-    count_axis,
-    finish,
-    label_points,
-    legend_below,
-    log_axis,
-    memory_unit,
-    panels,
-    plain_axis,
-)
+from bench.report.plot_style import FILLS, Look, finish, label_points, legend_below, log_axis, memory_unit, plain_axis
 from bench.report.shown import Drawing
+from harness.record.drawing import GREY, count_axis, panels
 
 MOST_LABELS = 12
 """Arms from which on labels beside dots give way to a legend."""
