@@ -146,7 +146,7 @@ def test_variants_can_be_imported_alone(tmp_path):
 
 def test_names_and_sizes():
     assert not [path for path in [*PRODUCT, *TESTS] if path.stem.startswith("util")]
-    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text(encoding="utf-8").splitlines())) >= 300}
+    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text(encoding="utf-8").splitlines())) >= 400}
 
 
 def test_no_path_of_one_machine():

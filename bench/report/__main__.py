@@ -21,9 +21,8 @@ from bench.report.picks import fresh_command, picks
 from bench.report.shown import Drawing, Table
 from bench.report.tables import count_of
 from bench.report.tables_costs import cost_tables
-from bench.report.tables_others import fit_tables, peer_tables
+from bench.report.tables_others import fit_tables, peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
-from bench.report.tables_speeds import speed_tables
 from harness.cache import write_whole
 
 TITLE = "attention-windtunnel report"

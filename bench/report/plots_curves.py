@@ -1,4 +1,5 @@
 """Learning curves: bits per byte against bytes seen, FLOPs spent and seconds, all comparable runs together.
+
 How one run's line is drawn is in ``harness.record.drawing``; here is which runs share a drawing, and what they had spent.
 """
 

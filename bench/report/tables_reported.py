@@ -14,8 +14,7 @@ from bench.report.shown import Cell, Column, Table
 from bench.report.swept import RATE, row_names, swept_columns, swept_names
 from bench.report.tables import CAPPED, bits, keep_filled, listed, mean, text, whole
 from bench.report.tables_pairs import pairs_table
-from bench.report.tables_tuning import rate_cell
-from bench.report.words_tuning import flags_of, spent, unequal_tuning
+from bench.report.tables_tuning import flags_of, rate_cell, spent, unequal_tuning
 
 SCORES = {
     "valid": "valid, bits per byte",
