@@ -17,12 +17,12 @@ from pathlib import Path
 from bench.report.diff import diff_lines, facts_by_run
 from bench.report.formats import markdown_list, to_csv, to_markdown
 from bench.report.gather import Found, gather
-from bench.report.picks import fresh_command, picks
 from bench.report.shown import Drawing, Table
 from bench.report.tables import count_of
 from bench.report.tables_costs import cost_tables
 from bench.report.tables_others import fit_tables, peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
+from bench.report.tuning import fresh_command, picks
 from harness.cache import write_whole
 
 TITLE = "attention-windtunnel report"

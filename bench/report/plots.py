@@ -5,7 +5,6 @@ What may stand in one drawing is decided in ``grouping``, how it looks in ``plot
 """
 
 from bench.report.gather import Found
-from bench.report.picks import picks
 from bench.report.plot_style import looks, styled
 from bench.report.plots_bars import draw_fits, draw_peers
 from bench.report.plots_costs import draw_costs
@@ -14,6 +13,7 @@ from bench.report.plots_inside import draw_memories, draw_spans
 from bench.report.plots_rates import draw_rates
 from bench.report.plots_runs import draw_trade_offs
 from bench.report.shown import Drawing
+from bench.report.tuning import picks
 
 
 def draw_all(found: Found) -> list[Drawing]:
