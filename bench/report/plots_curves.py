@@ -16,11 +16,11 @@ from bench.report.grouping import (
     ground_words,
     grouped,
     number,
+    provenance,
     split_by_ground,
     tag,
 )
 from bench.report.plot_style import LINES, Look, finish, legend_below, plain_axis
-from bench.report.plots_runs import provenance
 from bench.report.shown import Drawing
 from harness.record.drawing import BINS, GREY, bits_axis, count_axis, draw_bits, panels, points
 

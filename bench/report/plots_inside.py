@@ -11,10 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.report.grouping import arms, comparable, data_words, grouped, number, tag
+from bench.report.grouping import arms, comparable, data_words, grouped, number, provenance, tag
 from bench.report.plot_style import LINES, Look, finish, legend_below
 from bench.report.plots_curves import prefixes
-from bench.report.plots_runs import provenance
 from bench.report.shown import Drawing
 from harness.record.drawing import GREY, INK, count_axis, draw_span_cells, layer_names, panels, span_grid, spans_of
 
@@ -64,17 +63,15 @@ def _spans(run, label: str, seeds: int) -> Drawing:
         f"The scale is logarithmic and ends at the longest possible span. Behind z the mask falls over a ramp, "
         f"which is not counted here.{of_seeds} Right: the mean of each layer."
     )
-    return finish(figure, name=f"spans-{run.summary['variant']}-{tag(label, _key(run))}", title=title, caption=caption)
-
-
-def _key(run) -> str:
-    return comparable(run)
+    return finish(
+        figure, name=f"spans-{run.summary['variant']}-{tag(label, comparable(run))}", title=title, caption=caption
+    )
 
 
 def draw_memories(runs: list, *, look: dict[str, Look]) -> list[Drawing]:
     """Use of product-key memories over training and at the end; the number of bytes it is counted over is a key."""
     with_memory = [run for run in runs if any(name.endswith(f".{USAGE}") for name in last_metrics(run))]
-    found = grouped(with_memory, key=lambda run: (_key(run), prefixes(run.rows)))
+    found = grouped(with_memory, key=lambda run: (comparable(run), prefixes(run.rows)))
     return [_memories(some, look=look, name=f"memory-{tag(key)}") for key, some in found.items()]
 
 

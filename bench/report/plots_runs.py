@@ -21,6 +21,7 @@ from bench.report.grouping import (
     ground_words,
     grouped,
     number,
+    provenance,
     split_by_ground,
     tag,
 )
@@ -52,11 +53,6 @@ MEASURED = (
     Cost(label="peak memory of training", keys=("memory", "peak_bytes"), is_memory=True),
     Cost(label="time of training [s]", keys=("seconds",)),
 )
-
-
-def provenance(run) -> dict:
-    """A run's first row, which has the configuration."""
-    return run.provenance
 
 
 def draw_trade_offs(runs: list, *, look: dict[str, Look]) -> list[Drawing]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from bench.report.compare import data_words, ground_words, marks, protocol_of, protocol_words
 from bench.report.gather import RunRow, error_of
-from bench.report.grouping import budget_words, number
+from bench.report.grouping import budget_words, number, provenance
 from bench.report.shown import Cell, Column, Table
 from bench.report.swept import RATE, row_names, swept_columns, swept_names
 from bench.report.tables import NOTHING, bits, count_of, fixed, keep_filled, listed, text, whole
-from bench.report.tuning import Pick, fresh_command, provenance, rate_of
+from bench.report.tuning import Pick, fresh_command, rate_of
 from bench.rows import ground
 
 PICKED = (

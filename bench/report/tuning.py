@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.report.gather import RunRow
-from bench.report.grouping import Arm, arms, comparable, flat, is_tuning, number
+from bench.report.grouping import Arm, arms, comparable, flat, is_tuning, number, provenance, settings_of
 from bench.report.shapes import LARGEST
-from bench.report.swept import RATE, settings_of
+from bench.report.swept import RATE
 from bench.report.tables import mean
 from bench.report.uncertainty import Paired, paired
 
@@ -28,11 +28,6 @@ REPLACED = ("variant", RATE, "seed", "eval.test", "force", "record.wandb.group")
 """Words of a tuning command that the fresh one has otherwise or not at all. Its ``sweep=`` stays: it may set more."""
 VALUED = ("-cd", "--config-dir", "-cp", "--config-path", "-cn", "--config-name")
 """Flags of a tuning command that are followed by a value. Hydra takes flags before all other words only."""
-
-
-def provenance(run: RunRow) -> dict:
-    """A run's first row, which a failed one has, too."""
-    return run.provenance
 
 
 def rate_of(run: RunRow) -> float | None:
