@@ -105,10 +105,11 @@ def draw_spans(rows: list[dict], *, path: Path, label: str, span_limit: int | No
     _bytes_axis(over)
     _span_axis(over, span_limit=span_limit)
     if len(names) > 1:
-        for index in sorted({0, len(names) // 2, len(names) - 1}):
+        named = range(len(names)) if len(names) <= 6 else (0, len(names) // 2, len(names) - 1)
+        for index in named:
             over.plot([], [], color=colours[index], label=f"layer {names[index]}")
     if over.get_legend_handles_labels()[0]:
-        over.legend(frameon=False, fontsize="small")
+        over.legend(edgecolor="none", framealpha=0.9, fontsize="small")  # lines may pass behind it
     return _save(figure, path)
 
 
