@@ -12,23 +12,29 @@ that keeps everything is one line; ``verbose=true`` shows its promises, too.
 A combination that the variant, the scheme or the path refuses with a ValueError when the model is built is shown as
 refused, which is no break; where all are refused, the command was a mistake (exit code 2). A ValueError later is a break.
 Exit code 1 if a promise is broken.
+
+``runtime.device=cuda`` adds what the device computes: logits and the gradient of every parameter, on its paths and in its
+precisions, beside plain PyTorch in float64 on the CPU, where all else is checked. ``agree.run=true`` does so on a CPU.
 """
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.compose.cli import MISTAKES, explain, run_command
 
 if TYPE_CHECKING:  # torch and all that needs it is imported late, so that a wrong word is answered at once
+    from bench.agreement import AgreementSettings
     from harness.plan.build import Plan
     from variants.conformance import Finding
 
+OWN = ("verbose", "agree")
 BROKEN: list[str] = []
 """Variants that broke a promise in this process: a sweep's other jobs run before it ends with exit code 1."""
 
@@ -39,6 +45,7 @@ def main(cfg: DictConfig) -> None:
     from harness.plan.settings import checked
 
     verbose, name = checked(cfg.verbose, bool, key="verbose"), cfg.variant.name
+    settings = on_device(cfg)
     refused, broken = [], []
     for label, plan in combinations(cfg):
         if isinstance(plan, Exception):
@@ -56,6 +63,41 @@ def main(cfg: DictConfig) -> None:
         outcome = "keeps the contract in"
     beside = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{beside}")
+    if settings is not None:
+        compare(cfg, settings)
+
+
+def on_device(cfg: DictConfig) -> "AgreementSettings | None":
+    """What to compare on the device, or None; ValueError for a wrong key, or if the device is not there."""
+    from bench.agreement import AgreementSettings
+    from harness.device.runtime import device_kind
+    from harness.plan.settings import RuntimeSettings, parse
+
+    sections = OmegaConf.to_container(cfg, resolve=True)
+    settings = parse(AgreementSettings, sections["agree"], key="agree")
+    runtime = parse(RuntimeSettings, sections["runtime"], key="runtime")
+    if settings.run is False or (settings.run is None and not runtime.device.startswith("cuda")):
+        return None
+    device_kind(runtime)
+    return settings
+
+
+def compare(cfg: DictConfig, settings: "AgreementSettings") -> None:
+    """Print what the device computes, case by case."""
+    from bench.agreement import agreement
+
+    counts, refusal = Counter(), None
+    for label, outcome, detail in agreement(cfg, settings, given=typed_keys(), own=OWN):
+        print(f"{outcome}  {label}: {detail}", flush=True)
+        counts[outcome] += 1
+        refusal = detail if outcome == "refused" else refusal
+    if set(counts) == {"refused"}:
+        raise ValueError(refusal)
+    if counts["FAIL"]:
+        BROKEN.append(cfg.variant.name)
+    beside = f", {counts['refused']} refused" if counts["refused"] else ""
+    cases = f"{counts['pass']} of {counts['pass'] + counts['FAIL']} cases{beside}"
+    print(f"{cfg.variant.name}: agrees with float64 on {cfg.runtime.device} in {cases}")
 
 
 def show(label: str, found: "list[Finding]", *, verbose: bool) -> int:
@@ -74,7 +116,7 @@ def combinations(cfg: DictConfig) -> "Iterator[tuple[str, Plan | Exception]]":
     from bench.conformance import fast_path, varied
     from bench.planning import bench_plan, recompose
 
-    given = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
+    given = typed_keys()
     recipe = "recipe" in given
     positioned = recipe or any(key.partition(".")[0] == "position" for key in given)
     factors = (
@@ -88,7 +130,7 @@ def combinations(cfg: DictConfig) -> "Iterator[tuple[str, Plan | Exception]]":
         words = [] if positioned else [f"position={position}"]
         words += [f"model.cache={cache}", f"model.attend_self={attend_self}"]
         try:
-            plan = bench_plan(recompose("check", *words, own=("verbose",)))
+            plan = bench_plan(recompose("check", *words, own=OWN))
             path = fast_path(plan)
         except MISTAKES as error:
             yield label, error
@@ -96,6 +138,13 @@ def combinations(cfg: DictConfig) -> "Iterator[tuple[str, Plan | Exception]]":
         yield f"{label}, {path or 'plain'}", plan
         if path and plan.runtime.path == "auto" and sum(places) % 2 == 0:
             yield f"{label}, plain", varied(plan, runtime={"path": "plain"})
+
+
+def typed_keys() -> set[str]:
+    """Keys that were typed."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
 
 
 def position_schemes() -> list[str]:

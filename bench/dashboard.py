@@ -1,15 +1,11 @@
-"""A dashboard of all runs: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
+"""W&B's dashboard of all runs: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
 
-With an API key it saves a workspace (live, for who watches) and a report (for who reads) in W&B; this needs the extra
-``dashboard``. Without one, with ``mode=offline``, or where W&B cannot be reached, it writes the same sections and panels
-as a page, ``outputs/dashboard/index.html``, from the run folders, which opens from disk and needs no server.
-Both are written from ``bench/dashboards/layout.py``.
+It saves a workspace (live, for who watches) and a report (for who reads), both of the panels in
+``bench/dashboards/layout.py``. This needs an API key, a server and the extra ``dashboard``; ``python -m bench.report``
+makes a page without any of them.
 """
 
 import os
-import shlex
-import sys
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -17,29 +13,32 @@ from omegaconf import DictConfig
 from bench import CONF
 from harness.compose.cli import run_command
 
-MODES = ("auto", "online", "offline")
-
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="dashboard")
 def main(cfg: DictConfig) -> None:
     from harness.plan.settings import checked  # late, as everything slow, so that --help is quick
 
-    texts = {key: checked(cfg[key], str, key=key) for key in ("project", "name", "mode", "out")}
+    project, name = (checked(cfg[key], str, key=key) for key in ("project", "name"))
     entity = checked(cfg.entity, str | None, key="entity")
-    if texts["mode"] not in MODES:
-        raise ValueError(f"mode={texts['mode']}: allowed are {', '.join(MODES)}")
-    folders = [str(folder) for folder in ([cfg.folders] if isinstance(cfg.folders, str) else cfg.folders)]
-    reason = "mode=offline" if texts["mode"] == "offline" else _no_key()
-    if texts["mode"] == "online" and reason:
-        raise ValueError(f"mode=online: {reason}; allowed without one are auto and offline")
-    if not reason:
-        reason = _save(entity=entity, project=texts["project"], name=texts["name"], must=texts["mode"] == "online")
-    if reason:
-        _write(folders, Path(texts["out"]))
-        print(
-            f"W&B has nothing new: {reason}. For a workspace and a report there: wandb login, wandb sync (the run's "
-            f"last line says of what), then python -m bench.dashboard entity={entity or 'YOU'} project={texts['project']}"
+    if reason := _no_key():
+        raise ValueError(
+            f"{reason}, so nothing is saved in W&B. For a workspace and a report there: wandb login, wandb sync (the run's "
+            f"last line says of what), then python -m bench.dashboard entity={entity or 'YOU'} project={project}. "
+            "For a page without a server: python -m bench.report"
         )
+    try:
+        from bench.dashboards import online
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed; pip install 'attention-windtunnel[dashboard]'") from error
+    try:
+        owner = entity or _default_entity()
+        for kind, make in (("workspace", online.workspace), ("report", online.report)):
+            made = make(entity=owner, project=project, name=name)
+            made.save()
+            print(f"{kind}: {made.url}")
+    except Exception as error:  # whatever W&B, the network or a proxy raises is the server's, not a bug of ours
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"entity={entity} project={project}: W&B refused ({said})") from error
 
 
 def _no_key() -> str:
@@ -51,43 +50,10 @@ def _no_key() -> str:
     return "" if wandb.login(prompt=False, verify=False) else "no API key is configured"
 
 
-def _save(*, entity: str | None, project: str, name: str, must: bool) -> str:
-    """Save both and say where they are; returns why they were not, unless it ``must``."""
-    try:
-        from bench.dashboards import online
-    except ImportError as error:
-        missing = f"{error.name} is not installed; pip install 'attention-windtunnel[dashboard]'"
-        if must:
-            raise ValueError(f"mode=online: {missing}") from error
-        return missing
-    try:
-        owner = entity or _default_entity()
-        for kind, make in (("workspace", online.workspace), ("report", online.report)):
-            made = make(entity=owner, project=project, name=name)
-            made.save()
-            print(f"{kind}: {made.url}")
-    except Exception as error:  # whatever W&B, the network or a proxy raises: the page needs none of them
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if must:
-            raise ValueError(f"entity={entity} project={project}: W&B refused ({said})") from error
-        return said
-    return ""
-
-
 def _default_entity() -> str:
     import wandb
 
     return wandb.Api().default_entity
-
-
-def _write(folders: list[str], out: Path) -> None:
-    from bench.dashboards.page import write_dashboard
-    from bench.report.gather import gather
-
-    typed = shlex.join(["python", "-m", "bench.dashboard", *sys.argv[1:]])
-    print(
-        f"{write_dashboard(gather([Path(folder) for folder in folders]), out, commands=[typed])}: the dashboard as a page"
-    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from harness import source
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
+from harness.loop import summary
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import folder
 
@@ -50,16 +51,7 @@ def typed_command(verb: str) -> str:
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
     """The part of a row that says what was measured, by which code and on what."""
-    return {
-        "kind": kind,
-        "variant": plan.variant,
-        "seed": plan.seed,
-        "command": command,
-        "config": json.loads(json.dumps(plan.config)),  # the numbers of layers are keys: as text, for JSON
-        "config_hash": folder.config_hash(plan.config),
-        "source": source.digest(plan.trust, measuring=True),
-        "commit": source.commit(),
-        "data": corpus.provenance(),
-        "protocol": plan.protocol(),
-        **runtime.describe(),
-    }
+    known = {"config_hash": folder.config_hash(plan.config), "source": source.digest(plan.trust, measuring=True)}
+    config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text, for JSON
+    own = summary.provenance(plan, corpus=corpus, runtime=runtime, command=command, **known)
+    return {"kind": kind, "config": config, **own}

@@ -333,6 +333,17 @@ def test_without_a_compiler_the_next_best_path_is_taken(monkeypatch):
         dropping(dropout=0.0, path="kernel").build().path(cpu, training=True)
 
 
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+def test_a_forward_pass_decides_its_path_once(monkeypatch, cache):
+    attention = Case(cache=cache, reach="between", persistent=2, path="auto").build()
+    decided, path = [], type(attention).path
+    monkeypatch.setattr(type(attention), "path", lambda *a, **b: decided.append(path(*a, **b)) or decided[-1])
+    x, state = torch.randn(2, 16, attention.query.in_features, dtype=attention.query.weight.dtype), None
+    for number in (1, 2):
+        state = attention(x, state, look=True).state
+        assert len(decided) == number
+
+
 def test_dropout_is_the_seeds():
     attention = dropping().build()
     _, x = dropping().stream()

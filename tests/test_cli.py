@@ -52,7 +52,7 @@ MISTAKES = {
     ("variant=3",): ("variant=3", *VARIANTS),
     ("position=nonsense",): ("position=nonsense", "rotary", "alibi"),
     ("recipe=nonsense",): ("recipe=nonsense", "adaptive_span_12"),
-    ("sweep=nonsense",): ("sweep=nonsense", "learning_rates, slots, spans, variants"),
+    ("sweep=nonsense",): ("sweep=nonsense", "leaderboard, learning_rates, slots, smoke, spans, variants"),
     ("sweep=wandb_grid",): ("wandb sweep conf/sweep/wandb_grid.yaml",),
     ("sublayer@variant.attention=nonsense",): ("sublayer=nonsense", "mhsa", "adaptive_span"),
     ("sublayer@variant.nonsense=mhsa",): ("sublayer@variant.nonsense", "sublayer@variant.attention"),

@@ -10,7 +10,7 @@ from harness.device.runtime import start
 from tests import kernel_products
 from tests.composing import CONF, TINY, plan
 from variants.kernels import fused, window_cpu
-from variants.kernels.window import Persistent, Window
+from variants.kernels.window import Past, Persistent, Window
 
 # The fused path: two products of each rectangle forward, five backward, and the ramps once more.
 
@@ -64,7 +64,7 @@ def test_the_kernel_with_gradients(rows, past, shift, width, old, vectors):
     def attend():
         window = Window(columns, shift, z, 16)
         own = {"vectors": p if vectors else None, "persistent": Persistent(q, *extra)}
-        return window_cpu.attend(q, k, v, window, past=[window_cpu.Past((0, 1), *before)] if past else [], **own)
+        return window_cpu.attend(q, k, v, window, past=[Past((0, 1), *before)] if past else [], **own)
 
     assert count_flops(attend).total == forward
     assert count_flops(lambda: attend().sum().backward(), gradients=True).total == forward + backward

@@ -1,4 +1,4 @@
-"""One layout, two writers: what the panels name is what runs log, in W&B's objects and in the page."""
+"""The W&B dashboard: what the panels name is what runs log, W&B's objects have all panels, and the command saves them."""
 
 import json
 import re
@@ -13,11 +13,9 @@ from bench.dashboards.layout import (
     OVER_THE_RUN,
     RUNS,
     SECTIONS,
-    matching,
     metrics_of,
+    pattern_of,
 )
-from bench.dashboards.page import write_dashboard
-from bench.report.gather import gather
 from harness.record.rows import read_rows
 from harness.record.wandb_rows import numbers
 from tests.command import call, empty_folder  # noqa: F401 - a fixture
@@ -46,6 +44,11 @@ def stored(run: dict, name: str) -> bool:
     for part in name.removeprefix(OF_CONFIG).split("."):
         node = node[part]
     return node is not None
+
+
+def matching(metric: str, logged: list[str]) -> list[str]:
+    """Those of ``logged`` that a panel's metric stands for, in their order."""
+    return [name for name in logged if re.search(pattern_of(metric), name)]
 
 
 def test_every_metric_that_a_panel_names_is_logged(offline_runs):
@@ -128,53 +131,31 @@ def check_panel(panel, drawn: dict) -> None:
     assert panel.kind == RUNS or panel.title in text or panel.kind == "table"
 
 
-# The page, and the command
-
-
-def test_the_page_has_the_same_sections_and_panels(offline_runs, tmp_path):
-    page = write_dashboard(gather([offline_runs.folders[0].parent]), tmp_path / "out", commands=["typed"])
-    text = page.read_text()
-    for section in SECTIONS[:-1]:
-        assert f"<h3>{section.title}</h3>" in text
-    assert text.index('id="figures"') < text.index('id="tables"')
-    for words in ("Spans of every head", "Costs", "learning curve", "typed", "adaptive_span-s0"):
-        assert words in text
-    assert "no run here logs" not in text
-
-
-def test_a_section_that_no_run_is_about_is_a_note(offline_runs, tmp_path):
-    text = write_dashboard(gather([offline_runs.folders[0]]), tmp_path, commands=[]).read_text()
-    assert "Product-key memories: no run here logs what this section shows." in text
+# The command
 
 
 def dashboard(*words: str):
     return call("bench/dashboard.py", *words)
 
 
-@pytest.fixture
-def quickly(monkeypatch):
-    """The page without its drawings, which take seconds."""
-    monkeypatch.setattr("bench.dashboards.page.draw_section", lambda *_, **given: None)
-
-
-def test_without_a_key_the_command_writes_the_page_and_says_what_to_type(offline_runs, here, quickly, monkeypatch):
+def test_without_a_key_the_command_says_what_to_type(here, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setattr("wandb.login", lambda **asked: False)
-    ended = dashboard("entity=me", "project=p", f"folders=[{offline_runs.folders[0].parent}]")
-    assert (ended.code, ended.err) == (0, "")
-    assert "no API key is configured" in ended.out and "wandb login" in ended.out
-    assert "python -m bench.dashboard entity=me project=p" in ended.out
-    assert [path.name for path in (here / "outputs" / "dashboard").iterdir()] == ["index.html"]
+    ended = dashboard("entity=me", "project=p")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert "no API key is configured" in ended.err and "wandb login" in ended.err
+    assert "python -m bench.dashboard entity=me project=p" in ended.err and "python -m bench.report" in ended.err
+    assert not list(here.iterdir())
 
 
-def test_with_a_key_it_saves_both_and_falls_back_to_the_page(offline_runs, here, quickly, monkeypatch):
+def test_with_a_key_it_saves_both_and_says_why_not(here, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setattr("wandb.login", lambda **asked: True)
     saved = []
     for kind in (online.ws.Workspace, online.wr.Report):
         monkeypatch.setattr(kind, "save", lambda made: saved.append((made.entity, made.project)))
         monkeypatch.setattr(kind, "url", "https://example.org/here")
-    words = ("entity=me", "project=p", f"folders=[{offline_runs.folders[0].parent}]")
+    words = ("entity=me", "project=p")
     ended = dashboard(*words)
     assert (ended.code, ended.err, saved) == (0, "", [("me", "p")] * 2)
     assert ended.out.splitlines() == ["workspace: https://example.org/here", "report: https://example.org/here"]
@@ -184,19 +165,15 @@ def test_with_a_key_it_saves_both_and_falls_back_to_the_page(offline_runs, here,
 
     monkeypatch.setattr(online.ws.Workspace, "save", refuse)
     ended = dashboard(*words)
-    assert ended.code == 0 and "ConnectionError: nobody there" in ended.out
-    assert (here / "outputs" / "dashboard" / "index.html").exists()
-    ended = dashboard(*words, "mode=online")
     assert ended.code == 2 and "entity=me project=p: W&B refused (ConnectionError: nobody there)" in ended.err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("mode=on",), "mode=on: allowed are auto, online, offline"),
-        (("mode=offline", "folders=[nowhere]"), "nowhere: there is no such folder"),
+        (("mode=offline",), "mode=offline: no such key"),
         (("project=null",), "project=None: must be str"),
-        (("mode=online",), "mode=online: WANDB_MODE=offline"),
+        ((), "WANDB_MODE=offline"),
     ],
 )
 def test_a_mistake_is_one_message(here, words, said):

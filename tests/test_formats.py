@@ -1,9 +1,9 @@
-"""A table as Markdown, CSV and LaTeX: escaped, marked, and with its caption."""
+"""A table as Markdown and CSV: escaped, marked, and with its caption."""
 
 import csv
 import io
 
-from bench.report.formats import to_csv, to_latex, to_markdown
+from bench.report.formats import to_csv, to_markdown
 from bench.report.shown import Cell, Column, Table
 
 COLUMNS = (Column(heading="variant", number=False), Column(heading="bits", explained="Bits per byte."))
@@ -50,24 +50,7 @@ def test_csv_without_marks_has_no_column_for_them():
     assert rows == [["variant", "bits", "caption"], ["a", "-1.2e-05", "Caption 100%."]]
 
 
-def test_latex_is_escaped_and_has_booktabs_rules():
-    text = to_latex(table((Cell(text=STRANGE), Cell(text="1", value=1)), (Cell(text="[x]"), Cell(text="2", value=2))))
-    for line in (r"\toprule", r"\midrule", r"\bottomrule", r"\begin{tabular}{lr}", r"\label{tab:t-1}"):
-        assert line in text.splitlines()
-    assert r"\caption{Title. Caption 100\%.}" in text
-    escaped = r"a\textbar{}b\_c \& 50\% \$x\textasciicircum{}2\$ \#1 \{y\} \textbackslash{}z "
-    assert escaped + r"\textless{}b\textgreater{}\textasciitilde{}[q]* & 1 \\" in text
-    assert "\n{}[x] & 2" in text, "a row that begins with [ would be an option of the line before"
-
-
-def test_wide_latex_is_scaled():
-    columns = tuple(Column(heading=str(n)) for n in range(12))
-    wide = Table(name="w", title="T", caption="C", columns=columns, rows=((Cell(text="1", value=1),) * 12,))
-    assert r"\resizebox{\textwidth}{!}{%" in to_latex(wide) and r"\end{tabular}}" in to_latex(wide)
-    assert "resizebox" not in to_latex(table())
-
-
 def test_half_a_surrogate_pair_can_be_written():
     made = table((Cell(text="a\ud800b"), Cell(text="1", value=1)))
-    for form in (to_markdown, to_csv, to_latex):
+    for form in (to_markdown, to_csv):
         form(made).encode()

@@ -20,13 +20,13 @@ from bench.report import (
     plots_bars,
     plots_costs,
     plots_curves,
-    plots_explained,
     plots_inside,
     plots_runs,
 )
 from bench.report.gather import Found, gather
 from bench.report.plots import draw_all
 from bench.report.shown import Drawing
+from harness.record.drawing import BINS, thinned
 from tests.bench_rows import cost_row, fit_row, peer_row, write_run
 
 OUT = {
@@ -94,7 +94,6 @@ def figures(monkeypatch) -> dict[str, Figure]:
 
     for module in (plots_runs, plots_curves, plots_inside, plots_costs, plots_bars):
         monkeypatch.setattr(module, "finish", keep)
-    monkeypatch.setattr("bench.report.plots.draw_explained", list)
     return kept
 
 
@@ -111,17 +110,7 @@ def whole(tmp_path_factory) -> tuple[Found, list[Drawing]]:
 
 def test_all_are_drawn_as_files_that_are_whole_and_say_what_they_show(whole):
     _, drawings = whole
-    kinds = [
-        "trade-off",
-        "curves",
-        "spans",
-        "memory",
-        "cost",
-        "peers",
-        "fit",
-        "explained-soft-mask",
-        "explained-product-keys",
-    ]
+    kinds = ["trade-off", "curves", "spans", "memory", "cost", "peers", "fit"]
     assert [sum(name.startswith(kind) for name in names(drawings)) for kind in kinds] == [1] * len(kinds)
     for drawing in drawings:
         assert drawing.png.startswith(b"\x89PNG") and len(drawing.png) > 10_000
@@ -138,16 +127,17 @@ def test_equal_rows_give_equal_files_in_any_order_and_process_and_styles_are_lef
     assert [(d.name, d.svg, d.png) for d in draw_all(turned)] == [(d.name, d.svg, d.png) for d in drawings]
     assert dict(rcParams) == before
     assert not any(word in drawing.svg for drawing in drawings for word in (b"dc:date", b"Matplotlib v"))
-    code = "import sys, hashlib; from bench.report.plots_explained import draw_explained\n"
+    code = "import sys, json, hashlib; from bench.report.plots_bars import draw_fits\n"
     code += "from bench.report.plot_style import styled\n"
-    code += "with styled(): print(hashlib.sha256(draw_explained()[1].svg).hexdigest(), 'torch' in sys.modules)"
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    code += "with styled(): drawing = draw_fits(json.load(sys.stdin))[-1]\n"
+    code += "print(hashlib.sha256(drawing.svg).hexdigest(), 'torch' in sys.modules)"
+    words = {"cwd": Path(__file__).resolve().parents[1], "input": json.dumps(rows.fits)}
+    done = subprocess.run([sys.executable, "-c", code], **words, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [hashlib.sha256(drawings[-1].svg).hexdigest(), "False"]
 
 
-def test_no_rows_leave_the_two_that_explain():
-    assert names(draw_all(found())) == ["explained-soft-mask", "explained-product-keys"]
+def test_no_rows_no_drawings():
+    assert draw_all(found()) == []
 
 
 def changed(run, **changes):
@@ -269,8 +259,8 @@ def test_flops_spent_follow_the_rows_and_end_at_the_trainers_sum(tmp_path):
 
 
 def test_long_training_curves_are_averaged_not_cut():
-    at, bits = plots_curves.thinned([(float(step), 2.0 + step % 2) for step in range(10_000)])
-    assert len(at) == plots_curves.BINS and np.allclose(bits, 2.5) and at[-1] > 9_970
+    at, bits = thinned([(float(step), 2.0 + step % 2) for step in range(10_000)])
+    assert len(at) == BINS and np.allclose(bits, 2.5) and at[-1] > 9_970
 
 
 def test_spans_are_sorted_and_only_the_first_seed_is_drawn(tmp_path, figures):
@@ -361,27 +351,6 @@ def test_fit_stacks_sum_to_the_peak_and_the_device_is_a_line(figures):
     assert ends[-1] == pytest.approx(sum(fit_row()["split"].values()), abs=2)
     lines = [path.vertices[0][0] * 2**20 for collection in ax.collections for path in collection.get_paths()]
     assert lines == pytest.approx([2e8]) and "device: 24 GiB" in texts(ax.figure)
-
-
-def test_only_119_of_1024_pairs_can_win_and_brute_force_agrees():
-    assert plots_explained.can_win(32).sum() == 119
-    first, second = plots_explained.example_scores()
-    pairs = plots_explained.chosen_pairs(first, second, best=32)
-    assert all(plots_explained.can_win(32)[i, j] for i, j in pairs)
-    every = np.sort((first[:, None] + second[None, :]).ravel())[::-1][:32]
-    assert np.allclose(np.sort([first[i] + second[j] for i, j in pairs])[::-1], every)
-
-
-def test_the_soft_mask_drawn_is_the_one_that_is_trained():
-    import torch
-
-    from variants.kernels.window import soft_mask
-
-    x = np.arange(200)
-    drawn = plots_explained.soft_mask(x, span=96, ramp=32)
-    trained = soft_mask(torch.tensor([96.0]), 32, 200)
-    assert np.allclose(drawn, trained.numpy().ravel(), atol=1e-6)
-    assert plots_explained.kept_columns(96, ramp=32, longest=200) == 129
 
 
 def test_looks_of_all_variants_differ_in_colour_and_in_marker_and_lightness():

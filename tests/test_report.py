@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench.report import plots
 from bench.report.__main__ import all_tables, main
-from bench.report.formats import to_csv, to_latex, to_markdown
+from bench.report.formats import to_csv, to_markdown
 from bench.report.gather import gather
 from bench.report.grouping import comparable, run_row
 from bench.report.shown import Drawing, Table
@@ -274,7 +274,7 @@ def test_the_verb_writes_everything_and_takes_away_what_is_no_longer_true(tmp_pa
     write_rows(outputs, [cost_row(), {"kind": "cost"}])
     assert main([str(outputs), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    for name in ("runs-1.md", "runs-1.csv", "runs-1.tex", "cost-1.md", "report.md", "index.html"):
+    for name in ("runs-1.md", "runs-1.csv", "cost-1.md", "report.md", "index.html"):
         assert (out / name).stat().st_size and name.partition(".")[0] in said
     assert "refused: " in said and "no provenance: variant" in said
     markdown = (out / "report.md").read_text()
@@ -338,5 +338,5 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
     found = gather([folder])
     for table in all_tables(found):
         assert all(len(row) == len(table.columns) for row in table.rows)
-        for form in (to_markdown, to_csv, to_latex):
+        for form in (to_markdown, to_csv):
             form(table).encode("utf-8")

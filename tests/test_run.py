@@ -1,12 +1,14 @@
 """Whole runs: the same record again, state, budgets, the best weights, summary and figures."""
 
 import math
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 
 from harness.loop.run import Run
+from harness.loop.step import Trainer
 from harness.record import checkpoint
 from harness.record.rows import SUMMARY_KEYS
 from tests.runs import (
@@ -41,6 +43,20 @@ def test_the_same_configuration_gives_the_same_record(variant, here, monkeypatch
     assert differ <= {"seconds", "bytes_per_second", "memory"}
     weights = [checkpoint.load(checkpoint.newest(job.folder.path))["model"] for job in (one, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_training_step_is_at_most_three_frames_below_the_loop(monkeypatch):
+    step, above = Trainer.step, []
+
+    def seen(*arguments, **keywords):
+        frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack()]
+        if ("train.py", "train") in frames:  # not the step that is taken to measure memory
+            above.append(frames[frames.index(("train.py", "train")) + 1 : -1])
+        return step(*arguments, **keywords)
+
+    monkeypatch.setattr(Trainer, "step", seen)
+    whole_run("budget.steps=2")
+    assert len(above) == 2 and all(len(frames) <= 2 for frames in above), "the trainer's step itself is the third"
 
 
 def test_another_seed_gives_another_record():

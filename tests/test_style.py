@@ -19,7 +19,7 @@ PRODUCT = [
 ]
 TESTS = [*(ROOT / "tests").rglob("*.py")]
 TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
-FOLDERS = ("variants", "harness", "bench", "conf", "tests", ".ci")
+FOLDERS = ("variants", "harness", "bench", "conf", "tests", "docs", ".ci")
 
 # Modules that the files of each room may import, beside the standard library; a name allows what is below it.
 ARROWS = {
@@ -38,7 +38,7 @@ ARROWS = {
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "bench/baselines": {"bench", "harness", "variants.contract"},
     "bench/report": {"bench.report", "bench.rows", "bench.cost_table", "harness.record", "harness.cache"},
-    "bench/dashboards": {"bench.dashboards", "bench.report", "bench.rows", "harness.record"},
+    "bench/dashboards": {"bench.dashboards"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }
 OURS = {"variants", "harness", "bench", "tests", "train", "conf"}
@@ -146,7 +146,7 @@ def test_variants_can_be_imported_alone(tmp_path):
 
 def test_names_and_sizes():
     assert not [path for path in [*PRODUCT, *TESTS] if path.stem.startswith("util")]
-    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text(encoding="utf-8").splitlines())) >= 300}
+    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text(encoding="utf-8").splitlines())) >= 400}
 
 
 def test_no_path_of_one_machine():

@@ -197,12 +197,19 @@ def test_the_command_of_a_job_is_that_run_alone(here):
 
 
 def test_the_sweeps_of_conf(here):
-    words = {"variants": "seed=0", "spans": "model.span=16,32", "slots": "seed=0", "learning_rates": "seed=100"}
-    jobs = {"variants": 4, "spans": 8, "slots": 3, "learning_rates": 4}
+    on_cpu = ("runtime=default", "budget.seconds=null")
+    words = {
+        "variants": ("seed=0",),
+        "spans": ("model.span=16,32",),
+        "slots": ("seed=0",),
+        "learning_rates": ("seed=100", "variant=mhsa"),
+        "leaderboard": ("seed=0", *on_cpu),
+        "smoke": ("runtime.compile=false", "variant=mhsa,replayed_spans", *on_cpu),
+    }
+    jobs = {"variants": 4, "spans": 8, "slots": 3, "learning_rates": 4, "leaderboard": 4, "smoke": 4}
     assert {path.stem for path in (ROOT / "conf" / "sweep").glob("*.yaml") if "wandb" not in path.stem} == set(words)
-    for name, word in words.items():
-        tuned = ("variant=mhsa",) if name == "learning_rates" else ()
-        ended = train(*MADE, f"sweep={name}", word, *tuned, f"outputs={name}")
+    for name, own in words.items():
+        ended = train(*MADE, f"sweep={name}", *own, f"outputs={name}")
         assert ended.code == 0 and status_lines(ended.out)[0].startswith(f"{jobs[name]} jobs: {jobs[name]} new")
         found = summaries(here / name).values()
         assert len(found) == jobs[name]

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from bench.report import plots
 from bench.report.__main__ import all_tables, main
 from bench.report.diff import facts_by_run
-from bench.report.formats import to_csv, to_latex, to_markdown
+from bench.report.formats import to_csv, to_markdown
 from bench.report.gather import gather
-from bench.report.picks import fresh_command, picks
 from bench.report.plot_style import looks, styled
 from bench.report.plots_rates import draw_rates, top_of_frame
 from bench.report.shown import Table
-from bench.report.tuning import choose, settings, tuning_groups
+from bench.report.tuning import choose, fresh_command, picks, settings, tuning_groups
 from tests.bench_rows import trial_config, write_failed, write_run, write_trial
 from tests.test_gather import mutated
 from tests.test_report import change, column, headings, tables
@@ -319,7 +318,6 @@ def test_trials_are_in_no_figure_of_results(tmp_path, monkeypatch):
     drawn = {}
     for name in ("draw_trade_offs", "draw_curves", "draw_memories", "draw_spans"):
         monkeypatch.setattr(plots, name, lambda runs, name=name, **_: drawn.update({name: runs}) or [])
-    monkeypatch.setattr(plots, "draw_explained", list)
     assert [drawing.name.partition("-")[0] for drawing in plots.draw_all(gather([tmp_path]))] == ["rates"]
     assert len(drawn) == 4 and all([run.summary["seed"] for run in runs] == [0] for runs in drawn.values())
 
@@ -344,7 +342,7 @@ def test_whatever_stands_in_trials_the_tables_come(tmp_path_factory, seed):
     facts_by_run(found.runs)
     for table in all_tables(found):
         assert all(len(row) == len(table.columns) for row in table.rows) and len(table.runs) in (0, len(table.rows))
-        for form in (to_markdown, to_csv, to_latex):
+        for form in (to_markdown, to_csv):
             form(table).encode("utf-8")
 
 

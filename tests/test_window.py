@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.attention_case import DOUBLE, assert_near, assert_same, gradients
 from variants.adaptive_span import bucket
 from variants.kernels import fused, window, window_cpu
-from variants.kernels.window import Persistent, Window, skew, soft_mask, visible
+from variants.kernels.window import Past, Persistent, Window, skew, soft_mask, visible
 from variants.position import alibi_slopes
 
 pytestmark = pytest.mark.numeric
@@ -25,7 +25,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
     before = []
     for heads in parts if past else ():
         begin = max(0, past - max(window.columns[h] for h in heads) + 1 - window.shift)
-        before.append(window_cpu.Past(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in (k, v))))
+        before.append(Past(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in (k, v))))
     return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], window, past=before, **added)
 
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from variants.context import Keys, before, by_head, last
 from variants.contract import Out, Part, Place, State, Sublayer
 from variants.kernels import fused, triton_window, window, window_cpu
-from variants.kernels.window import Persistent, Window
-from variants.kernels.window_cpu import Past
+from variants.kernels.window import Past, Persistent, Window
 
 
 class Reach(Part):
@@ -178,29 +177,30 @@ class Attention(Sublayer):
     ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
         """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``look``."""
         reach = Window(self.reach.columns, self.shift, z, self.reach.ramp)
-        keys, state = self._context(x, own, state, start, reach.past())
-        y = self._attend(q, keys, reach, persistent)
+        path = self.path(x.device, training=self.training)
+        keys, state = self._context(x, own, state, start, reach.past(), path)
+        y = self._attend(path, q, keys, reach, persistent)
         with torch.no_grad():
-            seen = self._look(q, keys, reach, persistent) if look else None
+            seen = self._look(path, q, keys, reach, persistent) if look else None
         return y, state, seen
 
-    def _context(self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int) -> tuple[Keys, State]:
+    def _context(
+        self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int, path: str
+    ) -> tuple[Keys, State]:
         """Keys and values, and what to carry: the last ``past`` of them, or of the inputs that they are made of."""
+        apart = self._parts(past) if (path, x.device.type) == ("kernel", "cpu") else [(past, None)]
         if self.cache == "hidden":
             old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(x.dtype)
-            parts = [] if old is None else [self._again(old, start, *part) for part in self._parts(past, x.device)]
+            parts = [] if old is None else [self._again(old, start, *part) for part in apart]
             return Keys(*own, parts), last(past, 1, old, x)
         keys = Keys(*own, before(state, past, own[0].dtype))
-        apart = len(keys.past) > 1 or len(self._parts(past, x.device)) > 1
         kept = [n - 1 + self.shift for n in self.reach.carried()]
-        return keys, keys.last_by_head(kept) if apart else keys.last(past)
+        return keys, keys.last_by_head(kept) if len(keys.past) > 1 or len(apart) > 1 else keys.last(past)
 
-    def _parts(self, past: int, device: torch.device) -> list[tuple[int, list[int] | None]]:
+    def _parts(self, past: int) -> list[tuple[int, list[int] | None]]:
         """Heads, or None for all, and how many past keys they can meet: the CPU's kernel wants no more than these."""
         groups = fused.groups(self.reach.columns)
-        if len(groups) == 1 or (device.type, self.path(device, training=self.training)) != ("cpu", "kernel"):
-            return [(past, None)]
-        return [(columns - 1 + self.shift, heads) for columns, heads in groups]
+        return [(past, None)] if len(groups) == 1 else [(columns - 1 + self.shift, heads) for columns, heads in groups]
 
     def _again(self, old: Tensor, start: Tensor, past: int, heads: list[int] | None) -> Past:
         """Keys and values of some heads from the last ``past`` of the inputs before position ``start``."""
@@ -208,9 +208,8 @@ class Attention(Sublayer):
         k, v = self._project(old, self.key, self.value, heads=heads)
         return Past(tuple(heads or range(self.heads)), self.position.rotate(k, start - old.shape[1]), v)
 
-    def _attend(self, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None) -> Tensor:
+    def _attend(self, path: str, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None) -> Tensor:
         columns = max(reach.columns)
-        path = self.path(q.device, training=self.training)
         vectors = self.position.vectors(columns) if path == "kernel" else None
         bias = self.position.bias(q, columns) if vectors is None else None
         same = {"bias": bias, "persistent": persistent}
@@ -264,12 +263,14 @@ class Attention(Sublayer):
             reasons += [missing] if missing else []
         return reasons
 
-    def _look(self, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None) -> dict[str, Tensor]:
+    def _look(
+        self, path: str, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None
+    ) -> dict[str, Tensor]:
         seen = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.reach.seen(reach.z)
         if persistent is not None:
             # The same attend path, fed with ones on persistent vectors and zeros on the context.
             ones = persistent._replace(v=torch.ones_like(persistent.v))
-            mass = self._attend(q, keys.without_values(), reach, ones)[..., 0]
+            mass = self._attend(path, q, keys.without_values(), reach, ones)[..., 0]
             seen["persistent_mass"] = mass.double().sum(dim=(0, 2))
         return seen
 

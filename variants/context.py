@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from variants.contract import State
-from variants.kernels.window import Persistent, Window
-from variants.kernels.window_cpu import Past
+from variants.kernels.window import Past, Persistent, Window
 
 
 class Keys(NamedTuple):

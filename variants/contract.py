@@ -32,7 +32,8 @@ class Place:
         attend_self: whether a position attends to itself; the span papers say no.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
-        path: ``plain`` PyTorch, ``fused`` kernels, or ``auto`` for the fastest that computes the same.
+        path: ``plain`` PyTorch, ``fused`` (torch's flash attention), ``kernel`` (ours), or ``auto`` for the fastest that computes
+            the same here.
         scheme: makes the run's position scheme for one sublayer.
         pool: objects shared by several layers; a dictionary that lives while the model is built.
     """

@@ -1,1 +1,1 @@
-"""One layout of panels, and its two writers: W&B objects, and a page that needs no server."""
+"""The layout of the W&B dashboard, and the W&B objects that are made of it."""

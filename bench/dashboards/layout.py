@@ -1,13 +1,13 @@
-"""What a dashboard shows: sections of panels, as data. ``online`` makes W&B objects of it, ``plots`` and ``page`` a local page.
+"""The W&B dashboard's layout: sections of panels, as data. ``online`` makes W&B objects of it.
 
 Metrics have the names that ``harness.record.wandb_rows`` gives them. In a name, ``*`` stands for a sublayer, as in
 ``train_span/*/mean``. A test trains runs and finds every one of these names in them, and every name that a run logs
 either here or in ``NOT_SHOWN``.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 CURVE, HISTOGRAM, BARS, SCATTER, PARALLEL, RUNS, IMAGES, TABLE = (
     *("curve", "histogram", "bars", "scatter", "parallel", "runs", "images", "table"),
@@ -179,8 +179,6 @@ def metrics_of(sections: tuple[Section, ...] = SECTIONS) -> Iterator[tuple[Panel
                 yield panel, name
 
 
-def matching(name: str, logged: list[str]) -> list[str]:
-    """Those of ``logged`` that a panel's metric stands for, in their order; ``*`` is one sublayer, never the pool of all."""
-    if "*" not in name:
-        return [name] if name in logged else []
-    return [found for found in logged if fnmatchcase(found, name.replace("*", "*.*"))]
+def pattern_of(metric: str) -> str:
+    """A regular expression of the names that a panel's metric stands for; ``*`` is one sublayer, never the pool of all."""
+    return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"

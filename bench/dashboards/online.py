@@ -3,17 +3,14 @@
 Both are built without a server; only ``save`` of what is returned speaks to one.
 """
 
-import re
-
 import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 
 from bench.dashboards.layout import (
     BARS,
-    CURVE,
-    HISTOGRAM,
     IMAGES,
     OF_CONFIG,
+    OVER_THE_RUN,
     PARALLEL,
     RUNS,
     SCATTER,
@@ -21,6 +18,7 @@ from bench.dashboards.layout import (
     TABLE,
     Panel,
     Section,
+    pattern_of,
 )
 
 COLUMNS, ROW_HEIGHT, GRID_WIDTH = 3, 9, 24
@@ -67,8 +65,7 @@ def _grid(section: Section, *, entity: str, project: str) -> wr.PanelGrid:
 
 def _panel(panel: Panel):
     return {
-        CURVE: _lines,
-        HISTOGRAM: _lines,  # W&B draws a histogram's key over steps as a heat map
+        **dict.fromkeys(OVER_THE_RUN, _lines),  # W&B draws a histogram's key over steps as a heat map
         BARS: _bars,
         SCATTER: _scatter,
         PARALLEL: _parallel,
@@ -80,7 +77,7 @@ def _panel(panel: Panel):
 
 def _lines(panel: Panel) -> wr.LinePlot:
     plain = [name for name in panel.y if "*" not in name]
-    patterns = ["^" + re.escape(name).replace(r"\*", r".*\..*") + "$" for name in panel.y if "*" in name]
+    patterns = [pattern_of(name) for name in panel.y if "*" in name]
     return wr.LinePlot(
         title=panel.title,
         x=panel.x,

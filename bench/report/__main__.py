@@ -3,7 +3,7 @@
 ``--diff A B`` only says in what two runs differ: configuration, code, data and machine.
 
 Reads run folders and rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, sorts what may be compared into tables, and
-writes each as Markdown, CSV and LaTeX, each figure as PNG and SVG, all of it as ``report.md``, and one ``index.html`` that
+writes each as Markdown and CSV, each figure as PNG and SVG, all of it as ``report.md``, and one ``index.html`` that
 opens from disk. What may not be shown is named with its reason. Needs neither torch nor W&B nor a server.
 """
 
@@ -15,15 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench.report.diff import diff_lines, facts_by_run
-from bench.report.formats import markdown_list, to_csv, to_latex, to_markdown
+from bench.report.formats import markdown_list, to_csv, to_markdown
 from bench.report.gather import Found, gather
-from bench.report.picks import fresh_command, picks
 from bench.report.shown import Drawing, Table
 from bench.report.tables import count_of
 from bench.report.tables_costs import cost_tables
-from bench.report.tables_others import fit_tables, peer_tables
+from bench.report.tables_others import fit_tables, peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
-from bench.report.tables_speeds import speed_tables
+from bench.report.tuning import fresh_command, picks
 from harness.cache import write_whole
 
 TITLE = "attention-windtunnel report"
@@ -71,10 +70,10 @@ def write_report(found: Found, out: Path, *, command: str) -> Iterator[str]:
         tables, drawings = all_tables(found), draw_all(found)
         notes, commands, written = _notes(found), _commands(found, command=command), set()
         for table in tables:
-            for suffix, form in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
+            for suffix, form in (("md", to_markdown), ("csv", to_csv)):
                 write_whole(out / f"{table.name}.{suffix}", _encoded(form(table)))
                 written.add(f"{table.name}.{suffix}")
-            yield f"{out / table.name}.md .csv .tex: {table.title} ({count_of(len(table.rows), 'row')})"
+            yield f"{out / table.name}.md .csv: {table.title} ({count_of(len(table.rows), 'row')})"
         for drawing in drawings:
             for suffix, content in (("png", drawing.png), ("svg", drawing.svg)):
                 write_whole(out / "figures" / f"{drawing.name}.{suffix}", content)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bench.report.gather import RunRow
-from bench.report.grouping import NOT_AN_ARM, Arm, arms, flat
+from bench.report.grouping import Arm, arms, settings_of
 from bench.report.tables import OLDER, count_of, listed
 from bench.rows import GROUND, ground_value
 from harness.record.table import data_label
@@ -125,8 +125,7 @@ def ground_differences(rows: Sequence[dict]) -> str:
 
 def _settings(row: dict, *, without: tuple[str, ...]) -> dict[str, object]:
     """A configuration as flat keys, with the path that was taken."""
-    kept = {key: value for key, value in row["config"].items() if key not in NOT_AN_ARM}
-    return {key: value for key, value in flat(kept).items() if key not in without} | {"path": row["path"]}
+    return settings_of(row, without=without) | {"path": row["path"]}
 
 
 def _differing(settings: Sequence[dict[str, object]]) -> list[str]:

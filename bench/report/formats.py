@@ -1,4 +1,4 @@
-"""A table as Markdown, CSV and LaTeX. Text from rows, which may come from strangers' folders, is text in all of them."""
+"""A table as Markdown and CSV. Text from rows, which may come from strangers' folders, is text in both."""
 
 import csv
 import io
@@ -7,19 +7,7 @@ from collections.abc import Iterable
 
 from bench.report.shown import Cell, Column, Table
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-}
 _MARKED = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
-WIDE = 7
-"""Columns beyond which a LaTeX table is scaled to the width of the text."""
 
 
 def to_markdown(table: Table) -> str:
@@ -59,32 +47,6 @@ def to_csv(table: Table) -> str:
     return file.getvalue()
 
 
-def to_latex(table: Table) -> str:
-    """A ``table`` with booktabs' rules; wide ones are scaled to the text."""
-    layout = "".join("r" if column.number else "l" for column in table.columns)
-    rows = [" & ".join(_latex(cell.text) for cell in row) + r" \\" for row in table.rows]
-    rows = [f"{{}}{row}" if row.startswith(("[", "*")) else row for row in rows]  # else an option of the line before
-    heads = " & ".join(_latex(column.heading) for column in table.columns) + r" \\"
-    wide = len(table.columns) > WIDE
-    body = [f"\\begin{{tabular}}{{{layout}}}", r"\toprule", heads, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-    scaled = [r"\resizebox{\textwidth}{!}{%", *body[:-1], body[-1] + "}"] if wide else body
-    notes = [f"\\par\\smallskip\\footnotesize {_latex(note)}" for note in table.notes]
-    packages = "booktabs,graphicx" if wide else "booktabs"
-    return "\n".join(
-        [
-            f"% \\usepackage[T1]{{fontenc}} \\usepackage{{{packages}}}",
-            r"\begin{table}",
-            r"\centering",
-            f"\\caption{{{_latex(f'{table.title}. {table.caption}')}}}",
-            f"\\label{{tab:{re.sub(r'[^A-Za-z0-9-]', '-', table.name)}}}",
-            *scaled,
-            *notes,
-            r"\end{table}",
-            "",
-        ]
-    )
-
-
 def markdown_list(lines: Iterable[str]) -> str:
     """A list of plain texts."""
     return "".join(f"- {_markdown(line)}\n" for line in lines)
@@ -112,10 +74,6 @@ def _markdown(text: str) -> str:
     """Escaped, but for an underscore inside a word, which is only itself."""
     text = re.sub(r"([\\`*\[\]|~#])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", _one_line(text))
     return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
-def _latex(text: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in _one_line(text))
 
 
 def _harmless(text: str) -> str:

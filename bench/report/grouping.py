@@ -7,7 +7,7 @@ An *arm* is what a dot's label names: one variant at one configuration, whatever
 import hashlib
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.report.gather import RunRow
@@ -56,6 +56,11 @@ def run_row(run: RunRow) -> dict:
     return run.provenance | run.summary
 
 
+def provenance(run: RunRow) -> dict:
+    """A run's first row, which a failed one has, too."""
+    return run.provenance
+
+
 def comparable(run: RunRow) -> str:
     """Equal for runs whose bits per byte may stand in one table or drawing, and whose budget was the same.
 
@@ -95,6 +100,12 @@ def flat(config: dict, *, prefix: str = "") -> dict[str, object]:
     return found
 
 
+def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, object]:
+    """A configuration as flat keys, less what rows of one table share or what seeds may differ in."""
+    kept = {key: value for key, value in row["config"].items() if key not in NOT_AN_ARM}
+    return {key: value for key, value in flat(kept).items() if key not in without}
+
+
 def arms(members: Iterable, *, row: Callable[[object], dict], without: tuple[str, ...] = ()) -> list[Arm]:
     """Sort members into arms; the order is by variant, then by difference.
 
@@ -106,9 +117,7 @@ def arms(members: Iterable, *, row: Callable[[object], dict], without: tuple[str
 
     def identity(member: object) -> str:
         found = row(member)
-        kept = {key: value for key, value in found["config"].items() if key not in NOT_AN_ARM}
-        settings = {key: value for key, value in flat(kept).items() if key not in without}
-        settings |= {name: found.get(name) for name in ("path", "checkpoint")}
+        settings = settings_of(found, without=without) | {name: found.get(name) for name in ("path", "checkpoint")}
         settings |= {"source": (found.get("source") or "")[:6]}
         return json.dumps(settings, sort_keys=True)
 

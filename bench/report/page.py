@@ -34,7 +34,6 @@ def write_page(
     notes: list[str],
     commands: list[str],
     facts: Mapping[Path, Mapping[str, str]] | None = None,
-    figures_first: bool = False,
 ) -> Path:
     """Write the page; equal content gives an equal file.
 
@@ -45,7 +44,6 @@ def write_page(
         notes: what the reader should know of the whole, such as rows that were refused; one paragraph each.
         commands: what was typed to make what is shown.
         facts: of each run folder that rows name, what may tell it from others: the page shows in what any two differ.
-        figures_first: whether figures stand before tables.
 
     Returns:
         ``path``.
@@ -58,8 +56,6 @@ def write_page(
         ("Notes", "", [f"<p>{escape(note)}</p>" for note in notes]),
         ("Commands", "", [_commands(commands)] if commands else []),
     ]
-    if figures_first:
-        parts[:2] = parts[1::-1]
     parts = [part for part in parts if part[2]]
     script = _file("page.js")
     page = Template(_file("page.html")).substitute(

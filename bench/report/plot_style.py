@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from bench.report.shown import Drawing
+from harness.record.drawing import INK
 
-GREY, FAINT, INK = "#7F7F7F", "0.9", "0.15"
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE = (
     "#000000",
     "#E69F00",
@@ -77,26 +76,6 @@ def styled():
     return rc_context(STYLE)
 
 
-def panels(
-    rows: int, columns: int, *, width: float, height: float, title: str, subtitle: str = ""
-) -> tuple[Figure, list[Axes]]:
-    """A figure of ``rows`` x ``columns`` axes, row by row.
-
-    Args:
-        width, height: of the whole, in inches.
-        title, subtitle: written above; the second names the data or the machine inside the picture itself.
-    """
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    found = list(figure.subplots(rows, columns, squeeze=False).flat)
-    figure.suptitle(f"{title}\n{subtitle}" if subtitle else title, fontsize=10.5, wrap=True)
-    for ax in found:
-        ax.grid(color=FAINT, linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, found
-
-
 def finish(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:
     """Both files of a figure."""
     svg, png = io.BytesIO(), io.BytesIO()
@@ -110,12 +89,6 @@ def legend_below(figure: Figure, handles: list) -> Legend:
     longest = max(len(handle.get_label()) for handle in handles)
     columns = max(1, int(figure.get_figwidth() / (0.75 + 0.078 * longest)))
     return figure.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)))
-
-
-def count_axis(axis, *, unit: str = "") -> None:
-    """A linear axis of large counts with ticks like ``2.5 M``; at most six of them, so that they never touch."""
-    axis.set_major_formatter(EngFormatter(unit=unit, sep=" "))
-    axis.set_major_locator(MaxNLocator(6))
 
 
 def plain_axis(axis) -> None:

@@ -1,24 +1,23 @@
 """All figures of a report, from rows alone: neither torch nor a server.
 
-What may stand in one drawing is decided in ``plot_groups``, how it looks in ``plot_style``; the drawings themselves are in
-``plots_runs``, ``plots_curves``, ``plots_inside``, ``plots_rates``, ``plots_costs``, ``plots_bars`` and ``plots_explained``.
+What may stand in one drawing is decided in ``grouping``, how it looks in ``plot_style``; the drawings themselves are in
+``plots_runs``, ``plots_curves``, ``plots_inside``, ``plots_rates``, ``plots_costs`` and ``plots_bars``.
 """
 
 from bench.report.gather import Found
-from bench.report.picks import picks
 from bench.report.plot_style import looks, styled
 from bench.report.plots_bars import draw_fits, draw_peers
 from bench.report.plots_costs import draw_costs
 from bench.report.plots_curves import draw_curves
-from bench.report.plots_explained import draw_explained
 from bench.report.plots_inside import draw_memories, draw_spans
 from bench.report.plots_rates import draw_rates
 from bench.report.plots_runs import draw_trade_offs
 from bench.report.shown import Drawing
+from bench.report.tuning import picks
 
 
 def draw_all(found: Found) -> list[Drawing]:
-    """Every figure that the rows allow, and the two that need none; equal rows give equal files.
+    """Every figure that the rows allow; equal rows give equal files.
 
     Names are distinct, and of a group they stay what they are whatever else is found.
     """
@@ -40,5 +39,4 @@ def draw_all(found: Found) -> list[Drawing]:
             *draw_costs(found.costs, look=look),
             *draw_peers(found.peers, look=look),
             *draw_fits(found.fits),
-            *draw_explained(),
         ]

@@ -13,8 +13,6 @@ from bench.report.grouping import data_words, ground_words, grouped, number, tag
 from bench.report.plot_style import (
     BLUE,
     GREEN,
-    GREY,
-    INK,
     ORANGE,
     PURPLE,
     SKY,
@@ -23,10 +21,10 @@ from bench.report.plot_style import (
     finish,
     legend_below,
     memory_unit,
-    panels,
 )
 from bench.report.shown import Drawing
 from bench.rows import ground
+from harness.record.drawing import GREY, INK, panels
 
 CAUSES = {
     "parameters": (BLUE, ""),

@@ -1,7 +1,6 @@
 """Learning curves: bits per byte against bytes seen, FLOPs spent and seconds, all comparable runs together.
 
-Scores on the way are often of a shorter prefix of the valid split than the last one: they are joined by a line, and the
-last stands apart. Rows of training are many: long curves are averaged in bins, so that a page stays light.
+How one run's line is drawn is in ``harness.record.drawing``; here is which runs share a drawing, and what they had spent.
 """
 
 import numpy as np
@@ -17,15 +16,14 @@ from bench.report.grouping import (
     ground_words,
     grouped,
     number,
+    provenance,
     split_by_ground,
     tag,
 )
-from bench.report.plot_style import GREY, LINES, Look, count_axis, finish, legend_below, panels, plain_axis
-from bench.report.plots_runs import provenance
+from bench.report.plot_style import LINES, Look, finish, legend_below, plain_axis
 from bench.report.shown import Drawing
+from harness.record.drawing import BINS, GREY, bits_axis, count_axis, draw_bits, panels, points
 
-BINS = 200
-"""Most points of one run's training curve."""
 FREE = (("bytes seen", "bytes"), ("FLOPs spent in training (3 x ideal forward)", "flops"))
 MEASURED = (("time of training [s]", "seconds"),)
 
@@ -47,18 +45,6 @@ def prefixes(rows: list[dict]) -> tuple:
     """Bytes of the valid split that are scored on the way; None is all of them."""
     found = {row.get("capped_bytes") for row in rows if row["kind"] == "valid" and not row.get("final")}
     return tuple(sorted(found, key=str))
-
-
-def points(rows: list[dict], *, kind: str) -> list[tuple[float, float]]:
-    """Bytes seen and bits per byte of rows on the way; the last score stands in the summary."""
-    return [
-        (row["bytes_seen"], bits)
-        for row in rows
-        if row["kind"] == kind
-        and not row.get("final")
-        and "bytes_seen" in row
-        and (bits := number(row, "bits_per_byte")) is not None
-    ]
 
 
 def scale_of(run, unit: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -87,13 +73,6 @@ def scale_of(run, unit: str) -> tuple[np.ndarray, np.ndarray] | None:
     return np.array([0.0, end]), np.array([0.0, total])
 
 
-def thinned(found: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``BINS`` points: means over equal numbers of neighbours."""
-    bins = np.array_split(np.array(found), min(BINS, len(found)))
-    middle = np.array([part.mean(axis=0) for part in bins])
-    return middle[:, 0], middle[:, 1]
-
-
 def _curves(runs: list, *, scales: tuple, look: dict[str, Look], name: str) -> Drawing:
     compared = arms(runs, row=provenance)
     scales = [(label, unit) for label, unit in scales if any(scale_of(run, unit) for run in runs)] or [FREE[0]]
@@ -107,9 +86,8 @@ def _curves(runs: list, *, scales: tuple, look: dict[str, Look], name: str) -> D
             for run in arm.members:
                 _draw_run(ax, run, arm=arm, unit=unit, look=look[arm.variant])
         ax.set_xlabel(label)
-        ax.set_ylabel("bits per byte")
         ax.set_xlim(left=0)
-        ax.set_ylim(*_limits(runs))
+        bits_axis(ax, (run.rows for run in runs), others=[number(run.summary, "valid_bits_per_byte") for run in runs])
         if unit == "seconds":
             plain_axis(ax.xaxis)
         else:
@@ -133,34 +111,14 @@ def _curves(runs: list, *, scales: tuple, look: dict[str, Look], name: str) -> D
 
 def _draw_run(ax: Axes, run, *, arm: Arm, unit: str, look: Look) -> None:
     scale = scale_of(run, unit)
-    if scale is None:
-        return
-    train, valid = (points(run.rows, kind=kind) for kind in ("train", "valid"))
-    if train:
-        at, bits = thinned(train)
-        ax.plot(np.interp(at, *scale), bits, color=look.colour, linewidth=0.6, alpha=0.45)
-    if valid:
-        at, bits = np.array(valid).T
-        ax.plot(np.interp(at, *scale), bits, color=look.colour, linewidth=1.4, linestyle=_line(arm), alpha=0.9)
-    last = number(run.summary, "valid_bits_per_byte")
-    if last is not None:
-        ax.plot(scale[1][-1], last, color=look.colour, marker=look.marker, markersize=6, alpha=0.8, clip_on=False)
+    if scale is not None:
+        last = (scale[0][-1], number(run.summary, "valid_bits_per_byte"))
+        style = {"colour": look.colour, "marker": look.marker, "line": _line(arm)}
+        draw_bits(ax, run.rows, last=last, scale=scale, **style)
 
 
 def _line(arm: Arm) -> str:
     return LINES[arm.order % len(LINES)]
-
-
-def _limits(runs: list) -> tuple[float, float]:
-    """From the lowest to where a fifth of the bytes has been seen: the fall from 8 bits would flatten the rest."""
-    reached = [number(run.summary, "valid_bits_per_byte") for run in runs]
-    for run in runs:
-        found = points(run.rows, kind="train") + points(run.rows, kind="valid")
-        end = max((at for at, _ in found), default=0)
-        reached += [bits for at, bits in found if at >= 0.2 * end]
-    known = [bits for bits in reached if bits is not None]
-    margin = 0.05 * (max(known) - min(known)) or 0.1
-    return min(known) - margin, max(known) + margin
 
 
 def _caption(runs: list, *, compared: list[Arm]) -> str:

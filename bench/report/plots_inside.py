@@ -8,20 +8,15 @@ from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import FuncNorm
 from matplotlib.lines import Line2D
 
-from bench.report.grouping import arms, comparable, data_words, grouped, number, tag
-from bench.report.plot_style import GREY, INK, LINES, Look, count_axis, finish, legend_below, panels
+from bench.report.grouping import arms, comparable, data_words, grouped, number, provenance, tag
+from bench.report.plot_style import LINES, Look, finish, legend_below
 from bench.report.plots_curves import prefixes
-from bench.report.plots_runs import provenance
 from bench.report.shown import Drawing
-from harness.record.figures import spans_of
+from harness.record.drawing import GREY, INK, count_axis, draw_span_cells, layer_names, panels, span_grid, spans_of
 
-MOST_NUMBERS = 12 * 24
-"""Cells up to which spans are written into them."""
 USAGE, KL = "usage_percent", ("kl_weighted_nats", "kl_count_nats")
 
 
@@ -38,25 +33,19 @@ def draw_spans(runs: list) -> list[Drawing]:
 
 
 def _all_spans(run) -> Iterator[float]:
-    return chain.from_iterable(spans_of({"metrics": last_metrics(run)}).values())
+    return chain.from_iterable(spans_of(last_metrics(run)).values())
 
 
 def _spans(run, label: str, seeds: int) -> Drawing:
-    found = spans_of({"metrics": last_metrics(run)})
-    names, columns = list(found), max(len(spans) for spans in found.values())
-    grid = np.full((len(names), columns), np.nan)
-    for index, name in enumerate(names):
-        longest_first = sorted((span for span in found[name] if np.isfinite(span)), reverse=True)
-        grid[index, : len(longest_first)] = longest_first
+    found = spans_of(last_metrics(run))
+    names, grid = layer_names(found), span_grid(found)
     limit = number(run.summary, "protocol", "span") or max(1.0, np.nanmax(grid))
     seed, average = run.summary["seed"], np.nanmean(grid)
     title = f"Learned spans at the end: {label}, seed {seed}"
     subtitle = f"mean over heads {average:.1f} of {limit:,.0f} positions; {data_words([run.summary])}"
     height = max(3.2, 1.5 + 0.32 * len(names))
     figure, (cells, means) = panels(1, 2, width=9.5, height=height, title=title, subtitle=subtitle)
-    _draw_cells(cells, grid, limit=limit)
-    cells.set_yticks(range(len(names)), _layer_names(names))
-    cells.set_ylabel("layer")
+    draw_span_cells(cells, found, limit=limit)
     means.barh(
         range(len(names)),
         [np.nanmean(spans) if np.isfinite(spans).any() else 0 for spans in grid],
@@ -65,7 +54,7 @@ def _spans(run, label: str, seeds: int) -> Drawing:
     )
     means.axvline(average, color=INK, linewidth=1, linestyle="--", label="mean of all heads")
     means.set(ylim=cells.get_ylim(), xlabel="mean span of the layer [positions]")
-    means.set_yticks(range(len(names)), _layer_names(names))
+    means.set_yticks(range(len(names)), names)
     means.grid(axis="y", visible=False)
     legend_below(figure, means.get_legend_handles_labels()[0])
     of_seeds = f" Only the first of {seeds} seeds is drawn." if seeds > 1 else ""
@@ -74,51 +63,15 @@ def _spans(run, label: str, seeds: int) -> Drawing:
         f"The scale is logarithmic and ends at the longest possible span. Behind z the mask falls over a ramp, "
         f"which is not counted here.{of_seeds} Right: the mean of each layer."
     )
-    return finish(figure, name=f"spans-{run.summary['variant']}-{tag(label, _key(run))}", title=title, caption=caption)
-
-
-def _key(run) -> str:
-    return comparable(run)
-
-
-def _draw_cells(ax: Axes, grid: np.ndarray, *, limit: float) -> None:
-    """A heat map with the numbers in it; the first layer, nearest to the bytes, is lowest."""
-    norm = FuncNorm((np.log1p, np.expm1), vmin=0, vmax=limit)
-    image = ax.imshow(grid, norm=norm, cmap="viridis", aspect="auto", origin="lower", interpolation="nearest")
-    ax.grid(visible=False)
-    ax.set_xlabel("head, longest span first")
-    step = -(-grid.shape[1] // 16)
-    ax.set_xticks(range(0, grid.shape[1], step), [str(head + 1) for head in range(0, grid.shape[1], step)])
-    if grid.size <= MOST_NUMBERS:
-        for (layer, head), span in np.ndenumerate(grid):
-            if np.isfinite(span):
-                bright = sum(colormaps["viridis"](norm(span))[:3]) > 1.5
-                size = 9 if grid.shape[1] <= 8 else 6.5
-                ax.text(
-                    head,
-                    layer,
-                    f"{span:.0f}",
-                    ha="center",
-                    va="center",
-                    fontsize=size,
-                    color=INK if bright else "white",
-                )
-    ticks = [tick for tick in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536) if tick < 0.7 * limit]
-    bar = ax.figure.colorbar(image, ax=ax, ticks=[*ticks, limit], format=lambda value, _: f"{value:g}")
-    bar.set_label("span [positions]")
-    bar.minorticks_off()
-
-
-def _layer_names(names: list[str]) -> list[str]:
-    """``layers.3.attention`` as ``3``, unless a layer has two such sublayers."""
-    short = [name.split(".")[1] if name.startswith("layers.") else name for name in names]
-    return short if len(set(short)) == len(names) else [name.removeprefix("layers.") for name in names]
+    return finish(
+        figure, name=f"spans-{run.summary['variant']}-{tag(label, comparable(run))}", title=title, caption=caption
+    )
 
 
 def draw_memories(runs: list, *, look: dict[str, Look]) -> list[Drawing]:
     """Use of product-key memories over training and at the end; the number of bytes it is counted over is a key."""
     with_memory = [run for run in runs if any(name.endswith(f".{USAGE}") for name in last_metrics(run))]
-    found = grouped(with_memory, key=lambda run: (_key(run), prefixes(run.rows)))
+    found = grouped(with_memory, key=lambda run: (comparable(run), prefixes(run.rows)))
     return [_memories(some, look=look, name=f"memory-{tag(key)}") for key, some in found.items()]
 
 

@@ -12,9 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.report.grouping import budget_words, comparable, data_words, tag
-from bench.report.picks import Pick
-from bench.report.plot_style import FILLS, GREY, LINES, Look, finish, legend_below, panels
+from bench.report.plot_style import FILLS, LINES, Look, finish, legend_below
 from bench.report.shown import Drawing
+from bench.report.tuning import Pick
+from harness.record.drawing import GREY, panels
 
 MOST_SETTINGS = 8
 """Lines of one panel; more get panels of their own."""

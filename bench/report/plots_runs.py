@@ -1,7 +1,7 @@
 """Bits per byte against what they cost, with the Pareto front: FLOPs, memory and seconds of training runs.
 
 One drawing for each data digest, protocol, budget and capping, for only such runs compare; where they were measured on
-several machines, time and memory get a drawing for each (``plot_groups.split_by_ground``). Every seed is a dot.
+several machines, time and memory get a drawing for each (``grouping.split_by_ground``). Every seed is a dot.
 """
 
 from collections.abc import Sequence
@@ -21,23 +21,13 @@ from bench.report.grouping import (
     ground_words,
     grouped,
     number,
+    provenance,
     split_by_ground,
     tag,
 )
-from bench.report.plot_style import (
-    FILLS,
-    GREY,
-    Look,
-    count_axis,
-    finish,
-    label_points,
-    legend_below,
-    log_axis,
-    memory_unit,
-    panels,
-    plain_axis,
-)
+from bench.report.plot_style import FILLS, Look, finish, label_points, legend_below, log_axis, memory_unit, plain_axis
 from bench.report.shown import Drawing
+from harness.record.drawing import GREY, count_axis, panels
 
 MOST_LABELS = 12
 """Arms from which on labels beside dots give way to a legend."""
@@ -63,11 +53,6 @@ MEASURED = (
     Cost(label="peak memory of training", keys=("memory", "peak_bytes"), is_memory=True),
     Cost(label="time of training [s]", keys=("seconds",)),
 )
-
-
-def provenance(run) -> dict:
-    """A run's first row, which has the configuration."""
-    return run.provenance
 
 
 def draw_trade_offs(runs: list, *, look: dict[str, Look]) -> list[Drawing]:

@@ -1,4 +1,4 @@
-"""What a report shows, before anyone decides on Markdown, CSV, LaTeX or HTML: tables of cells, and drawings."""
+"""What a report shows, before anyone decides on Markdown, CSV or HTML: tables of cells, and drawings."""
 
 from dataclasses import dataclass
 from pathlib import Path

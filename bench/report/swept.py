@@ -8,7 +8,7 @@ said by its name; a key inside it counts where it differs within one variant.
 import json
 from collections.abc import Callable, Sequence
 
-from bench.report.grouping import NOT_AN_ARM, Arm, flat, grouped
+from bench.report.grouping import Arm, grouped, settings_of
 from bench.report.shown import Cell, Column
 from bench.report.tables import NOTHING, listed, text
 
@@ -18,12 +18,6 @@ MOST_COLUMNS = 4
 MOST_NAMED = 2
 """Keys of one column that its heading names."""
 ABSENT = object()
-
-
-def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, object]:
-    """A configuration as flat keys, less what rows of one table share or what seeds may differ in."""
-    kept = {key: value for key, value in row["config"].items() if key not in NOT_AN_ARM}
-    return {key: value for key, value in flat(kept).items() if key not in without}
 
 
 def swept_columns(

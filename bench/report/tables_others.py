@@ -1,4 +1,4 @@
-"""What ``bench.peers`` and ``bench.fit`` found: a table for each job of a call, and for each ground."""
+"""Tables of the rows of ``bench.peers``, ``bench.fit`` and ``bench.speed``: one for each job of a call, and for each ground."""
 
 import json
 from collections.abc import Sequence
@@ -43,6 +43,18 @@ LIMITS = (
     Column(heading="longest span", explained="The longest span that fits, at these lanes."),
     Column(heading="roofline", explained="The device whose peak rates bound the time.", number=False),
     Column(heading="bound, ms", explained="Least time of a training step at those peak rates."),
+)
+SPEEDS = (
+    Column(heading="case", explained="As bench.speed names it.", number=False),
+    Column(heading="position", number=False),
+    Column(heading="cache", number=False),
+    Column(heading="path", explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.", number=False),
+    Column(heading="ratio", explained="Speed in that of what it is held against; of one_open, time over all-open."),
+    Column(heading="held against", number=False),
+    Column(heading="target", explained="Of the ratio."),
+    Column(heading="reached", explained="Empty where the sizes were not the target's.", number=False),
+    Column(heading="training peak, MiB", explained="Highest memory of training (MiB = 2^20 bytes)."),
+    Column(heading="limit, MiB", explained="Of that peak."),
 )
 
 
@@ -149,4 +161,47 @@ def _fit(label: str, row: dict, *, causes: Sequence[str]) -> list[Cell]:
         *(whole(number(row, "largest", key)) for key in ("lanes", "span")),
         text(roofline.get("name")),
         fixed(roofline.get("train_ms"), digits=3),
+    ]
+
+
+def speed_tables(rows: Sequence[dict]) -> list[Table]:
+    """A table for each call of the verb and ground; ``rows`` the oldest first."""
+
+    def together(row: dict) -> str:
+        return json.dumps([row.get("read_from"), ground(row), row["source"], row["data"]["sha256"]])
+
+    return [_speeds(same, index=index) for index, same in enumerate(by(rows, key=together).values(), start=1)]
+
+
+def _speeds(rows: list[dict], *, index: int) -> Table:
+    columns, cells = keep_filled(SPEEDS, [_speed(row) for row in rows])
+    notes = list(dict.fromkeys(f"VOID: {row['void']}." for row in rows if row.get("void")))
+    notes += [
+        f"{row['case']}: {row['status']} ({row.get('reason') or 'no reason given'})."
+        for row in rows
+        if row["status"] != "measured"
+    ]
+    row = rows[-1]
+    caption = (
+        f"{ground_words(row)}. Data: {data_words(row)}. Training steps, timed in turn with what they are held against. "
+        f"The rows differ in their case. One call: {PurePath(row['read_from']).name}."
+    )
+    title = f"Speed targets, {row['device']}, {row['precision']}"
+    return Table(name=f"speed-{index}", title=title, caption=caption, columns=columns, rows=cells, notes=tuple(notes))
+
+
+def _speed(row: dict) -> list[Cell]:
+    void, reached = bool(row.get("void")), row.get("reached")
+    ratio = fixed(row.get("ratio"), digits=3)
+    return [
+        text(row["case"]),
+        text(row.get("position")),
+        text(row.get("cache")),
+        text(row["path"]),
+        text("VOID") if void and ratio.text else ratio,
+        text(row.get("relative_to")),
+        fixed(row.get("target"), digits=2),
+        text(None if reached is None or void else "yes" if reached else "missed"),
+        mib(row.get("peak_bytes")),
+        mib(row.get("peak_limit_bytes")),
     ]

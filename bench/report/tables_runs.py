@@ -1,24 +1,28 @@
 """Runs that may be compared: bits per byte with sizes, FLOPs, time and memory; and every seed on its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from bench.report.columns_runs import COSTS, QUALITY, SEEDS, SIZES
 from bench.report.compare import (
     arms_of,
     by,
+    data_words,
+    differences,
     ground_differences,
     ground_words,
     marks,
     one_a_seed,
+    protocol_of,
+    protocol_words,
 )
 from bench.report.gather import RunRow
 from bench.report.grouping import Arm, budget_words, comparable, is_tuning, number, run_row
-from bench.report.picks import Pick, at_a_pick, picks
-from bench.report.shown import Cell, Table
+from bench.report.shown import Cell, Column, Table
 from bench.report.swept import notes_needed, row_names, swept_columns
 from bench.report.tables import (
+    CAPPED,
     NOTHING,
     bits,
+    count_of,
     fixed,
     keep_filled,
     listed,
@@ -33,17 +37,66 @@ from bench.report.tables_equal import equal_tables
 from bench.report.tables_pairs import pairs_table
 from bench.report.tables_reported import reported_tables
 from bench.report.tables_tuning import tuning_tables
-from bench.report.words_runs import (
-    capped_parts,
-    caption_of,
-    older_of_one_seed,
-    optimizer_words,
-    score_of,
-    unequal_seeds,
-    without_bits,
-)
+from bench.report.tuning import Pick, at_a_pick, picks
 from bench.rows import ground
 
+QUALITY = (
+    Column(
+        heading="variant", explained="What was trained, and in what it differs from others of its name.", number=False
+    ),
+    Column(heading="n", explained="Seeds that the means of this row are over."),
+    Column(
+        heading="valid, bits per byte", explained="Of the validation split, streamed with carried state; best weights."
+    ),
+    Column(
+        heading="test, bits per byte", explained="Of the test split, scored once, at the end, with the same weights."
+    ),
+    Column(
+        heading="valid, context 512",
+        explained="Bits per byte of windows of 1024 bytes, stride 512, no state, the last 512 scored.",
+    ),
+    Column(heading="test, context 512", explained="The same of the test split."),
+)
+SIZES = (
+    Column(heading="parameters", explained="All trained numbers."),
+    Column(heading="touched", explained="Parameters that one byte makes use of."),
+    Column(heading="optimizers", explained="The share of the parameters that each optimizer moves.", number=False),
+    Column(
+        heading="executed, MFLOP/byte",
+        explained="FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm.",
+    ),
+    Column(
+        heading="ideal, MFLOP/byte", explained="FLOPs that the mechanism needs for one byte at its learned parameters."
+    ),
+    Column(heading="mean span", explained="Mean of the learned spans of all heads, in positions."),
+    Column(heading="trained on, bytes", explained="Bytes predicted in training."),
+)
+COSTS = (
+    Column(heading="path", explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.", number=False),
+    Column(heading="training, s", explained="Seconds in training steps, scoring apart."),
+    Column(heading="bytes/s", explained="Bytes predicted in training per second of it."),
+    Column(heading="training peak, MiB", explained="Highest memory of training (MiB = 2^20 bytes); ~ is approximate."),
+    Column(heading="inference peak, MiB", explained="Highest memory while scoring."),
+    Column(heading="parameters, MiB", explained="Memory of the parameters."),
+    Column(heading="gradients, MiB", explained="Memory of the gradients."),
+    Column(heading="optimizer, MiB", explained="Memory of the optimizers' state."),
+    Column(heading="carried state, MiB", explained="What one stream carries from segment to segment."),
+)
+SEEDS = (
+    Column(heading="variant", number=False),
+    Column(
+        heading="seed",
+        explained="Of initialisation, dropout and lane offsets; the bytes come in the same order to every variant.",
+    ),
+    *QUALITY[2:],
+    Column(
+        heading="best at, bytes",
+        explained="Bytes seen by the weights that were scored, chosen on the validation split.",
+    ),
+    Column(heading="run", explained="The run folder.", number=False),
+    Column(heading="configuration", explained="First digits of its hash.", number=False),
+    Column(heading="source", explained="First digits of the digest of the code.", number=False),
+)
 SCORES = ("valid", "test", "valid_context_512", "test_context_512")
 
 
@@ -75,7 +128,7 @@ def _comparison(runs: list[RunRow], *, index: int, swept: bool, found: Sequence[
     )
     tables = [] if swept or not clean else _means(clean, index=index, title=title, said=said, found=found)
     arms, mark, notes = _sorted_arms(runs)
-    caption = caption_of([run_row(run) for run in runs], arms)
+    caption = _caption_of([run_row(run) for run in runs], arms)
     about = (f"seeds-{index}", f"Every seed: {title}", caption, [*notes, *said])
     return [*tables, _seeds(arms, mark=mark, about=about)]
 
@@ -85,7 +138,7 @@ def _sorted_arms(runs: Sequence[RunRow]) -> tuple[list[Arm], Callable[[dict], st
     arms, notes = arms_of(runs, row=run_row)
     arms = sorted(arms, key=_mean_valid)
     mark, of_source = marks(runs, row=run_row)
-    return arms, mark, [*capped_parts([run_row(run) for run in runs]), *of_source, *notes, *without_bits(arms)]
+    return arms, mark, [*_capped_parts([run_row(run) for run in runs]), *of_source, *notes, *_without_bits(arms)]
 
 
 def _means(
@@ -97,11 +150,11 @@ def _means(
     notes = [*notes, *said]
     grounds = list(by(runs, key=lambda run: ground(run_row(run))).values())
     unknown = uncounted((arm.label, _without_formula(run)) for arm in arms for run in arm.members)
-    main_notes = [*notes, *([unknown] if unknown else []), *older_of_one_seed(arms), *unequal_seeds(arms)]
+    main_notes = [*notes, *([unknown] if unknown else []), *_older_of_one_seed(arms), *_unequal_seeds(arms)]
     if len(grounds) > 1:
         told = ground_differences(rows)
         main_notes.append(f"Time and memory stand in tables of their own, because these runs differ in {told}.")
-    caption = caption_of(rows, arms)
+    caption = _caption_of(rows, arms)
     about = (f"runs-{index}", title, caption, main_notes)
     tables = [_main(arms, mark=mark, alone=len(grounds) == 1, rows=rows, about=about)]
     picked = [arm for arm in arms if at_a_pick(arm.members[-1], found)]
@@ -160,7 +213,7 @@ def _seeds(arms: Sequence[Arm], *, mark, about: tuple) -> Table:
     for arm, label, own in zip(arms, names, swept, strict=True):
         for run in arm.members:
             found, capped = run_row(run), run.summary.get("capped") or {}
-            scores = [bits(score_of(run, score), capped=capped.get(score.partition("_")[0])) for score in SCORES]
+            scores = [bits(_score_of(run, score), capped=capped.get(score.partition("_")[0])) for score in SCORES]
             traced = [run.folder.name, found["config_hash"][:8], found["source"][:8]]
             row = [text(f"{label}{mark(found)}"), *own, Cell(text=str(found["seed"]), value=found["seed"]), *scores]
             cells.append([*row, whole(found.get("best_bytes_seen")), *(text(word) for word in traced)])
@@ -189,7 +242,7 @@ def _sizes(runs: Sequence[RunRow]) -> list[Cell]:
     return [
         whole(average("parameters", "total")),
         whole(average("parameters", "touched")),
-        text(optimizer_words(runs[-1].summary.get("optimizers"))),
+        text(_optimizer_words(runs[-1].summary.get("optimizers"))),
         millions(average("flops_per_byte", "executed")),
         millions(average("flops_per_byte", "ideal")),
         fixed(average("spans", "mean"), digits=1),
@@ -214,7 +267,7 @@ def _cost_cells(runs: Sequence[RunRow]) -> list[Cell]:
 
 
 def _mean_bits(runs: Sequence[RunRow], score: str, *, capped: dict) -> Cell:
-    return bits(mean(score_of(run, score) for run in runs), capped=capped.get(score.partition("_")[0]))
+    return bits(mean(_score_of(run, score) for run in runs), capped=capped.get(score.partition("_")[0]))
 
 
 def _compressors(row: dict) -> list[str]:
@@ -222,3 +275,79 @@ def _compressors(row: dict) -> list[str]:
     found = row.get("compressors") or {}
     names = dict.fromkeys(name for split in ("valid", "test") for name in found.get(split) or {})
     return sorted(names, key=lambda name: number(found, "valid", name) or number(found, "test", name) or 0.0)
+
+
+def _caption_of(rows: list[dict], arms: Sequence[Arm]) -> str:
+    """Of one group of runs that compare."""
+    row = rows[-1]
+    unequal = [f"{thing} ({low:,.0f} to {high:,.0f})" for thing, low, high in _ranges(rows) if low < high]
+    if len({_optimizer_words(found.get("optimizers")) for found in rows}) > 1:
+        unequal.append("shares of the optimizers")
+    not_equal = f" Not held equal: {listed(unequal)}." if unequal else ""
+    unit, amount = next(iter(row["budget"].items()), ("bytes", None))
+    budget = f"budget.{unit}={amount:,.10g}" if amount is not None else "the model's default"
+    return (
+        f"Data: {data_words(row)}. Bits per byte: {protocol_words(protocol_of(rows))}. Held equal: data, protocol and "
+        f"budget ({budget}).{not_equal} The rows differ in: {differences(rows)}. {count_of(len(rows), 'run')} of "
+        f"{count_of(len(arms), 'setting')}."
+    )
+
+
+def _ranges(rows: Sequence[dict]) -> Iterator[tuple[str, float, float]]:
+    """The least and the most of what a budget may leave unequal."""
+    wanted = {"parameters": ("parameters", "total"), "ideal FLOPs per byte": ("flops_per_byte", "ideal")}
+    for thing, keys in (wanted | {"bytes trained on": ("bytes_seen",)}).items():
+        known = [value for value in (number(row, *keys) for row in rows) if value is not None]
+        if known:
+            yield thing, min(known), max(known)
+
+
+def _unequal_seeds(arms: Sequence[Arm]) -> list[str]:
+    """A note where rows are not of the same seeds."""
+    seeds = [{run.summary["seed"] for run in arm.members} for arm in arms]
+    if all(some == seeds[0] for some in seeds):
+        return []
+    return ["Means are over different seeds: compare rows by the table of differences, which pairs equal seeds."]
+
+
+def _capped_parts(rows: Sequence[dict]) -> list[str]:
+    """What the mark of capped scores means."""
+    parts = {split: n_bytes for row in rows for split, n_bytes in (row.get("capped") or {}).items()}
+    told = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in parts.items())
+    return [f"{CAPPED} scored on {told} only."] if parts else []
+
+
+def _without_bits(arms: Sequence[Arm]) -> list[str]:
+    """Runs that have no score, by name."""
+    lost = [
+        f"{arm.label}, seed {run.summary['seed']}"
+        for arm in arms
+        for run in arm.members
+        if _score_of(run, "valid") is None
+    ]
+    return [f"No validation bits per byte (not scored, or not finite): {'; '.join(lost)}."] if lost else []
+
+
+def _older_of_one_seed(arms: Sequence[Arm]) -> list[str]:
+    """A note on runs that were repeated."""
+    older = sum(len(arm.members) - len(one_a_seed(arm)) for arm in arms)
+    told = (
+        "repeats another's configuration, source and seed"
+        if older == 1
+        else "repeat others' configuration, source and seed"
+    )
+    return [f"{count_of(older, 'run')} {told}: means take the newest, the table of seeds has all."] if older else []
+
+
+def _optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
+    """``Muon 92%, AdamW 8%``: shares of the parameters."""
+    shares: dict[str, float] = {}
+    for group in optimizers or []:
+        shares[group["optimizer"]] = shares.get(group["optimizer"], 0.0) + group["share"]
+    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{name} {100 * share:.0f}%" for name, share in ordered) or None
+
+
+def _score_of(run: RunRow, score: str) -> float | None:
+    """Bits per byte; ``score`` is ``valid``, ``test`` or one of them with ``_context_512``."""
+    return number(run.summary, f"{score}_bits_per_byte")

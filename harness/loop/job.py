@@ -18,7 +18,6 @@ from harness.loop.progress import Progress as Shown
 from harness.loop.run import Run
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder
-from harness.record.figures import draw_figures
 from harness.record.rows import Record, find_comparable, read_rows, write_summary
 from harness.record.table import bits, print_closing_table
 from harness.record.wandb_run import WandbRun
@@ -242,6 +241,8 @@ class Job:
         return found
 
     def _figures(self, found: dict) -> list:
+        from harness.record.figures import draw_figures  # late: matplotlib is slow to import
+
         return draw_figures(
             read_rows(self._record.path),
             folder=self.folder.path,

@@ -3,25 +3,40 @@
 from harness.count.flops import forward_flops_per_byte
 from harness.count.memory import Peak, optimizer_bytes, parameter_bytes
 from harness.data import corpora
+from harness.data.corpora import Corpus
+from harness.device.runtime import Runtime
 from harness.loop.run import Run
 from harness.loop.step import score_windows
+from harness.plan.build import Plan
 from harness.record.folder import Identity
 from harness.source import commit
 
 
-def identity(run: Run, whose: Identity, *, command: str) -> dict:
-    """What was run: enough to run it again, and to refuse to compare it with something else."""
-    plan, corpus = run.plan, run.corpus
+def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, config_hash: str, source: str) -> dict:
+    """What a number is of: enough to measure it again, and to refuse to compare it with something else.
+
+    Args:
+        config_hash, source: digests of the configuration and of the code that made it.
+    """
     label = {} if corpus.fallback_from is None else {"fallback_for": corpus.fallback_from}
     return {
         "variant": plan.variant,
         "seed": plan.seed,
         "command": command,
-        "config_hash": whose.config,
-        "source": whose.source,
+        "config_hash": config_hash,
+        "source": source,
         "commit": commit(),
         "data": corpus.provenance() | label,
         "protocol": plan.protocol(),
+        **runtime.describe(),
+    }
+
+
+def identity(run: Run, whose: Identity, *, command: str) -> dict:
+    """The provenance of a run, and what was built for it."""
+    plan, known = run.plan, {"config_hash": whose.config, "source": whose.source}
+    return {
+        **provenance(plan, corpus=run.corpus, runtime=run.runtime, command=command, **known),
         "budget": {plan.budget.unit: plan.budget.amount},
         "parameters": {
             "total": sum(p.numel() for p in run.model.parameters()),
@@ -30,7 +45,6 @@ def identity(run: Run, whose: Identity, *, command: str) -> dict:
         },
         "optimizers": run.optimizers.describe(),
         "path": run.path,
-        **run.runtime.describe(),
     }
 
 

@@ -1,4 +1,4 @@
-"""The fused path of ``window.attend`` on CUDA: kernels of our own, no score matrix in memory, cost by each head's span.
+"""The kernel path of ``window.attend`` on CUDA: our own in Triton, no score matrix in memory, cost by each head's span.
 
 The facts are those of ``fused.py``: the soft mask is an additive bias, log m, and beyond it nothing is computed; parts
 of one softmax merge by their log-sum-exp; the gradient of a span is a sum over its ramp (1905.07799, 2.2).

@@ -1,4 +1,4 @@
-"""Attention over a window of the past: pure functions, the plain path and the fused one.
+"""Attention over a window of the past: what it computes, as pure functions, and the plain path.
 
 Query t of a segment of T bytes meets the keys of the past and of the segment, L in all. Visible keys are numbered from
 the nearest, which is column x = 0: key j = L - T + t - shift - x, with shift 1 where a query does not see itself.
@@ -43,6 +43,14 @@ class Persistent(NamedTuple):
     """Key-value vectors that every query sees: unrotated scaled queries ``[B, H, T, K]``, keys and values [H, N, K]."""
 
     q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Past(NamedTuple):
+    """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend."""
+
+    heads: tuple[int, ...]
     k: Tensor
     v: Tensor
 

@@ -5,7 +5,6 @@ the products that they execute, and torch's counter is told.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,22 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from variants.kernels.window import Persistent, Window
+from variants.kernels.window import Past, Persistent, Window
 from variants.kernels.window_call import NAMES, PAST, available, geometry, make_call, pasts
 
-__all__ = ["Past", "attend", "available", "geometry"]
+__all__ = ["attend", "available", "geometry"]
 
 EXTRA = ("extra_k", "extra_v")
 TOGETHER = {"k": ("v", "past"), "v": ("k", "past"), "extra_k": EXTRA, "extra_v": EXTRA}
 """Gradients that come with others: keys with values, and those of the segment with those of the past."""
-
-
-class Past(NamedTuple):
-    """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend."""
-
-    heads: tuple[int, ...]
-    k: Tensor
-    v: Tensor
 
 
 def attend(
