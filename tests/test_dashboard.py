@@ -2,18 +2,18 @@
 
 import json
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 import pytest
 
 from bench.dashboards import online
 from bench.dashboards.layout import (
-    NOT_SHOWN,
     OF_CONFIG,
     OVER_THE_RUN,
     RUNS,
     SECTIONS,
-    metrics_of,
+    Panel,
     pattern_of,
 )
 from harness.record.rows import read_rows
@@ -21,6 +21,29 @@ from harness.record.wandb_rows import numbers
 from tests.command import call, empty_folder  # noqa: F401 - a fixture
 
 PLAIN = {"entity": "me", "project": "mine"}
+
+
+NOT_SHOWN = {
+    "step": "an axis that means another number of bytes in each run",
+    "epochs": "bytes seen in another unit",
+    "fraction": "bytes seen in another unit",
+    "valid/capped_bytes": "constant: how much of the split the scores on the way are of",
+    "valid_span*": "the same spans as in the train rows",
+    "train_span_with_ramp*": "one of them is shown: the longest decides what is computed",
+    "train_span/layers.*": "each layer's mean is shown, and all heads together",
+    "valid_usage_percent/mean": "each memory is shown, and most models have one",
+    "valid_kl_*/mean": "each memory is shown, and most models have one",
+    "valid_usage_bytes*": "constant: over how many bytes the use of slots is counted",
+    "*_context_512_bits_per_byte": "a second protocol: in the table of runs",
+}
+"""What a row has and no panel shows, and why; ``*`` is any text."""
+
+
+def metrics_of() -> Iterator[tuple[Panel, str]]:
+    """Every metric that a panel names, its x axis among them."""
+    for panel in (panel for section in SECTIONS for panel in section.panels):
+        for name in (*panel.y, *((panel.x,) if panel.x else ())):
+            yield panel, name
 
 
 def history(runs) -> list[set[str]]:

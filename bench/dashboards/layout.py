@@ -1,12 +1,11 @@
 """The W&B dashboard's layout: sections of panels, as data. ``online`` makes W&B objects of it.
 
 Metrics have the names that ``harness.record.wandb_rows`` gives them. In a name, ``*`` stands for a sublayer, as in
-``train_span/*/mean``. A test trains runs and finds every one of these names in them, and every name that a run logs
-either here or in ``NOT_SHOWN``.
+``train_span/*/mean``. A test trains runs and finds every one of these names in them, and says why each other name that a
+run logs is not here.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 CURVE, HISTOGRAM, BARS, SCATTER, PARALLEL, RUNS, IMAGES, TABLE = (
@@ -154,29 +153,6 @@ RUN_BY_RUN = Section(
     ),
 )
 SECTIONS = (LEARNING, SPANS, MEMORIES, COSTS, RESULTS, RUN_BY_RUN)
-
-NOT_SHOWN = {
-    "step": "an axis that means another number of bytes in each run",
-    "epochs": "bytes seen in another unit",
-    "fraction": "bytes seen in another unit",
-    "valid/capped_bytes": "constant: how much of the split the scores on the way are of",
-    "valid_span*": "the same spans as in the train rows",
-    "train_span_with_ramp*": "one of them is shown: the longest decides what is computed",
-    "train_span/layers.*": "each layer's mean is shown, and all heads together",
-    "valid_usage_percent/mean": "each memory is shown, and most models have one",
-    "valid_kl_*/mean": "each memory is shown, and most models have one",
-    "valid_usage_bytes*": "constant: over how many bytes the use of slots is counted",
-    "*_context_512_bits_per_byte": "a second protocol: in the table of runs",
-}
-"""What a row has and no panel shows, and why; ``*`` is any text."""
-
-
-def metrics_of(sections: tuple[Section, ...] = SECTIONS) -> Iterator[tuple[Panel, str]]:
-    """Every metric that a panel names, its x axis among them."""
-    for section in sections:
-        for panel in section.panels:
-            for name in (*panel.y, *((panel.x,) if panel.x else ())):
-                yield panel, name
 
 
 def pattern_of(metric: str) -> str:

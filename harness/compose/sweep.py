@@ -127,10 +127,10 @@ class Resuming(Launcher):
 
     def _look(self, overrides: list[str], digests: dict[str, str | None]) -> SweepJob:
         """Where a job stands; one with a mistake is left to the launcher, and says it itself."""
-        from harness.data import corpora
+        from harness.data import corpora  # torch comes with these: not for --help
         from harness.loop.prepare import locate
         from harness.plan.build import hydra_facts, plan_run
-        from harness.record import folder  # with torch: not for --help
+        from harness.record import folder
 
         cfg = self._loader.load_sweep_config(self._config, overrides)
         if cfg.record.wandb.group is None and not any(word.startswith(f"{GROUP}=") for word in overrides):
