@@ -6,7 +6,7 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from bench.report.page import FILTER_FROM, write_page
-from bench.report.shown import Cell, Column, Drawing, Table
+from harness.record.table import Cell, Column, Drawing, Table
 from tests import browser
 from tests.bench_rows import cost_row
 

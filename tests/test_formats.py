@@ -3,8 +3,7 @@
 import csv
 import io
 
-from bench.report.formats import to_csv, to_markdown
-from bench.report.shown import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, to_csv, to_markdown
 
 COLUMNS = (Column(heading="variant", number=False), Column(heading="bits", explained="Bits per byte."))
 STRANGE = r"a|b_c & 50% $x^2$ #1 {y} \z <b>~[q]*"

@@ -6,9 +6,8 @@ from dataclasses import replace
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from bench.report.formats import to_csv
 from bench.report.page import FILTER_FROM, write_page
-from bench.report.shown import Cell
+from harness.record.table import Cell, to_csv
 from tests import browser
 from tests.pages import (
     COLUMNS,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from selenium.webdriver.common.by import By
 
-from bench.report.shown import Cell, Table
+from harness.record.table import Cell, Table
 from tests import browser
 from tests.pages import (
     COLUMNS,

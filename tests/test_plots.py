@@ -25,8 +25,8 @@ from bench.report import (
 )
 from bench.report.gather import Found, gather
 from bench.report.plots import draw_all
-from bench.report.shown import Drawing
 from harness.record.drawing import BINS, thinned
+from harness.record.table import Drawing
 from tests.bench_rows import cost_row, fit_row, peer_row, write_run
 
 OUT = {

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 
 from harness.loop.progress import Progress
+from harness.record.closing_table import print_closing_table
 from harness.record.figures import draw_figures, draw_spans
 from harness.record.rows import SUMMARY_KEYS, Record, find_comparable, plain, read_rows, repeatable, write_summary
-from harness.record.table import print_closing_table
 
 
 def train_row(step):

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from bench.report import plots
 from bench.report.__main__ import all_tables, main
-from bench.report.formats import to_csv, to_markdown
 from bench.report.gather import gather
 from bench.report.grouping import comparable, run_row
-from bench.report.shown import Drawing, Table
+from harness.record.table import Drawing, Table, to_csv, to_markdown
 from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, speed_row, write_rows, write_run
 from tests.patience import PATIENCE_SECONDS
 from tests.test_gather import mutated

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from bench.report import plots
 from bench.report.__main__ import all_tables, main
 from bench.report.diff import facts_by_run
-from bench.report.formats import to_csv, to_markdown
 from bench.report.gather import gather
 from bench.report.plot_style import looks, styled
 from bench.report.plots_rates import draw_rates, top_of_frame
-from bench.report.shown import Table
 from bench.report.tuning import choose, fresh_command, picks, settings, tuning_groups
+from harness.record.table import Table, to_csv, to_markdown
 from tests.bench_rows import trial_config, write_failed, write_run, write_trial
 from tests.test_gather import mutated
 from tests.test_report import change, column, headings, tables

@@ -15,15 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench.report.diff import diff_lines, facts_by_run
-from bench.report.formats import markdown_list, to_csv, to_markdown
 from bench.report.gather import Found, gather
-from bench.report.shown import Drawing, Table
-from bench.report.tables import count_of
 from bench.report.tables_costs import cost_tables
 from bench.report.tables_others import fit_tables, peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
 from bench.report.tuning import fresh_command, picks
 from harness.cache import write_whole
+from harness.record.cells import count_of
+from harness.record.table import Drawing, Table, markdown_list, to_csv, to_markdown
 
 TITLE = "attention-windtunnel report"
 CONTENTS = "contents.txt"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bench.report.gather import RunRow
 from bench.report.grouping import Arm, arms, settings_of
-from bench.report.tables import OLDER, count_of, listed
 from bench.rows import GROUND, ground_value
-from harness.record.table import data_label
+from harness.record.cells import OLDER, count_of, listed
+from harness.record.closing_table import data_label
 
 Row = Callable[[object], dict]
 MOST_KEYS = 8

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.report.gather import RunRow
 from bench.rows import ground
-from harness.record.table import data_label
+from harness.record.closing_table import data_label
 
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 """Keys of a configuration that two seeds of one arm may differ in, or that a drawing holds equal anyway."""

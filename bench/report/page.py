@@ -15,8 +15,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from bench.report.formats import to_csv
-from bench.report.shown import Cell, Column, Drawing, Table
+from harness.record.table import Cell, Column, Drawing, Table, to_csv
 
 HERE = Path(__file__).parent
 FILTER_FROM = 13

@@ -17,8 +17,8 @@ from matplotlib.legend import Legend
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from bench.report.shown import Drawing
 from harness.record.drawing import INK
+from harness.record.table import Drawing
 
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE = (
     "#000000",

@@ -12,8 +12,8 @@ from bench.report.plots_curves import draw_curves
 from bench.report.plots_inside import draw_memories, draw_spans
 from bench.report.plots_rates import draw_rates
 from bench.report.plots_runs import draw_trade_offs
-from bench.report.shown import Drawing
 from bench.report.tuning import picks
+from harness.record.table import Drawing
 
 
 def draw_all(found: Found) -> list[Drawing]:

@@ -22,9 +22,9 @@ from bench.report.plot_style import (
     legend_below,
     memory_unit,
 )
-from bench.report.shown import Drawing
 from bench.rows import ground
 from harness.record.drawing import GREY, INK, panels
+from harness.record.table import Drawing
 
 CAUSES = {
     "parameters": (BLUE, ""),

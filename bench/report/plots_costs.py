@@ -15,9 +15,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.report.grouping import Arm, arms, data_words, ground_words, grouped, number, tag
 from bench.report.plot_style import LINES, Look, finish, legend_below, log_axis, memory_unit, plain_number
-from bench.report.shown import Drawing
 from bench.rows import ground
 from harness.record.drawing import GREY, INK, panels
+from harness.record.table import Drawing
 
 LENGTHS = ("model.span", "batch.segment", "batch.carry", "runtime.path")
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""

@@ -21,8 +21,8 @@ from bench.report.grouping import (
     tag,
 )
 from bench.report.plot_style import LINES, Look, finish, legend_below, plain_axis
-from bench.report.shown import Drawing
 from harness.record.drawing import BINS, GREY, bits_axis, count_axis, draw_bits, panels, points
+from harness.record.table import Drawing
 
 FREE = (("bytes seen", "bytes"), ("FLOPs spent in training (3 x ideal forward)", "flops"))
 MEASURED = (("time of training [s]", "seconds"),)

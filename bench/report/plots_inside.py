@@ -14,8 +14,8 @@ from matplotlib.lines import Line2D
 from bench.report.grouping import arms, comparable, data_words, grouped, number, provenance, tag
 from bench.report.plot_style import LINES, Look, finish, legend_below
 from bench.report.plots_curves import prefixes
-from bench.report.shown import Drawing
 from harness.record.drawing import GREY, INK, count_axis, draw_span_cells, layer_names, panels, span_grid, spans_of
+from harness.record.table import Drawing
 
 USAGE, KL = "usage_percent", ("kl_weighted_nats", "kl_count_nats")
 

@@ -13,9 +13,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.report.grouping import budget_words, comparable, data_words, tag
 from bench.report.plot_style import FILLS, LINES, Look, finish, legend_below
-from bench.report.shown import Drawing
 from bench.report.tuning import Pick
 from harness.record.drawing import GREY, panels
+from harness.record.table import Drawing
 
 MOST_SETTINGS = 8
 """Lines of one panel; more get panels of their own."""

@@ -26,8 +26,8 @@ from bench.report.grouping import (
     tag,
 )
 from bench.report.plot_style import FILLS, Look, finish, label_points, legend_below, log_axis, memory_unit, plain_axis
-from bench.report.shown import Drawing
 from harness.record.drawing import GREY, count_axis, panels
+from harness.record.table import Drawing
 
 MOST_LABELS = 12
 """Arms from which on labels beside dots give way to a legend."""

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Sequence
 
 from bench.report.grouping import Arm, grouped, settings_of
-from bench.report.shown import Cell, Column
-from bench.report.tables import NOTHING, listed, text
+from harness.record.cells import NOTHING, listed, text
+from harness.record.table import Cell, Column
 
 RATE = "optim.lr"
 MOST_COLUMNS = 4

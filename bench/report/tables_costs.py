@@ -7,8 +7,8 @@ from pathlib import PurePath
 from bench.cost_table import is_leak
 from bench.report.compare import arms_of, by, data_words, differences, ground_words, marks, newest_of_each
 from bench.report.grouping import number
-from bench.report.shown import Cell, Column, Table
-from bench.report.tables import (
+from bench.rows import ground
+from harness.record.cells import (
     NOTHING,
     count_of,
     fixed,
@@ -22,7 +22,7 @@ from bench.report.tables import (
     uncounted,
     whole,
 )
-from bench.rows import ground
+from harness.record.table import Cell, Column, Table
 
 OF_A_CELL = ("model.span", "batch.segment", "batch.lanes", "batch.carry", "batch.accumulate", "runtime.path")
 """Keys of a configuration that the verb itself sets for each cell."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from bench.report.compare import data_words, ground_words, one_a_seed, protocol_of, protocol_words
 from bench.report.gather import RunRow
 from bench.report.grouping import Arm, number, run_row
-from bench.report.shown import Cell, Column, Table
 from bench.report.swept import RATE, row_names, swept_columns, swept_names
-from bench.report.tables import NOTHING, bits, fixed, keep_filled, listed, mean, mib, significant, text, whole
 from bench.rows import ground
+from harness.record.cells import NOTHING, bits, fixed, keep_filled, listed, mean, mib, significant, text, whole
+from harness.record.table import Cell, Column, Table
 
 TOLERANCE = 0.02
 """Parameters that differ by less than this share of the smaller count as equal."""

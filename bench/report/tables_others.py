@@ -6,9 +6,9 @@ from pathlib import PurePath
 
 from bench.report.compare import arms_of, by, data_words, differences, ground_words, marks, newest_of_each
 from bench.report.grouping import number
-from bench.report.shown import Cell, Column, Table
-from bench.report.tables import NOTHING, count_of, fixed, keep_filled, listed, mib, text, times, whole
 from bench.rows import ground
+from harness.record.cells import NOTHING, count_of, fixed, keep_filled, listed, mib, text, times, whole
+from harness.record.table import Cell, Column, Table
 
 VOID = "VOID"
 PEERS = (

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from bench.report.compare import one_a_seed
 from bench.report.grouping import Arm, run_row
-from bench.report.shown import Cell, Column, Table
-from bench.report.tables import CAPPED, NOTHING, fixed, mean, text, whole
 from bench.report.uncertainty import Paired, paired
+from harness.record.cells import CAPPED, NOTHING, fixed, mean, text, whole
+from harness.record.table import Cell, Column, Table
 
 REFERENCE = "mhsa"
 BLOCK_BYTES = 10_000

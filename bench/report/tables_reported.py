@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from bench.report.compare import arms_of, by, data_words, marks, one_a_seed, protocol_of, protocol_words
 from bench.report.gather import RunRow
 from bench.report.grouping import Arm, budget_words, comparable, number, run_row
-from bench.report.shown import Cell, Column, Table
 from bench.report.swept import RATE, row_names, swept_columns, swept_names
-from bench.report.tables import CAPPED, bits, keep_filled, listed, mean, text, whole
 from bench.report.tables_pairs import pairs_table
 from bench.report.tables_tuning import flags_of, rate_cell, spent, unequal_tuning
 from bench.report.tuning import Pick
+from harness.record.cells import CAPPED, bits, keep_filled, listed, mean, text, whole
+from harness.record.table import Cell, Column, Table
 
 SCORES = {
     "valid": "valid, bits per byte",

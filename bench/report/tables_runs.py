@@ -16,9 +16,14 @@ from bench.report.compare import (
 )
 from bench.report.gather import RunRow
 from bench.report.grouping import Arm, budget_words, comparable, is_tuning, number, run_row
-from bench.report.shown import Cell, Column, Table
 from bench.report.swept import notes_needed, row_names, swept_columns
-from bench.report.tables import (
+from bench.report.tables_equal import equal_tables
+from bench.report.tables_pairs import pairs_table
+from bench.report.tables_reported import reported_tables
+from bench.report.tables_tuning import tuning_tables
+from bench.report.tuning import Pick, at_a_pick, picks
+from bench.rows import ground
+from harness.record.cells import (
     CAPPED,
     NOTHING,
     bits,
@@ -33,12 +38,7 @@ from bench.report.tables import (
     uncounted,
     whole,
 )
-from bench.report.tables_equal import equal_tables
-from bench.report.tables_pairs import pairs_table
-from bench.report.tables_reported import reported_tables
-from bench.report.tables_tuning import tuning_tables
-from bench.report.tuning import Pick, at_a_pick, picks
-from bench.rows import ground
+from harness.record.table import Cell, Column, Table
 
 QUALITY = (
     Column(

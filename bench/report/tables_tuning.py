@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from bench.report.compare import data_words, ground_words, marks, protocol_of, protocol_words
 from bench.report.gather import RunRow, error_of
 from bench.report.grouping import budget_words, number, provenance
-from bench.report.shown import Cell, Column, Table
 from bench.report.swept import RATE, row_names, swept_columns, swept_names
-from bench.report.tables import NOTHING, bits, count_of, fixed, keep_filled, listed, text, whole
 from bench.report.tuning import Pick, fresh_command, rate_of
 from bench.rows import ground
+from harness.record.cells import NOTHING, bits, count_of, fixed, keep_filled, listed, text, whole
+from harness.record.table import Cell, Column, Table
 
 PICKED = (
     Column(heading="picked optim.lr", explained="The rate of the lowest mean over the tuning seeds."),

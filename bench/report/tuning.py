@@ -18,8 +18,8 @@ from bench.report.gather import RunRow
 from bench.report.grouping import Arm, arms, comparable, flat, is_tuning, number, provenance, settings_of
 from bench.report.shapes import LARGEST
 from bench.report.swept import RATE
-from bench.report.tables import mean
 from bench.report.uncertainty import Paired, paired
+from harness.record.cells import mean
 
 HOW = ("device", "path", "compile", "threads", "deterministic", "processes")
 """Keys of ``runtime`` that say how a run is computed, not what: a rate that was tuned on a CPU is one for a GPU."""

@@ -112,8 +112,8 @@ class Resuming(Launcher):
 
     def _show(self, jobs: Sequence[SweepJob]) -> None:
         """All finished jobs side by side, and where to look on."""
+        from harness.record.closing_table import print_sweep_table
         from harness.record.folder import finished_summary
-        from harness.record.table import print_sweep_table
 
         words = [[word for word in typed(job.overrides) if not word.startswith("seed=")] for job in jobs]
         shared = set.intersection(*map(set, words))

@@ -18,8 +18,8 @@ from harness.loop.progress import Progress as Shown
 from harness.loop.run import Run
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder
+from harness.record.closing_table import bits, print_closing_table
 from harness.record.rows import Record, find_comparable, read_rows, write_summary
-from harness.record.table import bits, print_closing_table
 from harness.record.wandb_run import WandbRun
 
 WARM_STEPS = 2

@@ -1,185 +1,185 @@
-"""The closing table: what the run reached and what it cost, beside general compressors and earlier comparable runs.
-
-A number from a prefix of its split carries ``*``. Executed and ideal FLOPs, valid and test, peak and state keep their
-own places. Time and memory of an earlier run appear only if they were measured on the same device, precision and path, by
-as many processes.
+"""Tables as values, with a writer each for a terminal, Markdown and CSV; text from rows, which may come from strangers'
+folders, is text in all of them. ``harness.record.cells`` turns numbers into cells.
 """
 
-import json
-import math
-from collections.abc import Iterator, Sequence
+import csv
+import io
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
-_COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
+WIDE = 150
+"""Characters of a terminal's table where no terminal says how many there are: a wrapped number is no number."""
+
+_MARKED = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 
 
-def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: Console | None = None) -> None:
-    """Print the tables of a finished run.
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Attributes:
+    text: as shown; empty where nothing was measured.
+    value: what it is sorted by and what CSV gets, unrounded; None for text.
+    """
+
+    text: str
+    value: float | int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """Attributes:
+    heading: as shown, with the unit.
+    explained: one sentence: what the number is and how it was measured.
+    number: whether cells are numbers, to be aligned and sorted as such.
+    cell: makes a row's cell, for ``tabulate``.
+    """
+
+    heading: str
+    explained: str = ""
+    number: bool = True
+    cell: Callable[[object], Cell] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Attributes:
+    name: one word, for file names and links.
+    title: what it compares.
+    caption: the protocol, what is held equal, and what the rows differ in.
+    rows: one cell a column.
+    notes: marks explained, rows left out and why.
+    runs: a run folder for each row, the newest of those it is the mean of, or None; nothing where rows are no runs.
+    styles: how a terminal shows each row, ``bold``, ``dim``, ``dim strike`` or nothing.
+    """
+
+    name: str
+    title: str
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+    runs: tuple[Path | None, ...] = ()
+    styles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """Attributes:
+    name: one word, for file names and links.
+    title, caption: as in ``Table``.
+    svg, png: the whole file's content.
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: bytes
+    png: bytes
+
+
+def tabulate(rows: Iterable, columns: Iterable[Column]) -> tuple[tuple[Cell, ...], ...]:
+    """Each row through each column's ``cell``."""
+    columns = tuple(columns)
+    return tuple(tuple(column.cell(row) for column in columns) for row in rows)
+
+
+def print_table(table: Table, *, console: Console | None = None) -> None:
+    """Print title, caption, table and notes.
 
     Args:
-        summary: as in ``summary.json``; what is missing or None shows as ``-`` or is left out.
-        others: summaries of earlier runs that may stand beside it, from ``find_comparable``.
-        console: where to; None is standard output.
+        console: where to; None is standard output, ``WIDE`` where it is no terminal.
     """
     console = console or Console(highlight=False)
-    console.print(Text(f"\n{summary['variant']}, seed {summary['seed']}", style="bold"))
-    console.print(Text(f"{data_label(summary['data'])}\n"), soft_wrap=True)
-    console.print(_quality(summary))
+    if not console.is_terminal:
+        console.width = max(console.width, WIDE)
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in table.columns:
+        side = {"justify": "right", "no_wrap": True} if column.number else {"overflow": "fold"}
+        drawn.add_column(Text(column.heading), **side)
+    for row, style in zip(table.rows, table.styles or ("",) * len(table.rows), strict=True):
+        drawn.add_row(*(Text(_one_line(cell.text)) for cell in row), style=style or None)
+    console.print(Text(f"\n{table.title}", style="bold"), soft_wrap=True)
+    if table.caption:
+        console.print(Text(_one_line(table.caption)), soft_wrap=True)
     console.print()
-    console.print(_costs(summary))
-    if others:
-        console.print(Text("\nRuns with the same data, budget and protocol (FLOPs: forward, executed)\n", style="bold"))
-        console.print(_comparison(summary, runs=[(run["variant"], run) for run in (summary, *others)]))
-    console.print()
-    for note in _notes([summary, *others], summary=summary):
-        console.print(Text(note))
+    console.print(drawn)
+    for note in table.notes:
+        console.print(Text(_one_line(note)), soft_wrap=True)
 
 
-def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | None = None) -> None:
-    """Print the finished jobs of a sweep, those that may be compared in one table, the best first.
-
-    Args:
-        jobs: what makes each that job, such as ``variant=mhsa seed=0``, and its summary.
-        console: where to; None is standard output.
-    """
-    console, alike = console or Console(highlight=False), {}
-    for label, summary in jobs:
-        key = json.dumps([summary["data"]["sha256"], summary["protocol"], summary["budget"], summary["capped"]])
-        alike.setdefault(key, []).append((label, summary))
-    for same in alike.values():
-        first = same[0][1]
-        budget = ", ".join(f"{amount:,.10g} {unit}" for unit, amount in first["budget"].items())
-        console.print(Text(f"\n{data_label(first['data'])}; budget {budget}\n"), soft_wrap=True)
-        console.print(_comparison(first, runs=same, heading="job"))
-        console.print()
-        for note in _notes([summary for _, summary in same], summary=first):
-            console.print(Text(note))
+def to_markdown(table: Table) -> str:
+    """A heading, the caption, the table with numbers to the right, notes, and what the columns are."""
+    heads = [_markdown(column.heading) for column in table.columns]
+    rows = [[_markdown(cell.text) for cell in row] for row in table.rows]
+    widths = [max(3, *(len(row[place]) for row in [heads, *rows])) for place in range(len(heads))]
+    ruler = [f"{'-' * (w - 1)}:" if column.number else "-" * w for column, w in zip(table.columns, widths, strict=True)]
+    lines = [_aligned(row, table.columns, widths) for row in [heads, ruler, *rows]]
+    notes = "".join(f"- {_markdown(note)}\n" for note in table.notes)
+    told = [
+        f"{_markdown(column.heading)}: {_markdown(column.explained)}" for column in table.columns if column.explained
+    ]
+    legend = f"<details><summary>Columns</summary>\n\n{''.join(f'- {line}{chr(10)}' for line in told)}\n</details>\n"
+    parts = [f"## {_markdown(table.title)}\n", f"{_markdown(table.caption)}\n", "\n".join(lines) + "\n", notes]
+    return "\n".join(part for part in [*parts, legend if told else ""] if part)
 
 
-def data_label(data: dict) -> str:
-    """What was really read: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256 0123456789ab``."""
-    fallback = f" (fallback for {data['fallback_for']})" if data.get("fallback_for") else ""
-    return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
-
-
-def bits(summary: dict, *, split: str, context: str = "") -> str:
-    """A split's bits per byte to four places, marked if capped; ``context`` is ``_context_512`` for that column."""
-    value = summary.get(f"{split}{context}_bits_per_byte")
-    mark = "*" if split in (summary.get("capped") or {}) else ""
-    return "-" if value is None else f"{value:.4f}{mark}"
-
-
-def _quality(summary: dict) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("bits per byte")
-    for split in ("valid", "test"):
-        table.add_column(split, justify="right")
-    table.add_row("this run", *(bits(summary, split=split) for split in ("valid", "test")))
-    table.add_row("  context 512", *(bits(summary, split=split, context="_context_512") for split in ("valid", "test")))
-    for key, label in _COMPRESSORS.items():
-        table.add_row(label, *(_compressed(summary, split=split, key=key) for split in ("valid", "test")))
-    return table
-
-
-def _compressed(summary: dict, *, split: str, key: str) -> str:
-    value = ((summary.get("compressors") or {}).get(split) or {}).get(key)
-    mark = "*" if split in (summary.get("capped") or {}) else ""
-    return "-" if value is None else f"{value:.4f}{mark}"
-
-
-def _costs(summary: dict) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("cost")
-    table.add_column("", overflow="fold")
-    for name, text in _cost_lines(summary):
-        table.add_row(name, text)
-    return table
-
-
-def _cost_lines(summary: dict) -> Iterator[tuple[str, str]]:
-    parameters, flops, memory, spans = (
-        summary.get(key) or {} for key in ("parameters", "flops_per_byte", "memory", "spans")
+def to_csv(table: Table) -> str:
+    """Unrounded numbers; a column with marked numbers is followed by one of their marks; the caption ends each row."""
+    marked = [any(mark(cell) for cell in cells) for cells in zip(*table.rows, strict=True)] or [False] * len(
+        table.columns
     )
-    if parameters:
-        yield (
-            "parameters",
-            f"{_count(parameters.get('total'))} in all, {_count(parameters.get('touched'))} touched per byte",
-        )
-    if flops:
-        yield (
-            "FLOPs per byte",
-            f"{_short(flops.get('executed'))} executed, {_short(flops.get('ideal'))} ideal (forward)",
-        )
-    if memory:
-        about = "about " if memory.get("approximate") else ""
-        peak, state = (_size(memory.get(key)) for key in ("peak_bytes", "state_bytes"))
-        yield "memory", f"{about}{peak} peak, {state} carried state"
-    if summary.get("bytes_per_second") is not None:
-        yield "speed", f"{_count(round(summary['bytes_per_second']))} bytes per second of training"
-    if summary.get("seconds") is not None:
-        yield "training", f"{summary['seconds']:,.1f} s, {_count(summary.get('bytes_seen'))} bytes"
-    if spans:
-        yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
-    where = [str(summary[key]) for key in ("device", "precision", "path") if summary.get(key)]
-    if summary.get("processes", 1) > 1:
-        where.insert(0, f"{summary['processes']} processes")
-    yield "where", ", ".join(where)
+    heads = []
+    for column, twin in zip(table.columns, marked, strict=True):
+        heads += [column.heading, f"{column.heading} (mark)"] if twin else [column.heading]
+    caption = " ".join([table.caption, *table.notes])
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*heads, "caption"])
+    for row in table.rows:
+        cells = []
+        for cell, twin in zip(row, marked, strict=True):
+            value = _harmless(cell.text) if cell.value is None else cell.value
+            cells += [value, mark(cell)] if twin else [value]
+        writer.writerow([*cells, _harmless(caption)])
+    return file.getvalue()
 
 
-def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], heading: str = "variant") -> Table:
-    """Labelled runs, the best first; time and memory of those that were measured as ``summary`` was, which is bold."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column(heading, overflow="fold")
-    for name in ("seed", "valid", "test", "params", "FLOPs", "peak", "bytes/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for label, run in sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf):
-        measured_here = _ground(run) == _ground(summary)
-        peak, speed = (run.get("memory") or {}).get("peak_bytes"), run.get("bytes_per_second")
-        cells = [str(run["seed"]), bits(run, split="valid"), bits(run, split="test")]
-        cells += [
-            _short((run.get("parameters") or {}).get("total")),
-            _short((run.get("flops_per_byte") or {}).get("executed")),
-        ]
-        cells += [_size(peak), _short(speed)] if measured_here else ["#", "#"]
-        older = " +" if run.get("source") != summary.get("source") else ""
-        table.add_row(f"{label}{older}", *cells, style="bold" if run is summary and heading == "variant" else None)
-    return table
+def markdown_list(lines: Iterable[str]) -> str:
+    """A list of plain texts."""
+    return "".join(f"- {_markdown(line)}\n" for line in lines)
 
 
-def _notes(runs: Sequence[dict], *, summary: dict) -> Iterator[str]:
-    capped = {split: n_bytes for run in runs for split, n_bytes in (run.get("capped") or {}).items()}
-    if capped:
-        yield "* first " + ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in capped.items()) + " only"
-    if any(_ground(run) != _ground(summary) for run in runs):
-        yield "# measured on another device, precision, path or number of processes: time and memory do not compare"
-    if any(run.get("source") != summary.get("source") for run in runs):
-        yield "+ made by other source code than this run's"
+def mark(cell: Cell) -> str:
+    """What stands beside a cell's number and says how to take it: ``*``, ``~``, ``leak``."""
+    found = None if cell.value is None else _MARKED.fullmatch(cell.text)
+    return "" if found is None else found[1] + found[2]
 
 
-def _ground(run: dict) -> tuple:
-    return (*(run.get(key) for key in ("device", "precision", "path")), run.get("processes", 1))
+def _aligned(row: list[str], columns: tuple[Column, ...], widths: list[int]) -> str:
+    cells = [
+        text.rjust(width) if column.number else text.ljust(width)
+        for text, column, width in zip(row, columns, widths, strict=True)
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
-def _count(number: int | None) -> str:
-    return "-" if number is None else f"{number:,}"
+def _one_line(text: str) -> str:
+    return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text).encode("utf-8", "replace").decode().strip()
 
 
-def _short(number: float | None) -> str:
-    """Three digits and a power of 1000: ``858k``, ``2.11M``."""
-    if number is None:
-        return "-"
-    power = 0
-    while number >= 999.5 and power < 4:
-        number, power = number / 1000, power + 1
-    return f"{number:.3g}{('', 'k', 'M', 'G', 'T')[power]}"
+def _markdown(text: str) -> str:
+    """Escaped, but for an underscore inside a word, which is only itself."""
+    text = re.sub(r"([\\`*\[\]|~#])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", _one_line(text))
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _size(n_bytes: int | None) -> str:
-    """MiB = 2^20 or GiB = 2^30 bytes."""
-    if n_bytes is None:
-        return "-"
-    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"
+def _harmless(text: str) -> str:
+    """A spreadsheet takes what begins with = or @ for a formula."""
+    text = _one_line(text)
+    return f"'{text}" if text.startswith(("=", "@")) else text

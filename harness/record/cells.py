@@ -5,7 +5,7 @@ A cell keeps the unrounded number beside its text. Numbers of one column have on
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.report.shown import Cell, Column
+from harness.record.table import Cell, Column
 
 MIB = 2**20
 NOTHING = Cell(text="")
