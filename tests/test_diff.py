@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.by import By
 
-from bench.report.__main__ import all_tables, main
+from bench.report.__main__ import main
 from bench.report.diff import differing, facts, facts_by_run
 from bench.report.gather import gather
 from tests import browser
@@ -17,6 +17,7 @@ from tests.pages import (
     running_browser,  # noqa: F401 - a fixture
 )
 from tests.patience import wait_for
+from tests.report_of import all_tables
 from tests.test_report import change
 
 HOSTILE = "</script x><!--<script></script><svg onload='window.struck = 1'>\u2028\x1b[31m"

@@ -2,9 +2,8 @@
 
 import pytest
 
+from bench.report.comparison import MOST_COLUMNS, RATE, Heads, arms
 from bench.report.gather import gather
-from bench.report.grouping import arms, run_row
-from bench.report.swept import MOST_COLUMNS, RATE, swept_columns
 from tests.bench_rows import PROTOCOL, write_run, write_trial
 from tests.test_report import change, column, headings, tables
 
@@ -16,9 +15,10 @@ def model(**keys) -> dict:
 
 
 def swept(folder, **given):
-    found = arms(gather([folder]).runs, row=run_row)
-    columns, cells = swept_columns(found, row=run_row, **given)
-    return [column.heading for column in columns], [[cell.text for cell in row] for row in cells], columns
+    found = arms(gather([folder]).runs)
+    heads = Heads(found, **given)
+    cells = [[cell.text for cell in heads.of(arm)[1:]] for arm in found]
+    return [column.heading for column in heads.swept], cells, heads.swept
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from bench.report import (
-    grouping,
+    comparison,
     plot_style,
     plots_bars,
     plots_costs,
@@ -24,10 +24,10 @@ from bench.report import (
     plots_runs,
 )
 from bench.report.gather import Found, gather
-from bench.report.plots import draw_all
 from harness.record.drawing import BINS, thinned
 from harness.record.table import Drawing
 from tests.bench_rows import cost_row, fit_row, peer_row, write_run
+from tests.report_of import draw_all
 
 OUT = {
     "status": "out of memory",
@@ -211,7 +211,7 @@ def test_a_size_is_an_arm_of_its_own_and_labelled_by_what_differs(tmp_path):
     small, large = runs(tmp_path, variants=("mhsa",))
     large.provenance["config"]["model"]["d_model"] = 256
     small_again = changed(small, seed=7)
-    found_arms = grouping.arms([small, large, small_again], row=plots_runs.provenance)
+    found_arms = comparison.arms([small, large, small_again])
     assert [(arm.label, len(arm.members)) for arm in found_arms] == [("mhsa, d_model=128", 2), ("mhsa, d_model=256", 1)]
 
 

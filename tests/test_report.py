@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.report import plots
-from bench.report.__main__ import all_tables, main
+from bench.report.__main__ import main
+from bench.report.comparison import comparable
 from bench.report.gather import gather
-from bench.report.grouping import comparable, run_row
 from harness.record.table import Drawing, Table, to_csv, to_markdown
 from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, speed_row, write_rows, write_run
 from tests.patience import PATIENCE_SECONDS
+from tests.report_of import all_tables
 from tests.test_gather import mutated
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +92,7 @@ def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
 def test_a_budget_of_seconds_is_equal_on_equal_ground_only(tmp_path):
     for variant, threads in (("mhsa", 2), ("adaptive_span", 2), ("all_attention", 4)):
         change(write_run(tmp_path, variant=variant), budget={"seconds": 60.0}, threads=threads)
-    keys = {run_row(run)["variant"]: comparable(run) for run in gather([tmp_path]).runs}
+    keys = {run.row["variant"]: comparable(run) for run in gather([tmp_path]).runs}
     assert keys["mhsa"] == keys["adaptive_span"] != keys["all_attention"]
 
 
@@ -267,7 +268,7 @@ def test_speeds_stand_beside_their_targets_and_void_ones_are_no_numbers(tmp_path
 
 def test_the_verb_writes_everything_and_takes_away_what_is_no_longer_true(tmp_path, capsys, monkeypatch):
     drawing = Drawing(name="drawn", title="Drawn", caption="By hand.", svg=b"<svg/>", png=b"png")
-    monkeypatch.setattr(plots, "draw_all", lambda found: [drawing])
+    monkeypatch.setattr(plots, "draw_all", lambda found, swept: [drawing])
     outputs, out = tmp_path / "outputs", tmp_path / "report"
     write_run(outputs, variant="mhsa")
     write_rows(outputs, [cost_row(), {"kind": "cost"}])

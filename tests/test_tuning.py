@@ -10,7 +10,7 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from bench.report import plots
-from bench.report.__main__ import all_tables, main
+from bench.report.__main__ import main
 from bench.report.diff import facts_by_run
 from bench.report.gather import gather
 from bench.report.plot_style import looks, styled
@@ -18,6 +18,7 @@ from bench.report.plots_rates import draw_rates, top_of_frame
 from bench.report.tuning import choose, fresh_command, picks, settings, tuning_groups
 from harness.record.table import Table, to_csv, to_markdown
 from tests.bench_rows import trial_config, write_failed, write_run, write_trial
+from tests.report_of import all_tables, draw_all
 from tests.test_gather import mutated
 from tests.test_report import change, column, headings, tables
 
@@ -196,7 +197,7 @@ def test_reported_rates_are_compared_over_matched_seeds(tmp_path):
 
 
 def test_without_fresh_runs_the_row_says_what_to_type(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plots, "draw_all", lambda found: [])
+    monkeypatch.setattr(plots, "draw_all", lambda found, swept: [])
     words = "python train.py -m variant=mhsa,other optim.lr=0.001,0.003 seed=100,101 eval.test=false model.span=64,512"
     words += " 'trust=[a,b]' sweep=learning_rates position=rotary,alibi hydra.searchpath=[pkg://mine]"
     sweep(tmp_path / "runs", keys={"position": {"_target_": "variants.position.Rotary"}})
@@ -317,7 +318,7 @@ def test_trials_are_in_no_figure_of_results(tmp_path, monkeypatch):
     drawn = {}
     for name in ("draw_trade_offs", "draw_curves", "draw_memories", "draw_spans"):
         monkeypatch.setattr(plots, name, lambda runs, name=name, **_: drawn.update({name: runs}) or [])
-    assert [drawing.name.partition("-")[0] for drawing in plots.draw_all(gather([tmp_path]))] == ["rates"]
+    assert [drawing.name.partition("-")[0] for drawing in draw_all(gather([tmp_path]))] == ["rates"]
     assert len(drawn) == 4 and all([run.summary["seed"] for run in runs] == [0] for runs in drawn.values())
 
 
@@ -360,7 +361,7 @@ def test_the_figure_marks_picks_edges_and_failures_and_is_the_same_for_equal_row
 
 
 def test_failed_runs_are_named_apart_and_are_no_rows(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plots, "draw_all", lambda found: [])
+    monkeypatch.setattr(plots, "draw_all", lambda found, swept: [])
     write_run(tmp_path, seed=1)
     failed = write_failed(tmp_path, error="RuntimeError:  loss\n is nan" + "x" * 1000)
     (write_failed(tmp_path, error=None, seed=3) / "record.jsonl").unlink()  # before it knew what it was

@@ -19,7 +19,7 @@ from bench.report.gather import Found, gather
 from bench.report.tables_costs import cost_tables
 from bench.report.tables_others import fit_tables, peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
-from bench.report.tuning import fresh_command, picks
+from bench.report.tuning import Pick, fresh_command, picks
 from harness.cache import write_whole
 from harness.record.cells import count_of
 from harness.record.table import Drawing, Table, markdown_list, to_csv, to_markdown
@@ -40,21 +40,23 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         found = gather(folders)
         _must_have_rows(found)
-        for line in write_report(found, Path(asked.out), command=typed):
+        swept = picks(found.runs, found.failed_runs)
+        for line in write_report(found, swept, Path(asked.out), command=typed):
             print(line)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in [*_left_out(found), *_to_type(found)]:
+    for line in [*_left_out(found), *_to_type(swept)]:
         print(line)
     return 0
 
 
-def write_report(found: Found, out: Path, *, command: str) -> Iterator[str]:
+def write_report(found: Found, swept: Sequence[Sequence[Pick]], out: Path, *, command: str) -> Iterator[str]:
     """Write everything, and say each thing that was written.
 
     Args:
         found: from ``gather``.
+        swept: from ``picks``.
         out: a folder, made if it is not there.
         command: what was typed.
 
@@ -66,7 +68,7 @@ def write_report(found: Found, out: Path, *, command: str) -> Iterator[str]:
 
     try:
         out.mkdir(parents=True, exist_ok=True)  # before the drawings, which take seconds
-        tables, drawings = all_tables(found), draw_all(found)
+        tables, drawings = all_tables(found, swept), draw_all(found, swept)
         notes, commands, written = _notes(found), _commands(found, command=command), set()
         for table in tables:
             for suffix, form in (("md", to_markdown), ("csv", to_csv)):
@@ -90,15 +92,15 @@ def write_report(found: Found, out: Path, *, command: str) -> Iterator[str]:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
 
 
-def all_tables(found: Found) -> list[Table]:
+def all_tables(found: Found, swept: Sequence[Sequence[Pick]]) -> list[Table]:
     """Runs, costs, peers and predictions, each by what may be compared."""
-    of_bench = (
+    return [
+        *run_tables(found.runs, swept=swept),
         *cost_tables(found.costs),
         *peer_tables(found.peers),
         *fit_tables(found.fits),
         *speed_tables(found.speeds),
-    )
-    return [*run_tables(found.runs, failed=found.failed_runs), *of_bench]
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,10 +132,9 @@ def _notes(found: Found) -> list[str]:
     return notes + [f"{line[0].upper()}{line[1:]}" for line in _left_out(found)]
 
 
-def _to_type(found: Found) -> list[str]:
+def _to_type(swept: Sequence[Sequence[Pick]]) -> list[str]:
     """What is still to be run: the fresh runs of each rate that was picked and not reported."""
-    every = [pick for some in picks(found.runs, found.failed_runs) for pick in some]
-    waiting = [pick for pick in every if pick.choice and not pick.fresh]
+    waiting = [pick for some in swept for pick in some if pick.choice and not pick.fresh]
     return list(dict.fromkeys(f"picked, not reported yet: {fresh_command(pick)}" for pick in waiting))
 
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench.report.comparison import flat
 from bench.report.gather import RunRow, provenance_of, run_folders
-from bench.report.grouping import flat
 from bench.rows import GROUND
 from harness.record.rows import RECORD
 

@@ -43,6 +43,11 @@ class RunRow:
         """The first row: with the configuration."""
         return self.rows[0]
 
+    @property
+    def row(self) -> dict:
+        """What is known of the run: its configuration and its results."""
+        return self.provenance | self.summary
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:

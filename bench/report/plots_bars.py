@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.report.grouping import data_words, ground_words, grouped, number, tag
+from bench.report.comparison import grouped, number, tag
 from bench.report.plot_style import (
     BLUE,
     GREEN,
@@ -22,6 +22,7 @@ from bench.report.plot_style import (
     legend_below,
     memory_unit,
 )
+from bench.report.words import data_words, machine_words
 from bench.rows import ground
 from harness.record.drawing import GREY, INK, panels
 from harness.record.table import Drawing
@@ -56,7 +57,7 @@ def draw_peers(peers: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
 def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     first, void = rows[0], rows[0].get("void")
     title = f"Training speed of peers: {first['job']}"
-    subtitle = f"{ground_words(first)}; {first['lanes']} x {first['segment']} bytes a step\n{data_words(rows)}"
+    subtitle = f"{machine_words(first)}; {first['lanes']} x {first['segment']} bytes a step\n{data_words(rows)}"
     rows = sorted(rows, key=lambda row: (number(row, "relative_to_yardstick") or 0.0, row["name"]))
     figure, (ax,) = panels(1, 1, width=9.5, height=1.9 + 0.42 * len(rows), title=title, subtitle=subtitle)
     longest = max((_range(row)[1] for row in rows if number(row, "relative_to_yardstick")), default=1.0)
@@ -128,7 +129,7 @@ def draw_fits(fits: list[dict]) -> list[Drawing]:
 def _fits(rows: list[dict], *, name: str) -> Drawing:
     title = "Predicted peak memory of a training step, by cause"
     size = {"width": 9.5, "height": 2.3 + 0.5 * len(rows)}
-    figure, (ax,) = panels(1, 1, title=title, subtitle=f"{ground_words(rows[0])}\n{data_words(rows)}", **size)
+    figure, (ax,) = panels(1, 1, title=title, subtitle=f"{machine_words(rows[0])}\n{data_words(rows)}", **size)
     rows = sorted(rows, key=lambda row: (sum(row["split"].values()), row["variant"]), reverse=True)
     peaks = [max(sum(row["split"].values()), number(row, "measured_peak_bytes") or 0) for row in rows]
     divisor, unit = memory_unit(max(peaks))

@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.report.grouping import Arm, arms, data_words, ground_words, grouped, number, tag
+from bench.report.comparison import Arm, arms, grouped, number, tag
 from bench.report.plot_style import LINES, Look, finish, legend_below, log_axis, memory_unit, plain_number
+from bench.report.words import data_words, machine_words
 from bench.rows import ground
 from harness.record.drawing import GREY, INK, panels
 from harness.record.table import Drawing
@@ -65,9 +66,9 @@ def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     first = rows[0]
     title = f"Cost against length of context: {_mode(first)}"
     size = {"width": 10.5, "height": 8.6}
-    figure, axes = panels(2, 2, title=title, subtitle=f"{ground_words(first)}\n{data_words(rows)}", **size)
+    figure, axes = panels(2, 2, title=title, subtitle=f"{machine_words(first)}\n{data_words(rows)}", **size)
     by_path = grouped(rows, key=lambda row: row["path"])
-    lines = [line for found in by_path.values() for line in arms(found, row=lambda row: row, without=LENGTHS)]
+    lines = [line for found in by_path.values() for line in arms(found, without=LENGTHS)]
     paths = {path: LINES[index % len(LINES)] for index, path in enumerate(by_path)}
     lengths = sorted({row["length"] for row in rows})
     for ax, measure in zip(axes, MEASURES, strict=True):

@@ -7,20 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.report.grouping import (
-    Arm,
-    arms,
-    budget_words,
-    comparable,
-    data_words,
-    ground_words,
-    grouped,
-    number,
-    provenance,
-    split_by_ground,
-    tag,
-)
+from bench.report.comparison import Arm, arms, comparable, grouped, number, split_by_ground, tag
 from bench.report.plot_style import LINES, Look, finish, legend_below, plain_axis
+from bench.report.words import budget_words, data_words, machine_words
 from harness.record.drawing import BINS, GREY, bits_axis, count_axis, draw_bits, panels, points
 from harness.record.table import Drawing
 
@@ -35,7 +24,7 @@ def draw_curves(runs: list, *, look: dict[str, Look]) -> list[Drawing]:
         usable = [run for run in group if points(run.rows, kind="valid") or points(run.rows, kind="train")]
         if not usable:
             continue
-        for suffix, some, free, measured in split_by_ground(usable, row=provenance):
+        for suffix, some, free, measured in split_by_ground(usable):
             scales = (*(FREE if free else ()), *(MEASURED if measured else ()))
             drawings.append(_curves(some, scales=scales, look=look, name=f"curves-{tag(key)}{suffix}"))
     return drawings
@@ -74,12 +63,12 @@ def scale_of(run, unit: str) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _curves(runs: list, *, scales: tuple, look: dict[str, Look], name: str) -> Drawing:
-    compared = arms(runs, row=provenance)
+    compared = arms(runs)
     scales = [(label, unit) for label, unit in scales if any(scale_of(run, unit) for run in runs)] or [FREE[0]]
     title = "Learning curves"
     subtitle = data_words(run.summary for run in runs)
     if any(unit == "seconds" for _, unit in scales):
-        subtitle += f"\n{ground_words(runs[0].provenance)}"
+        subtitle += f"\n{machine_words(runs[0].provenance)}"
     figure, axes = panels(1, len(scales), width=max(4.6 * len(scales), 6.5), height=4.9, title=title, subtitle=subtitle)
     for ax, (label, unit) in zip(axes, scales, strict=True):
         for arm in compared:

@@ -11,9 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.report.grouping import arms, comparable, data_words, grouped, number, provenance, tag
+from bench.report.comparison import arms, comparable, grouped, number, tag
 from bench.report.plot_style import LINES, Look, finish, legend_below
 from bench.report.plots_curves import prefixes
+from bench.report.words import data_words
 from harness.record.drawing import GREY, INK, count_axis, draw_span_cells, layer_names, panels, span_grid, spans_of
 from harness.record.table import Drawing
 
@@ -29,7 +30,7 @@ def last_metrics(run) -> dict:
 def draw_spans(runs: list) -> list[Drawing]:
     """Layers by heads, at the end of the first seed of every arm that has spans."""
     with_spans = [run for run in runs if np.isfinite([*_all_spans(run)]).any()]
-    return [_spans(arm.members[0], arm.label, len(arm.members)) for arm in arms(with_spans, row=provenance)]
+    return [_spans(arm.members[0], arm.label, len(arm.members)) for arm in arms(with_spans)]
 
 
 def _all_spans(run) -> Iterator[float]:
@@ -78,7 +79,7 @@ def draw_memories(runs: list, *, look: dict[str, Look]) -> list[Drawing]:
 def _memories(runs: list, *, look: dict[str, Look], name: str) -> Drawing:
     title = "Use of product-key memories"
     figure, axes = panels(1, 2, width=10, height=4.7, title=title, subtitle=data_words(run.summary for run in runs))
-    compared = arms(runs, row=provenance)
+    compared = arms(runs)
     places = sorted({key.rpartition(".")[0] for run in runs for key in last_metrics(run) if key.endswith(f".{USAGE}")})
     for arm in compared:
         for run in arm.members:

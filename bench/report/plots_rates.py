@@ -11,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.report.grouping import budget_words, comparable, data_words, tag
+from bench.report.comparison import comparable, tag
 from bench.report.plot_style import FILLS, LINES, Look, finish, legend_below
 from bench.report.tuning import Pick
+from bench.report.words import budget_words, data_words
 from harness.record.drawing import GREY, panels
 from harness.record.table import Drawing
 

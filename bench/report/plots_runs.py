@@ -1,7 +1,7 @@
 """Bits per byte against what they cost, with the Pareto front: FLOPs, memory and seconds of training runs.
 
 One drawing for each data digest, protocol, budget and capping, for only such runs compare; where they were measured on
-several machines, time and memory get a drawing for each (``grouping.split_by_ground``). Every seed is a dot.
+several machines, time and memory get a drawing for each (``comparison.split_by_ground``). Every seed is a dot.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,9 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.report.grouping import (
-    Arm,
-    arms,
-    budget_words,
-    comparable,
-    data_words,
-    ground_words,
-    grouped,
-    number,
-    provenance,
-    split_by_ground,
-    tag,
-)
+from bench.report.comparison import Arm, arms, comparable, grouped, number, split_by_ground, tag
 from bench.report.plot_style import FILLS, Look, finish, label_points, legend_below, log_axis, memory_unit, plain_axis
+from bench.report.words import budget_words, data_words, machine_words
 from harness.record.drawing import GREY, count_axis, panels
 from harness.record.table import Drawing
 
@@ -60,7 +49,7 @@ def draw_trade_offs(runs: list, *, look: dict[str, Look]) -> list[Drawing]:
     drawings = []
     for key, group in grouped(runs, key=lambda run: comparable(run)).items():
         split, usable = final_split(group)
-        for suffix, some, free, measured in split_by_ground(usable, row=provenance):
+        for suffix, some, free, measured in split_by_ground(usable):
             costs = (*(FREE if free else ()), *(MEASURED if measured else ()))
             costs = [cost for cost in costs if any(number(run.summary, *cost.keys) is not None for run in some)]
             if costs:
@@ -102,7 +91,7 @@ def _trade_off(
     title, subtitle = "Bits per byte against cost", _subtitle(runs, costs=costs)
     size = {"width": 5.2 * columns, "height": 3.7 * rows + 0.9}
     figure, axes = panels(rows, columns, title=title, subtitle=subtitle, **size)
-    compared = arms(runs, row=provenance)
+    compared = arms(runs)
     texts = {arm.label: f"{arm.label} (n={len(arm.members)})" for arm in compared}
     labelled, mark = [], "*" if capped_bytes(runs[0], split) else ""
     for ax, cost in zip(axes, costs, strict=False):
@@ -186,7 +175,7 @@ def _handle(arm: Arm, *, look: dict[str, Look], label: str) -> Line2D:
 
 def _subtitle(runs: list, *, costs: list[Cost]) -> str:
     measured = any(cost in MEASURED for cost in costs)
-    return data_words(run.summary for run in runs) + (f"\n{ground_words(runs[0].provenance)}" if measured else "")
+    return data_words(run.summary for run in runs) + (f"\n{machine_words(runs[0].provenance)}" if measured else "")
 
 
 def _caption(runs: list, *, split: str, costs: list[Cost], left_out: int) -> str:

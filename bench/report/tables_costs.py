@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from bench.cost_table import is_leak
-from bench.report.compare import arms_of, by, data_words, differences, ground_words, marks, newest_of_each
-from bench.report.grouping import number
+from bench.report.comparison import arms as arms_of
+from bench.report.comparison import by, differences, marks, newest_of_each, number, numbered_notes
+from bench.report.words import data_words, ground_words
 from bench.rows import ground
 from harness.record.cells import (
     NOTHING,
@@ -102,13 +103,9 @@ def _cell(row: dict) -> str:
     return json.dumps([row.get(key) for key in named])
 
 
-def _without_path(row: dict) -> dict:
-    """Path has a column of its own, and is no part of a label."""
-    return row | {"path": None}
-
-
 def _tables(rows: list[dict], *, older: int, index: int) -> list[Table]:
-    arms, notes = arms_of(rows, row=_without_path, without=OF_A_CELL)
+    arms = arms_of(rows, without=(*OF_A_CELL, "path"))
+    notes = numbered_notes(arms, without=(*OF_A_CELL, "path"))
     mark, of_source = marks(rows)
     labelled = [(f"{arm.label}{_trained(row)}", row) for arm in arms for row in arm.members]
     labelled.sort(key=lambda pair: (pair[1]["length"], pair[0], pair[1]["path"]))
@@ -121,7 +118,7 @@ def _tables(rows: list[dict], *, older: int, index: int) -> list[Table]:
     title = f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}"
     caption = (
         f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}; time of the training step that the trainer takes, "
-        f"after warm-up. Data: {data_words(row)}. Held equal at one length: lanes, segment, span and ground, "
+        f"after warm-up. Data: {data_words([row])}. Held equal at one length: lanes, segment, span and ground, "
         f"not parameters or FLOPs. The rows differ in: {_differing(rows)}."
     )
     calls = [count for count in (number(row, "time", "train_ms", "n") for row in rows) if count is not None]
@@ -150,7 +147,7 @@ def _trained(row: dict) -> str:
 def _differing(rows: Sequence[dict]) -> str:
     """By configuration, and by what a cell sets itself."""
     own = [key for key in ("length", "path") if len({row[key] for row in rows}) > 1]
-    settings = differences([_without_path(row) for row in rows], without=OF_A_CELL)
+    settings = differences(rows, without=(*OF_A_CELL, "path"))
     return listed([*([] if settings == "nothing" else [settings]), *own])
 
 

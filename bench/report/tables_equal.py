@@ -7,13 +7,12 @@ has not decayed yet, is not what a run of that smaller budget would have reached
 
 from collections.abc import Callable, Sequence
 
-from bench.report.compare import data_words, ground_words, one_a_seed, protocol_of, protocol_words
-from bench.report.gather import RunRow
-from bench.report.grouping import Arm, number, run_row
-from bench.report.swept import RATE, row_names, swept_columns, swept_names
+from bench.report.columns import BYTES, GFLOPS, PARAMETERS, PEAK, QUALITY, SECONDS, SEEDS, STATE, Means, table_of_arms
+from bench.report.comparison import RATE, Arm, Heads
+from bench.report.words import data_words, ground_words, protocol_words
 from bench.rows import ground
-from harness.record.cells import NOTHING, bits, fixed, keep_filled, listed, mean, mib, significant, text, whole
-from harness.record.table import Cell, Column, Table
+from harness.record.cells import listed, significant
+from harness.record.table import Table
 
 TOLERANCE = 0.02
 """Parameters that differ by less than this share of the smaller count as equal."""
@@ -29,17 +28,7 @@ KEYS = {
 }
 ON_ONE_GROUND = ("seconds", "memory")
 KNOBS = {"bytes": "bytes", "seconds": "seconds", "FLOPs": "flops"}
-COLUMNS = (
-    Column(heading="n", explained="Seeds that the means of this row are over."),
-    Column(heading="valid, bits per byte", explained="At the end of the run, of its best weights."),
-    Column(heading="test, bits per byte", explained="Of the same weights, scored once."),
-    Column(heading="trained on, bytes", explained="Bytes predicted in training."),
-    Column(heading="training, s", explained="Seconds in training steps."),
-    Column(heading="training, GFLOPs", explained="3 x ideal forward FLOPs of all bytes (10^9)."),
-    Column(heading="parameters", explained="All trained numbers."),
-    Column(heading="training peak, MiB", explained="Highest memory of training (MiB = 2^20 bytes); ~ is approximate."),
-    Column(heading="carried state, MiB", explained="What one stream carries from segment to segment."),
-)
+COLUMNS = (SEEDS, *QUALITY[:2], BYTES, SECONDS, GFLOPS, PARAMETERS, PEAK, STATE)
 
 
 def equal_tables(arms: Sequence[Arm], *, mark: Callable[[dict], str], index: int, notes: Sequence[str]) -> list[Table]:
@@ -53,11 +42,10 @@ def equal_tables(arms: Sequence[Arm], *, mark: Callable[[dict], str], index: int
     """
     if not _worth_comparing(arms):
         return []
-    budget = run_row(arms[-1].members[-1])["budget"]
+    budget = arms[-1].row["budget"]
     unit = next((name for name, amount in budget.items() if amount is not None), "bytes")
-    what = {"flops": "FLOPs", "steps": "bytes" if _spread(arms, "bytes", least=SAME) is None else "steps"}.get(
-        unit, unit
-    )
+    of_steps = "bytes" if _spread(arms, "bytes", least=SAME) is None else "steps"
+    what = {"flops": "FLOPs", "steps": of_steps}.get(unit, unit)
     by_knob = f"budget.{unit}={budget[unit]:,.10g}" if budget.get(unit) is not None else "the model's default budget"
     by_knob += " at equal batches" if (unit, what) == ("steps", "bytes") else ""
     found = [_view(arms, what=what, knob=by_knob, mark=mark, name=f"equal-{what.lower()}-{index}", notes=notes)]
@@ -70,81 +58,44 @@ def equal_tables(arms: Sequence[Arm], *, mark: Callable[[dict], str], index: int
 
 def equal_in_parameters(arms: Sequence[Arm]) -> list[list[Arm]]:
     """Arms whose parameters agree within ``TOLERANCE`` of the smallest of them, each in the order given."""
-    known = sorted(
-        ((_mean(arm, "parameters"), place) for place, arm in enumerate(arms)), key=lambda p: (p[0] or 0, p[1])
-    )
+    totals = [(total, place) for place, arm in enumerate(arms) if (total := _mean(arm, "parameters")) is not None]
     clusters: list[list[tuple[float, int]]] = []
-    for total, place in known:
-        if total is None:
-            continue
-        if clusters and total <= clusters[-1][0][0] * (1 + TOLERANCE):
-            clusters[-1].append((total, place))
-        else:
-            clusters.append([(total, place)])
+    for total, place in sorted(totals):
+        if not clusters or total > clusters[-1][0][0] * (1 + TOLERANCE):
+            clusters.append([])
+        clusters[-1].append((total, place))
     return [[arms[place] for place in sorted(place for _, place in some)] for some in clusters]
 
 
 def _worth_comparing(arms: Sequence[Arm]) -> bool:
     """Whether there are two rows that differ in more than the learning rate, code and path."""
-    columns, _ = swept_columns(arms, row=run_row, without=(RATE,))
-    crowded = len(arms) > 1 and not columns and any(" no. " in arm.label for arm in arms)
-    return len(arms) > 1 and bool(columns or crowded or len({arm.variant for arm in arms}) > 1)
+    swept = Heads(arms, without=(RATE,)).swept
+    crowded = len(arms) > 1 and not swept and any(" no. " in arm.label for arm in arms)
+    return len(arms) > 1 and bool(swept or crowded or len({arm.variant for arm in arms}) > 1)
 
 
 def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: Sequence[str]) -> Table:
-    runs = [run for arm in arms for run in one_a_seed(arm)]
-    alone = len({ground(run_row(run)) for run in runs}) == 1
-    columns, cells = swept_columns(arms, row=run_row)
-    made_of = swept_names([column for column in columns if column.heading != RATE])
-    rows, names = [], row_names(arms, cells)
-    for arm, label, own in zip(arms, names, cells, strict=True):
-        head = text(f"{label}{mark(run_row(arm.members[-1]))}")
-        rows.append([head, *own, *_costs(one_a_seed(arm), alone=alone)])
-    heading = Column(heading="variant", number=False)
-    shown, rows = keep_filled((heading, *columns, *COLUMNS), rows)
-    row = run_row(runs[-1])
-    said = [
-        *notes,
-        *([] if alone else ["Seconds and memory are left out: these runs were not measured on one ground."]),
-    ]
-    said += _other_knobs(arms, what=what, alone=alone)
-    return Table(
+    runs = [run for arm in arms for run in arm.newest_of_each_seed]
+    alone = len({ground(run.row) for run in runs}) == 1
+    apart = [] if alone else ["Seconds and memory are left out: these runs were not measured on one ground."]
+    heads = Heads(arms, mark=mark)
+    return table_of_arms(
+        [(arm, Means(arm.newest_of_each_seed)) for arm in arms],
+        heads=heads,
+        columns=[column for column in COLUMNS if alone or column not in (SECONDS, PEAK)],
         name=name,
-        title=f"Equal {what}{f' ({_told(arms)})' if what == 'parameters' else ''}: {row['data']['name']}, {knob}",
-        caption=_caption(arms, row, what=what, knob=knob, alone=alone, keys=swept_names(columns), made_of=made_of),
-        columns=shown,
-        rows=rows,
-        notes=tuple(said),
-        runs=tuple(one_a_seed(arm)[-1].folder for arm in arms),
+        title=f"Equal {what}{f' ({_told(arms)})' if what == 'parameters' else ''}: "
+        f"{runs[-1].row['data']['name']}, {knob}",
+        caption=_caption(arms, runs[-1].row, what=what, knob=knob, alone=alone, heads=heads),
+        notes=[*notes, *apart, *_other_knobs(arms, what=what, alone=alone)],
     )
 
 
-def _costs(runs: Sequence[RunRow], *, alone: bool) -> list[Cell]:
-    def average(*keys: str) -> float | None:
-        return mean(number(run.summary, *keys) for run in runs)
-
-    capped = runs[-1].summary.get("capped") or {}
-    about = any((run.summary.get("memory") or {}).get("approximate") for run in runs)
-    flops = average(*KEYS["FLOPs"])
-    return [
-        whole(len(runs)),
-        *(bits(average(f"{split}_bits_per_byte"), capped=capped.get(split)) for split in ("valid", "test")),
-        whole(average(*KEYS["bytes"])),
-        fixed(average(*KEYS["seconds"]), digits=1) if alone else NOTHING,
-        NOTHING if flops is None else Cell(text=significant(flops / 1e9), value=flops / 1e9),
-        whole(average(*KEYS["parameters"])),
-        mib(average(*KEYS["memory"]), about=about) if alone else NOTHING,
-        mib(average("memory", "state_bytes")),
-    ]
-
-
-def _caption(arms: Sequence[Arm], row: dict, *, what: str, knob: str, alone: bool, keys: str, made_of: str) -> str:
+def _caption(arms: Sequence[Arm], row: dict, *, what: str, knob: str, alone: bool, heads: Heads) -> str:
     held, free = [f"{what} (by {knob})"] if what != "parameters" else [], []
     if what == "parameters":
-        held += [
-            f"parameters (within {100 * TOLERANCE:g}%: {_told(arms)}; by the choice of {made_of})",
-            f"budget (by {knob})",
-        ]
+        chosen = f"within {100 * TOLERANCE:g}%: {_told(arms)}; by the choice of {heads.words(without=RATE)}"
+        held += [f"parameters ({chosen})", f"budget (by {knob})"]
     for thing in KEYS:
         if thing == what or _range(arms, thing) is None or (thing in ON_ONE_GROUND and not alone):
             continue
@@ -153,11 +104,11 @@ def _caption(arms: Sequence[Arm], row: dict, *, what: str, knob: str, alone: boo
             held.append(f"{thing} (as it came)")
         else:
             free.append(f"{thing} ({spread})")
-    protocol = protocol_of([run_row(run) for arm in arms for run in arm.members])
+    protocol = protocol_words([run.row for arm in arms for run in arm.members])
     where = f" Seconds and memory: {ground_words(row)}." if alone else ""
     return (
         f"Held equal: data, protocol, {listed(held)}. Not held equal: {listed(free)}. Scores are of the ends of whole runs. "
-        f"Data: {data_words(row)}. Bits per byte: {protocol_words(protocol)}. Rows are by {keys}.{where}"
+        f"Data: {data_words([row])}. Bits per byte: {protocol}. Rows are by {heads.words()}.{where}"
     )
 
 
@@ -179,7 +130,7 @@ def _other_knobs(arms: Sequence[Arm], *, what: str, alone: bool) -> list[str]:
 
 
 def _mean(arm: Arm, thing: str) -> float | None:
-    return mean(number(run.summary, *KEYS[thing]) for run in one_a_seed(arm))
+    return Means(arm.newest_of_each_seed)(*KEYS[thing])
 
 
 def _range(arms: Sequence[Arm], thing: str) -> tuple[float, float] | None:

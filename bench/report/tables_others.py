@@ -4,8 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from bench.report.compare import arms_of, by, data_words, differences, ground_words, marks, newest_of_each
-from bench.report.grouping import number
+from bench.report.comparison import arms as arms_of
+from bench.report.comparison import by, differences, marks, newest_of_each, number, numbered_notes
+from bench.report.words import data_words, ground_words
 from bench.rows import ground
 from harness.record.cells import NOTHING, count_of, fixed, keep_filled, listed, mib, text, times, whole
 from harness.record.table import Cell, Column, Table
@@ -83,7 +84,7 @@ def _peers(rows: list[dict], *, index: int) -> Table:
     against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
     job = f"{row['job']}, {count_of(row['lanes'], 'lane')} of {row['segment']:,} bytes"
     caption = (
-        f"{ground_words(row)}. Job: {job}. Data: {data_words(row)}. Held equal: job, lanes, segment, threads, precision and "
+        f"{ground_words(row)}. Job: {job}. Data: {data_words([row])}. Held equal: job, lanes, segment, threads, precision and "
         f"data, not parameters. The rows differ in who wrote the code{against}. One call: {PurePath(row['read_from']).name}."
     )
     title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}, {row['device']}, {row['precision']}"
@@ -127,7 +128,8 @@ def _fits(rows: list[dict], *, index: int) -> Table:
         rows, key=lambda row: json.dumps([row.get(key) for key in named + limits], sort_keys=True)
     )
     without = ("model.span", "batch.segment", "batch.lanes", "runtime.path")
-    arms, notes = arms_of(rows, row=lambda row: row | {"path": None}, without=without)
+    arms = arms_of(rows, without=(*without, "path"))
+    notes = numbered_notes(arms, without=(*without, "path"))
     mark, of_source = marks(rows)
     causes = list(dict.fromkeys(cause for row in rows for cause in row.get("split") or {}))
     split = [Column(heading=f"{cause}, MiB", explained="A part of the predicted peak.") for cause in causes]
@@ -136,7 +138,7 @@ def _fits(rows: list[dict], *, index: int) -> Table:
     if older:
         notes.append(f"{count_of(older, 'older row')} of an equal prediction left out: the newest counts.")
     caption = (
-        f"Predicted for {ground_words(rows[-1])}. Data: {data_words(rows[-1])}. "
+        f"Predicted for {ground_words(rows[-1])}. Data: {data_words([rows[-1]])}. "
         f"The rows differ in: {differences(rows, without=without)}."
     )
     title = f"Predicted training memory, {rows[-1]['precision']}"
@@ -183,7 +185,7 @@ def _speeds(rows: list[dict], *, index: int) -> Table:
     ]
     row = rows[-1]
     caption = (
-        f"{ground_words(row)}. Data: {data_words(row)}. Training steps, timed in turn with what they are held against. "
+        f"{ground_words(row)}. Data: {data_words([row])}. Training steps, timed in turn with what they are held against. "
         f"The rows differ in their case. One call: {PurePath(row['read_from']).name}."
     )
     title = f"Speed targets, {row['device']}, {row['precision']}"

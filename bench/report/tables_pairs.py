@@ -8,8 +8,7 @@ weights differ on more of such text, and nothing of other seeds.
 import math
 from collections.abc import Sequence
 
-from bench.report.compare import one_a_seed
-from bench.report.grouping import Arm, run_row
+from bench.report.comparison import Arm
 from bench.report.uncertainty import Paired, paired
 from harness.record.cells import CAPPED, NOTHING, fixed, mean, text, whole
 from harness.record.table import Cell, Column, Table
@@ -38,10 +37,8 @@ NOTES = (
 )
 
 
-def pairs_table(
-    arms: Sequence[Arm], *, mark, name: str, title: str, caption: str, notes: Sequence[str]
-) -> Table | None:
-    """The table, or None where there is nothing to compare.
+def pairs_table(arms: Sequence[Arm], *, mark, name: str, title: str, caption: str, notes: Sequence[str]) -> list[Table]:
+    """The table, or none where there is nothing to compare.
 
     Args:
         arms: settings whose bits may be compared, the best first.
@@ -49,17 +46,15 @@ def pairs_table(
     """
     reference = choose_reference(arms)
     if reference is None or len(arms) < 2:
-        return None
+        return []
     rows = []
     for arm in arms:
         if arm is not reference:
-            label = f"{arm.label}{mark(run_row(arm.members[-1]))}"
+            label = f"{arm.label}{mark(arm.row)}"
             rows += [row for split in SPLITS for row in _rows(arm, reference, split=split, label=label)]
-    if not rows:
-        return None
-    against = f"{reference.label}{mark(run_row(reference.members[-1]))}"
-    caption = f"Reference: {against}. {caption}"
-    return Table(name=name, title=title, caption=caption, columns=COLUMNS, rows=tuple(rows), notes=(*notes, *NOTES))
+    caption = f"Reference: {reference.label}{mark(reference.row)}. {caption}"
+    table = Table(name=name, title=title, caption=caption, columns=COLUMNS, rows=tuple(rows), notes=(*notes, *NOTES))
+    return [table] if rows else []
 
 
 def choose_reference(arms: Sequence[Arm]) -> Arm | None:
@@ -70,7 +65,7 @@ def choose_reference(arms: Sequence[Arm]) -> Arm | None:
 
 def _bits(arm: Arm, *, split: str) -> dict[int, float]:
     """Bits per byte of each seed, where there are some."""
-    found = {run.summary["seed"]: run.summary.get(f"{split}_bits_per_byte") for run in one_a_seed(arm)}
+    found = {run.row["seed"]: run.row.get(f"{split}_bits_per_byte") for run in arm.newest_of_each_seed}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
@@ -78,17 +73,10 @@ def _rows(arm: Arm, reference: Arm, *, split: str, label: str) -> list[tuple[Cel
     """Over seeds, and over blocks where both have them; capped splits are marked."""
     own, theirs = _bits(arm, split=split), _bits(reference, split=split)
     seeds = sorted(own.keys() & theirs.keys())
-    mark = CAPPED if (arm.members[-1].summary.get("capped") or {}).get(split) else ""
+    mark = CAPPED if (arm.row.get("capped") or {}).get(split) else ""
     if not seeds:
-        missing = (
-            text(label),
-            text(f"{split}{mark}"),
-            text("seeds"),
-            whole(0),
-            *[NOTHING] * 3,
-            text("no matched seeds"),
-        )
-        return [missing] if own and theirs else []
+        start = (text(label), text(f"{split}{mark}"), text("seeds"), whole(0))
+        return [(*start, *[NOTHING] * 3, text("no matched seeds"))] if own and theirs else []
     rows = [_row(paired([own[seed] - theirs[seed] for seed in seeds]), label, f"{split}{mark}", "seeds")]
     blocks = _block_differences(arm, reference, split=split, seeds=seeds)
     return [*rows, _row(paired(blocks), label, f"{split}{mark}", "blocks")] if len(blocks) > 1 else rows
@@ -115,7 +103,7 @@ def _block_differences(arm: Arm, reference: Arm, *, split: str, seeds: Sequence[
 
 def _blocks(arm: Arm, *, split: str, seed: int) -> list[float]:
     """Nats of each block, as the final score of that split recorded them; none where one is no number."""
-    run = next(run for run in one_a_seed(arm) if run.summary["seed"] == seed)
+    run = next(run for run in arm.newest_of_each_seed if run.row["seed"] == seed)
     final = [row for row in run.rows if row["kind"] == split and row.get("final")]
     found = (final[-1].get("block_nats") or []) if final else []
     return [] if None in found else found

@@ -3,40 +3,124 @@
 Picks are made on the validation bits of tuning seeds; test is not scored there. ``tables_reported`` has the results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from bench.report.compare import data_words, ground_words, marks, protocol_of, protocol_words
+from bench.report.columns import table_of_arms
+from bench.report.comparison import RATE, Heads, marks, number
 from bench.report.gather import RunRow, error_of
-from bench.report.grouping import budget_words, number, provenance
-from bench.report.swept import RATE, row_names, swept_columns, swept_names
 from bench.report.tuning import Pick, fresh_command, rate_of
+from bench.report.words import budget_words, data_words, ground_words, protocol_words
 from bench.rows import ground
-from harness.record.cells import NOTHING, bits, count_of, fixed, keep_filled, listed, text, whole
+from harness.record.cells import NOTHING, bits, count_of, fixed, listed, text, whole
 from harness.record.table import Cell, Column, Table
 
+
+@dataclass(frozen=True, kw_only=True)
+class PickedRow:
+    """What the cells of a pick are made of.
+
+    Attributes:
+        note: number of the note with what to type for its fresh runs; 0 where there is none.
+        unequal: whether settings had unequal tuning budgets.
+        one_ground: whether seconds of all trials compare.
+    """
+
+    pick: Pick
+    note: int
+    unequal: bool
+    one_ground: bool
+
+    def choice(self, cell: Callable[[object], Cell]) -> Cell:
+        return NOTHING if self.pick.choice is None else cell(self.pick.choice)
+
+    def behind(self, cell: Callable[[object], Cell]) -> Cell:
+        return self.choice(lambda choice: NOTHING if choice.behind is None else cell(choice))
+
+    def score(self) -> Cell:
+        capped = (self.pick.setting.newest.summary.get("capped") or {}).get("valid")
+        return self.choice(lambda choice: bits(choice.bits, capped=capped))
+
+    def interval(self) -> Cell:
+        def cell(choice) -> Cell:
+            middle, half = choice.behind.mean, choice.behind.half_width
+            return text("n = 1" if half is None else f"{middle - half:+.4f} to {middle + half:+.4f}")
+
+        return self.behind(cell)
+
+    def fresh(self) -> str:
+        """Seeds of the fresh runs, or the number of the note that has the command."""
+        if self.pick.choice is None:
+            return "none: nothing is picked"
+        if self.note:
+            return f"none, type [{self.note}]"
+        seeds = sorted({run.row["seed"] for run in self.pick.fresh})
+        other = all(run.row["source"] != self.pick.source for run in self.pick.fresh)
+        of_seeds = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+        return f"n = {len(seeds)}, {of_seeds}{', of other source code' if other else ''}"
+
+    def seconds(self) -> Cell:
+        seconds = spent(self.pick)[2]
+        return fixed(seconds, digits=1) if self.one_ground and seconds else NOTHING
+
+
 PICKED = (
-    Column(heading="picked optim.lr", explained="The rate of the lowest mean over the tuning seeds."),
-    Column(heading="valid, bits per byte", explained="At that rate, a mean over the tuning seeds: no result."),
-    Column(heading="flags", explained="What speaks against the pick; the notes say more.", number=False),
+    Column(
+        heading="picked optim.lr",
+        explained="The rate of the lowest mean over the tuning seeds.",
+        cell=lambda of: of.choice(lambda choice: rate_cell(choice.rate)) if of.pick.choice else text("none"),
+    ),
+    Column(
+        heading="valid, bits per byte",
+        explained="At that rate, a mean over the tuning seeds: no result.",
+        cell=PickedRow.score,
+    ),
+    Column(
+        heading="flags",
+        explained="What speaks against the pick; the notes say more.",
+        number=False,
+        cell=lambda of: text("; ".join(flags_of(of.pick, unequal=of.unequal)) or "none"),
+    ),
     Column(
         heading="fresh runs",
         explained="Runs at the pick that report it, or the note with what to type for them.",
         number=False,
+        cell=lambda of: text(of.fresh()),
     ),
-    Column(heading="runner-up", explained="The second best rate."),
-    Column(heading="behind, bits per byte", explained="The runner-up's bits less the pick's, a mean over seeds."),
+    Column(
+        heading="runner-up",
+        explained="The second best rate.",
+        cell=lambda of: of.behind(lambda choice: rate_cell(choice.runner_up)),
+    ),
+    Column(
+        heading="behind, bits per byte",
+        explained="The runner-up's bits less the pick's, a mean over seeds.",
+        cell=lambda of: of.behind(lambda choice: fixed(choice.behind.mean, digits=4)),
+    ),
     Column(
         heading="95% interval",
         explained="Of that difference, Student's t over seeds; where it covers 0 the two are not separated.",
         number=False,
+        cell=PickedRow.interval,
     ),
-    Column(heading="rates", explained="Rates that were tried."),
+    Column(heading="rates", explained="Rates that were tried.", cell=lambda of: whole(len(of.pick.setting.rates))),
     Column(
-        heading="trials", explained="Runs of the grid, failed ones with them: what the pick may have been lucky in."
+        heading="trials",
+        explained="Runs of the grid, failed ones with them: what the pick may have been lucky in.",
+        cell=lambda of: whole(spent(of.pick)[0]),
     ),
-    Column(heading="tuning seeds", explained="Seeds that chose; none of them may report.", number=False),
-    Column(heading="tuning, bytes", explained="Bytes trained on by all trials together, but for failed ones."),
-    Column(heading="tuning, s", explained="Seconds in training steps of the same."),
+    Column(
+        heading="tuning seeds",
+        explained="Seeds that chose; none of them may report.",
+        number=False,
+        cell=lambda of: text(", ".join(map(str, of.pick.setting.seeds))),
+    ),
+    Column(
+        heading="tuning, bytes",
+        explained="Bytes trained on by all trials together, but for failed ones.",
+        cell=lambda of: whole(spent(of.pick)[1] or None),
+    ),
+    Column(heading="tuning, s", explained="Seconds in training steps of the same.", cell=PickedRow.seconds),
 )
 MOST_SEEDS = 6
 """Seeds that get a column each."""
@@ -51,26 +135,18 @@ def _tables(found: list[Pick], *, index: int) -> list[Table]:
     newest = found[-1].setting.newest  # settings come the oldest first
     found.sort(key=lambda pick: (pick.choice is None, pick.choice.bits if pick.choice else 0.0))
     runs = [run for pick in found for run in pick.setting.runs]
-    columns, cells = swept_columns([pick.setting.arm for pick in found], row=provenance, without=(RATE,))
-    mark, of_source = marks([*runs, newest], row=provenance)
-    row = newest.provenance
-    protocol = protocol_words(protocol_of([run.provenance for run in runs]))
-    sweeps = sorted({name for run in runs if (name := _sweep(run))})
+    mark, of_source = marks([*runs, newest])
+    heads = Heads([pick.setting.arm for pick in found], mark=mark, without=(RATE,))
+    row, sweeps = newest.provenance, sorted({name for run in runs if (name := _sweep(run))})
     caption = (
-        f"Data: {data_words(row)}. Bits per byte of valid: {protocol}. Test is not scored. Held "
-        f"equal: data, protocol and the budget of each trial ({budget_words(row['budget'])}). Rows are by "
-        f"{swept_names(columns)}.{f' Sweep: {listed(sweeps)}.' if sweeps else ''}"
+        f"Data: {data_words([row])}. Bits per byte of valid: {protocol_words([run.row for run in runs])}. Test is not "
+        f"scored. Held equal: data, protocol and the budget of each trial ({budget_words(row['budget'])}). Rows are by "
+        f"{heads.words()}.{f' Sweep: {listed(sweeps)}.' if sweeps else ''}"
     )
     title = f"{row['data']['name']}, {budget_words(row['budget'])} a trial"
-    names = row_names([pick.setting.arm for pick in found], cells)
-    heads = [
-        [text(f"{name}{mark(pick.setting.newest.provenance)}"), *own]
-        for name, own, pick in zip(names, cells, found, strict=True)
-    ]
-    return [
-        _picked(found, heads, columns, about=(f"picked-{index}", f"Picked rates: {title}", caption, of_source)),
-        _grid(found, heads, columns, about=(f"tuning-{index}", f"Rates tried: {title}", caption, of_source)),
-    ]
+    picked = {"name": f"picked-{index}", "title": f"Picked rates: {title}", "caption": caption, "notes": of_source}
+    tried = {"name": f"tuning-{index}", "title": f"Rates tried: {title}", "caption": caption, "notes": of_source}
+    return [_picked(found, heads, **picked), _grid(found, heads, **tried)]
 
 
 def _sweep(run: RunRow) -> str | None:
@@ -81,48 +157,26 @@ def _sweep(run: RunRow) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _picked(found: list[Pick], heads: list[list[Cell]], columns: tuple[Column, ...], *, about: tuple) -> Table:
-    name, title, caption, notes = about
+def _picked(found: list[Pick], heads: Heads, *, caption: str, notes: Sequence[str], **about) -> Table:
     unequal = unequal_tuning(found)
     runs = [run for pick in found for run in pick.setting.runs]
-    one_ground = len({ground(run.provenance) for run in runs}) == 1
-    if one_ground:
-        caption += f" Seconds: {ground_words(runs[0].provenance)}."
+    one_ground = len({ground(run.row) for run in runs}) == 1
+    waiting = [pick for pick in found if pick.choice and not pick.fresh]
     rows = []
-    to_type: list[str] = []
-    for pick, head in zip(found, heads, strict=True):
-        trials, n_bytes, seconds = spent(pick)
-        rate, score, *behind = _choice_cells(pick)
-        flags = text("; ".join(flags_of(pick, unequal=bool(unequal))) or "none")
-        row = [*head, rate, score, flags, _fresh(pick, to_type=to_type), *behind]
-        row += [whole(len(pick.setting.rates)), whole(trials), text(", ".join(map(str, pick.setting.seeds)))]
-        row += [whole(n_bytes or None), fixed(seconds, digits=1) if one_ground and seconds else NOTHING]
-        rows.append(row)
-    said = [*to_type, *notes, *_scale_notes(found), *(note for pick in found for note in _pick_notes(pick)), *unequal]
-    columns, rows = keep_filled((_VARIANT, *columns, *PICKED), rows)
-    return Table(
-        name=name, title=title, caption=caption, columns=columns, rows=rows, notes=tuple(said), runs=_named(found)
+    for pick in found:
+        note = waiting.index(pick) + 1 if pick in waiting else 0
+        rows.append((pick.setting.arm, PickedRow(pick=pick, note=note, unequal=bool(unequal), one_ground=one_ground)))
+    to_type = [f"[{number}] Type: {fresh_command(pick)}" for number, pick in enumerate(waiting, start=1)]
+    of_picks = [note for pick in found for note in _pick_notes(pick)]
+    return table_of_arms(
+        rows,
+        heads=heads,
+        columns=PICKED,
+        folder=lambda arm, of: of.pick.setting.newest.folder,
+        caption=caption + (f" Seconds: {ground_words(runs[0].row)}." if one_ground else ""),
+        notes=[*to_type, *notes, *_scale_notes(found), *of_picks, *unequal],
+        **about,
     )
-
-
-_VARIANT = Column(heading="variant", explained="What was tuned; columns beside it say which of its kind.", number=False)
-
-
-def _named(found: Sequence[Pick]) -> tuple:
-    return tuple(pick.setting.newest.folder for pick in found)
-
-
-def _choice_cells(pick: Pick) -> list[Cell]:
-    choice = pick.choice
-    if choice is None:
-        return [text("none"), *[NOTHING] * 4]
-    capped = (pick.setting.newest.summary.get("capped") or {}).get("valid")
-    cells = [rate_cell(choice.rate), bits(choice.bits, capped=capped)]
-    if choice.behind is None:
-        return [*cells, NOTHING, NOTHING, NOTHING]
-    behind, half = choice.behind, choice.behind.half_width
-    interval = "n = 1" if half is None else f"{behind.mean - half:+.4f} to {behind.mean + half:+.4f}"
-    return [*cells, rate_cell(choice.runner_up), fixed(behind.mean, digits=4), text(interval)]
 
 
 def rate_cell(rate: float) -> Cell:
@@ -130,52 +184,57 @@ def rate_cell(rate: float) -> Cell:
     return Cell(text=f"{rate:.10g}", value=rate)
 
 
-def _fresh(pick: Pick, *, to_type: list[str]) -> Cell:
-    """Seeds of the fresh runs, or the number of the note that has the command, which is added to ``to_type``."""
-    if pick.choice is None:
-        return text("none: nothing is picked")
-    if not pick.fresh:
-        to_type.append(f"[{len(to_type) + 1}] Type: {fresh_command(pick)}")
-        return text(f"none, type [{len(to_type)}]")
-    seeds = sorted({run.provenance["seed"] for run in pick.fresh})
-    source = pick.setting.newest.provenance["source"]
-    other = "" if any(run.provenance["source"] == source for run in pick.fresh) else ", of other source code"
-    return text(f"n = {len(seeds)}, {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}{other}")
-
-
-def _grid(found: list[Pick], heads: list[list[Cell]], columns: tuple[Column, ...], *, about: tuple) -> Table:
-    name, title, caption, notes = about
+def _grid(found: list[Pick], heads: Heads, **about) -> Table:
+    """Every rate of every setting: rows are made of a pick and a rate."""
     seeds = sorted({seed for pick in found for seed in pick.setting.seeds})
-    seeds = seeds if len(seeds) <= MOST_SEEDS else []
-    of_seeds = [Column(heading=f"seed {seed}", explained="Bits per byte of valid of this seed.") for seed in seeds]
-    rows, named = [], []
-    for pick, head in zip(found, heads, strict=True):
-        for rate in pick.setting.rates:
-            own = pick.setting.trials[rate]
-            capped = (list(own.values())[-1].summary.get("capped") or {}).get("valid")
-            scored = [seed for seed in own if pick.setting.bits(rate, seed) is not None]
-            row = [*head, rate_cell(rate), whole(len(scored)), bits(pick.setting.mean_bits(rate), capped=capped)]
-            row += [_trial(pick, rate, seed, capped=capped) for seed in seeds]
-            rows.append([*row, text(_place(pick, rate))])
-            named.append(list(own.values())[-1].folder)
-    shown = (
-        *(_VARIANT, *columns, Column(heading=RATE, explained="Scales the rates of all groups of parameters.")),
-        Column(heading="n", explained="Seeds with a score."),
-        Column(heading="valid, bits per byte", explained="A mean over the tuning seeds."),
-        *of_seeds,
-        Column(heading="place", explained="The pick, the runner-up, or why the rate was no choice.", number=False),
+    columns = (
+        Column(
+            heading=RATE,
+            explained="Scales the rates of all groups of parameters.",
+            cell=lambda of: rate_cell(of[1]),
+        ),
+        Column(heading="n", explained="Seeds with a score.", cell=lambda of: whole(_scored(*of))),
+        Column(
+            heading="valid, bits per byte",
+            explained="A mean over the tuning seeds.",
+            cell=lambda of: bits(of[0].setting.mean_bits(of[1]), capped=_capped(*of)),
+        ),
+        *(
+            Column(
+                heading=f"seed {seed}",
+                explained="Bits per byte of valid of this seed.",
+                cell=lambda of, seed=seed: _trial(*of, seed),
+            )
+            for seed in (seeds if len(seeds) <= MOST_SEEDS else [])
+        ),
+        Column(
+            heading="place",
+            explained="The pick, the runner-up, or why the rate was no choice.",
+            number=False,
+            cell=lambda of: text(_place(*of)),
+        ),
     )
-    columns, rows = keep_filled(shown, rows)
-    return Table(
-        name=name, title=title, caption=caption, columns=columns, rows=rows, notes=tuple(notes), runs=tuple(named)
-    )
+    rows = [(pick.setting.arm, (pick, rate)) for pick in found for rate in pick.setting.rates]
+    return table_of_arms(rows, heads=heads, columns=columns, folder=lambda arm, of: _last(*of).folder, **about)
 
 
-def _trial(pick: Pick, rate: float, seed: int, *, capped: object) -> Cell:
+def _last(pick: Pick, rate: float) -> RunRow:
+    return list(pick.setting.trials[rate].values())[-1]
+
+
+def _capped(pick: Pick, rate: float) -> object:
+    return (_last(pick, rate).summary.get("capped") or {}).get("valid")
+
+
+def _scored(pick: Pick, rate: float) -> int:
+    return sum(pick.setting.bits(rate, seed) is not None for seed in pick.setting.trials[rate])
+
+
+def _trial(pick: Pick, rate: float, seed: int) -> Cell:
     if seed not in pick.setting.trials[rate]:
         return text("missing") if seed in pick.setting.seeds else NOTHING
     found = pick.setting.bits(rate, seed)
-    return text("failed") if found is None else bits(found, capped=capped)
+    return text("failed") if found is None else bits(found, capped=_capped(pick, rate))
 
 
 def _place(pick: Pick, rate: float) -> str | None:
@@ -216,8 +275,7 @@ def unequal_tuning(found: Sequence[Pick]) -> list[str]:
     """A note where settings had unequal tuning budgets: other numbers of trials, or of what one trial may spend."""
     told = []
     for pick in found:
-        each = budget_words(pick.setting.newest.provenance["budget"])
-        told.append(f"{count_of(len(pick.setting.runs), 'trial')} of {each}")
+        told.append(f"{count_of(len(pick.setting.runs), 'trial')} of {budget_words(pick.budget)}")
     if len(set(told)) == 1:
         return []
     pairs = listed(

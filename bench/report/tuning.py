@@ -14,10 +14,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.report.comparison import RATE, Arm, arms, by, comparable, flat, is_tuning, number, settings_of
 from bench.report.gather import RunRow
-from bench.report.grouping import Arm, arms, comparable, flat, is_tuning, number, provenance, settings_of
 from bench.report.shapes import LARGEST
-from bench.report.swept import RATE
 from bench.report.uncertainty import Paired, paired
 from harness.record.cells import mean
 
@@ -44,11 +43,13 @@ class Setting:
         arm: name and members, finished or failed, of any rate and seed.
         newest: of its members.
         trials: the newest of each rate and seed, by both.
+        key: equal for sweeps of the same setting and runs that may report its rate.
     """
 
     arm: Arm
     newest: RunRow
     trials: dict[float, dict[int, RunRow]]
+    key: str
 
     @property
     def rates(self) -> list[float]:
@@ -104,14 +105,15 @@ class Choice:
 def settings(runs: Sequence[RunRow]) -> list[Setting]:
     """Settings among tuning runs that compare, finished or failed, the oldest first."""
     found, age = [], {id(run): place for place, run in enumerate(runs)}
-    for arm in arms([run for run in runs if rate_of(run) is not None], row=provenance, without=(RATE,)):
+    for arm in arms([run for run in runs if rate_of(run) is not None], without=(RATE,)):
         trials: dict[float, dict[int, RunRow]] = {}
         members = sorted(arm.members, key=lambda run: age[id(run)])
         for run in members:
             before = trials.setdefault(rate_of(run), {}).get(run.provenance["seed"])
             if before is None or _ended(run) or not _ended(before):  # an attempt that failed does not hide a result
                 trials[rate_of(run)][run.provenance["seed"]] = run
-        found.append(Setting(arm=arm, newest=members[-1], trials=trials))
+        newest = members[-1]
+        found.append(Setting(arm=arm, newest=newest, trials=trials, key=what_is_tuned(newest)))
     return sorted(found, key=lambda setting: age[id(setting.newest)])
 
 
@@ -141,13 +143,9 @@ def choose(setting: Setting) -> Choice | None:
 
 def tuning_groups(runs: Sequence[RunRow], failed: Sequence[RunRow] = ()) -> list[list[RunRow]]:
     """Tuning runs that compare, each group with the failed trials of its sweep, where some setting has several rates."""
-    groups: dict[str, list[RunRow]] = {}
-    for run in runs:
-        if is_tuning(run.provenance):
-            groups.setdefault(comparable(run), []).append(run)
     lost = [run for run in failed if is_tuning(run.provenance)]
     found = []
-    for group in groups.values():
+    for group in by((run for run in runs if is_tuning(run.provenance)), key=comparable).values():
         same = [run for run in lost if _planned(run) == _planned(group[0])]
         if any(len(setting.rates) > 1 for setting in settings([*same, *group])):
             found.append([*same, *group])
@@ -180,7 +178,6 @@ class Pick:
     Attributes:
         setting: its trials.
         choice: the rate; None where no rate has a score of each seed.
-        key: from ``what_is_tuned``.
         seeds: tuning seeds of this setting in all sweeps: none of them may report.
         fresh: finished runs that scored test at the picked rate with other seeds.
         spoilt: runs of the setting that scored test with a tuning seed, at any rate: they are no result.
@@ -188,26 +185,33 @@ class Pick:
 
     setting: Setting
     choice: Choice | None
-    key: str
     seeds: frozenset[int]
     fresh: list[RunRow]
     spoilt: list[RunRow]
+
+    @property
+    def budget(self) -> dict:
+        """Of one trial."""
+        return self.setting.newest.provenance["budget"]
+
+    @property
+    def source(self) -> str:
+        return self.setting.newest.provenance["source"]
 
 
 def picks(runs: Sequence[RunRow], failed: Sequence[RunRow] = ()) -> list[list[Pick]]:
     """Picks of each tuning sweep whose runs compare, in the order of ``tuning_groups``."""
     found = [settings(group) for group in tuning_groups(runs, failed)]
-    seeds: dict[str, set[int]] = {}
-    for setting in (one for of_group in found for one in of_group):
-        seeds.setdefault(_key(setting), set()).update(setting.seeds)
-    final = [(what_is_tuned(run), run) for run in runs if not is_tuning(run.provenance)] if found else []
-    return [[_pick(setting, final, seeds=frozenset(seeds[_key(setting)])) for setting in some] for some in found]
+    same = by((setting for some in found for setting in some), key=lambda setting: setting.key)
+    seeds = {key: frozenset(seed for setting in some for seed in setting.seeds) for key, some in same.items()}
+    final = by((run for run in runs if not is_tuning(run.provenance)), key=what_is_tuned) if found else {}
+    return [[_pick(one, final.get(one.key, []), seeds=seeds[one.key]) for one in some] for some in found]
 
 
-def at_a_pick(run: RunRow, found: Sequence[Sequence[Pick]]) -> bool:
+def at_a_pick(run: RunRow, found: Sequence[Pick]) -> bool:
     """Whether a run has the rate that was picked for its setting, or a setting that was not tuned."""
     key = what_is_tuned(run) if found else ""
-    rates = [pick.choice.rate for some in found for pick in some if pick.choice and pick.key == key]
+    rates = [pick.choice.rate for pick in found if pick.choice and pick.setting.key == key]
     return not rates or any(at_rate(run, rate) for rate in rates)
 
 
@@ -220,7 +224,10 @@ def at_rate(run: RunRow, rate: float) -> bool:
 def fresh_command(pick: Pick) -> str:
     """What to type for the runs that report a pick."""
     run = pick.setting.newest
-    typed = shlex.split(run.provenance["command"]) if _readable(run.provenance["command"]) else []
+    try:
+        typed = shlex.split(run.provenance["command"])
+    except ValueError:  # a quotation that does not end
+        typed = []
     script = typed[:2] if len(typed) > 1 and typed[1].endswith(".py") else ["python", "train.py"]
     flags, given = _flags([word for word in typed if word not in (*script, "-m", "--multirun")])
     kept = [_single(word, run) for word in given if _name(word) not in REPLACED]
@@ -232,23 +239,11 @@ def fresh_command(pick: Pick) -> str:
     return shlex.join([*script, "-m", *flags, *words])
 
 
-def _pick(setting: Setting, final: Sequence[tuple[str, RunRow]], *, seeds: frozenset[int]) -> Pick:
-    choice, key = choose(setting), _key(setting)
-    same = [run for other, run in final if other == key]
-    spoilt = [run for run in same if run.provenance["seed"] in seeds]
-    fresh = [run for run in same if choice and at_rate(run, choice.rate) and run.provenance["seed"] not in seeds]
-    return Pick(setting=setting, choice=choice, key=key, seeds=seeds, fresh=fresh, spoilt=spoilt)
-
-
-def _key(setting: Setting) -> str:
-    return what_is_tuned(setting.newest)
-
-
-def _readable(command: str) -> bool:
-    try:
-        return bool(shlex.split(command))
-    except ValueError:  # a quotation that does not end
-        return False
+def _pick(setting: Setting, final: Sequence[RunRow], *, seeds: frozenset[int]) -> Pick:
+    """``final``: runs of the setting that are no trials."""
+    choice, spoilt = choose(setting), [run for run in final if run.provenance["seed"] in seeds]
+    fresh = [run for run in final if choice and run not in spoilt and at_rate(run, choice.rate)]
+    return Pick(setting=setting, choice=choice, seeds=seeds, fresh=fresh, spoilt=spoilt)
 
 
 def _flags(words: Sequence[str]) -> tuple[list[str], list[str]]:

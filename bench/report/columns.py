@@ -1,0 +1,158 @@
+"""Columns of runs, each stated once, over ``Means``: what the runs of one row reached and cost."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.report.comparison import Arm, Heads, number
+from bench.report.gather import RunRow
+from harness.record.cells import bits, fixed, keep_filled, mean, mib, millions, significant, text, whole
+from harness.record.table import Cell, Column, Table
+
+SCORES = {
+    "valid": "valid, bits per byte",
+    "test": "test, bits per byte",
+    "valid_context_512": "valid, context 512",
+    "test_context_512": "test, context 512",
+}
+EXPLAINED = {
+    "valid": "Of the validation split, streamed with carried state; best weights.",
+    "test": "Of the test split, scored once, at the end, with the same weights.",
+    "valid_context_512": "Bits per byte of windows of 1024 bytes, stride 512, no state, the last 512 scored.",
+    "test_context_512": "The same of the test split.",
+}
+
+
+class Means:
+    """Means over the runs of one row.
+
+    Args:
+        runs: one or more, the newest last.
+    """
+
+    def __init__(self, runs: Sequence[RunRow]):
+        self.runs, self.newest = list(runs), runs[-1].row
+
+    def __call__(self, *keys: str) -> float | None:
+        """Of the number at ``keys``, over the runs that have it."""
+        return mean(number(run.summary, *keys) for run in self.runs)
+
+    def score(self, name: str) -> Cell:
+        """Bits per byte, of a key of ``SCORES``."""
+        capped = (self.newest.get("capped") or {}).get(name.partition("_")[0])
+        return bits(self(f"{name}_bits_per_byte"), capped=capped)
+
+    def memory(self, name: str) -> Cell:
+        about = any((run.summary.get("memory") or {}).get("approximate") for run in self.runs)
+        return mib(self("memory", name), about=about and "peak" in name)
+
+    def optimizers(self) -> str | None:
+        return optimizer_words(self.newest.get("optimizers"))
+
+
+def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
+    """``Muon 92%, AdamW 8%``: shares of the parameters."""
+    shares: dict[str, float] = {}
+    for group in optimizers or []:
+        shares[group["optimizer"]] = shares.get(group["optimizer"], 0.0) + group["share"]
+    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{name} {100 * share:.0f}%" for name, share in ordered) or None
+
+
+def _score(name: str, heading: str) -> Column:
+    return Column(heading=heading, explained=EXPLAINED[name], cell=lambda of: of.score(name))
+
+
+def _memory(heading: str, name: str, explained: str) -> Column:
+    return Column(heading=heading, explained=explained, cell=lambda of: of.memory(name))
+
+
+def _count(heading: str, explained: str, *keys: str) -> Column:
+    return Column(heading=heading, explained=explained, cell=lambda of: whole(of(*keys)))
+
+
+SEEDS = Column(heading="n", explained="Seeds that the means of this row are over.", cell=lambda of: whole(len(of.runs)))
+QUALITY = tuple(_score(name, heading) for name, heading in SCORES.items())
+PARAMETERS = _count("parameters", "All trained numbers.", "parameters", "total")
+BYTES = _count("trained on, bytes", "Bytes predicted in training.", "bytes_seen")
+SIZES = (
+    PARAMETERS,
+    _count("touched", "Parameters that one byte makes use of.", "parameters", "touched"),
+    Column(
+        heading="optimizers",
+        explained="The share of the parameters that each optimizer moves.",
+        number=False,
+        cell=lambda of: text(of.optimizers()),
+    ),
+    Column(
+        heading="executed, MFLOP/byte",
+        explained="FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm.",
+        cell=lambda of: millions(of("flops_per_byte", "executed")),
+    ),
+    Column(
+        heading="ideal, MFLOP/byte",
+        explained="FLOPs that the mechanism needs for one byte at its learned parameters.",
+        cell=lambda of: millions(of("flops_per_byte", "ideal")),
+    ),
+    Column(
+        heading="mean span",
+        explained="Mean of the learned spans of all heads, in positions.",
+        cell=lambda of: fixed(of("spans", "mean"), digits=1),
+    ),
+    BYTES,
+)
+PATH = Column(
+    heading="path",
+    explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.",
+    number=False,
+    cell=lambda of: text(of.newest["path"]),
+)
+SECONDS = Column(
+    heading="training, s",
+    explained="Seconds in training steps, scoring apart.",
+    cell=lambda of: fixed(of("seconds"), digits=1),
+)
+PEAK = _memory("training peak, MiB", "peak_bytes", "Highest memory of training (MiB = 2^20 bytes); ~ is approximate.")
+STATE = _memory("carried state, MiB", "state_bytes", "What one stream carries from segment to segment.")
+COSTS = (
+    PATH,
+    SECONDS,
+    _count("bytes/s", "Bytes predicted in training per second of it.", "bytes_per_second"),
+    PEAK,
+    _memory("inference peak, MiB", "inference_peak_bytes", "Highest memory while scoring."),
+    _memory("parameters, MiB", "parameter_bytes", "Memory of the parameters."),
+    _memory("gradients, MiB", "gradient_bytes", "Memory of the gradients."),
+    _memory("optimizer, MiB", "optimizer_bytes", "Memory of the optimizers' state."),
+    STATE,
+)
+
+
+def _gflops(of: Means) -> Cell:
+    flops = of("training_flops")
+    return text(None) if flops is None else Cell(text=significant(flops / 1e9), value=flops / 1e9)
+
+
+GFLOPS = Column(heading="training, GFLOPs", explained="3 x ideal forward FLOPs of all bytes (10^9).", cell=_gflops)
+
+
+def table_of_arms(
+    rows: Sequence[tuple[Arm, object]],
+    *,
+    heads: Heads,
+    columns: Sequence[Column],
+    folder: Callable[[Arm, object], Path] | None = lambda arm, of: of.runs[-1].folder,
+    more: Sequence[Sequence[Cell]] = (),
+    **about,
+) -> Table:
+    """A table whose rows are an arm's head and then one cell a column; empty columns are left out.
+
+    Args:
+        rows: arms with what the columns' cells are made of: ``Means``, or what has ``runs``.
+        folder: the run folder of a row; None where rows are no runs.
+        more: rows below, of as many cells.
+        about: name, title, caption, notes.
+    """
+    columns = (*heads.columns, *columns)
+    cells = [[*heads.of(arm), *(column.cell(of) for column in columns[len(heads.columns) :])] for arm, of in rows]
+    columns, cells = keep_filled(columns, [*cells, *more])
+    folders = tuple(folder(arm, of) for arm, of in rows) + (None,) * len(more) if folder else ()
+    return Table(columns=columns, rows=cells, runs=folders, **about | {"notes": tuple(about["notes"])})

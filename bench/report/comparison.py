@@ -1,0 +1,352 @@
+"""Which rows may stand in one table or figure, which differ by their seed only, and how those that differ are named.
+
+Bits per byte compare on equal data, split, protocol, capping and budget; a budget of seconds is equal on equal ground
+only. Time and memory compare on equal ``bench.rows.ground``. Rows of other source code stand together, so that nothing is
+lost, but marked: ``+`` where the source is not that of the newest row. An *arm* is one variant at one configuration,
+whatever its seed. All after this are pure functions of runs, arms and ``Heads``.
+
+Throughout an *item* is a ``RunRow`` or a row of a verb of bench.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.report.gather import RunRow
+from bench.report.words import source_words
+from bench.rows import ground
+from harness.record.cells import NOTHING, OLDER, listed, mean, text
+from harness.record.table import Cell, Column
+
+RATE = "optim.lr"
+NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
+"""Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
+BESIDE = ("path", "checkpoint", "source")
+"""What makes another arm beside the configuration."""
+SHORT_LABEL = 2
+"""So many differences fit beside a dot; more than that are numbered."""
+MOST_KEYS = 8
+MOST_COLUMNS = 4
+"""More swept columns are no table that one can read: rows are numbered then, and notes say how they differ."""
+MOST_NAMED = 2
+"""Keys of one swept column that its heading names."""
+ABSENT = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """Attributes:
+    variant: gives colour and marker.
+    label: the variant, and in what it differs from other arms of that variant.
+    order: 0 for the first arm of its variant, 1 for the second, ...
+    members: its rows or runs, by seed.
+    """
+
+    variant: str
+    label: str
+    order: int
+    members: tuple
+
+    @property
+    def newest_of_each_seed(self) -> list[RunRow]:
+        return newest_of_each(self.members, key=lambda run: run.row["seed"])[0]
+
+    @property
+    def row(self) -> dict:
+        """The last member's."""
+        return row_of(self.members[-1])
+
+
+def row_of(item) -> dict:
+    """What is known of an item."""
+    return item if isinstance(item, dict) else item.row
+
+
+def number(row: dict | None, *keys: str) -> float | None:
+    """The finite number at ``row[keys[0]][keys[1]]...``, or None where something of that is missing."""
+    value = row
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if usable else None
+
+
+def by(items: Iterable, *, key: Callable[[object], Hashable]) -> dict[Hashable, list]:
+    """Items by key, in the order in which the keys first came."""
+    found: dict[Hashable, list] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def grouped(items: Iterable, *, key: Callable[[object], Hashable]) -> dict[Hashable, list]:
+    """Items by key, keys in order of their text, so that the order of reading folders does not matter."""
+    return dict(sorted(by(items, key=key).items(), key=lambda pair: str(pair[0])))
+
+
+def newest_of_each(items: Sequence, *, key: Callable[[object], Hashable]) -> tuple[list, int]:
+    """The last item of each key, and how many older ones of equal keys there are."""
+    found = by(items, key=key)
+    return [same[-1] for same in found.values()], len(items) - len(found)
+
+
+def tag(*keys: Hashable) -> str:
+    """Six hexadecimal digits, the same for the same keys whatever else is drawn."""
+    return hashlib.sha256(repr(keys).encode()).hexdigest()[:6]
+
+
+def is_tuning(row: dict) -> bool:
+    """Whether a run was there to choose a setting on the validation split: ``eval.test=false``."""
+    scored = row["config"].get("eval")
+    return isinstance(scored, dict) and scored.get("test") is False
+
+
+def comparable(run: RunRow) -> str:
+    """Equal for runs whose bits per byte may stand in one table or figure, and whose budget was the same.
+
+    Tuning runs choose a setting and are no result, so they never stand beside runs that are. A span that is the model's
+    own is a setting that may be compared, not a way of scoring.
+    """
+    row = run.row
+    held = {name: row.get(name) for name in ("protocol", "budget", "capped")} | {"tuning": is_tuning(row)}
+    if number(row["config"], "model", "span") == row["protocol"]["span"]:
+        held["protocol"] = row["protocol"] | {"span": None}
+    data = row["config"].get("data")
+    held |= {"sha256": row["data"]["sha256"], "split": data.get("split") if isinstance(data, dict) else None}
+    if "seconds" in row["budget"]:
+        held |= {"ground": ground(row), "path": row["path"]}
+    return json.dumps(held, sort_keys=True)
+
+
+def split_by_ground(runs: list[RunRow]) -> list[tuple[str, list[RunRow], bool, bool]]:
+    """How runs of one quality group share figures: ``(tag, runs, machine-free panels?, time and memory panels?)``.
+
+    On one ground everything is one figure; on several, what does not depend on the machine is drawn of all runs
+    together, and time and memory of each ground apart.
+    """
+    grounds = grouped(runs, key=lambda run: ground(run.row))
+    if len(grounds) == 1:
+        return [("", runs, True, True)]
+    return [("", runs, True, False), *((f"-{tag(key)}", some, False, True) for key, some in grounds.items())]
+
+
+def flat(config: dict, *, prefix: str = "") -> dict[str, object]:
+    """``{"model": {"d_model": 128}}`` as ``{"model.d_model": 128}``."""
+    found = {}
+    for name, value in config.items():
+        inside = flat(value, prefix=f"{prefix}{name}.") if isinstance(value, dict) and value else None
+        found |= {f"{prefix}{name}": value} if inside is None else inside
+    return found
+
+
+def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, object]:
+    """A configuration as flat keys, less what rows of one table share or what seeds may differ in."""
+    kept = {key: value for key, value in row["config"].items() if key not in NOT_AN_ARM}
+    return {key: value for key, value in flat(kept).items() if key not in without}
+
+
+def arms(items: Iterable, *, without: Sequence[str] = ()) -> list[Arm]:
+    """Items that differ by their seed only, together; the order is by variant, then by difference.
+
+    Args:
+        without: further keys of the configuration, as ``model.span``, or ``path``, that one arm may have several of.
+    """
+
+    def identity(item) -> str:
+        beside = {name: row_of(item).get(name) for name in BESIDE if name not in without}
+        beside |= {"source": (beside["source"] or "")[:6]}
+        return json.dumps(settings_of(row_of(item), without=without) | beside, sort_keys=True)
+
+    found = []
+    for variant, of_variant in grouped(items, key=lambda item: row_of(item)["variant"]).items():
+        same = grouped(of_variant, key=identity)
+        for order, (label, members) in enumerate(zip(_labels(variant, same), same.values(), strict=True)):
+            members = tuple(sorted(members, key=lambda item: row_of(item)["seed"]))
+            found.append(Arm(variant=variant, label=label, order=order, members=members))
+    return found
+
+
+def _labels(variant: str, settings: Iterable[str]) -> list[str]:
+    """One label for each arm of a variant: its name and the settings that the arms do not share."""
+    read = [json.loads(text) for text in settings]
+    keys = sorted({key for one in read for key in one if any(other.get(key) != one[key] for other in read)})
+    if len(read) == 1:
+        return [variant]
+    if len(keys) > SHORT_LABEL:
+        return [f"{variant} no. {index}" for index in range(1, len(read) + 1)]
+    return [", ".join([variant, *(f"{key.split('.')[-1]}={one.get(key)}" for key in keys)]) for one in read]
+
+
+def numbered_notes(found: Iterable[Arm], *, without: Sequence[str] = ()) -> list[str]:
+    """A note for each arm whose label, ``mhsa no. 2``, cannot say how it differs."""
+    notes = []
+    for same in by(found, key=lambda arm: arm.variant).values():
+        settings = [_with_path(row_of(arm.members[0]), without=without) for arm in same]
+        keys = _differing(settings)
+        for arm, own in zip(same, settings, strict=True):
+            if " no. " in arm.label and keys:
+                told = listed((f"{key}={own.get(key, 'not there')}" for key in keys), most=MOST_KEYS)
+                notes.append(f"{arm.label}: {told}.")
+    return notes
+
+
+def differences(rows: Sequence[dict], *, without: Sequence[str] = ()) -> str:
+    """What the configurations of a table's rows do not share; all that makes a variant counts as one."""
+    keys = _differing([_with_path(row, without=without) for row in rows])
+    named = dict.fromkeys("variant" if key.startswith("variant.") else key for key in keys)
+    named |= {"seed": None} if len({row["seed"] for row in rows}) > 1 else {}
+    return listed(named, most=MOST_KEYS)
+
+
+def _with_path(row: dict, *, without: Sequence[str]) -> dict[str, object]:
+    return settings_of(row, without=without) | ({} if "path" in without else {"path": row["path"]})
+
+
+def _differing(settings: Sequence[dict[str, object]]) -> list[str]:
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in settings}) > 1]
+
+
+def mean_valid(arm: Arm) -> tuple[bool, float]:
+    """Sorts arms of runs, the best mean bits per byte of valid first, those without a score last."""
+    found = mean(run.summary.get("valid_bits_per_byte") for run in arm.members)
+    return found is None, found or 0.0
+
+
+def marks(items: Sequence) -> tuple[Callable[[dict], str], list[str]]:
+    """What to write behind the name of a row of other source than the newest, and the note that explains it.
+
+    Args:
+        items: of one table, the oldest first.
+    """
+    newest = row_of(items[-1])
+    others = by(map(row_of, items), key=lambda row: row["source"])
+    others.pop(newest["source"])
+    if not others:
+        return lambda row: "", []
+    told = listed(source_words(rows[-1]) for rows in others.values())
+    note = f"{OLDER} made by other source code ({told}) than the newest rows ({source_words(newest)})."
+    return lambda row: "" if row["source"] == newest["source"] else f" {OLDER}", [note]
+
+
+class Heads:
+    """The columns with which a table's rows begin: the variant, and one for each key that a sweep varied.
+
+    Keys that move together (``model.d_model`` and ``model.heads`` of ``model=tiny,small``) are one column, and a part of
+    the configuration that is another class in some rows (``position``) is one column with the class's name. What makes a
+    variant is said by its name; a key inside it counts where it differs within one variant. Where more than
+    ``MOST_COLUMNS`` would be needed there are none.
+
+    Args:
+        found: the arms of one table.
+        mark: from ``marks``.
+        without: keys that have columns of their own.
+        by_label: rows begin with their arms' labels and have no columns of swept keys.
+
+    Attributes:
+        swept: columns of swept keys.
+        columns: the variant's before them.
+        names: the variant of each row, or its whole label where others have the same cells: another source or path, say.
+    """
+
+    VARIANT = Column(
+        heading="variant", explained="What was trained, and in what it differs from others of its name.", number=False
+    )
+
+    def __init__(
+        self,
+        found: Sequence[Arm],
+        *,
+        mark: Callable[[dict], str] = lambda row: "",
+        without: Sequence[str] = (),
+        by_label: bool = False,
+    ):
+        settings = [settings_of(arm.row, without=without) for arm in found]
+        groups = [] if by_label else _swept(settings, [arm.variant for arm in found])
+        groups = groups if len(groups) <= MOST_COLUMNS else []
+        self.swept = tuple(_column(group, settings) for group in groups)
+        self.columns = (self.VARIANT, *self.swept)
+        self._arms, cells = tuple(found), [[_cell(group, one) for group in groups] for one in settings]
+        keys = [(arm.variant, tuple(cell.text for cell in own)) for arm, own in zip(found, cells, strict=True)]
+        self.names = [arm.variant if keys.count(key) == 1 else arm.label for arm, key in zip(found, keys, strict=True)]
+        self._cells = {
+            id(arm): [text(f"{name}{mark(arm.row)}"), *own]
+            for arm, name, own in zip(found, self.names, cells, strict=True)
+        }
+
+    def of(self, arm: Arm) -> list[Cell]:
+        """The first cells of an arm's row."""
+        return self._cells[id(arm)]
+
+    def words(self, *, without: str = "") -> str:
+        """What rows are by, for a caption."""
+        return listed(["variant", *(column.heading for column in self.swept if column.heading != without)])
+
+    def needed(self, notes: Sequence[str]) -> list[str]:
+        """Notes less those that say what ``mhsa no. 2`` is, where columns say it and the rows have no such names."""
+        known = tuple(f"{arm.label}: " for arm in self._arms if " no. " in arm.label and arm.label not in self.names)
+        return [note for note in notes if not known or not note.startswith(known)]
+
+
+def _swept(settings: Sequence[dict], variants: Sequence[str]) -> list[list[str]]:
+    """Keys and parts of the configuration that need a column, those that tell the same rows apart together."""
+    wanted: dict[str, None] = {}
+    for key in dict.fromkeys(key for one in settings for key in one if key != "variant.name"):
+        for some in _rivals(settings, variants, key):
+            part = _part(key, some)
+            words = [_words(one, part) for one in some]
+            wanted |= {part: None} if len(set(words)) > 1 else {}
+            within = by(zip(words, some, strict=True), key=lambda pair: pair[0]).values()
+            wanted |= {key: None} if any(len({_words(one, key) for _, one in same}) > 1 for same in within) else {}
+    together: dict[tuple, list[str]] = {}
+    for key in wanted:
+        words = [_words(one, key) for one in settings]
+        together.setdefault((tuple(words.index(word) for word in words), key == RATE), []).append(key)
+    return sorted(together.values(), key=lambda group: group != [RATE])
+
+
+def _rivals(settings: Sequence[dict], variants: Sequence[str], key: str) -> list[list[dict]]:
+    """Rows among which a difference in ``key`` counts: all of them, or those of one variant for its own keys."""
+    if not key.startswith("variant."):
+        return [list(settings)]
+    own = by(zip(variants, settings, strict=True), key=lambda pair: pair[0])
+    return [[one for _, one in pairs] for pairs in own.values()]
+
+
+def _part(key: str, settings: Sequence[dict]) -> str:
+    """The outermost part around ``key`` that is another class in some rows, or not there; or ``key`` itself."""
+    names = key.split(".")
+    for depth in range(1, len(names)):
+        part = ".".join(names[:depth])
+        target = {json.dumps(one.get(f"{part}._target_")) for one in settings}
+        if len(target) > 1 or any(part in one for one in settings):
+            return part
+    return key
+
+
+def _words(one: dict, key: str) -> str:
+    """A key's value in a row, or the name of the class that a part of the configuration makes."""
+    value = one.get(key, one.get(f"{key}._target_", ABSENT))
+    if value is ABSENT:
+        return "set" if any(name.startswith(f"{key}.") for name in one) else ""
+    if isinstance(value, str):
+        return value.rpartition(".")[2] if key not in one or key.endswith("._target_") else value
+    if value is None:
+        return "none"
+    return f"{value:.10g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _column(group: Sequence[str], settings: Sequence[dict]) -> Column:
+    more = f" and {len(group) - MOST_NAMED} more" if len(group) > MOST_NAMED else ""
+    numeric = len(group) == 1 and all(number(one, group[0]) is not None for one in settings)
+    explained = f"Of the configuration: {listed(group, most=20)}{', which differ together' if len(group) > 1 else ''}."
+    return Column(heading=", ".join(group[:MOST_NAMED]) + more, explained=explained, number=numeric)
+
+
+def _cell(group: Sequence[str], one: dict) -> Cell:
+    shown = ", ".join(_words(one, key) for key in group[:MOST_NAMED])
+    if len(group) == 1 and number(one, group[0]) is not None:
+        return Cell(text=shown, value=one[group[0]])
+    return text(shown) if shown.strip(", ") else NOTHING

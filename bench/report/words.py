@@ -1,0 +1,75 @@
+"""What captions say of rows: data, protocol, budget, source, and the ground on which time and memory were measured."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from bench.rows import GROUND, ground_value
+from harness.record.cells import count_of, listed
+from harness.record.closing_table import data_label
+
+
+def data_words(rows: Iterable[dict]) -> str:
+    """What was really read."""
+    return "; ".join(sorted({data_label(row["data"]) for row in rows}))
+
+
+def budget_words(budget: dict | None) -> str:
+    """``{"bytes": 2000000}`` as ``2,000,000 bytes``."""
+    found = [f"{value:,.10g} {name}" for name, value in (budget or {}).items() if value is not None]
+    return ", ".join(found) or "the model's default"
+
+
+def source_words(row: dict) -> str:
+    """``source 9dd51721 of commit b81edb0d-dirty``."""
+    commit, _, state = (row["commit"] or "").partition("-")
+    of_commit = f" of commit {commit[:8]}{state and '-'}{state}" if commit else ""
+    return f"source {row['source'][:8]}{of_commit}"
+
+
+def protocol_words(rows: Sequence[dict]) -> str:
+    """How bits per byte of rows that compare were scored: all that is part of the number."""
+    protocol, spans = rows[-1]["protocol"], sorted({row["protocol"]["span"] for row in rows})
+    span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
+    part = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
+    return (
+        f"{part} scored once, streamed with carried state in {count_of(protocol['lanes'], 'lane')}, segment "
+        f"{protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
+        f"{'dropped' if protocol['drop_newlines'] else 'kept'}"
+    )
+
+
+def ground_words(row: dict) -> str:
+    """All that time and memory depend on beside the code."""
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+    compiled = "compiled" if row["compile"] else "not compiled"
+    where = f"{row['device']} ({row['device_kind']}), {count_of(row['threads'], 'thread')}"
+    if (row.get("processes") or 1) > 1:
+        where = f"{row['processes']} processes on {where} each"
+    environment = [f"{name}={value}" for name, value in (row.get("environment") or {}).items()]
+    beside = ", ".join(filter(None, [row.get("instruction_set"), *environment]))
+    return f"{where}, {row['precision']}, {compiled}, {versions}{beside and ', '}{beside}"
+
+
+def machine_words(row: dict) -> str:
+    """``ground_words`` as short as a figure's second line has to be."""
+    threads = f", {row['threads']} threads" if row.get("device_kind") == "cpu" else ""
+    compiled = ", compiled" if row.get("compile") else ""
+    many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
+    torch = (row["versions"] or {}).get("torch", "?")
+    return f"{many}{row['device']}{threads}, {row['precision']}{compiled}, torch {torch}"
+
+
+def ground_differences(rows: Sequence[dict]) -> str:
+    """In what the grounds of some rows differ, for a note."""
+    return listed(key for key in GROUND if len({ground_value(row, key) for row in rows}) > 1)
+
+
+def capped_words(rows: Iterable[Mapping]) -> list[str]:
+    """What the mark of capped scores means, where there is one."""
+    parts = {split: n_bytes for row in rows for split, n_bytes in (row.get("capped") or {}).items()}
+    told = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in parts.items())
+    return [f"* scored on {told} only."] if parts else []
+
+
+def scored_words(split: str, n_bytes: int | None) -> str:
+    """Which part of a split a score is of."""
+    return f"a prefix of {n_bytes:,} bytes of the {split} split*" if n_bytes else f"the {split} split"
