@@ -6,7 +6,7 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from bench.report.page import FILTER_FROM, write_page
-from harness.record.table import Cell, Column, Drawing, Table
+from harness.record.table import Cell, Column, Drawing, Table, words
 from tests import browser
 from tests.bench_rows import cost_row
 
@@ -18,10 +18,10 @@ PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 COLUMNS = (
-    Column(heading="variant", explained="The mechanism's name.", number=False),
-    Column(heading="length, bytes", explained="Segment and span."),
-    Column(heading="step, ms", explained="The middle of 12 steps."),
-    Column(heading="status", number=False),
+    words("variant", "The mechanism's name."),
+    Column("length, bytes", "Segment and span."),
+    Column("step, ms", "The middle of 12 steps."),
+    words("status"),
 )
 
 

@@ -3,9 +3,9 @@
 import csv
 import io
 
-from harness.record.table import Cell, Column, Table, to_csv, to_markdown
+from harness.record.table import Cell, Column, Table, to_csv, to_markdown, words
 
-COLUMNS = (Column(heading="variant", number=False), Column(heading="bits", explained="Bits per byte."))
+COLUMNS = (words("variant"), Column("bits", "Bits per byte."))
 STRANGE = r"a|b_c & 50% $x^2$ #1 {y} \z <b>~[q]*"
 
 

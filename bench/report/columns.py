@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.report.comparison import Arm, Heads, number
 from bench.report.gather import RunRow
 from harness.record.cells import bits, fixed, keep_filled, mean, mib, millions, significant, text, whole
-from harness.record.table import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, words
 
 SCORES = {
     "valid": "valid, bits per byte",
@@ -59,58 +59,44 @@ def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
 
 
 def _score(name: str, heading: str) -> Column:
-    return Column(heading=heading, explained=EXPLAINED[name], cell=lambda of: of.score(name))
+    return Column(heading, EXPLAINED[name], lambda of: of.score(name))
 
 
 def _memory(heading: str, name: str, explained: str) -> Column:
-    return Column(heading=heading, explained=explained, cell=lambda of: of.memory(name))
+    return Column(heading, explained, lambda of: of.memory(name))
 
 
 def _count(heading: str, explained: str, *keys: str) -> Column:
-    return Column(heading=heading, explained=explained, cell=lambda of: whole(of(*keys)))
+    return Column(heading, explained, lambda of: whole(of(*keys)))
 
 
-SEEDS = Column(heading="n", explained="Seeds that the means of this row are over.", cell=lambda of: whole(len(of.runs)))
+SEEDS = Column("n", "Seeds that the means of this row are over.", lambda of: whole(len(of.runs)))
 QUALITY = tuple(_score(name, heading) for name, heading in SCORES.items())
 PARAMETERS = _count("parameters", "All trained numbers.", "parameters", "total")
 BYTES = _count("trained on, bytes", "Bytes predicted in training.", "bytes_seen")
 SIZES = (
     PARAMETERS,
     _count("touched", "Parameters that one byte makes use of.", "parameters", "touched"),
+    words("optimizers", "The share of the parameters that each optimizer moves.", lambda of: of.optimizers()),
     Column(
-        heading="optimizers",
-        explained="The share of the parameters that each optimizer moves.",
-        number=False,
-        cell=lambda of: text(of.optimizers()),
+        "executed, MFLOP/byte",
+        "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm.",
+        lambda of: millions(of("flops_per_byte", "executed")),
     ),
     Column(
-        heading="executed, MFLOP/byte",
-        explained="FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm.",
-        cell=lambda of: millions(of("flops_per_byte", "executed")),
+        "ideal, MFLOP/byte",
+        "FLOPs that the mechanism needs for one byte at its learned parameters.",
+        lambda of: millions(of("flops_per_byte", "ideal")),
     ),
     Column(
-        heading="ideal, MFLOP/byte",
-        explained="FLOPs that the mechanism needs for one byte at its learned parameters.",
-        cell=lambda of: millions(of("flops_per_byte", "ideal")),
-    ),
-    Column(
-        heading="mean span",
-        explained="Mean of the learned spans of all heads, in positions.",
-        cell=lambda of: fixed(of("spans", "mean"), digits=1),
+        "mean span",
+        "Mean of the learned spans of all heads, in positions.",
+        lambda of: fixed(of("spans", "mean"), digits=1),
     ),
     BYTES,
 )
-PATH = Column(
-    heading="path",
-    explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.",
-    number=False,
-    cell=lambda of: text(of.newest["path"]),
-)
-SECONDS = Column(
-    heading="training, s",
-    explained="Seconds in training steps, scoring apart.",
-    cell=lambda of: fixed(of("seconds"), digits=1),
-)
+PATH = words("path", "Which code ran: plain PyTorch, fused, compiled, an own kernel.", lambda of: of.newest["path"])
+SECONDS = Column("training, s", "Seconds in training steps, scoring apart.", lambda of: fixed(of("seconds"), digits=1))
 PEAK = _memory("training peak, MiB", "peak_bytes", "Highest memory of training (MiB = 2^20 bytes); ~ is approximate.")
 STATE = _memory("carried state, MiB", "state_bytes", "What one stream carries from segment to segment.")
 COSTS = (
@@ -131,7 +117,7 @@ def _gflops(of: Means) -> Cell:
     return text(None) if flops is None else Cell(text=significant(flops / 1e9), value=flops / 1e9)
 
 
-GFLOPS = Column(heading="training, GFLOPs", explained="3 x ideal forward FLOPs of all bytes (10^9).", cell=_gflops)
+GFLOPS = Column("training, GFLOPs", "3 x ideal forward FLOPs of all bytes (10^9).", _gflops)
 
 
 def table_of_arms(

@@ -18,7 +18,7 @@ from bench.report.gather import RunRow
 from bench.report.words import source_words
 from bench.rows import ground
 from harness.record.cells import NOTHING, OLDER, listed, mean, text
-from harness.record.table import Cell, Column
+from harness.record.table import Cell, Column, words
 
 RATE = "optim.lr"
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
@@ -251,9 +251,7 @@ class Heads:
         names: the variant of each row, or its whole label where others have the same cells: another source or path, say.
     """
 
-    VARIANT = Column(
-        heading="variant", explained="What was trained, and in what it differs from others of its name.", number=False
-    )
+    VARIANT = words("variant", "What was trained, and in what it differs from others of its name.")
 
     def __init__(
         self,

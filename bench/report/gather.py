@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.report.row_shapes import BENCH_KINDS, FAILED, SUMMARY, of_run_row
-from bench.report.shapes import misfit, shown
+from bench.report.shapes import SHAPES, VERBS, misfit, shape_of_run_row, shown
 from bench.rows import ROWS, refusal
 from harness.record.rows import RECORD
 from harness.record.rows import SUMMARY as SUMMARY_FILE
@@ -126,7 +125,7 @@ def provenance_of(folder: Path) -> dict:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: line 1: not JSON ({_first_line(error)})") from error
-    wrong = refusal(row) or misfit(row, shape=of_run_row(row))
+    wrong = refusal(row) or misfit(row, shape=shape_of_run_row(row))
     if wrong or row["kind"] != "provenance":
         raise ValueError(f"{path}: line 1: {wrong or 'no provenance'}")
     return row
@@ -176,9 +175,9 @@ def _read_rows(path: Path, found: Found) -> None:
 
 def _bench_misfit(row: dict) -> str | None:
     kind = row["kind"]
-    if not isinstance(kind, str) or kind not in BENCH_KINDS:
-        return f"kind is {shown(kind)}; a report shows {', '.join(BENCH_KINDS)}"
-    return misfit(row, shape=BENCH_KINDS[kind])
+    if not isinstance(kind, str) or kind not in VERBS:
+        return f"kind is {shown(kind)}; a report shows {', '.join(VERBS)}"
+    return misfit(row, shape=SHAPES[kind])
 
 
 def _read_run(folder: Path, found: Found) -> None:
@@ -192,7 +191,7 @@ def _read_run(folder: Path, found: Found) -> None:
     if not traced:
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
-        reason = misfit(summary, shape=SUMMARY) or (_mixed(summary, rows[0]) if traced else None)
+        reason = misfit(summary, shape=SHAPES["summary"]) or (_mixed(summary, rows[0]) if traced else None)
     _refuse(folder / RECORD, reasons, found)
     _refuse(folder / SUMMARY_FILE, [reason] if reason else [], found)
     if reason or not traced:
@@ -205,7 +204,7 @@ def _read_run(folder: Path, found: Found) -> None:
 
 def _read_failed(run: RunRow, reasons: list[str], found: Found, *, traced: bool) -> None:
     """A run that ended with an error: what it knew is no result, and it may have failed before it knew anything."""
-    unfit = misfit(run.summary, shape=FAILED)
+    unfit = misfit(run.summary, shape=SHAPES["failed"])
     mixed = _mixed(run.summary, run.provenance) if traced else None
     wrong = unfit or mixed
     _refuse(run.folder / RECORD, reasons, found)
@@ -214,7 +213,7 @@ def _read_failed(run: RunRow, reasons: list[str], found: Found, *, traced: bool)
         return
     found.failed.append(f"{run.folder}: {error_of(run)}")
     if traced:
-        known = {key: run.summary.get(key) for key in FAILED}
+        known = {key: run.summary.get(key) for key in ("status", "error")}
         found.failed_runs.append(RunRow(folder=run.folder, summary=known, rows=run.rows))
 
 
@@ -228,7 +227,7 @@ def _record(path: Path) -> tuple[list[dict], list[str]]:
     """Good rows of a run, and why the others are none; without its provenance a run has no rows."""
     rows, reasons = [], []
     for number, (row, reason) in enumerate(_lines(path) if path.exists() else [], start=1):
-        wrong = None if reason else (refusal(row) if number == 1 else None) or misfit(row, shape=of_run_row(row))
+        wrong = None if reason else (refusal(row) if number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
         reason = f"line {number}: {wrong}" if wrong else reason
         if reason:
             reasons.append(reason)

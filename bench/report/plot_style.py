@@ -117,11 +117,7 @@ def memory_unit(largest_bytes: float) -> tuple[float, str]:
     return (2.0**30, "GiB") if largest_bytes >= 2**30 else (2.0**20, "MiB")
 
 
-_LABEL = {
-    "fontsize": 8.5,
-    "color": INK,
-    "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
-}
+_LABEL = {"fontsize": 8.5, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}}
 _AROUND = tuple(
     (dx * far, dy * far, across, up)
     for far in (1, 2.2)  # near places first

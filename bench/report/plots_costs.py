@@ -101,13 +101,7 @@ def _style(line: Arm, *, paths: dict[str, str], look: dict[str, Look]) -> dict:
 
 
 def _draw_measure(
-    ax: Axes,
-    lines: list[Arm],
-    *,
-    measure: Measure,
-    paths: dict[str, str],
-    look: dict[str, Look],
-    lengths: list[int],
+    ax: Axes, lines: list[Arm], *, measure: Measure, paths: dict[str, str], look: dict[str, Look], lengths: list[int]
 ) -> None:
     rows = [row for line in lines for row in line.members]
     drawn = (measure.keys, measure.ideal) if measure.ideal else (measure.keys,)

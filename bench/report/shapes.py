@@ -1,4 +1,4 @@
-"""What a row must look like to be shown: its shape, written down as a value, and the first thing that does not fit it.
+"""What a row must look like to be shown: the shapes of ``rows.yaml``, and the first thing in a row that does not fit.
 
 Rows come from files, and files get cut, merged and edited. A row that does not fit is refused by name of the key, so that
 whoever draws or tabulates may take the rest as it stands.
@@ -6,57 +6,73 @@ whoever draws or tabulates may take the rest as it stands.
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 
-NUMBER, COUNT, TEXT, TRUTH, METRIC, CONFIG = "number", "count", "text", "truth", "metric", "config"
+import yaml
+
+SHAPES = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
+VERBS = ("cost", "peers", "fit", "speed")
+MAYBE = "maybe "
 LARGEST = 1e30
 """No measured number is larger; what is would overflow where it is multiplied."""
-DEEPEST = 40
-"""Levels of a configuration."""
-
-
-@dataclass(frozen=True)
-class Maybe:
-    """The key may be missing, and the value None."""
-
-    shape: object
-
-
-@dataclass(frozen=True)
-class Each:
-    """A dictionary with any keys, or a list where ``ordered``, whose every value has one shape."""
-
-    shape: object
-    ordered: bool = False
-
-
-@dataclass(frozen=True)
-class Only:
-    """One of some words."""
-
-    words: tuple[str, ...]
+DEEPEST = {"numbers": 4, "config": 40}
+"""Levels of lists and dictionaries."""
+LEAVES = {
+    "number": (lambda value: is_number(value), "a finite number"),
+    "count": (lambda value: is_number(value) and value >= 0, "a finite number of 0 or more"),
+    "text": (lambda value: isinstance(value, str), "text"),
+    "truth": (lambda value: isinstance(value, bool), "true or false"),
+    "numbers": (lambda value: _nested(value, depth=DEEPEST["numbers"], leaf=_is_measured), "numbers"),
+    "config": (
+        lambda value: isinstance(value, dict) and _nested(value, depth=DEEPEST["config"], leaf=lambda leaf: True),
+        "a configuration",
+    ),
+}
 
 
 def misfit(value: object, *, shape: object, place: str = "") -> str | None:
     """The first place where ``value`` is not of ``shape``, and what is there, or None if it fits.
 
     Args:
-        shape: a dictionary of shapes (further keys are nobody's business), ``Maybe``, ``Each``, ``Only`` or one of
-            ``NUMBER`` (finite), ``COUNT`` (a number of 0 or more), ``TEXT``, ``TRUTH``, ``METRIC`` (a number or None, or
-            lists or dictionaries of them), ``CONFIG`` (a dictionary that is not too deep).
+        shape: one of ``SHAPES``, or a part of it.
         place: of the value, for the message.
     """
-    if isinstance(shape, Maybe):
-        return None if value is None else misfit(value, shape=shape.shape, place=place)
-    if isinstance(shape, Only):
-        fits = isinstance(value, str) and value in shape.words
-        return None if fits else f"{place} is {shown(value)}; allowed are {', '.join(shape.words)}"
-    if isinstance(shape, Each):
-        return _each(value, shape=shape, place=place)
-    if isinstance(shape, Mapping):
-        return _keys(value, shape=shape, place=place)
-    return None if _FITS[shape](value) else f"{place} is {shown(value)}, not {_NAMES[shape]}"
+    if isinstance(shape, dict | list):
+        kind, what = (dict, "dictionary" if "*" not in shape else "dict") if isinstance(shape, dict) else (list, "list")
+        if not isinstance(value, kind):
+            return f"{place or 'the row'} is {shown(value)}, not a {what}"
+        return next((reason for reason in _inside(value, shape, place) if reason), None)
+    if shape.startswith(MAYBE):
+        return None if value is None else misfit(value, shape=shape.removeprefix(MAYBE), place=place)
+    if shape.startswith("= "):
+        fits = value in shape[2:].split(" | ") if isinstance(value, str) else False
+        return None if fits else f"{place} is {shown(value)}; allowed are {', '.join(shape[2:].split(' | '))}"
+    fits, name = LEAVES[shape]
+    return None if fits(value) else f"{place} is {shown(value)}, not {name}"
+
+
+def _inside(value: dict | list, shape: dict | list, place: str) -> Iterator[str | None]:
+    dot = f"{place}." if place else ""
+    if isinstance(shape, list):
+        yield from (misfit(item, shape=shape[0], place=f"{dot}{index}") for index, item in enumerate(value))
+    elif "*" in shape:
+        yield from (misfit(item, shape=shape["*"], place=f"{dot}{name}") for name, item in value.items())
+    else:
+        for key, inner in shape.items():
+            name = key.removeprefix(MAYBE)
+            if name == key and name not in value:
+                yield f"{dot}{name} is missing"
+            elif name == key or value.get(name) is not None:
+                yield misfit(value[name], shape=inner, place=f"{dot}{name}")
+
+
+def shape_of_run_row(row: dict) -> dict:
+    """The shape of one row of ``record.jsonl``."""
+    kind = row.get("kind")
+    if kind in ("valid", "test"):
+        return SHAPES["final" if row.get("final") else "score"]
+    return SHAPES[kind if kind in ("train", "provenance") else "other"]
 
 
 def shown(value: object, *, limit: int = 40) -> str:
@@ -67,63 +83,16 @@ def shown(value: object, *, limit: int = 40) -> str:
 
 def is_number(value: object) -> bool:
     """Finite and of a size that can be computed with; True and False are no numbers."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and -LARGEST < value < LARGEST
-        and math.isfinite(value)
-    )
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return numeric and -LARGEST < value < LARGEST and math.isfinite(value)
 
 
-def _each(value: object, *, shape: Each, place: str) -> str | None:
-    kind = list if shape.ordered else dict
-    if not isinstance(value, kind):
-        return f"{place} is {shown(value)}, not a {kind.__name__}"
-    pairs = enumerate(value) if shape.ordered else value.items()
-    found = (misfit(item, shape=shape.shape, place=f"{place}.{name}") for name, item in pairs)
-    return next((reason for reason in found if reason), None)
-
-
-def _keys(value: object, *, shape: Mapping, place: str) -> str | None:
-    if not isinstance(value, dict):
-        return f"{place or 'the row'} is {shown(value)}, not a dictionary"
-    for key, inner in shape.items():
-        inside = f"{place}.{key}" if place else key
-        if key not in value and not isinstance(inner, Maybe):
-            return f"{inside} is missing"
-        reason = misfit(value.get(key), shape=inner, place=inside)
-        if reason:
-            return reason
-    return None
-
-
-def _is_metric(value: object, *, depth: int = 4) -> bool:
-    if isinstance(value, list | dict):
-        inside = value.values() if isinstance(value, dict) else value
-        return depth > 0 and all(_is_metric(item, depth=depth - 1) for item in inside)
+def _is_measured(value: object) -> bool:
     return value is None or is_number(value)
 
 
-def _is_shallow(value: object, *, depth: int = DEEPEST) -> bool:
+def _nested(value: object, *, depth: int, leaf) -> bool:
     if not isinstance(value, list | dict):
-        return True
+        return leaf(value)
     inside = value.values() if isinstance(value, dict) else value
-    return depth > 0 and all(_is_shallow(item, depth=depth - 1) for item in inside)
-
-
-_FITS = {
-    NUMBER: is_number,
-    COUNT: lambda value: is_number(value) and value >= 0,
-    TEXT: lambda value: isinstance(value, str),
-    TRUTH: lambda value: isinstance(value, bool),
-    METRIC: _is_metric,
-    CONFIG: lambda value: isinstance(value, dict) and _is_shallow(value),
-}
-_NAMES = {
-    NUMBER: "a finite number",
-    COUNT: "a finite number of 0 or more",
-    TEXT: "text",
-    TRUTH: "true or false",
-    METRIC: "numbers",
-    CONFIG: "a configuration",
-}
+    return depth > 0 and all(_nested(item, depth=depth - 1, leaf=leaf) for item in inside)

@@ -23,58 +23,44 @@ from harness.record.cells import (
     uncounted,
     whole,
 )
-from harness.record.table import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, words
 
 OF_A_CELL = ("model.span", "batch.segment", "batch.lanes", "batch.carry", "batch.accumulate", "runtime.path")
 """Keys of a configuration that the verb itself sets for each cell."""
 WHAT = (
-    Column(
-        heading="variant", explained="What was measured, and in what it differs from others of its name.", number=False
-    ),
-    Column(heading="path", explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.", number=False),
-    Column(heading="length, bytes", explained="Span; in cold mode also the segment."),
+    words("variant", "What was measured, and in what it differs from others of its name."),
+    words("path", "Which code ran: plain PyTorch, fused, compiled, an own kernel."),
+    Column("length, bytes", "Span; in cold mode also the segment."),
 )
 SPEED = (
-    Column(heading="step, ms", explained="Median of one training step, optimizer included; or why there is none."),
-    Column(heading="step, 20 to 80%", explained="Percentiles of the same, in ms.", number=False),
-    Column(heading="training, bytes/s", explained="Lanes times segment over the median step."),
-    Column(
-        heading="of the peak, %",
-        explained="Model-FLOPs utilisation: 3 x ideal FLOPs a byte x bytes/s over the device's dense peak.",
-    ),
-    Column(heading="evaluate, ms", explained="Median of one forward of lanes times segment bytes."),
-    Column(heading="evaluate, 20 to 80%", number=False),
-    Column(heading="one byte, ms", explained="Median of generating one byte of one stream, warm."),
-    Column(heading="one byte, 20 to 80%", number=False),
-    Column(
-        heading="training peak, MiB",
-        explained="Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate.",
-    ),
-    Column(heading="inference peak, MiB", explained="Highest memory of an evaluation."),
-    Column(heading="state, MiB/stream", explained="What one stream carries from one byte to the next."),
-    Column(
-        heading="executed, MFLOP/byte",
-        explained="FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm.",
-    ),
-    Column(heading="ideal, MFLOP/byte", explained="FLOPs that the mechanism needs for one byte."),
-    Column(heading="first steps, s", explained="What the first steps took beyond a later one: compilation, warm-up."),
+    Column("step, ms", "Median of one training step, optimizer included; or why there is none."),
+    words("step, 20 to 80%", "Percentiles of the same, in ms."),
+    Column("training, bytes/s", "Lanes times segment over the median step."),
+    Column("of the peak, %", "Model-FLOPs utilisation: 3 x ideal FLOPs a byte x bytes/s over the device's dense peak."),
+    Column("evaluate, ms", "Median of one forward of lanes times segment bytes."),
+    words("evaluate, 20 to 80%"),
+    Column("one byte, ms", "Median of generating one byte of one stream, warm."),
+    words("one byte, 20 to 80%"),
+    Column("training peak, MiB", "Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate."),
+    Column("inference peak, MiB", "Highest memory of an evaluation."),
+    Column("state, MiB/stream", "What one stream carries from one byte to the next."),
+    Column("executed, MFLOP/byte", "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm."),
+    Column("ideal, MFLOP/byte", "FLOPs that the mechanism needs for one byte."),
+    Column("first steps, s", "What the first steps took beyond a later one: compilation, warm-up."),
 )
 PARTS = (
-    Column(heading="parameters", explained="All trained numbers."),
-    Column(heading="touched", explained="Parameters that one byte makes use of."),
-    Column(heading="mean span", explained="Mean of the learned spans of all heads, in positions."),
-    Column(
-        heading="step, MFLOP",
-        explained="Counted in the training step itself, forward and backward, without the optimizer.",
-    ),
-    Column(heading="optimizer, MFLOP", explained="Counted in one update."),
-    Column(heading="step moves, MiB", explained="Bytes that the operators of a step read and write."),
-    Column(heading="optimizer moves, MiB", explained="The same of one update."),
-    Column(heading="parameters, MiB"),
-    Column(heading="touched, MiB", explained="Memory of the parameters that one byte makes use of."),
-    Column(heading="gradients, MiB"),
-    Column(heading="optimizer, MiB", explained="State of the optimizers."),
-    Column(heading="left behind, KiB/step", explained="What every further step keeps: more than noise is a leak."),
+    Column("parameters", "All trained numbers."),
+    Column("touched", "Parameters that one byte makes use of."),
+    Column("mean span", "Mean of the learned spans of all heads, in positions."),
+    Column("step, MFLOP", "Counted in the training step itself, forward and backward, without the optimizer."),
+    Column("optimizer, MFLOP", "Counted in one update."),
+    Column("step moves, MiB", "Bytes that the operators of a step read and write."),
+    Column("optimizer moves, MiB", "The same of one update."),
+    Column("parameters, MiB"),
+    Column("touched, MiB", "Memory of the parameters that one byte makes use of."),
+    Column("gradients, MiB"),
+    Column("optimizer, MiB", "State of the optimizers."),
+    Column("left behind, KiB/step", "What every further step keeps: more than noise is a leak."),
 )
 MODES = {
     "cold": "segment = span = length, no carried state",

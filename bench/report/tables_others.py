@@ -9,53 +9,51 @@ from bench.report.comparison import by, differences, marks, newest_of_each, numb
 from bench.report.words import data_words, ground_words
 from bench.rows import ground
 from harness.record.cells import NOTHING, count_of, fixed, keep_filled, listed, mib, text, times, whole
-from harness.record.table import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, words
 
 VOID = "VOID"
 PEERS = (
-    Column(heading="name", number=False),
-    Column(heading="package", explained="With the version that ran.", number=False),
-    Column(heading="path", explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.", number=False),
-    Column(heading="bytes/s", explained="Bytes of training per second; or why there are none."),
-    Column(heading="of the yardstick", explained="Speed as a share of the yardstick's in the same call."),
-    Column(heading="step, ms", explained="Median of one training step."),
-    Column(heading="step, 20 to 80%", number=False),
-    Column(heading="training peak, MiB", explained="Highest memory of training (MiB = 2^20 bytes); ~ is approximate."),
-    Column(heading="parameters", explained="All trained numbers: a speed says little without them."),
-    Column(heading="touched", explained="Parameters that one byte makes use of."),
-    Column(heading="checks", explained="Gradients and causality, checked before anything was timed.", number=False),
+    words("name"),
+    words("package", "With the version that ran."),
+    words("path", "Which code ran: plain PyTorch, fused, compiled, an own kernel."),
+    Column("bytes/s", "Bytes of training per second; or why there are none."),
+    Column("of the yardstick", "Speed as a share of the yardstick's in the same call."),
+    Column("step, ms", "Median of one training step."),
+    words("step, 20 to 80%"),
+    Column("training peak, MiB", "Highest memory of training (MiB = 2^20 bytes); ~ is approximate."),
+    Column("parameters", "All trained numbers: a speed says little without them."),
+    Column("touched", "Parameters that one byte makes use of."),
+    words("checks", "Gradients and causality, checked before anything was timed."),
 )
 FITS = (
-    Column(heading="variant", number=False),
-    Column(heading="path", number=False),
-    Column(heading="lanes"),
-    Column(heading="segment, bytes"),
-    Column(heading="span, bytes"),
-    Column(
-        heading="predicted peak, MiB", explained="Peak of a training step, without the hardware (MiB = 2^20 bytes)."
-    ),
-    Column(heading="measured peak, MiB", explained="Where it could be measured."),
-    Column(heading="error, %", explained="Predicted less measured, of measured."),
+    words("variant"),
+    words("path"),
+    Column("lanes"),
+    Column("segment, bytes"),
+    Column("span, bytes"),
+    Column("predicted peak, MiB", "Peak of a training step, without the hardware (MiB = 2^20 bytes)."),
+    Column("measured peak, MiB", "Where it could be measured."),
+    Column("error, %", "Predicted less measured, of measured."),
 )
 LIMITS = (
-    Column(heading="device memory, MiB", explained="What has to hold the peak."),
-    Column(heading="fits", explained="Whether the predicted peak does.", number=False),
-    Column(heading="most lanes", explained="The largest batch that fits, at this span."),
-    Column(heading="longest span", explained="The longest span that fits, at these lanes."),
-    Column(heading="roofline", explained="The device whose peak rates bound the time.", number=False),
-    Column(heading="bound, ms", explained="Least time of a training step at those peak rates."),
+    Column("device memory, MiB", "What has to hold the peak."),
+    words("fits", "Whether the predicted peak does."),
+    Column("most lanes", "The largest batch that fits, at this span."),
+    Column("longest span", "The longest span that fits, at these lanes."),
+    words("roofline", "The device whose peak rates bound the time."),
+    Column("bound, ms", "Least time of a training step at those peak rates."),
 )
 SPEEDS = (
-    Column(heading="case", explained="As bench.speed names it.", number=False),
-    Column(heading="position", number=False),
-    Column(heading="cache", number=False),
-    Column(heading="path", explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.", number=False),
-    Column(heading="ratio", explained="Speed in that of what it is held against; of one_open, time over all-open."),
-    Column(heading="held against", number=False),
-    Column(heading="target", explained="Of the ratio."),
-    Column(heading="reached", explained="Empty where the sizes were not the target's.", number=False),
-    Column(heading="training peak, MiB", explained="Highest memory of training (MiB = 2^20 bytes)."),
-    Column(heading="limit, MiB", explained="Of that peak."),
+    words("case", "As bench.speed names it."),
+    words("position"),
+    words("cache"),
+    words("path", "Which code ran: plain PyTorch, fused, compiled, an own kernel."),
+    Column("ratio", "Speed in that of what it is held against; of one_open, time over all-open."),
+    words("held against"),
+    Column("target", "Of the ratio."),
+    words("reached", "Empty where the sizes were not the target's."),
+    Column("training peak, MiB", "Highest memory of training (MiB = 2^20 bytes)."),
+    Column("limit, MiB", "Of that peak."),
 )
 
 
@@ -132,7 +130,7 @@ def _fits(rows: list[dict], *, index: int) -> Table:
     notes = numbered_notes(arms, without=(*without, "path"))
     mark, of_source = marks(rows)
     causes = list(dict.fromkeys(cause for row in rows for cause in row.get("split") or {}))
-    split = [Column(heading=f"{cause}, MiB", explained="A part of the predicted peak.") for cause in causes]
+    split = [Column(f"{cause}, MiB", "A part of the predicted peak.") for cause in causes]
     labelled = [(f"{arm.label}{mark(row)}", row) for arm in arms for row in arm.members]
     columns, cells = keep_filled((*FITS, *split, *LIMITS), [_fit(label, row, causes=causes) for label, row in labelled])
     if older:

@@ -11,25 +11,20 @@ from collections.abc import Sequence
 from bench.report.comparison import Arm
 from bench.report.uncertainty import Paired, paired
 from harness.record.cells import CAPPED, NOTHING, fixed, mean, text, whole
-from harness.record.table import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, words
 
 REFERENCE = "mhsa"
 BLOCK_BYTES = 10_000
 SPLITS = ("valid", "test")
 COLUMNS = (
-    Column(heading="variant", explained="What is compared with the reference.", number=False),
-    Column(heading="split", number=False),
-    Column(heading="over", explained="Pairs of runs of one seed, or of blocks of 10,000 bytes of text.", number=False),
-    Column(heading="n", explained="Pairs."),
-    Column(
-        heading="difference, bits per byte", explained="Mean of the pairs, variant less reference: below 0 is better."
-    ),
-    Column(heading="95% interval", explained="Student's t, paired; n = 1 has none.", number=False),
-    Column(
-        heading="smallest visible",
-        explained="Half the interval: a true difference smaller than this could not have been seen.",
-    ),
-    Column(heading="verdict", explained="'not separated' where the interval covers 0.", number=False),
+    words("variant", "What is compared with the reference."),
+    words("split"),
+    words("over", "Pairs of runs of one seed, or of blocks of 10,000 bytes of text."),
+    Column("n", "Pairs."),
+    Column("difference, bits per byte", "Mean of the pairs, variant less reference: below 0 is better."),
+    words("95% interval", "Student's t, paired; n = 1 has none."),
+    Column("smallest visible", "Half the interval: a true difference smaller than this could not have been seen."),
+    words("verdict", "'not separated' where the interval covers 0."),
 )
 NOTES = (
     "Intervals are of each row alone, not adjusted for the number of rows.",

@@ -13,8 +13,8 @@ from bench.report.tables_pairs import pairs_table
 from bench.report.tables_tuning import flags_of, rate_cell, spent, unequal_tuning
 from bench.report.tuning import Pick
 from bench.report.words import budget_words, data_words, protocol_words
-from harness.record.cells import CAPPED, listed, text, whole
-from harness.record.table import Column, Table
+from harness.record.cells import CAPPED, listed, whole
+from harness.record.table import Column, Table, words
 
 
 class Reported(Means):
@@ -30,23 +30,19 @@ class Reported(Means):
         return f"{min(found):.4f} to {max(found):.4f}{mark}" if len(found) > 1 else None
 
 
-def _words(heading: str, explained: str, words) -> Column:
-    return Column(heading=heading, explained=explained, number=False, cell=lambda of: text(words(of)))
-
-
 COLUMNS = (
     Column(
-        heading=RATE,
-        explained="Picked on tuning seeds; it scales the rates of all groups of parameters.",
-        cell=lambda of: rate_cell(of.pick.choice.rate),
+        RATE,
+        "Picked on tuning seeds; it scales the rates of all groups of parameters.",
+        lambda of: rate_cell(of.pick.choice.rate),
     ),
-    Column(heading="n", explained="Fresh seeds, of which none chose anything.", cell=lambda of: whole(len(of.runs))),
-    _words("seeds", "", lambda of: ", ".join(str(run.row["seed"]) for run in of.runs)),
+    Column("n", "Fresh seeds, of which none chose anything.", lambda of: whole(len(of.runs))),
+    words("seeds", "", lambda of: ", ".join(str(run.row["seed"]) for run in of.runs)),
     *QUALITY,
-    _words("test, lowest and highest seed", "", Reported.range),
-    Column(heading="trials", explained="Runs that the rate was picked from.", cell=lambda of: whole(spent(of.pick)[0])),
-    _words("a trial's budget", "What one trial of the tuning could spend.", lambda of: budget_words(of.pick.budget)),
-    _words(
+    words("test, lowest and highest seed", "", Reported.range),
+    Column("trials", "Runs that the rate was picked from.", lambda of: whole(spent(of.pick)[0])),
+    words("a trial's budget", "What one trial of the tuning could spend.", lambda of: budget_words(of.pick.budget)),
+    words(
         "flags",
         "What speaks against the pick; see the table of picks.",
         lambda of: "; ".join(flags_of(of.pick, unequal=of.unequal)) or "none",

@@ -3,16 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.report.columns import (
-    COSTS,
-    PATH,
-    QUALITY,
-    SEEDS,
-    SIZES,
-    Means,
-    optimizer_words,
-    table_of_arms,
-)
+from bench.report.columns import COSTS, PATH, QUALITY, SEEDS, SIZES, Means, optimizer_words, table_of_arms
 from bench.report.comparison import (
     Arm,
     Heads,
@@ -35,33 +26,23 @@ from bench.report.tuning import Pick, at_a_pick
 from bench.report.words import budget_words, capped_words, data_words, ground_differences, ground_words, protocol_words
 from bench.rows import ground
 from harness.record.cells import NOTHING, bits, count_of, listed, text, uncounted, whole
-from harness.record.table import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, words
 
 ONE_SEED = (
     Column(
-        heading="seed",
-        explained="Of initialisation, dropout and lane offsets; the bytes come in the same order to every variant.",
-        cell=lambda of: Cell(text=str(of.newest["seed"]), value=of.newest["seed"]),
+        "seed",
+        "Of initialisation, dropout and lane offsets; the bytes come in the same order to every variant.",
+        lambda of: Cell(text=str(of.newest["seed"]), value=of.newest["seed"]),
     ),
     *QUALITY,
     Column(
-        heading="best at, bytes",
-        explained="Bytes seen by the weights that were scored, chosen on the validation split.",
-        cell=lambda of: whole(of.newest.get("best_bytes_seen")),
+        "best at, bytes",
+        "Bytes seen by the weights that were scored, chosen on the validation split.",
+        lambda of: whole(of.newest.get("best_bytes_seen")),
     ),
-    Column(heading="run", explained="The run folder.", number=False, cell=lambda of: text(of.runs[-1].folder.name)),
-    Column(
-        heading="configuration",
-        explained="First digits of its hash.",
-        number=False,
-        cell=lambda of: text(of.newest["config_hash"][:8]),
-    ),
-    Column(
-        heading="source",
-        explained="First digits of the digest of the code.",
-        number=False,
-        cell=lambda of: text(of.newest["source"][:8]),
-    ),
+    words("run", "The run folder.", lambda of: of.runs[-1].folder.name),
+    words("configuration", "First digits of its hash.", lambda of: of.newest["config_hash"][:8]),
+    words("source", "First digits of the digest of the code.", lambda of: of.newest["source"][:8]),
 )
 
 

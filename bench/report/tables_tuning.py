@@ -13,7 +13,7 @@ from bench.report.tuning import Pick, fresh_command, rate_of
 from bench.report.words import budget_words, data_words, ground_words, protocol_words
 from bench.rows import ground
 from harness.record.cells import NOTHING, bits, count_of, fixed, listed, text, whole
-from harness.record.table import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,61 +66,48 @@ class PickedRow:
 
 PICKED = (
     Column(
-        heading="picked optim.lr",
-        explained="The rate of the lowest mean over the tuning seeds.",
-        cell=lambda of: of.choice(lambda choice: rate_cell(choice.rate)) if of.pick.choice else text("none"),
+        "picked optim.lr",
+        "The rate of the lowest mean over the tuning seeds.",
+        lambda of: of.choice(lambda choice: rate_cell(choice.rate)) if of.pick.choice else text("none"),
+    ),
+    Column("valid, bits per byte", "At that rate, a mean over the tuning seeds: no result.", PickedRow.score),
+    words(
+        "flags",
+        "What speaks against the pick; the notes say more.",
+        lambda of: "; ".join(flags_of(of.pick, unequal=of.unequal)) or "none",
+    ),
+    words(
+        "fresh runs", "Runs at the pick that report it, or the note with what to type for them.", lambda of: of.fresh()
+    ),
+    Column("runner-up", "The second best rate.", lambda of: of.behind(lambda choice: rate_cell(choice.runner_up))),
+    Column(
+        "behind, bits per byte",
+        "The runner-up's bits less the pick's, a mean over seeds.",
+        lambda of: of.behind(lambda choice: fixed(choice.behind.mean, digits=4)),
     ),
     Column(
-        heading="valid, bits per byte",
-        explained="At that rate, a mean over the tuning seeds: no result.",
-        cell=PickedRow.score,
-    ),
-    Column(
-        heading="flags",
-        explained="What speaks against the pick; the notes say more.",
+        "95% interval",
+        "Of that difference, Student's t over seeds; where it covers 0 the two are not separated.",
+        PickedRow.interval,
         number=False,
-        cell=lambda of: text("; ".join(flags_of(of.pick, unequal=of.unequal)) or "none"),
+    ),
+    Column("rates", "Rates that were tried.", lambda of: whole(len(of.pick.setting.rates))),
+    Column(
+        "trials",
+        "Runs of the grid, failed ones with them: what the pick may have been lucky in.",
+        lambda of: whole(spent(of.pick)[0]),
+    ),
+    words(
+        "tuning seeds",
+        "Seeds that chose; none of them may report.",
+        lambda of: ", ".join(map(str, of.pick.setting.seeds)),
     ),
     Column(
-        heading="fresh runs",
-        explained="Runs at the pick that report it, or the note with what to type for them.",
-        number=False,
-        cell=lambda of: text(of.fresh()),
+        "tuning, bytes",
+        "Bytes trained on by all trials together, but for failed ones.",
+        lambda of: whole(spent(of.pick)[1] or None),
     ),
-    Column(
-        heading="runner-up",
-        explained="The second best rate.",
-        cell=lambda of: of.behind(lambda choice: rate_cell(choice.runner_up)),
-    ),
-    Column(
-        heading="behind, bits per byte",
-        explained="The runner-up's bits less the pick's, a mean over seeds.",
-        cell=lambda of: of.behind(lambda choice: fixed(choice.behind.mean, digits=4)),
-    ),
-    Column(
-        heading="95% interval",
-        explained="Of that difference, Student's t over seeds; where it covers 0 the two are not separated.",
-        number=False,
-        cell=PickedRow.interval,
-    ),
-    Column(heading="rates", explained="Rates that were tried.", cell=lambda of: whole(len(of.pick.setting.rates))),
-    Column(
-        heading="trials",
-        explained="Runs of the grid, failed ones with them: what the pick may have been lucky in.",
-        cell=lambda of: whole(spent(of.pick)[0]),
-    ),
-    Column(
-        heading="tuning seeds",
-        explained="Seeds that chose; none of them may report.",
-        number=False,
-        cell=lambda of: text(", ".join(map(str, of.pick.setting.seeds))),
-    ),
-    Column(
-        heading="tuning, bytes",
-        explained="Bytes trained on by all trials together, but for failed ones.",
-        cell=lambda of: whole(spent(of.pick)[1] or None),
-    ),
-    Column(heading="tuning, s", explained="Seconds in training steps of the same.", cell=PickedRow.seconds),
+    Column("tuning, s", "Seconds in training steps of the same.", PickedRow.seconds),
 )
 MOST_SEEDS = 6
 """Seeds that get a column each."""
@@ -188,31 +175,18 @@ def _grid(found: list[Pick], heads: Heads, **about) -> Table:
     """Every rate of every setting: rows are made of a pick and a rate."""
     seeds = sorted({seed for pick in found for seed in pick.setting.seeds})
     columns = (
+        Column(RATE, "Scales the rates of all groups of parameters.", lambda of: rate_cell(of[1])),
+        Column("n", "Seeds with a score.", lambda of: whole(_scored(*of))),
         Column(
-            heading=RATE,
-            explained="Scales the rates of all groups of parameters.",
-            cell=lambda of: rate_cell(of[1]),
-        ),
-        Column(heading="n", explained="Seeds with a score.", cell=lambda of: whole(_scored(*of))),
-        Column(
-            heading="valid, bits per byte",
-            explained="A mean over the tuning seeds.",
-            cell=lambda of: bits(of[0].setting.mean_bits(of[1]), capped=_capped(*of)),
+            "valid, bits per byte",
+            "A mean over the tuning seeds.",
+            lambda of: bits(of[0].setting.mean_bits(of[1]), capped=_capped(*of)),
         ),
         *(
-            Column(
-                heading=f"seed {seed}",
-                explained="Bits per byte of valid of this seed.",
-                cell=lambda of, seed=seed: _trial(*of, seed),
-            )
+            Column(f"seed {seed}", "Bits per byte of valid of this seed.", lambda of, seed=seed: _trial(*of, seed))
             for seed in (seeds if len(seeds) <= MOST_SEEDS else [])
         ),
-        Column(
-            heading="place",
-            explained="The pick, the runner-up, or why the rate was no choice.",
-            number=False,
-            cell=lambda of: text(_place(*of)),
-        ),
+        words("place", "The pick, the runner-up, or why the rate was no choice.", lambda of: _place(*of)),
     )
     rows = [(pick.setting.arm, (pick, rate)) for pick in found for rate in pick.setting.rates]
     return table_of_arms(rows, heads=heads, columns=columns, folder=lambda arm, of: _last(*of).folder, **about)

@@ -31,19 +31,29 @@ class Cell:
     value: float | int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
-    """Attributes:
-    heading: as shown, with the unit.
-    explained: one sentence: what the number is and how it was measured.
-    number: whether cells are numbers, to be aligned and sorted as such.
-    cell: makes a row's cell, for ``tabulate``.
+    """A column of numbers; of text where ``number`` is False, so that cells are aligned and sorted as such.
+
+    Attributes:
+        heading: as shown, with the unit.
+        explained: one sentence: what the number is and how it was measured.
+        cell: makes a row's cell, for ``tabulate``.
     """
 
     heading: str
     explained: str = ""
-    number: bool = True
     cell: Callable[[object], Cell] | None = None
+    number: bool = True
+
+
+def words(heading: str, explained: str = "", said: Callable[[object], object] | None = None) -> Column:
+    """A column of text: ``said`` gives what is said of a row, or None."""
+    return Column(heading, explained, said and (lambda row: _text(said(row))), number=False)
+
+
+def _text(value: object) -> Cell:
+    return Cell(text="" if value is None else str(value))
 
 
 @dataclass(frozen=True, kw_only=True)
