@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bench.report.uncertainty import incomplete_beta, paired, t_below, t_quantile
+from bench.report.uncertainty import paired, t_below, t_quantile
 
 TABLE = [  # degrees of freedom, 0.90, 0.975, 0.995 quantiles as printed in textbooks
     (1, 3.078, 12.706, 63.657),
@@ -28,12 +28,6 @@ def test_one_and_two_degrees_of_freedom_have_closed_forms():
     for t in (0.01, 0.5, 1.0, 3.0, 40.0):
         assert t_below(t, freedom=1) == pytest.approx(0.5 + math.atan(t) / math.pi, rel=1e-12)
         assert t_below(t, freedom=2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), rel=1e-12)
-
-
-def test_incomplete_beta_is_its_binomial_sum():
-    for x in (0.0, 0.1, 0.4, 0.9, 1.0):
-        total = sum(math.comb(6, k) * x**k * (1 - x) ** (6 - k) for k in range(2, 7))
-        assert incomplete_beta(2, 5, at=x) == pytest.approx(total, rel=1e-12, abs=1e-15)
 
 
 def test_interval_of_pairs():
