@@ -7,28 +7,23 @@ no window system and no global state.
 """
 
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
+from bench.report.comparison import Arm
 from harness.record.drawing import INK
 from harness.record.table import Drawing
 
-BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-)
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10.0,
@@ -84,11 +79,28 @@ def finish(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:
     return Drawing(name=name, title=title, caption=caption, svg=svg.getvalue(), png=png.getvalue())
 
 
+def entry(label: str, **style) -> Line2D:
+    """An entry of a legend; a mark without a line unless ``linestyle`` says otherwise."""
+    return Line2D([], [], label=label, **{"linestyle": "none"} | style)
+
+
+def entry_of(arm: Arm, *, look: Look, **style) -> Line2D:
+    """An arm's entry, with its number of seeds."""
+    return entry(f"{arm.label} (n={len(arm.members)})", color=look.colour, marker=look.marker, **style)
+
+
 def legend_below(figure: Figure, handles: list) -> Legend:
     """A legend under all panels, where it covers no data, in as many columns as the figure is wide enough for."""
     longest = max(len(handle.get_label()) for handle in handles)
     columns = max(1, int(figure.get_figwidth() / (0.75 + 0.078 * longest)))
     return figure.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)))
+
+
+def ticks_at(axis, values: Sequence[float], *, most: int, text: Callable[[float], str]) -> None:
+    """Ticks at ``values``, thinned where there are more than ``most``."""
+    axis.set_major_locator(FixedLocator(values[:: -(-len(values) // most)]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axis.set_minor_locator(NullLocator())
 
 
 def plain_axis(axis) -> None:

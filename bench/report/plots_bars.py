@@ -6,7 +6,6 @@ What failed stays in the picture with its reason instead of a bar, and a table t
 import textwrap
 
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.report.comparison import grouped, number, tag
@@ -18,6 +17,7 @@ from bench.report.plot_style import (
     SKY,
     VERMILLION,
     Look,
+    entry,
     finish,
     legend_below,
     memory_unit,
@@ -34,12 +34,8 @@ CAUSES = {
     "activations": (ORANGE, "\\\\"),
     "temporary": (VERMILLION, "xx"),
 }
-_BESIDE = {
-    "va": "center",
-    "fontsize": 8.5,
-    "color": INK,
-    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-}
+_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+_BESIDE = {"va": "center", "fontsize": 8.5, "color": INK, "bbox": _BOX}
 OTHER_CAUSE = (PURPLE, "++")
 FAR = 2.5
 """Times the longest bar from which on the device's memory is named at the edge, so that bars stay readable."""
@@ -48,10 +44,10 @@ FAR = 2.5
 def draw_peers(peers: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
     """Bytes per second relative to the yardstick; one drawing for each job on equal ground, void ones apart."""
 
-    def key(row: dict) -> tuple:
+    def same(row: dict) -> tuple:
         return ground(row), row["job"], row["lanes"], row["segment"], row["data"]["sha256"], str(row.get("void"))
 
-    return [_peers(rows, look=look, name=f"peers-{tag(found)}") for found, rows in grouped(peers, key=key).items()]
+    return [_peers(rows, look=look, name=f"peers-{tag(found)}") for found, rows in grouped(peers, key=same).items()]
 
 
 def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
@@ -143,9 +139,9 @@ def _fits(rows: list[dict], *, name: str) -> Drawing:
     ax.grid(axis="y", visible=False)
     handles = [_patch(cause) for cause in causes]
     if any(number(row, "device_memory_bytes") for row in rows):
-        handles.append(Line2D([], [], color=INK, linewidth=2, label="memory of the device"))
+        handles.append(entry("memory of the device", color=INK, linestyle="-", linewidth=2))
     if any(number(row, "measured_peak_bytes") for row in rows):
-        handles.append(Line2D([], [], color=INK, marker="D", linestyle="none", fillstyle="none", label="measured peak"))
+        handles.append(entry("measured peak", color=INK, marker="D", fillstyle="none"))
     legend_below(figure, handles)
     caption = (
         "Peak memory of one training step as predicted without running it, split by cause. GiB = 2^30 bytes, MiB = 2^20. The "

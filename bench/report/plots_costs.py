@@ -5,16 +5,23 @@ cross at the upper edge. Thin grey slopes show growth with the length and with i
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.report.comparison import Arm, arms, grouped, number, tag
-from bench.report.plot_style import LINES, Look, finish, legend_below, log_axis, memory_unit, plain_number
+from bench.report.plot_style import (
+    LINES,
+    Look,
+    entry,
+    finish,
+    legend_below,
+    log_axis,
+    memory_unit,
+    plain_number,
+    ticks_at,
+)
 from bench.report.words import data_words, machine_words
 from bench.rows import ground
 from harness.record.drawing import GREY, INK, panels
@@ -53,12 +60,8 @@ MEASURES = (
 def draw_costs(costs: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
     """One drawing for each group of rows whose cost may be compared."""
 
-    def key(row: dict) -> tuple:
-        return ground(row), row["mode"], row["lanes"], row["data"]["sha256"]
-
-    return [
-        _costs(rows, look=look, name=f"cost-{found[1]}-{tag(found)}") for found, rows in grouped(costs, key=key).items()
-    ]
+    found = grouped(costs, key=lambda row: (ground(row), row["mode"], row["lanes"], row["data"]["sha256"]))
+    return [_costs(rows, look=look, name=f"cost-{same[1]}-{tag(same)}") for same, rows in found.items()]
 
 
 def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
@@ -73,13 +76,11 @@ def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     lengths = sorted({row["length"] for row in rows})
     for ax, measure in zip(axes, MEASURES, strict=True):
         _draw_measure(ax, lines, measure=measure, paths=paths, look=look, lengths=lengths)
-    handles = [
-        Line2D([], [], **_style(line, paths=paths, look=look), label=f"{line.label}, {_path(line)}") for line in lines
-    ]
-    handles.append(Line2D([], [], color=GREY, marker="o", fillstyle="none", linestyle="none", label="ideal FLOPs"))
+    handles = [entry(f"{line.label}, {_path(line)}", **_style(line, paths=paths, look=look)) for line in lines]
+    handles.append(entry("ideal FLOPs", color=GREY, marker="o", fillstyle="none"))
     if any(row["status"] == OUT for row in rows):
-        handles.append(Line2D([], [], color=GREY, marker="x", linestyle="none", markersize=7, label=OUT))
-    handles.append(Line2D([], [], color=GREY, linewidth=0.8, label="growth with L and L²"))
+        handles.append(entry(OUT, color=GREY, marker="x", markersize=7))
+    handles.append(entry("growth with L and L²", color=GREY, linestyle="-", linewidth=0.8))
     legend_below(figure, handles)
     return finish(figure, name=name, title=title, caption=_caption(rows))
 
@@ -112,7 +113,7 @@ def _draw_measure(
     shown = [value / divisor for value in values]
     ax.set_xscale("log", base=2)
     ax.set_xlim(lengths[0] / 1.35, lengths[-1] * 1.35)
-    _length_ticks(ax, lengths)
+    ticks_at(ax.xaxis, lengths[::-1], most=MOST_TICKS, text=lambda at: f"{at:.0f}" if at < 1e5 else plain_number(at))
     ax.set(xlabel="length of context L [bytes]", ylabel=f"{measure.label} [{unit}]" if unit else measure.label)
     if shown:
         log_axis(ax.yaxis, values=shown)
@@ -147,14 +148,6 @@ def _draw_line(ax: Axes, line: Arm, *, measure: Measure, divisor: float, style: 
         ax.plot(*zip(*ideal, strict=True), **style | {"linestyle": "none"}, fillstyle="none", markersize=7)
 
 
-def _length_ticks(ax: Axes, lengths: Sequence[int]) -> None:
-    """The lengths themselves, thinned where there are many."""
-    step = -(-len(lengths) // MOST_TICKS)
-    ax.xaxis.set_major_locator(FixedLocator(lengths[::-1][::step]))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}" if value < 1e5 else plain_number(value)))
-    ax.xaxis.set_minor_locator(NullLocator())
-
-
 def _draw_slope(ax: Axes, *, start: tuple[float, float], end: float, power: int) -> None:
     """y proportional to length^power from ``start``, labelled where it leaves the panel."""
     top = ax.get_ylim()[1] / 1.15
@@ -173,18 +166,9 @@ def _draw_crosses(ax: Axes, lines: list[Arm], *, look: dict[str, Look]) -> None:
         height = 0.985 - 0.035 * index
         style = {"color": look[line.variant].colour, "marker": "x", "linestyle": "none", "markeredgewidth": 2}
         ax.plot(lengths, [height] * len(lengths), **style, transform=ax.get_xaxis_transform(), clip_on=False, zorder=5)
-        ax.annotate(
-            f"{lengths[0]}, {_path(line)}",
-            (lengths[0], height),
-            xycoords=ax.get_xaxis_transform(),
-            xytext=(-6, 0),
-            textcoords="offset points",
-            fontsize=7.5,
-            color=INK,
-            ha="right",
-            va="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-        )
+        place = {"xycoords": ax.get_xaxis_transform(), "xytext": (-6, 0), "textcoords": "offset points"}
+        place |= {"ha": "right", "va": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
+        ax.annotate(f"{lengths[0]}, {_path(line)}", (lengths[0], height), **place, fontsize=7.5, color=INK)
 
 
 def _caption(rows: list[dict]) -> str:

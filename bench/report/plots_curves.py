@@ -5,10 +5,9 @@ How one run's line is drawn is in ``harness.record.drawing``; here is which runs
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from bench.report.comparison import Arm, arms, comparable, grouped, number, split_by_ground, tag
-from bench.report.plot_style import LINES, Look, finish, legend_below, plain_axis
+from bench.report.plot_style import LINES, Look, entry, entry_of, finish, legend_below, plain_axis
 from bench.report.words import budget_words, data_words, machine_words
 from harness.record.drawing import BINS, GREY, bits_axis, count_axis, draw_bits, panels, points
 from harness.record.table import Drawing
@@ -44,9 +43,7 @@ def scale_of(run, unit: str) -> tuple[np.ndarray, np.ndarray] | None:
     """
     train = [row for row in run.rows if row["kind"] == "train" and "bytes_seen" in row]
     end = number(run.summary, "bytes_seen")
-    total = {"bytes": end, "flops": number(run.summary, "training_flops"), "seconds": number(run.summary, "seconds")}[
-        unit
-    ]
+    total = number(run.summary, {"bytes": "bytes_seen", "flops": "training_flops", "seconds": "seconds"}[unit])
     if end is None or total is None:
         return None
     at = np.array([0.0, *(row["bytes_seen"] for row in train)])
@@ -81,19 +78,10 @@ def _curves(runs: list, *, scales: tuple, look: dict[str, Look], name: str) -> D
             plain_axis(ax.xaxis)
         else:
             count_axis(ax.xaxis, unit="B" if unit == "bytes" else "")
-    handles = [
-        Line2D(
-            [], [], color=look[arm.variant].colour, linestyle=_line(arm), linewidth=1.8, marker=look[arm.variant].marker
-        )
-        for arm in compared
-    ]
-    for handle, arm in zip(handles, compared, strict=True):
-        handle.set_label(f"{arm.label} (n={len(arm.members)})")
-    handles += [
-        Line2D([], [], color=GREY, linewidth=1.6, label="valid, on the way"),
-        Line2D([], [], color=GREY, linewidth=0.6, alpha=0.6, label="train"),
-        Line2D([], [], color=GREY, marker="o", markersize=8, linestyle="none", label="valid, at the end"),
-    ]
+    handles = [entry_of(arm, look=look[arm.variant], linestyle=_line(arm), linewidth=1.8) for arm in compared]
+    handles.append(entry("valid, on the way", color=GREY, linestyle="-", linewidth=1.6))
+    handles.append(entry("train", color=GREY, linestyle="-", linewidth=0.6, alpha=0.6))
+    handles.append(entry("valid, at the end", color=GREY, marker="o", markersize=8))
     legend_below(figure, handles)
     return finish(figure, name=name, title=title, caption=_caption(runs, compared=compared))
 

@@ -9,10 +9,9 @@ from itertools import chain
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from bench.report.comparison import arms, comparable, grouped, number, tag
-from bench.report.plot_style import LINES, Look, finish, legend_below
+from bench.report.plot_style import LINES, Look, entry, entry_of, finish, legend_below
 from bench.report.plots_curves import prefixes
 from bench.report.words import data_words
 from harness.record.drawing import GREY, INK, count_axis, draw_span_cells, layer_names, panels, span_grid, spans_of
@@ -47,12 +46,8 @@ def _spans(run, label: str, seeds: int) -> Drawing:
     height = max(3.2, 1.5 + 0.32 * len(names))
     figure, (cells, means) = panels(1, 2, width=9.5, height=height, title=title, subtitle=subtitle)
     draw_span_cells(cells, found, limit=limit)
-    means.barh(
-        range(len(names)),
-        [np.nanmean(spans) if np.isfinite(spans).any() else 0 for spans in grid],
-        color=GREY,
-        height=0.7,
-    )
+    of_layers = [np.nanmean(spans) if np.isfinite(spans).any() else 0 for spans in grid]
+    means.barh(range(len(names)), of_layers, color=GREY, height=0.7)
     means.axvline(average, color=INK, linewidth=1, linestyle="--", label="mean of all heads")
     means.set(ylim=cells.get_ylim(), xlabel="mean span of the layer [positions]")
     means.set_yticks(range(len(names)), names)
@@ -64,9 +59,8 @@ def _spans(run, label: str, seeds: int) -> Drawing:
         f"The scale is logarithmic and ends at the longest possible span. Behind z the mask falls over a ramp, "
         f"which is not counted here.{of_seeds} Right: the mean of each layer."
     )
-    return finish(
-        figure, name=f"spans-{run.summary['variant']}-{tag(label, comparable(run))}", title=title, caption=caption
-    )
+    name = f"spans-{run.summary['variant']}-{tag(label, comparable(run))}"
+    return finish(figure, name=name, title=title, caption=caption)
 
 
 def draw_memories(runs: list, *, look: dict[str, Look]) -> list[Drawing]:
@@ -94,24 +88,13 @@ def _memories(runs: list, *, look: dict[str, Look], name: str) -> Drawing:
         count_axis(ax.xaxis, unit="B")
     axes[0].set_ylim(0, 103)
     axes[1].set_ylim(bottom=0)
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=look[arm.variant].colour,
-            marker=look[arm.variant].marker,
-            label=f"{arm.label} (n={len(arm.members)})",
-        )
-        for arm in compared
-    ]
+    handles = [entry_of(arm, look=look[arm.variant], linestyle="-") for arm in compared]
     handles += [
-        Line2D([], [], color=GREY, linestyle=LINES[index % len(LINES)], label=place.removeprefix("layers."))
+        entry(place.removeprefix("layers."), color=GREY, linestyle=LINES[index % len(LINES)])
         for index, place in enumerate(places)
     ]
-    handles += [
-        Line2D([], [], color=GREY, marker="o", linestyle="none", label="divergence, reads by weight"),
-        Line2D([], [], color=GREY, marker="x", linestyle="none", label="divergence, reads counted"),
-    ]
+    handles.append(entry("divergence, reads by weight", color=GREY, marker="o"))
+    handles.append(entry("divergence, reads counted", color=GREY, marker="x"))
     legend_below(figure, handles)
     return finish(figure, name=name, title=title, caption=_memory_caption(runs))
 

@@ -9,10 +9,9 @@ from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.report.comparison import comparable, tag
-from bench.report.plot_style import FILLS, LINES, Look, finish, legend_below
+from bench.report.plot_style import FILLS, LINES, Look, entry, finish, legend_below, ticks_at
 from bench.report.tuning import Pick
 from bench.report.words import budget_words, data_words
 from harness.record.drawing import GREY, panels
@@ -97,16 +96,13 @@ def _line(ax: Axes, pick: Pick, *, look: Look, limits: tuple[float, float], asid
         ax.plot([choice.rate * aside], [choice.bits], **style, **place, fillstyle=fill)
     told = f"{choice.rate:g}{', at the edge' if choice.edge else ''}" if choice else "no pick"
     label = f"{setting.arm.label}: {told}"
-    return Line2D([], [], **style, linestyle=line, linewidth=1.6, markersize=6, label=label)
+    return entry(label, **style, linestyle=line, linewidth=1.6, markersize=6)
 
 
 def _axes(ax: Axes, rates: Sequence[float], *, limits: tuple[float, float]) -> None:
     """Ticks where rates were tried, as far as they have room."""
     ax.set_xscale("log")
-    step = -(-len(rates) // MOST_TICKS)
-    ax.xaxis.set_major_locator(FixedLocator(rates[::step]))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
+    ticks_at(ax.xaxis, rates, most=MOST_TICKS, text=lambda value: f"{value:g}")
     ax.margins(x=0.08)
     ax.set_ylim(*limits)
     ax.set_xlabel("optim.lr, which scales the rates of all groups")
@@ -114,21 +110,20 @@ def _axes(ax: Axes, rates: Sequence[float], *, limits: tuple[float, float]) -> N
 
 def _key(found: Sequence[Pick]) -> list[Line2D]:
     """What marks mean, of those that are drawn."""
-    plain = {"color": GREY, "linestyle": "none"}
     top = top_of_frame(found)[1]
     every = [(pick, rate) for pick in found for rate in pick.setting.rates]
     counts = " or ".join(map(str, sorted({len(pick.setting.seeds) for pick in found})))
-    key = [Line2D([], [], **plain, marker="o", markersize=4, alpha=0.7, label=f"one seed (n = {counts}); lines: means")]
+    keys = [entry(f"one seed (n = {counts}); lines: means", color=GREY, marker="o", markersize=4, alpha=0.7)]
     if any(pick.choice and not pick.choice.edge for pick in found):
-        key.append(Line2D([], [], **plain, marker="o", markersize=10, label="picked"))
+        keys.append(entry("picked", color=GREY, marker="o", markersize=10))
     if any(pick.choice and pick.choice.edge for pick in found):
         open_mark = {"marker": "o", "markersize": 10, "fillstyle": "none", "markeredgewidth": 2}
-        key.append(Line2D([], [], **plain, **open_mark, label="picked at the edge: not bracketed"))
+        keys.append(entry("picked at the edge: not bracketed", color=GREY, **open_mark))
     if any(bits > top for pick, rate in every for bits in _scores(pick, rate)):
-        key.append(Line2D([], [], **plain, marker="^", markersize=7, label="beyond the frame"))
+        keys.append(entry("beyond the frame", color=GREY, marker="^", markersize=7))
     if any(len(_scores(pick, rate)) < len(pick.setting.trials[rate]) for pick, rate in every):
-        key.append(Line2D([], [], **plain, marker="x", markersize=8, markeredgewidth=2, label="failed"))
-    return key
+        keys.append(entry("failed", color=GREY, marker="x", markersize=8, markeredgewidth=2))
+    return keys
 
 
 def _caption(found: Sequence[Pick], row: dict, *, capped: object) -> str:

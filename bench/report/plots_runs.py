@@ -13,7 +13,17 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.report.comparison import Arm, arms, comparable, grouped, number, split_by_ground, tag
-from bench.report.plot_style import FILLS, Look, finish, label_points, legend_below, log_axis, memory_unit, plain_axis
+from bench.report.plot_style import (
+    FILLS,
+    Look,
+    entry,
+    finish,
+    label_points,
+    legend_below,
+    log_axis,
+    memory_unit,
+    plain_axis,
+)
 from bench.report.words import budget_words, data_words, machine_words
 from harness.record.drawing import GREY, count_axis, panels
 from harness.record.table import Drawing
@@ -100,7 +110,7 @@ def _trade_off(
         labelled.append((ax, means, [texts[arm.label] for arm in shown], dots))
     for ax in axes[len(costs) :]:
         ax.set_visible(False)
-    handles = [Line2D([], [], color=GREY, linewidth=1, label="Pareto front of the means")]
+    handles = [entry("Pareto front of the means", color=GREY, linestyle="-", linewidth=1)]
     handle = legend_below(figure, handles)
     figure.draw_without_rendering()
     # where one label fits in no free place, all panels are told apart by a legend
@@ -170,7 +180,7 @@ def _marks(arm: Arm, *, look: dict[str, Look]) -> dict:
 
 
 def _handle(arm: Arm, *, look: dict[str, Look], label: str) -> Line2D:
-    return Line2D([], [], **_marks(arm, look=look), markersize=8, label=label)
+    return entry(label, **_marks(arm, look=look), markersize=8)
 
 
 def _subtitle(runs: list, *, costs: list[Cost]) -> str:
