@@ -7,7 +7,7 @@ server is needed. What ``bench.evaluate`` appends to a run folder has protocols 
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -141,15 +141,20 @@ def _files(folder: Path) -> Iterator[Path]:
             yield Path(here) / ROWS
 
 
-def _lines(path: Path) -> Iterator[tuple[dict, str | None]]:
-    """Each line's row and None, or an empty row and why it is none."""
+def _rows(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
+    """Good rows of a file, and why the others are none; ``wrong`` says so of a row and the number of its line."""
+    rows, reasons = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             row = json.loads(line)
+            reason = wrong(row, number) if isinstance(row, dict) else f"{shown(row)} is no row"
         except (ValueError, RecursionError) as error:
-            yield {}, f"line {number}: not JSON ({_first_line(error)})"
-            continue
-        yield (row, None) if isinstance(row, dict) else ({}, f"line {number}: {shown(row)} is no row")
+            reason = f"not JSON ({_first_line(error)})"
+        if reason:
+            reasons.append(f"line {number}: {reason}")
+        else:
+            rows.append(row)
+    return rows, reasons
 
 
 def _first_line(error: Exception) -> str:
@@ -159,18 +164,10 @@ def _first_line(error: Exception) -> str:
 def _read_rows(path: Path, found: Found) -> None:
     """One verb's rows, each by its kind."""
     places = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
-    reasons, good = [], 0
-    for number, (row, reason) in enumerate(_lines(path), start=1):
-        wrong = None if reason else refusal(row) or _bench_misfit(row)
-        reason = f"line {number}: {wrong}" if wrong else reason
-        if reason:
-            reasons.append(reason)
-        else:
-            places[row["kind"]].append(row | {"read_from": str(path.parent)})
-            good += 1
-    if not good and not reasons:
-        reasons = ["no rows in it"]
-    _refuse(path, reasons, found)
+    rows, reasons = _rows(path, wrong=lambda row, number: refusal(row) or _bench_misfit(row))
+    for row in rows:
+        places[row["kind"]].append(row | {"read_from": str(path.parent)})
+    _refuse(path, reasons if rows or reasons else ["no rows in it"], found)
 
 
 def _bench_misfit(row: dict) -> str | None:
@@ -181,40 +178,31 @@ def _bench_misfit(row: dict) -> str | None:
 
 
 def _read_run(folder: Path, found: Found) -> None:
-    """A run folder: its summary with the good rows of its record."""
+    """A run folder: its summary with the good rows of its record.
+
+    What a run knew that ended with an error is no result, and it may have failed before it knew anything.
+    """
     rows, reasons = _record(folder / RECORD)
     summary, reason = _summary(folder / SUMMARY_FILE)
     traced = bool(rows) and rows[0].get("kind") == "provenance"
-    if isinstance(summary, dict) and summary.get("status") == "failed":
-        _read_failed(RunRow(folder=folder, summary=summary, rows=rows), reasons, found, traced=traced)
-        return
-    if not traced:
+    failed = isinstance(summary, dict) and summary.get("status") == "failed"
+    if not traced and not failed:
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
-        reason = misfit(summary, shape=SHAPES["summary"]) or (_mixed(summary, rows[0]) if traced else None)
+        unfit = misfit(summary, shape=SHAPES["failed" if failed else "summary"])
+        reason = unfit or (_mixed(summary, rows[0]) if traced else None)
     _refuse(folder / RECORD, reasons, found)
     _refuse(folder / SUMMARY_FILE, [reason] if reason else [], found)
-    if reason or not traced:
+    if reason or not (traced or failed):
         return
-    if summary is None or summary["status"] != "finished":
+    if failed:
+        run = RunRow(folder=folder, summary={key: summary.get(key) for key in ("status", "error")}, rows=rows)
+        found.failed.append(f"{folder}: {error_of(run)}")
+        found.failed_runs.extend([run] if traced else [])
+    elif summary is None or summary["status"] != "finished":
         found.unfinished.append(f"{folder}: {'no summary yet' if summary is None else summary['status']}")
     else:
         found.runs.append(RunRow(folder=folder, summary=summary, rows=rows))
-
-
-def _read_failed(run: RunRow, reasons: list[str], found: Found, *, traced: bool) -> None:
-    """A run that ended with an error: what it knew is no result, and it may have failed before it knew anything."""
-    unfit = misfit(run.summary, shape=SHAPES["failed"])
-    mixed = _mixed(run.summary, run.provenance) if traced else None
-    wrong = unfit or mixed
-    _refuse(run.folder / RECORD, reasons, found)
-    _refuse(run.folder / SUMMARY_FILE, [wrong] if wrong else [], found)
-    if wrong:
-        return
-    found.failed.append(f"{run.folder}: {error_of(run)}")
-    if traced:
-        known = {key: run.summary.get(key) for key in ("status", "error")}
-        found.failed_runs.append(RunRow(folder=run.folder, summary=known, rows=run.rows))
 
 
 def error_of(run: RunRow) -> str:
@@ -225,17 +213,12 @@ def error_of(run: RunRow) -> str:
 
 def _record(path: Path) -> tuple[list[dict], list[str]]:
     """Good rows of a run, and why the others are none; without its provenance a run has no rows."""
-    rows, reasons = [], []
-    for number, (row, reason) in enumerate(_lines(path) if path.exists() else [], start=1):
-        wrong = None if reason else (refusal(row) if number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
-        reason = f"line {number}: {wrong}" if wrong else reason
-        if reason:
-            reasons.append(reason)
-        if reason and number == 1:
-            break
-        if not reason:
-            rows.append(row)
-    return rows, reasons
+
+    def wrong(row: dict, number: int) -> str | None:
+        return (refusal(row) if number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
+
+    rows, reasons = _rows(path, wrong=wrong) if path.exists() else ([], [])
+    return ([], reasons[:1]) if reasons and reasons[0].startswith("line 1:") else (rows, reasons)
 
 
 def _summary(path: Path) -> tuple[dict | None, str | None]:
