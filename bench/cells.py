@@ -41,10 +41,8 @@ class Cell:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._connection, theirs = context.Pipe()
-        where = os.getcwd()
-        self._process = context.Process(
-            target=_serve, args=(theirs, where, memory_limit_bytes, make, arguments), daemon=True
-        )
+        given = (theirs, os.getcwd(), memory_limit_bytes, make, arguments)
+        self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -87,9 +85,8 @@ class Cell:
     def _death(self) -> CellError:
         code = self._process.exitcode
         if code == -signal.SIGKILL:
-            return CellError(
-                OUT_OF_MEMORY, "the process was killed by SIGKILL, as the system does when memory is short"
-            )
+            said = "the process was killed by SIGKILL, as the system does when memory is short"
+            return CellError(OUT_OF_MEMORY, said)
         name = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return CellError(FAILED, f"the process ended by {name}")
 

@@ -2,10 +2,7 @@
 
 The model is built for real, because spans need values, and projected; what is large stays without data even then. Then
 every tensor becomes a fake one, the steps of warm-up fill optimizer state and carried state, and a ``Ledger`` reads off
-the next step which storages are alive when.
-
-A GPU that is not here is a CPU with other manners (``standins.AsCuda``), because torch cannot differentiate fake CUDA tensors
-without CUDA. All of torch's private parts are in this file and in ``bench/ledger.py``.
+the next step which storages are alive when. A GPU that is not here is a CPU with other manners (``standins.AsCuda``).
 """
 
 import dataclasses
@@ -15,21 +12,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from bench.ledger import Block, Ledger, Work
+from bench.ledger import Block, Ledger, Work, tensors_in
 from bench.standins import AsCuda, LargeWithoutData, choose_as_on_cuda, make_fake
 from harness.device.runtime import Runtime
 from harness.loop.run import path_of
 from harness.loop.step import Trainer
 from harness.model import LanguageModel
-from harness.optim.optimizers import Optimizers
 from harness.plan.build import Plan
 from variants.contract import State
 
-KINDS = ("cpu", "cuda")
 CAUSES = ("parameters", "gradients", "optimizer", "state", "activations", "temporary", "library")
 LIBRARY_BYTES = {"cpu": 0, "cuda": 2 * 2**25}
 """cuBLAS has a workspace of 32 MiB for each thread that multiplies, one for the forward and one for the backward pass
@@ -75,33 +70,31 @@ class Prediction:
         )
 
 
-def predict(
-    plan: Plan,
-    *,
-    lanes: int | None = None,
-    segment: int | None = None,
-    span: int | None = None,
-    kind: str | None = None,
-) -> Prediction:
+def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
     """Peak memory and work of a training step of the plan, at initial parameters.
 
     Args:
-        lanes, segment, span: in place of the plan's own.
         kind: of the device: ``cpu`` or ``cuda``; None for the kind that the plan would run on here.
+        sizes: ``lanes``, ``segment`` or ``span`` in place of the plan's own.
 
     Raises:
         ValueError: naming the key, for what cannot be predicted.
     """
-    plan = _sized(plan, lanes=lanes, segment=segment, span=span)
-    kind = kind or _kind_here(plan.runtime.device)
+    for key, value in sizes.items():
+        section = "model" if key == "span" else "batch"
+        if value < 1:
+            raise ValueError(f"{section}.{key}={value}: must be above 0")
+        plan = dataclasses.replace(plan, **{section: dataclasses.replace(getattr(plan, section), **{key: value})})
+    if kind is None:
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        kind = automatic if plan.runtime.device == "auto" else plan.runtime.device.partition(":")[0]
     if plan.batch.lanes < plan.batch.accumulate:
         raise ValueError(f"batch.lanes={plan.batch.lanes}: at least batch.accumulate={plan.batch.accumulate}")
     if plan.runtime.compile:
         raise ValueError("runtime.compile=true: memory of compiled code is not predicted; allowed is false")
     with torch.random.fork_rng(devices=[]):
         model = build(plan)
-    target = Runtime(device=torch.device(kind), precision=plan.runtime.precision, compile=False)
-    path = path_of(model, target)
+    path = path_of(model, Runtime(device=torch.device(kind), precision=plan.runtime.precision, compile=False))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), AsCuda() if kind == "cuda" else nullcontext():
             make_fake(model)
@@ -113,7 +106,7 @@ def predict(
     now, most = ledger.peak()
     split = dict.fromkeys(CAUSES, 0) | {"library": LIBRARY_BYTES[kind]}
     for block in (block for block in ledger.blocks if block.alive(now)):
-        split[causes.get(block) or _cause(block, now, ledger)] += block.bytes
+        split[causes.get(block) or ("activations" if ledger.kept_for_backward(block) else "temporary")] += block.bytes
     return Prediction(
         kind=kind,
         lanes=plan.batch.lanes,
@@ -136,30 +129,6 @@ def build(plan: Plan) -> LanguageModel:
         return plan.make_model()
 
 
-def _sized(plan: Plan, **sizes: int | None) -> Plan:
-    for key, value in sizes.items():
-        if value is None:
-            continue
-        section = "model" if key == "span" else "batch"
-        if value < 1:
-            raise ValueError(f"{section}.{key}={value}: must be above 0")
-        plan = dataclasses.replace(plan, **{section: dataclasses.replace(getattr(plan, section), **{key: value})})
-    return plan
-
-
-def _kind_here(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device.partition(":")[0]
-
-
-def _cause(block: Block, now: int, ledger: Ledger) -> str:
-    """Of a block that is neither parameter, gradient, optimizer state nor carried state."""
-    if block.phase == "forward" and any(block.born < begin and block.alive(begin) for begin in ledger.backward_begins):
-        return "activations"
-    return "temporary"
-
-
 def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dict[Block, str], bool]:
     """The ledger of one step after warm-up, the causes of the blocks that outlive it, and whether the state is full."""
     b = plan.batch
@@ -169,9 +138,9 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
         raise ValueError("runtime.path=kernel: of a GPU's own kernels no memory is predicted; allowed are auto, plain")
     _refuse_sparse(model)
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
-    optimizers = _Watched(plan.make_optimizers(model), model)
+    optimizers = plan.make_optimizers(model)
     if kind == "cuda":
-        choose_as_on_cuda(optimizers.inner)
+        choose_as_on_cuda(optimizers)
     trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
     # A full state has the same shapes by every path, and the plain one takes a window at once.
     _take_paths(model, dict.fromkeys(paths, "plain"))
@@ -186,11 +155,20 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
     for _ in range(WARM_STEPS):
         state = step(state)
     ledger = Ledger(granule_bytes=512 if kind == "cuda" else 64)  # torch's allocators' own
-    causes = dict.fromkeys(ledger.find(optimizers.state()), "optimizer")
-    causes |= dict.fromkeys(ledger.find([*model.parameters(), *model.buffers()]), "parameters")
-    causes |= dict.fromkeys(ledger.find(_flat(state)), "state")
-    causes |= dict.fromkeys(ledger.find([inputs, targets]), "activations")
-    optimizers.found = lambda gradients: causes.update(dict.fromkeys(ledger.find(gradients), "gradients"))
+    causes: dict[Block, str] = {}
+
+    def note(cause: str, found: object) -> None:
+        causes.update(dict.fromkeys(ledger.find(tensors_in(found)), cause))
+
+    def update(fraction: float, inner: Callable = optimizers.step) -> None:
+        note("gradients", [parameter.grad for parameter in model.parameters()])
+        inner(fraction)
+
+    note("optimizer", [list(optimizer.state.values()) for optimizer in optimizers.optimizers.values()])
+    note("parameters", [*model.parameters(), *model.buffers()])
+    note("state", state)
+    note("activations", [inputs, targets])
+    optimizers.step = update
     trainer.forward = ledger.forward_of(trainer.forward)
     with ledger:
         step(state)
@@ -198,11 +176,12 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
 
 
 def _refuse_sparse(model: LanguageModel) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
+    for name, sublayer in model.sublayers():
+        if any(getattr(module, "sparse", False) is True for module in sublayer.modules()):
+            key = f"variant.{name.rpartition('.')[2]}.sparse"
             raise ValueError(
-                f"{name}.sparse=true: the size of a sparse gradient depends on the bytes that are read and cannot be "
-                "predicted; allowed are dense gradients, as with variant.memory.sparse=false"
+                f"{key}=true: the size of a sparse gradient depends on the bytes that are read and cannot be predicted; "
+                f"allowed are dense gradients, {key}=false"
             )
 
 
@@ -221,30 +200,7 @@ def _full_state(plan: Plan, model: LanguageModel, runtime: Runtime) -> tuple[Sta
         tokens = torch.zeros(plan.batch.lanes, max(plan.model.span, plan.batch.segment), dtype=torch.int64)
         with runtime.autocast():
             state = model(tokens, state).state
-        before, shapes = shapes, [tensor.shape for tensor in _flat(state)]
+        before, shapes = shapes, [tensor.shape for tensor in tensors_in(state)]
         if shapes == before:
             return state, True
     return state, False
-
-
-def _flat(state: State) -> list[Tensor]:
-    if isinstance(state, tuple):
-        return [tensor for part in state for tensor in _flat(part)]
-    return [] if state is None else [state]
-
-
-class _Watched:
-    """The optimizers of a trainer, whose gradients are shown to ``found`` before each update."""
-
-    def __init__(self, inner: Optimizers, model: LanguageModel):
-        self.inner, self.model, self.zero_grad = inner, model, inner.zero_grad
-        self.found: Callable[[list[Tensor]], object] = lambda gradients: None
-
-    def step(self, fraction: float) -> None:
-        self.found([p.grad for p in self.model.parameters() if p.grad is not None])
-        self.inner.step(fraction)
-
-    def state(self) -> list[Tensor]:
-        """Tensors that the optimizers keep."""
-        states = [state for optimizer in self.inner.optimizers.values() for state in optimizer.state.values()]
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]

@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
         if in_backward and self.phase != "backward":
             self.backward_begins.append(self.now)
         self.phase = "backward" if in_backward else "update" if self.phase == "backward" else self.phase
-        self.find(_tensors(out))
+        self.find(tensors_in(out))
         if not func.is_view:
             self.work[_work(func, args, kwargs, out)] += 1
         return out
@@ -115,6 +115,11 @@ class Ledger(TorchDispatchMode):
     def _died(self, key: int) -> None:
         self._known.pop(key)[0].died = self.now
 
+    def kept_for_backward(self, block: Block) -> bool:
+        """Whether it was made by a forward pass and still alive when a backward pass began."""
+        begins = self.backward_begins
+        return block.phase == "forward" and any(block.born < begin and block.alive(begin) for begin in begins)
+
     def peak(self) -> tuple[int, int]:
         """The first operation at which most bytes were alive, and how many."""
         change = Counter()
@@ -128,7 +133,7 @@ class Ledger(TorchDispatchMode):
         return -now, most
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Dense tensors in nested containers; of a sparse one, its indices and values."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.layout == torch.sparse_coo:
@@ -144,5 +149,5 @@ def _work(func, args: tuple, kwargs: dict, out: object) -> Work:
     else:
         formula = flop_registry.get(func._overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
-    low = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in _tensors((args, kwargs)))
+    low = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors_in((args, kwargs)))
     return Work(flops, moved_bytes(call), "bfloat16" if low else "float32")

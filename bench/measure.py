@@ -1,9 +1,8 @@
-"""Three meters: seconds, bytes, FLOPs. Each takes a callable.
+"""Two meters, which take a callable each; ``harness/count/flops.py`` is the third.
 
 - Seconds: wall time of one call with the device idle before and after it; 20th, 50th and 80th percentiles of many calls
   after warm-up. Whoever compares two things lets their calls alternate, collects the times and takes ``percentiles``.
 - Bytes: the peak of what is in use during a call, and what every call leaves behind.
-- FLOPs, and bytes moved: what a call executes, counted operation by operation (``harness/count/flops.py``).
 """
 
 import gc
@@ -18,21 +17,7 @@ from typing import NamedTuple
 import torch
 
 from harness.count import memory
-from harness.count.flops import Flops, count_flops, optimizer_flops
 from harness.count.memory import Peak, PeakMemory
-
-__all__ = [
-    "Flops",
-    "Peak",
-    "Times",
-    "count_flops",
-    "growth_bytes",
-    "optimizer_flops",
-    "peak_bytes",
-    "percentiles",
-    "time_call",
-    "times",
-]
 
 
 class Times(NamedTuple):

@@ -51,40 +51,33 @@ class LargeWithoutData(TorchDispatchMode):
 
 def choose_as_on_cuda(optimizers: Optimizers) -> None:
     """What optimizers choose by themselves on CUDA: torch's take all parameters at once, Muon multiplies in bfloat16."""
-    for optimizer in optimizers.optimizers.values():
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True
-            if group.get("precision") == "auto":
-                group["precision"] = "bfloat16"
+    for group in (group for optimizer in optimizers.optimizers.values() for group in optimizer.param_groups):
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+        if group.get("precision") == "auto":
+            group["precision"] = "bfloat16"
 
 
 class AsCuda(TorchFunctionMode):
     """What torch does otherwise on CUDA than on a CPU, as far as it changes which memory is kept.
 
     Dropout keeps a mask of one byte an element; RMSNorm is one kernel, which keeps its input and a number a row, as
-    LayerNorm does; autocast lets some functions compute in float32 (torch's ``autocast_mode.h``).
+    LayerNorm does; autocast lets some functions compute in float32.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(_at_least_float32(x) if isinstance(x, Tensor) else x for x in args)
-        if name == "dropout":
-            return self._dropout(*args, **kwargs)
-        if name == "rms_norm":
-            return self._rms_norm(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    @staticmethod
-    def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
-
-    @staticmethod
-    def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        return torch.layer_norm(input, normalized_shape, weight, None, 1e-6)
+            args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in LOW else x for x in args)
+        return {"dropout": _dropout, "rms_norm": _rms_norm}.get(name, func)(*args, **kwargs)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+LOW = (torch.bfloat16, torch.float16)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return torch.layer_norm(input, normalized_shape, weight, None, 1e-6)
