@@ -1,17 +1,14 @@
 """The contract as pass and fail lines, for any variant: ``python -m bench.check variant=mine``.
 
-A small model of the variant is built from the same configuration as a training run, once for every position scheme of
-``conf/position`` (and of the folders and packages on Hydra's search path), both caches, and ``attend_self`` true and
-false. Where a fused path runs, it is compared with the plain one each time, and the plain one is checked whole in every
-other combination, so that it meets each pair of choices. What is promised is in ``variants/conformance/suite.py``.
+A small model of the variant is built from the same configuration as a training run, once for every position scheme on
+Hydra's search path, both caches, and ``attend_self`` true and false. Where a fused path runs, it is compared with the plain
+one each time, and the plain one is checked whole in every other combination, so that it meets each pair of choices.
 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
-``model.attend_self=false``, ``runtime.path=plain``, and ``recipe=..``, which stands for the first three. A combination
-that keeps everything is one line; ``verbose=true`` shows its promises, too.
+``model.attend_self=false``, ``runtime.path=plain``, and ``recipe=..``, which stands for the first three.
 
-A combination that the variant, the scheme or the path refuses with a ValueError when the model is built is shown as
-refused, which is no break; where all are refused, the command was a mistake (exit code 2). A ValueError later is a break.
-Exit code 1 if a promise is broken.
+What the variant, the scheme or the path refuses with a ValueError when the model is built is no break; where all is refused,
+the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a promise is broken.
 
 ``runtime.device=cuda`` adds what the device computes: logits and the gradient of every parameter, on its paths and in its
 precisions, beside plain PyTorch in float64 on the CPU, where all else is checked. ``agree.run=true`` does so on a CPU.
@@ -48,21 +45,19 @@ def main(cfg: DictConfig) -> None:
     verbose, name = checked(cfg.verbose, bool, key="verbose"), cfg.variant.name
     given = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
     settings = on_device(cfg)
-    refused, broken = [], []
+    refused, broken, outcome = {}, [], "keeps the contract in"
     for label, plan in combinations(cfg, given=given):
         if isinstance(plan, Exception):
-            refused.append((label, plan))
+            refused[label] = plan
         else:
             broken.append(show(label, findings(plan), verbose=verbose))
     if not broken:
-        raise refused[0][1]
-    for label, error in refused:
+        raise next(iter(refused.values()))
+    for label, error in refused.items():
         print(f"refused  {label}: {explain(error)}")
     if any(broken):
         BROKEN.append(name)
         outcome = f"{sum(broken)} promises broken; it keeps the contract in {broken.count(0)} of"
-    else:
-        outcome = "keeps the contract in"
     beside = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{beside}")
     if settings is not None:

@@ -4,11 +4,12 @@ import json
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 
 import pytest
 
 from bench.dashboards import panels
-from bench.dashboards.panels import OF_CONFIG, OVER_THE_RUN, SECTIONS, Panel, pattern_of
+from bench.dashboards.panels import OF_CONFIG, OVER_THE_RUN, SECTIONS, pattern_of
 from harness.record.rows import read_rows
 from harness.record.wandb_rows import numbers
 from tests.command import call, empty_folder  # noqa: F401 - a fixture
@@ -32,7 +33,7 @@ NOT_SHOWN = {
 """What a row has and no panel shows, and why; ``*`` is any text."""
 
 
-def metrics_of() -> Iterator[tuple[Panel, str]]:
+def metrics_of() -> Iterator[tuple[SimpleNamespace, str]]:
     """Every metric that a panel names, its x axis among them."""
     for panel in (panel for section in SECTIONS for panel in section.panels):
         for name in (*panel.y, *((panel.x,) if panel.x else ())):

@@ -5,8 +5,8 @@ runs and finds every metric that a panel names in them, and says why each other 
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
@@ -26,43 +26,12 @@ HONEST = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """Attributes:
-    title: with the unit, where that is not in an axis' name.
-    kind: curve, histogram, bars, scatter, parallel, runs, images or table.
-    y: metrics; a scatter has one. Of images and table: what is uploaded.
-    x: metric of the horizontal axis, for kinds that have one.
-    x_label: what that axis is called.
-    log_x: whether it is logarithmic.
-    """
-
-    title: str
-    kind: str
-    y: tuple[str, ...] = ()
-    x: str | None = None
-    x_label: str = ""
-    log_x: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Panels under a title; ``about`` says what to look for, in one or two sentences."""
-
-    title: str
-    about: str
-    panels: tuple[Panel, ...]
-
-
-def _stated(panel: dict) -> Panel:
-    axis = {"x": "bytes_seen", "x_label": "bytes seen"} if panel["kind"] in OVER_THE_RUN else {}
-    return Panel(**axis | panel | {"y": tuple(panel.get("y", ()))})
-
-
-SECTIONS = tuple(
-    Section(title=section["title"], about=section["about"], panels=tuple(map(_stated, section["panels"])))
+ABSENT = {"y": [], "x": None, "x_label": "", "log_x": False}
+"""Keys that a panel of some kind may lack."""
+SECTIONS = [
+    SimpleNamespace(**section | {"panels": [SimpleNamespace(**ABSENT | panel) for panel in section["panels"]]})
     for section in OmegaConf.to_container(OmegaConf.load(Path(CONF) / "dashboard.yaml").sections)
-)
+]
 
 
 def workspace(*, entity: str, project: str, name: str) -> ws.Workspace:
@@ -99,7 +68,8 @@ def pattern_of(metric: str) -> str:
     return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"
 
 
-def _drawn(panel: Panel):
+def _drawn(panel: SimpleNamespace):
+    """W&B's object of the panel's kind."""
     match panel.kind:
         case "curve" | "histogram":  # W&B draws a histogram's key over steps as a heat map
             return wr.LinePlot(
@@ -112,7 +82,7 @@ def _drawn(panel: Panel):
                 smoothing_type="none",  # a smoothed curve is another number than the one that was measured
             )
         case "bars":
-            return wr.BarPlot(title=panel.title, metrics=list(panel.y), orientation="h")
+            return wr.BarPlot(title=panel.title, metrics=panel.y, orientation="h")
         case "scatter":
             x, y = wr.SummaryMetric(panel.x), wr.SummaryMetric(panel.y[0])
             return wr.ScatterPlot(title=panel.title, x=x, y=y, log_x=panel.log_x, regression=False)
@@ -121,7 +91,7 @@ def _drawn(panel: Panel):
         case "runs":
             return wr.RunComparer(diff_only="split")
         case "images":
-            return wr.MediaBrowser(title=panel.title, media_keys=list(panel.y), num_columns=1)
+            return wr.MediaBrowser(title=panel.title, media_keys=panel.y, num_columns=1)
         case "table":
             return wr.WeavePanelSummaryTable(table_name=panel.y[0])
 

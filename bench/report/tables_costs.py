@@ -62,29 +62,24 @@ def _at(form: Callable[[float | None], Cell], *keys: str, scale: float = 1.0) ->
     return cell
 
 
-def _time(row: dict, kind: str, place: int, *, digits: int = 2) -> Cell:
-    """Median (place 0) or percentiles (1) of some calls; in place of a step that was not measured, why."""
-    if kind == "train_ms" and row["status"] != "measured":
-        return NOTHING if place else text(row["status"])
-    return times((row.get("time") or {}).get(kind), digits=digits)[place]
-
-
 def _timed(kind: str, place: int, *, digits: int = 2) -> Callable[[dict], Cell]:
-    return lambda row: _time(row, kind, place, digits=digits)
+    """Median (place 0) or percentiles (1) of some calls; in place of a step that was not measured, why."""
+
+    def cell(row: dict) -> Cell:
+        if kind == "train_ms" and row["status"] != "measured":
+            return NOTHING if place else text(row["status"])
+        return times((row.get("time") or {}).get(kind), digits=digits)[place]
+
+    return cell
 
 
 def _per_second(row: dict) -> Cell:
-    step_ms = _time(row, "train_ms", 0).value
+    step_ms = number(row, "time", "train_ms", "p50") if row["status"] == "measured" else None
     return whole(row["lanes"] * row["segment"] / step_ms * 1000 if step_ms else None)
 
 
 def _peak(key: str) -> Callable[[dict], Cell]:
     return lambda row: mib(number(row, "memory", key), about=(row.get("memory") or {}).get("approximate"))
-
-
-def _first_steps(row: dict) -> Cell:
-    found = number(row, "time", "compile_s")
-    return fixed(number(row, "time", "first_steps_s") if found is None else found, digits=2)
 
 
 def _total(row: dict) -> Cell:
@@ -123,6 +118,7 @@ STEP = "Median of one training step, optimizer included; or why there is none."
 USED = "Model-FLOPs utilisation: 3 x ideal FLOPs a byte x bytes/s over the device's dense peak."
 PEAK = "Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate."
 EXECUTED = "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm."
+FIRST = "What the first steps took beyond a later one: compilation, warm-up."
 COUNTED = "Counted in the training step itself, forward and backward, without the optimizer."
 percent = partial(fixed, digits=1)
 WHAT = (
@@ -145,7 +141,11 @@ SPEED = (
     _column("state, MiB/stream", _at(mib, "memory", "state_bytes"), "What one stream carries from byte to byte."),
     _column("executed, MFLOP/byte", _at(millions, "flops", "executed_per_byte"), EXECUTED),
     _column("ideal, MFLOP/byte", _at(millions, "flops", "ideal_per_byte"), "FLOPs that the mechanism needs for one."),
-    _column("first steps, s", _first_steps, "What they took beyond a later one: compilation, warm-up."),
+    _column(
+        "first steps, s",
+        _at(partial(fixed, digits=2), "time", "first_steps_s"),
+        "What they took beyond a later one: compilation, warm-up.",
+    ),
 )
 PARTS = (
     *LENGTH,
