@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.planning import bench_plan, recompose, varied
 from harness.device import runtime
@@ -87,16 +87,13 @@ def _case(config: DictConfig, settings: AgreementSettings) -> tuple[str, str]:
     except ValueError as error:
         return "refused", str(error)
     limit = getattr(settings, f"{device.precision}_error")
-    if device.precision == "bfloat16" and any(s.touched_parameters() < _number(s) for s in sublayers):
-        limit = math.inf  # a table is looked up, and rounding changes what is read
+    looked_up = any(s.touched_parameters() < sum(p.numel() for p in s.parameters()) for s in sublayers)
+    if looked_up and device.precision == "bfloat16":  # rounding changes what is read
+        limit = math.inf
     try:
         return _verdict(plan, device, limit=limit)
     except Exception as error:
         return "FAIL", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
-
-
-def _number(sublayer: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in sublayer.parameters())
 
 
 def _verdict(plan: Plan, device: Runtime, *, limit: float) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import torch
 from bench.planning import varied
 from harness.count.flops import forward_flops_per_byte
 from harness.plan.build import Plan
-from variants.conformance import Finding, agree, check, learns, said
+from variants.conformance import Finding, agree, check, finding_of, learns
 
 HEADS, HEAD_WIDTH = 2, 16
 SPANS = (13, 64)
@@ -66,17 +66,17 @@ def fast_path(plan: Plan) -> str | None:
 
 def ideal_at_most_executed(plan: Plan) -> Finding:
     """What a mechanism says it needs is no more than what its code executes, in warm state."""
-    promise, span = "ideal FLOPs are at most the executed ones", plan.model.span
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = plan.make_model()
+    span = plan.model.span
+
+    def compared() -> tuple[list[str], str]:
+        torch.manual_seed(0)
+        model = plan.make_model()
         executed = forward_flops_per_byte(model, segment=2 * span, most_bytes=16 * span).per_byte
         ideal = model.ideal_flops()
-    except Exception as error:
-        return Finding(promise, False, said(error))
-    detail = f"eval, segments of {2 * span} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"
-    return Finding(promise, ideal <= executed, detail)
+        told = f"eval, segments of {2 * span} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"
+        return [] if ideal <= executed else [told], told
+
+    return finding_of("ideal FLOPs are at most the executed ones", compared)
 
 
 def paths_agree(plan: Plan, path: str) -> Finding:

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.ledger import Block, Ledger, Work, tensors_in
+from bench.ledger import Block, Ledger, Work
+from harness.count.formulas import tensors_of
 from harness.device.runtime import Runtime
 from harness.loop.run import path_of
 from harness.loop.step import Trainer
@@ -53,17 +54,13 @@ class Prediction:
     """What a training step in warm state takes.
 
     Attributes:
-        kind: ``cpu`` or ``cuda``, of the predicted device.
-        lanes, segment, span: sizes.
         path: of the attention, as in other rows.
         peak_bytes: most bytes alive at one time.
-        split: of the peak by cause; the values add up to it. ``state`` is what came in with the streams,
-            ``activations`` what the backward pass keeps, ``library`` what libraries keep, ``temporary`` the rest.
+        split: of the peak, which the values add up to, by ``CAUSES``.
         warm: whether the carried state had stopped growing.
         work: how often the step does each amount of work.
     """
 
-    kind: str
     lanes: int
     segment: int
     span: int
@@ -123,7 +120,6 @@ def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
     for block in (block for block in ledger.blocks if block.alive(now)):
         split[causes.get(block) or ("activations" if ledger.kept_for_backward(block) else "temporary")] += block.bytes
     return Prediction(
-        kind=kind,
         lanes=plan.batch.lanes,
         segment=plan.batch.segment,
         span=plan.model.span,
@@ -173,7 +169,7 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
     causes: dict[Block, str] = {}
 
     def note(cause: str, found: object) -> None:
-        causes.update(dict.fromkeys(ledger.find(tensors_in(found)), cause))
+        causes.update(dict.fromkeys(ledger.find(tensors_of(found)), cause))
 
     def update(fraction: float, inner: Callable = optimizers.step) -> None:
         note("gradients", [parameter.grad for parameter in model.parameters()])
@@ -215,7 +211,7 @@ def _full_state(plan: Plan, model: LanguageModel, runtime: Runtime) -> tuple[Sta
         tokens = torch.zeros(plan.batch.lanes, max(plan.model.span, plan.batch.segment), dtype=torch.int64)
         with runtime.autocast():
             state = model(tokens, state).state
-        before, shapes = shapes, [tensor.shape for tensor in tensors_in(state)]
+        before, shapes = shapes, [tensor.shape for tensor in tensors_of(state)]
         if shapes == before:
             return state, True
     return state, False

@@ -6,7 +6,6 @@
 """
 
 import gc
-import math
 import re
 import statistics
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from harness.count import memory
@@ -50,15 +50,7 @@ def percentiles(times_ms: Sequence[float]) -> Times:
     """Percentiles of times, interpolated between neighbours; ValueError if there are none."""
     if not times_ms:
         raise ValueError("no call was timed: percentiles need one at least")
-    ordered = sorted(times_ms)
-
-    def at(fraction: float) -> float:
-        place = fraction * (len(ordered) - 1)
-        low = math.floor(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return Times(at(0.2), at(0.5), at(0.8), len(ordered))
+    return Times(*np.percentile(times_ms, (20, 50, 80)).tolist(), len(times_ms))
 
 
 def times(

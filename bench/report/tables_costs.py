@@ -48,8 +48,7 @@ def _column(heading: str, cell: Callable[[dict], Cell], explained: str = "", *, 
     return Column(heading=heading, explained=explained, number=number, cell=cell)
 
 
-def _words(heading: str, cell: Callable[[dict], Cell], explained: str = "") -> Column:
-    return _column(heading, cell, explained, number=False)
+_words = partial(_column, number=False)
 
 
 def _at(form: Callable[[float | None], Cell], *keys: str, scale: float = 1.0) -> Callable[[dict], Cell]:

@@ -3,21 +3,9 @@
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from variants.conformance.subject import (
-    Outputs,
-    Subject,
-    Verdict,
-    differs,
-    gradients_of,
-    infinite,
-    limits_of,
-    place_of,
-    push,
-    run,
-    run_with_gradients,
-    tensors,
-)
+from variants.conformance.subject import Subject, Verdict, differs, gradients_of, infinite, leaves, place_of, push, run
 from variants.contract import Position, cat_streams, map_state
 
 LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
@@ -37,7 +25,7 @@ def logits_shape(subject: Subject) -> Verdict:
 
 
 def known_limits(subject: Subject) -> Verdict:
-    declared = limits_of(subject.build())
+    declared = subject.limits()
     breaks = [f"{limit} is not one of {', '.join(sorted(LIMITS))}" for limit in sorted(declared - LIMITS)]
     return breaks, f"declared: {', '.join(sorted(declared)) or 'none'}"
 
@@ -60,7 +48,7 @@ def influence(subject: Subject) -> Verdict:
     (before, state), (after, _) = run(model, tokens), run(model, subject.change(tokens, at))
     moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
     breaks = [] if moved[at] else [f"eval, byte {at} changed: its own logits did not"]
-    if any(tensor.numel() for tensor in tensors(state[1])) and not moved[at + 1]:
+    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1]:
         breaks.append(f"eval, byte {at} changed: state is carried, yet the logits of byte {at + 1} did not")
     return breaks, f"byte {at} moved logits as far as byte {moved.nonzero().amax() if moved.any() else at}"
 
@@ -141,13 +129,13 @@ def detached_state(subject: Subject) -> Verdict:
         state = model(tokens, model(tokens).state).state
         if state[0].tolist() != [length] * 3:
             breaks.append(f"{mode}: stream positions are {state[0].tolist()} after {length} bytes")
-        for tensor in tensors(state):
+        for tensor in leaves(state):
             name = f"a tensor {tuple(tensor.shape)} of the state"
             if tensor.requires_grad:
                 breaks.append(f"{mode}: {name} is not detached")
             if tensor.dim() == 0 or tensor.shape[0] != 3:
                 breaks.append(f"{mode}: dimension 0 of {name} is not the 3 streams")
-    return breaks, f"{len(tensors(state))} tensors"
+    return breaks, f"{len(leaves(state))} tensors"
 
 
 def old_state(subject: Subject) -> Verdict:
@@ -175,7 +163,7 @@ def equal_paths(fast: Subject, plain: Subject) -> Verdict:
         for subject in (fast, plain):
             model = subject.build().train(mode == "train")
             push(model, 0.3)
-            outputs, _ = run_with_gradients(model, tokens, cuts=cuts)
+            outputs, _ = run(model, tokens, cuts=cuts, gradients=True)
             generator = torch.Generator().manual_seed(0)
             upstream = torch.randn(outputs["logits"].shape, generator=generator, dtype=torch.float64)
             (outputs["logits"] * upstream).sum().backward()
@@ -190,7 +178,7 @@ def equal_paths(fast: Subject, plain: Subject) -> Verdict:
     return breaks, f"values and {len(wanted)} gradients, {fast.length} bytes cut at {', '.join(map(str, cuts))}"
 
 
-def pick(outputs: Outputs, index: slice | list[int] | tuple) -> Outputs:
+def pick(outputs: dict[str, Tensor], index: slice | list[int] | tuple) -> dict[str, Tensor]:
     """Streams, or streams and bytes, of every output."""
     return {name: y[index] for name, y in outputs.items()}
 

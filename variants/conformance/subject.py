@@ -35,6 +35,10 @@ class Subject:
         """Bytes a stream: more than two windows."""
         return 2 * self.span + 5
 
+    def limits(self) -> frozenset[str]:
+        """What the model's sublayers say they cannot promise."""
+        return frozenset().union(*(sublayer.limits for _, sublayer in self.build().sublayers()))
+
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
         """A model in evaluation mode, its parameters off their start."""
         torch.manual_seed(seed)
@@ -102,14 +106,16 @@ class NoDropout(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run_with_gradients(
-    model: nn.Module, tokens: Tensor, *, cuts: tuple[int, ...] = (), state: State = None, seed: int = 0
+def run(
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    cuts: tuple[int, ...] = (),
+    state: State = None,
+    seed: int = 0,
+    gradients: bool = False,
 ) -> tuple[Outputs, State]:
-    """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after.
-
-    Args:
-        seed: of dropout, once for all segments.
-    """
+    """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after; ``seed`` is dropout's."""
     torch.manual_seed(seed)
     pieces: list[Outputs] = []
 
@@ -122,15 +128,13 @@ def run_with_gradients(
     try:
         for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
             pieces.append({})
-            out = model(tokens[:, begin:end], state)
+            with torch.set_grad_enabled(gradients):
+                out = model(tokens[:, begin:end], state)
             pieces[-1]["logits"], state = out.logits, out.state
     finally:
         for hook in hooks:
             hook.remove()
     return {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}, state
-
-
-run = torch.no_grad()(run_with_gradients)
 
 
 def differs(case: str, expected: Outputs, found: Outputs, *, tolerance: float | None = None) -> list[str]:
@@ -169,16 +173,11 @@ def place_of(sizes: Tensor) -> str:
     return f"byte {byte} of stream {stream}"
 
 
-def tensors(state: State) -> list[Tensor]:
+def leaves(state: State) -> list[Tensor]:
     """All tensors of a state."""
     if isinstance(state, tuple):
-        return [tensor for part in state for tensor in tensors(part)]
+        return [tensor for part in state for tensor in leaves(part)]
     return [] if state is None else [state]
-
-
-def limits_of(model: nn.Module) -> frozenset[str]:
-    """What the model's sublayers say they cannot promise."""
-    return frozenset().union(*(sublayer.limits for _, sublayer in model.sublayers()))
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from torch import nn
 
 from variants.conformance import promises, upkeep
 from variants.conformance.promises import equal_paths
-from variants.conformance.subject import Subject, Verdict, gradients_of, limits_of, run
+from variants.conformance.subject import Subject, Verdict, gradients_of, run
 
 CHECKS = (*promises.CHECKS, *upkeep.CHECKS)
 """Promise, the limit that excuses it, and its check."""
@@ -58,12 +58,12 @@ def check(make_model: Callable[[], nn.Module], *, span: int, vocabulary: int = 2
     subject = Subject(make_model, span, vocabulary)
     try:
         with torch.random.fork_rng(devices=[]):
-            limits = limits_of(subject.build())
+            limits = subject.limits()
     except Exception as error:
         yield Finding("the model can be built", False, said(error))
         return
     for promise, limit, function in CHECKS:
-        yield _found(promise, function, subject, limit=limit if limit in limits else None)
+        yield finding_of(promise, function, subject, limit=limit if limit in limits else None)
 
 
 def agree(
@@ -76,7 +76,7 @@ def agree(
 ) -> Finding:
     """Whether two makes of one model, which differ in the code that computes it, give the same values and gradients."""
     fast, plain = (Subject(make, span, vocabulary) for make in (make_fast, make_plain))
-    return _found(f"the {path} path equals the plain one", equal_paths, fast, plain)
+    return finding_of(f"the {path} path equals the plain one", equal_paths, fast, plain)
 
 
 def learns(
@@ -86,11 +86,11 @@ def learns(
 
     Different bytes, so that a mechanism without a past can pass; scored in evaluation mode over two segments.
     """
-    return _found("learns a repeated string", partial(_train, make_model, vocabulary, steps, below_bits))
+    return finding_of("learns a repeated string", partial(_train, make_model, vocabulary, steps, below_bits))
 
 
-def _found(promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None) -> Finding:
-    """What a check says of a promise, or how it ended; the caller's random numbers stay as they were.
+def finding_of(promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None) -> Finding:
+    """What a check says of a promise, or what it raised; the caller's random numbers stay as they were.
 
     Args:
         limit: that is declared and excuses the promise.

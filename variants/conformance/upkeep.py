@@ -6,17 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.conformance.subject import (
-    Subject,
-    Verdict,
-    differs,
-    gradients_of,
-    infinite,
-    limits_of,
-    push,
-    run,
-    tensors,
-)
+from variants.conformance.subject import Subject, Verdict, differs, gradients_of, infinite, leaves, push, run
 from variants.contract import State, map_state
 
 
@@ -91,7 +81,7 @@ def writes(subject: Subject) -> Verdict:
     before, kept = _snapshot(model), map_state(torch.clone, state)
     first, _ = run(model, tokens, state=state)
     breaks = [f"eval: a forward changed {name}" for name in _changed(model, before)]
-    if not all(map(torch.equal, tensors(state), tensors(kept))):
+    if not all(map(torch.equal, leaves(state), leaves(kept))):
         breaks.append("eval: a forward changed the state that it was given")
     run(model, subject.other(tokens))
     breaks += differs("eval, the same forward again after another", first, run(model, tokens, state=kept)[0])
@@ -112,7 +102,7 @@ def auxiliary_loss(subject: Subject) -> Verdict:
 
 def statistics(subject: Subject) -> Verdict:
     model, tokens, breaks = subject.build(), subject.bytes(), []
-    half, limits = subject.span + 2, limits_of(model)
+    half, limits = subject.span + 2, subject.limits()
 
     def look(tokens: Tensor, state: State = None) -> tuple[dict[str, Tensor], State]:
         with torch.no_grad():
