@@ -110,7 +110,7 @@ def _serve(connection: Connection, where: str, limit: int | None, make: Callable
 
 
 def _said(error: Exception) -> tuple[str, object]:
-    # Torch has a class for it on CUDA; on a CPU its allocator raises a RuntimeError.
+    """An answer; torch has a class for out of memory on CUDA, on a CPU its allocator raises a RuntimeError."""
     kinds = (MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
     reason = str(error).strip().partition("\n")[0]
     if isinstance(error, kinds) or "can't allocate memory" in str(error) or "not enough memory" in str(error):

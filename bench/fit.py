@@ -6,7 +6,7 @@ FLOPs at the peak rate or its bytes at the peak bandwidth, whichever is longer; 
 
 ``runtime.device`` says what is predicted: ``cpu``, or a GPU (``auto``, ``cuda``). Not in the figures: what kernels and
 libraries take for themselves (a CUDA context is about half a GiB, its allocator's fragments come on top), and on a CPU
-the corpus and freed blocks that the C library keeps. Learned spans are as they start: ``conf/fit.yaml`` has the worst case.
+the corpus and freed blocks that the C library keeps. Learned spans are as they start (worse: ``conf/fit.yaml``).
 """
 
 import re

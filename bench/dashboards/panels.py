@@ -1,7 +1,7 @@
 """The panels of ``conf/dashboard.yaml`` as W&B objects: a workspace for who watches, and a report for who reads.
 
-Both are built without a server; only ``save`` of what is returned speaks to one. Needs ``wandb-workspaces``. A test trains
-runs and finds every metric that a panel names in them, and says why each other that a run logs is not here.
+Both are built without a server; only ``save`` of what is returned speaks to one. Needs ``wandb-workspaces``. A test
+trains runs and finds every metric that a panel names in them, and says why each other that a run logs is not here.
 """
 
 import re
