@@ -1,8 +1,7 @@
 """Fresh processes that answer one question at a time, so that what is measured has a heap and a clock to itself.
 
 A cell is forked from a server that has imported torch and computed nothing: its memory is its own, and it is there in a
-fraction of a second. While the parent asks one cell, the others wait and take no time, so that several can be asked in
-turn, A B A B, under the same weather.
+fraction of a second. While one is asked the others wait, so that several can be asked in turn, A B A B.
 """
 
 import multiprocessing
@@ -12,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Self
 
@@ -41,10 +41,8 @@ class Cell:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._connection, theirs = context.Pipe()
-        where = os.getcwd()
-        self._process = context.Process(
-            target=_serve, args=(theirs, where, memory_limit_bytes, make, arguments), daemon=True
-        )
+        given = (theirs, os.getcwd(), memory_limit_bytes, make, arguments)
+        self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -87,9 +85,8 @@ class Cell:
     def _death(self) -> CellError:
         code = self._process.exitcode
         if code == -signal.SIGKILL:
-            return CellError(
-                OUT_OF_MEMORY, "the process was killed by SIGKILL, as the system does when memory is short"
-            )
+            said = "the process was killed by SIGKILL, as the system does when memory is short"
+            return CellError(OUT_OF_MEMORY, said)
         name = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return CellError(FAILED, f"the process ended by {name}")
 
@@ -101,36 +98,28 @@ def _serve(connection: Connection, where: str, limit: int | None, make: Callable
     if limit is not None:
         _limit_memory(limit)
     subject = None
-    while True:
-        try:
+    with suppress(EOFError, OSError):
+        while True:
             method, own, keywords = connection.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            subject = subject or make(*arguments)
-            answer = ("value", getattr(subject, method)(*own, **keywords))
-        except Exception as error:
-            answer = _said(error)
-        try:
+            try:
+                subject = subject or make(*arguments)
+                answer = ("value", getattr(subject, method)(*own, **keywords))
+            except Exception as error:
+                answer = _said(error)
             connection.send(answer)
-        except OSError:
-            return
 
 
 def _said(error: Exception) -> tuple[str, object]:
-    if _is_out_of_memory(error):
-        return "error", (OUT_OF_MEMORY, str(error).strip().partition("\n")[0])
+    """An answer; torch has a class for out of memory on CUDA, on a CPU its allocator raises a RuntimeError."""
+    kinds = (MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
+    reason = str(error).strip().partition("\n")[0]
+    if isinstance(error, kinds) or "can't allocate memory" in str(error) or "not enough memory" in str(error):
+        return "error", (OUT_OF_MEMORY, reason)
     if isinstance(error, ValueError):
         return "mistake", str(error)
     if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error, file=sys.stderr)
-    return "error", (FAILED, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Torch has a class for it on CUDA; on a CPU its allocator raises a RuntimeError."""
-    kinds = (MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
-    return isinstance(error, kinds) or "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return "error", (FAILED, f"{type(error).__name__}: {reason}")
 
 
 def _limit_memory(limit: int) -> None:

@@ -1,20 +1,17 @@
 """The contract as pass and fail lines, for any variant: ``python -m bench.check variant=mine``.
 
-A small model of the variant is built from the same configuration as a training run, once for every position scheme of
-``conf/position`` (and of the folders and packages on Hydra's search path), both caches, and ``attend_self`` true and
-false. Where a fused path runs, it is compared with the plain one each time, and the plain one is checked whole in every
-other combination, so that it meets each pair of choices. What is promised is in ``variants/conformance/suite.py``.
+A small model of the variant is built from the same configuration as a training run, once for every position scheme on
+Hydra's search path, both caches, and ``attend_self`` true and false. Where a fused path runs, it is compared with the
+plain one each time, and the plain one is checked whole in every other combination: it meets each pair of choices.
 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
-``model.attend_self=false``, ``runtime.path=plain``, and ``recipe=..``, which stands for the first three. A combination
-that keeps everything is one line; ``verbose=true`` shows its promises, too.
+``model.attend_self=false``, ``runtime.path=plain``, and ``recipe=..``, which stands for the first three.
 
-A combination that the variant, the scheme or the path refuses with a ValueError when the model is built is shown as
-refused, which is no break; where all are refused, the command was a mistake (exit code 2). A ValueError later is a break.
-Exit code 1 if a promise is broken.
+What the variant, the scheme or the path refuses with a ValueError when the model is built is no break; where all is
+refused, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a promise is broken.
 
-``runtime.device=cuda`` adds what the device computes: logits and the gradient of every parameter, on its paths and in its
-precisions, beside plain PyTorch in float64 on the CPU, where all else is checked. ``agree.run=true`` does so on a CPU.
+``runtime.device=cuda`` adds what the device computes: logits and the gradient of every parameter, on its paths and in
+its precisions, beside plain PyTorch in float64 on the CPU. ``agree.run=true`` does so on a CPU.
 """
 
 import itertools
@@ -24,6 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
@@ -45,78 +43,36 @@ def main(cfg: DictConfig) -> None:
     from harness.plan.settings import checked
 
     verbose, name = checked(cfg.verbose, bool, key="verbose"), cfg.variant.name
+    given = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
     settings = on_device(cfg)
-    refused, broken = [], []
-    for label, plan in combinations(cfg):
+    refused, broken, outcome = {}, [], "keeps the contract in"
+    for label, plan in combinations(cfg, given=given):
         if isinstance(plan, Exception):
-            refused.append((label, plan))
+            refused[label] = plan
         else:
             broken.append(show(label, findings(plan), verbose=verbose))
     if not broken:
-        raise refused[0][1]
-    for label, error in refused:
+        raise next(iter(refused.values()))
+    for label, error in refused.items():
         print(f"refused  {label}: {explain(error)}")
     if any(broken):
         BROKEN.append(name)
         outcome = f"{sum(broken)} promises broken; it keeps the contract in {broken.count(0)} of"
-    else:
-        outcome = "keeps the contract in"
     beside = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{beside}")
     if settings is not None:
-        compare(cfg, settings)
+        compare(cfg, settings, given=given)
 
 
-def on_device(cfg: DictConfig) -> "AgreementSettings | None":
-    """What to compare on the device, or None; ValueError for a wrong key, or if the device is not there."""
-    from bench.agreement import AgreementSettings
-    from harness.device.runtime import device_kind
-    from harness.plan.settings import RuntimeSettings, parse
+def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Plan | Exception]]":
+    """All that the typed words leave open: each combination's label, and its plan or why it is refused.
 
-    sections = OmegaConf.to_container(cfg, resolve=True)
-    settings = parse(AgreementSettings, sections["agree"], key="agree")
-    runtime = parse(RuntimeSettings, sections["runtime"], key="runtime")
-    if settings.run is False or (settings.run is None and not runtime.device.startswith("cuda")):
-        return None
-    device_kind(runtime)
-    return settings
+    Args:
+        given: keys that were typed.
+    """
+    from bench.conformance import fast_path
+    from bench.planning import bench_plan, recompose, varied
 
-
-def compare(cfg: DictConfig, settings: "AgreementSettings") -> None:
-    """Print what the device computes, case by case."""
-    from bench.agreement import agreement
-
-    counts, refusal = Counter(), None
-    for label, outcome, detail in agreement(cfg, settings, given=typed_keys(), own=OWN):
-        print(f"{outcome}  {label}: {detail}", flush=True)
-        counts[outcome] += 1
-        refusal = detail if outcome == "refused" else refusal
-    if set(counts) == {"refused"}:
-        raise ValueError(refusal)
-    if counts["FAIL"]:
-        BROKEN.append(cfg.variant.name)
-    beside = f", {counts['refused']} refused" if counts["refused"] else ""
-    cases = f"{counts['pass']} of {counts['pass'] + counts['FAIL']} cases{beside}"
-    print(f"{cfg.variant.name}: agrees with float64 on {cfg.runtime.device} in {cases}")
-
-
-def show(label: str, found: "list[Finding]", *, verbose: bool) -> int:
-    """Print what became of one combination; the number of promises that it breaks."""
-    breaks = [finding for finding in found if not finding.passed]
-    count = f"{len(breaks)} of {len(found)} promises broken" if breaks else f"{len(found)} promises"
-    lines = [f"{'FAIL' if breaks else 'pass'}  {label}: {count}", *(found if verbose else breaks)]
-    print("\n      ".join(map(str, lines)), flush=True)
-    return len(breaks)
-
-
-def combinations(cfg: DictConfig) -> "Iterator[tuple[str, Plan | Exception]]":
-    """All that the typed words leave open: each combination's label, and its plan or why it is refused."""
-    from hydra.core.hydra_config import HydraConfig
-
-    from bench.conformance import fast_path, varied
-    from bench.planning import bench_plan, recompose
-
-    given = typed_keys()
     recipe = "recipe" in given
     positioned = recipe or any(key.partition(".")[0] == "position" for key in given)
     factors = (
@@ -140,23 +96,56 @@ def combinations(cfg: DictConfig) -> "Iterator[tuple[str, Plan | Exception]]":
             yield f"{label}, plain", varied(plan, runtime={"path": "plain"})
 
 
-def typed_keys() -> set[str]:
-    """Keys that were typed."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
-
-
 def position_schemes() -> list[str]:
     """Choices of ``position`` in every place where Hydra looks for configuration."""
     from hydra._internal.config_repository import ConfigRepository
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-    from hydra.core.hydra_config import HydraConfig
 
     path = ConfigSearchPathImpl()
     for source in HydraConfig.get().runtime.config_sources:
         path.append(source.provider, f"{source.schema}://{source.path}")
     return ConfigRepository(path).get_group_options("position")
+
+
+def show(label: str, found: "list[Finding]", *, verbose: bool) -> int:
+    """Print what became of one combination; the number of promises that it breaks."""
+    breaks = [finding for finding in found if not finding.passed]
+    count = f"{len(breaks)} of {len(found)} promises broken" if breaks else f"{len(found)} promises"
+    lines = [f"{'FAIL' if breaks else 'pass'}  {label}: {count}", *(found if verbose else breaks)]
+    print("\n      ".join(map(str, lines)), flush=True)
+    return len(breaks)
+
+
+def on_device(cfg: DictConfig) -> "AgreementSettings | None":
+    """What to compare on the device, or None; ValueError for a wrong key, or if the device is not there."""
+    from bench.agreement import AgreementSettings
+    from harness.device.runtime import device_kind
+    from harness.plan.settings import RuntimeSettings, parse
+
+    sections = OmegaConf.to_container(cfg, resolve=True)
+    settings = parse(AgreementSettings, sections["agree"], key="agree")
+    runtime = parse(RuntimeSettings, sections["runtime"], key="runtime")
+    if settings.run is False or (settings.run is None and not runtime.device.startswith("cuda")):
+        return None
+    device_kind(runtime)
+    return settings
+
+
+def compare(cfg: DictConfig, settings: "AgreementSettings", *, given: set[str]) -> None:
+    """Print what the device computes, case by case."""
+    from bench.agreement import agreement
+
+    counts = Counter()
+    for label, outcome, detail in agreement(cfg, settings, given=given, own=OWN):
+        print(f"{outcome}  {label}: {detail}", flush=True)
+        counts[outcome] += 1
+    if set(counts) == {"refused"}:
+        raise ValueError(detail)
+    if counts["FAIL"]:
+        BROKEN.append(cfg.variant.name)
+    beside = f", {counts['refused']} refused" if counts["refused"] else ""
+    cases = f"{counts['pass']} of {counts['pass'] + counts['FAIL']} cases{beside}"
+    print(f"{cfg.variant.name}: agrees with float64 on {cfg.runtime.device} in {cases}")
 
 
 def command() -> None:

@@ -7,17 +7,34 @@ configuration: every kind of layer, the same position scheme, cache, ``attend_se
 from dataclasses import replace
 
 import torch
-from omegaconf import OmegaConf
 
+from bench.planning import varied
 from harness.count.flops import forward_flops_per_byte
-from harness.plan.build import Plan, plan_run
-from variants.conformance import Finding, agree, check, learns, said
+from harness.plan.build import Plan
+from variants.conformance import Finding, agree, check, finding_of, learns
 
 HEADS, HEAD_WIDTH = 2, 16
 SPANS = (13, 64)
 """Odd and prime, or for mechanisms that want a multiple of something."""
 LONG = 70
 """Keys from which learned spans of several lengths are computed apart: widths come in steps of 64."""
+
+
+def passed(plan: Plan) -> None:
+    """Refuse to measure a variant that breaks the contract: ValueError naming it and the first breaks."""
+    broken = gate(plan)
+    if broken:
+        first = "; ".join(f"{finding.promise}: {finding.detail}" for finding in broken[:2])
+        more = f"; and {len(broken) - 2} more" if len(broken) > 2 else ""
+        raise ValueError(
+            f"variant={plan.variant}: breaks the contract, so it is not measured: {first}{more}; "
+            f"all of it says python -m bench.check variant={plan.variant}"
+        )
+
+
+def gate(plan: Plan) -> list[Finding]:
+    """The promises that a plan breaks at small sizes, in a second or two; ValueError if its path cannot run."""
+    return [finding for finding in findings(shrunk(plan)) if not finding.passed]
 
 
 def findings(plan: Plan) -> list[Finding]:
@@ -49,17 +66,17 @@ def fast_path(plan: Plan) -> str | None:
 
 def ideal_at_most_executed(plan: Plan) -> Finding:
     """What a mechanism says it needs is no more than what its code executes, in warm state."""
-    promise, span = "ideal FLOPs are at most the executed ones", plan.model.span
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = plan.make_model()
+    span = plan.model.span
+
+    def compared() -> tuple[list[str], str]:
+        torch.manual_seed(0)
+        model = plan.make_model()
         executed = forward_flops_per_byte(model, segment=2 * span, most_bytes=16 * span).per_byte
         ideal = model.ideal_flops()
-    except Exception as error:
-        return Finding(promise, False, said(error))
-    detail = f"eval, segments of {2 * span} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"
-    return Finding(promise, ideal <= executed, detail)
+        told = f"eval, segments of {2 * span} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"
+        return [] if ideal <= executed else [told], told
+
+    return finding_of("ideal FLOPs are at most the executed ones", compared)
 
 
 def paths_agree(plan: Plan, path: str) -> Finding:
@@ -67,23 +84,14 @@ def paths_agree(plan: Plan, path: str) -> Finding:
     own = plan.model.span
     for span in (own, own * -(-LONG // own)):
         fast = varied(plan, model={"span": span})
-        plain = varied(fast, runtime={"path": "plain"})
         if span != own and not _runs(fast):
             break
-        sizes = {"span": span, "vocabulary": plan.data["vocabulary"]}
-        found = agree(fast.make_model, plain.make_model, path=path, **sizes)
+        plain = varied(fast, runtime={"path": "plain"})
+        found = agree(fast.make_model, plain.make_model, path=path, span=span, vocabulary=plan.data["vocabulary"])
         finding = replace(found, detail=f"span {span}, {found.detail}")
         if not finding.passed:
             break
     return finding
-
-
-def varied(plan: Plan, **sections: dict) -> Plan:
-    """The plan of the same configuration with other keys in some sections."""
-    config = {
-        name: value | sections.get(name, {}) if name in sections else value for name, value in plan.config.items()
-    }
-    return plan_run(OmegaConf.create(config), trusted=plan.trust)
 
 
 def shrunk(plan: Plan) -> Plan:
@@ -93,8 +101,8 @@ def shrunk(plan: Plan) -> Plan:
     - Width: 2 heads of 16, or as many heads as asked for, or all as asked for: the first with which a model runs.
     - Span: 13, or 64 where none runs with that, or the one asked for, which takes long.
 
-    Keywords of sublayers (an explicit ``d_head``, the number of persistent vectors or half-keys) stay as they are, so
-    one that was interpolated from ``model.d_model`` needs all the width asked for.
+    Keywords of sublayers (an explicit ``d_head``) stay as they are, so one that was interpolated from ``model.d_model``
+    needs all the width asked for.
     """
     kinds = list(dict.fromkeys(tuple(layer) for layer in plan.layers))
     layers = kinds * 2 if len(kinds) == 1 and len(plan.layers) > 1 else kinds

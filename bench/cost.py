@@ -1,4 +1,4 @@
-"""What a mechanism costs: ``python -m bench.cost variants=[mhsa,adaptive_span] lengths=[256,1024]``.
+"""What a mechanism costs: ``python -m bench.cost variants=[A,B] lengths=[256,1024]``.
 
 Every variant must first keep the contract. Then, for each length, every variant and path gets a process of its own; peak
 memory is read there, and the training step, an evaluation and the generation of one byte are timed in turn, A B A B, so
@@ -34,27 +34,24 @@ class CostSettings:
 
 
 OWN = tuple(CostSettings.__dataclass_fields__)
-WITH_CHECKPOINT = (*OWN, "checkpoint", "runtime", "trust", "outputs")
+BESIDE_A_CHECKPOINT = (*(key for key in OWN if key != "variants"), "checkpoint", "runtime", "trust", "outputs")
 """What may be given beside a checkpoint, which has its own configuration for the rest."""
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
 def main(cfg: DictConfig) -> None:
-    from bench.cost_table import print_costs
-    from bench.gate import passed
+    from bench.conformance import passed  # late, as everything slow, so that a wrong word is answered at once
     from bench.measuring import STEPS, measure_together
     from bench.planning import bench_plan
     from bench.progress import Steps
+    from bench.report.tables_costs import cost_tables, for_terminal
     from bench.rows import RowFile
+    from harness.record.table import print_table
 
     settings, configs, weights = _asked(cfg)
     plans = [bench_plan(config) for config in configs]
     groups = [
-        [
-            _task(config, settings, length=length, path=path, weights=weights)
-            for config in configs
-            for path in settings.paths
-        ]
+        [_task(cfg, settings, length=length, path=path, weights=weights) for cfg in configs for path in settings.paths]
         for length in settings.lengths
     ]
     file, rows = RowFile(Path(cfg.outputs), verb="cost"), []
@@ -66,26 +63,33 @@ def main(cfg: DictConfig) -> None:
         for group in groups:
             for row in measure_together(group, settings=settings, progress=progress):
                 rows.append(file.append(row))
-    print_costs(rows)
+    for table in cost_tables(rows)[::2]:  # those of speed; what they are made of is in the report
+        print_table(for_terminal(table))
     print(f"rows: {file.path}")
 
 
 def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]:
     """The verb's own settings, a training configuration for each variant, and the run folder of the weights."""
-    from bench.planning import own_keys, recompose
-    from bench.trained import config_of_run, read_run
+    from hydra.core.hydra_config import HydraConfig
+
+    from bench.planning import config_of_run, own_keys, read_run, recompose
     from harness.plan.settings import parse
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
     _check_lists(settings)
-    if isinstance(cfg.checkpoint, str):  # in place of the section that says when a training run writes one
-        _only_with_checkpoint(cfg.checkpoint)
-        read_run(Path(cfg.checkpoint), key="checkpoint")
-        trained = config_of_run(Path(cfg.checkpoint), runtime=cfg.runtime, trust=cfg.trust or None)
-        return settings, [trained], cfg.checkpoint
-    if settings.variants is None:
-        return settings, [cfg], None
-    return settings, [recompose("cost", f"variant={name}", own=OWN) for name in settings.variants], None
+    if not isinstance(cfg.checkpoint, str):  # the section that says when a training run writes one
+        if settings.variants is None:
+            return settings, [cfg], None
+        return settings, [recompose("cost", f"variant={name}", own=OWN) for name in settings.variants], None
+    for word in HydraConfig.get().overrides.task:
+        if word.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0] not in BESIDE_A_CHECKPOINT:
+            raise ValueError(
+                f"{word}: checkpoint={cfg.checkpoint} has its own configuration; allowed beside it are "
+                f"{', '.join(BESIDE_A_CHECKPOINT)}"
+            )
+    read_run(Path(cfg.checkpoint), key="checkpoint")
+    own = config_of_run(Path(cfg.checkpoint), runtime=cfg.runtime, trust=cfg.trust or None)
+    return settings, [own], cfg.checkpoint
 
 
 def _check_lists(settings: CostSettings) -> None:
@@ -94,21 +98,10 @@ def _check_lists(settings: CostSettings) -> None:
     paths = RuntimeSettings.__dataclass_fields__["path"].metadata["allowed"]
     if not settings.paths or set(settings.paths) - set(paths):
         raise ValueError(f"paths={settings.paths}: must be a list of {', '.join(paths)}")
-    whole = all(isinstance(length, int) and length > 0 for length in settings.lengths)
-    if not settings.lengths or not whole:
+    if not settings.lengths or not all(isinstance(length, int) and length > 0 for length in settings.lengths):
         raise ValueError(f"lengths={settings.lengths}: must be a list of bytes, each an integer above 0")
     if settings.variants is not None and not settings.variants:
         raise ValueError("variants=[]: must be a list of variants, or null for the one of variant=")
-
-
-def _only_with_checkpoint(folder: str) -> None:
-    from hydra.core.hydra_config import HydraConfig
-
-    for word in HydraConfig.get().overrides.task:
-        key = word.lstrip("+~").partition("=")[0]
-        if key.partition(".")[0].partition("@")[0] not in WITH_CHECKPOINT or key == "variants":
-            allowed = ", ".join(name for name in WITH_CHECKPOINT if name != "variants")
-            raise ValueError(f"{word}: checkpoint={folder} has its own configuration; allowed beside it are {allowed}")
 
 
 def _task(config: DictConfig, settings: CostSettings, *, length: int, path: str, weights: str | None):
@@ -116,21 +109,14 @@ def _task(config: DictConfig, settings: CostSettings, *, length: int, path: str,
     from bench.planning import bench_plan, typed_command
     from bench.subject import Task
 
-    own = copy.deepcopy(config)
-    own.batch.lanes, own.batch.carry, own.batch.accumulate = settings.lanes, settings.mode == "stream", 1
-    own.batch.segment = length if settings.mode == "cold" else own.batch.segment
+    own, warm = copy.deepcopy(config), settings.mode == "stream"
+    own.batch.lanes, own.batch.carry, own.batch.accumulate = settings.lanes, warm, 1
+    own.batch.segment = own.batch.segment if warm else length
     own.runtime.path = path
     if weights is None:
         own.model.span = length
-    plan = bench_plan(own)
-    return Task(
-        config=plan.config,
-        trusted=plan.trust,
-        warm=settings.mode == "stream",
-        weights=weights,
-        span=length,
-        command=typed_command("cost"),
-    )
+    plan, command = bench_plan(own), typed_command("cost")
+    return Task(config=plan.config, trusted=plan.trust, warm=warm, weights=weights, span=length, command=command)
 
 
 if __name__ == "__main__":

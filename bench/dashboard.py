@@ -1,8 +1,7 @@
 """W&B's dashboard of all runs: ``python -m bench.dashboard entity=me project=attention-windtunnel``.
 
-It saves a workspace (live, for who watches) and a report (for who reads), both of the panels in
-``bench/dashboards/layout.py``. This needs an API key, a server and the extra ``dashboard``; ``python -m bench.report``
-makes a page without any of them.
+It saves a workspace (live, for who watches) and a report (for who reads), both of the panels in ``conf/dashboard.yaml``.
+This needs an API key, a server and the extra ``dashboard``; ``python -m bench.report`` makes a page without any of them.
 """
 
 import os
@@ -26,13 +25,15 @@ def main(cfg: DictConfig) -> None:
             f"last line says of what), then python -m bench.dashboard entity={entity or 'YOU'} project={project}. "
             "For a page without a server: python -m bench.report"
         )
+    import wandb
+
     try:
-        from bench.dashboards import online
+        from bench.dashboards import panels
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'attention-windtunnel[dashboard]'") from error
     try:
-        owner = entity or _default_entity()
-        for kind, make in (("workspace", online.workspace), ("report", online.report)):
+        owner = entity or wandb.Api().default_entity
+        for kind, make in (("workspace", panels.workspace), ("report", panels.report)):
             made = make(entity=owner, project=project, name=name)
             made.save()
             print(f"{kind}: {made.url}")
@@ -48,12 +49,6 @@ def _no_key() -> str:
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return f"WANDB_MODE={os.environ['WANDB_MODE']}"
     return "" if wandb.login(prompt=False, verify=False) else "no API key is configured"
-
-
-def _default_entity() -> str:
-    import wandb
-
-    return wandb.Api().default_entity
 
 
 if __name__ == "__main__":

@@ -18,26 +18,24 @@ from harness.compose.cli import run_command
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
-    from bench.trained import config_of_run, read_run, trained_model
+    from bench.planning import config_of_run, read_run, trained_model  # late, as everything slow
     from harness import source
     from harness.data import corpora
     from harness.device import runtime
-    from harness.plan import settings
     from harness.plan.build import plan_run
+    from harness.plan.settings import checked
     from harness.record import folder
     from harness.record.rows import plain
 
-    folder_path = Path(cfg.run)
-    saved, best = read_run(folder_path, key="run")
-    own = config_of_run(folder_path, runtime=cfg.runtime, trust=cfg.trust)
+    path = Path(cfg.run)
+    saved, best = read_run(path, key="run")
     if cfg.split not in ("train", "valid", "test"):
         raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
-    plan = plan_run(own)
-    asked = {
-        key: settings.checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in ("lanes", "segment", "span")
-    }
+    plan = plan_run(config_of_run(path, runtime=cfg.runtime, trust=cfg.trust))
+    keys = ("lanes", "segment", "span", "bytes")
+    asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
+    limit = asked.pop("bytes")
     protocol = plan.protocol() | {key: value for key, value in asked.items() if value is not None}
-    limit = settings.checked(cfg.eval.bytes, int | None, key="eval.bytes")
     if limit is not None and limit < 2:
         raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
     device = runtime.start(plan.runtime)
@@ -45,31 +43,31 @@ def main(cfg: DictConfig) -> None:
     if corpus.sha256 != saved["data"]["sha256"]:
         raise ValueError(f"data: the run read {saved['data']['sha256']}, now it is {corpus.sha256}")
     model = trained_model(plan, best, span=protocol["span"], key="run").to(device.device)
-    row = _score(model, corpus.splits[cfg.split][:limit], device, protocol)
-    capped = limit is not None and limit < len(corpus.splits[cfg.split])
-    row = {"kind": "evaluation", "split": cfg.split, "protocol": protocol | {"bytes": limit if capped else None}, **row}
+    split = corpus.splits[cfg.split]
+    protocol["bytes"] = limit if limit is not None and limit < len(split) else None
+    row = {"kind": "evaluation", "split": cfg.split, "protocol": protocol}
+    row |= _score(model, split[:limit], device, protocol)
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
     row |= {"trained_source": saved["source"], "source": source.digest(plan.trust), "commit": source.commit()}
     row |= {"measuring_source": source.digest(plan.trust, measuring=True)}
     row |= {"weights_bytes_seen": best["bytes"], **device.describe()}
-    with (folder_path / folder.EVALUATIONS).open("a", encoding="utf-8") as file:
+    with (path / folder.EVALUATIONS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(row), allow_nan=False) + "\n")
-    _show(row, folder_path)
-    print(f"appended to {folder_path / folder.EVALUATIONS}")
+    _show(row, path)
+    print(f"appended to {path / folder.EVALUATIONS}")
 
 
 def _score(model, split, device, protocol: dict) -> dict:
     """Bits per byte of the stream, of windows with context 512, and by context."""
     from harness.loop.step import score_context, score_stream, score_windows
 
-    score = score_stream(model, split, runtime=device, lanes=protocol["lanes"], segment=protocol["segment"], look=True)
+    segment = protocol["segment"]
+    score = score_stream(model, split, runtime=device, lanes=protocol["lanes"], segment=segment, look=True)
     return {
         "bits_per_byte": score.bits_per_byte,
         "nats_per_byte": score.bits_per_byte * math.log(2),
         "context_512_bits_per_byte": score_windows(model, split, runtime=device).bits_per_byte,
-        "context_curve": score_context(
-            model, split, runtime=device, longest=2 * protocol["span"], segment=protocol["segment"]
-        ),
+        "context_curve": score_context(model, split, runtime=device, longest=2 * protocol["span"], segment=segment),
         "bytes": len(score.nats),
         "block_nats": score.blocks(),
         "metrics": model.metrics(score.seen),
@@ -80,17 +78,14 @@ def _show(row: dict, path: Path) -> None:
     from harness.record.figures import draw_context
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
-    read = f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
-    label = f"{row['variant']}, seed {row['seed']}: {read}"
+    sizes = f"lanes {p['lanes']}, segment {p['segment']}, span {p['span']}"
+    label = f"{row['variant']}, seed {row['seed']}: {row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
     print(label)
-    print(
-        f"  {row['bits_per_byte']:.4f}{mark} bits per byte with lanes {p['lanes']}, segment {p['segment']}, span {p['span']}"
-    )
+    print(f"  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
     print(f"  {row['context_512_bits_per_byte']:.4f}{mark} bits per byte with context 512")
     for point in row["context_curve"]:
-        print(
-            f"  {point['bits_per_byte']:.4f} with {point['from_bytes']:>5} to {point['to_bytes']:>5} bytes of context"
-        )
+        context = f"{point['from_bytes']:>5} to {point['to_bytes']:>5} bytes of context"
+        print(f"  {point['bits_per_byte']:.4f} with {context}")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
     print(f"drawn in {draw_context(row['context_curve'], path=path / 'context.png', label=label)}")

@@ -4,8 +4,8 @@ The model is built for real, because spans need values, and projected; what is l
 every tensor becomes a fake one, the steps of warm-up fill optimizer state and carried state, and a ``Ledger`` reads off
 the next step which storages are alive when.
 
-A GPU that is not here is a CPU with other manners (``standins.AsCuda``), because torch cannot differentiate fake CUDA tensors
-without CUDA. All of torch's private parts are in this file and in ``bench/ledger.py``.
+Torch 2.13 cannot differentiate fake CUDA tensors without CUDA: it ends the process. So tensors that are to stand for a
+GPU's are a CPU's, and what torch does otherwise on CUDA, as far as it changes which memory is kept, is done here.
 """
 
 import dataclasses
@@ -13,14 +13,17 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.ledger import Block, Ledger, Work
-from bench.standins import AsCuda, LargeWithoutData, choose_as_on_cuda, make_fake
+from harness.count.formulas import tensors_of
 from harness.device.runtime import Runtime
 from harness.loop.run import path_of
 from harness.loop.step import Trainer
@@ -29,13 +32,21 @@ from harness.optim.optimizers import Optimizers
 from harness.plan.build import Plan
 from variants.contract import State
 
-KINDS = ("cpu", "cuda")
 CAUSES = ("parameters", "gradients", "optimizer", "state", "activations", "temporary", "library")
 LIBRARY_BYTES = {"cpu": 0, "cuda": 2 * 2**25}
 """cuBLAS has a workspace of 32 MiB for each thread that multiplies, one for the forward and one for the backward pass
 (``CUBLAS_WORKSPACE_CONFIG=:4096:8``, as a deterministic run sets it and as is the rule on Hopper)."""
 WARM_STEPS = 2
 MOST_FILLS = 16
+LARGE = 2**20
+"""Elements from which on a parameter gets no data when the model is built."""
+FLOAT32 = (
+    *("exp", "exp_", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "pow", "softplus", "layer_norm"),
+    *("rms_norm", "group_norm", "nll_loss", "logsumexp", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "sum"),
+    "norm",
+)
+"""Functions that autocast computes in float32 on CUDA and not on a CPU (torch's ``autocast_mode.h``)."""
+LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +54,13 @@ class Prediction:
     """What a training step in warm state takes.
 
     Attributes:
-        kind: ``cpu`` or ``cuda``, of the predicted device.
-        lanes, segment, span: sizes.
         path: of the attention, as in other rows.
         peak_bytes: most bytes alive at one time.
-        split: of the peak by cause; the values add up to it. ``state`` is what came in with the streams,
-            ``activations`` what the backward pass keeps, ``library`` what libraries keep, ``temporary`` the rest.
+        split: of the peak, which the values add up to, by ``CAUSES``.
         warm: whether the carried state had stopped growing.
         work: how often the step does each amount of work.
     """
 
-    kind: str
     lanes: int
     segment: int
     span: int
@@ -75,33 +82,31 @@ class Prediction:
         )
 
 
-def predict(
-    plan: Plan,
-    *,
-    lanes: int | None = None,
-    segment: int | None = None,
-    span: int | None = None,
-    kind: str | None = None,
-) -> Prediction:
+def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
     """Peak memory and work of a training step of the plan, at initial parameters.
 
     Args:
-        lanes, segment, span: in place of the plan's own.
         kind: of the device: ``cpu`` or ``cuda``; None for the kind that the plan would run on here.
+        sizes: ``lanes``, ``segment`` or ``span`` in place of the plan's own.
 
     Raises:
         ValueError: naming the key, for what cannot be predicted.
     """
-    plan = _sized(plan, lanes=lanes, segment=segment, span=span)
-    kind = kind or _kind_here(plan.runtime.device)
+    for key, value in sizes.items():
+        section = "model" if key == "span" else "batch"
+        if value < 1:
+            raise ValueError(f"{section}.{key}={value}: must be above 0")
+        plan = dataclasses.replace(plan, **{section: dataclasses.replace(getattr(plan, section), **{key: value})})
+    if kind is None:
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        kind = automatic if plan.runtime.device == "auto" else plan.runtime.device.partition(":")[0]
     if plan.batch.lanes < plan.batch.accumulate:
         raise ValueError(f"batch.lanes={plan.batch.lanes}: at least batch.accumulate={plan.batch.accumulate}")
     if plan.runtime.compile:
         raise ValueError("runtime.compile=true: memory of compiled code is not predicted; allowed is false")
     with torch.random.fork_rng(devices=[]):
         model = build(plan)
-    target = Runtime(device=torch.device(kind), precision=plan.runtime.precision, compile=False)
-    path = path_of(model, target)
+    path = path_of(model, Runtime(device=torch.device(kind), precision=plan.runtime.precision, compile=False))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), AsCuda() if kind == "cuda" else nullcontext():
             make_fake(model)
@@ -113,9 +118,8 @@ def predict(
     now, most = ledger.peak()
     split = dict.fromkeys(CAUSES, 0) | {"library": LIBRARY_BYTES[kind]}
     for block in (block for block in ledger.blocks if block.alive(now)):
-        split[causes.get(block) or _cause(block, now, ledger)] += block.bytes
+        split[causes.get(block) or ("activations" if ledger.kept_for_backward(block) else "temporary")] += block.bytes
     return Prediction(
-        kind=kind,
         lanes=plan.batch.lanes,
         segment=plan.batch.segment,
         span=plan.model.span,
@@ -136,30 +140,6 @@ def build(plan: Plan) -> LanguageModel:
         return plan.make_model()
 
 
-def _sized(plan: Plan, **sizes: int | None) -> Plan:
-    for key, value in sizes.items():
-        if value is None:
-            continue
-        section = "model" if key == "span" else "batch"
-        if value < 1:
-            raise ValueError(f"{section}.{key}={value}: must be above 0")
-        plan = dataclasses.replace(plan, **{section: dataclasses.replace(getattr(plan, section), **{key: value})})
-    return plan
-
-
-def _kind_here(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device.partition(":")[0]
-
-
-def _cause(block: Block, now: int, ledger: Ledger) -> str:
-    """Of a block that is neither parameter, gradient, optimizer state nor carried state."""
-    if block.phase == "forward" and any(block.born < begin and block.alive(begin) for begin in ledger.backward_begins):
-        return "activations"
-    return "temporary"
-
-
 def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dict[Block, str], bool]:
     """The ledger of one step after warm-up, the causes of the blocks that outlive it, and whether the state is full."""
     b = plan.batch
@@ -169,9 +149,9 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
         raise ValueError("runtime.path=kernel: of a GPU's own kernels no memory is predicted; allowed are auto, plain")
     _refuse_sparse(model)
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
-    optimizers = _Watched(plan.make_optimizers(model), model)
+    optimizers = plan.make_optimizers(model)
     if kind == "cuda":
-        choose_as_on_cuda(optimizers.inner)
+        choose_as_on_cuda(optimizers)
     trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
     # A full state has the same shapes by every path, and the plain one takes a window at once.
     _take_paths(model, dict.fromkeys(paths, "plain"))
@@ -186,11 +166,20 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
     for _ in range(WARM_STEPS):
         state = step(state)
     ledger = Ledger(granule_bytes=512 if kind == "cuda" else 64)  # torch's allocators' own
-    causes = dict.fromkeys(ledger.find(optimizers.state()), "optimizer")
-    causes |= dict.fromkeys(ledger.find([*model.parameters(), *model.buffers()]), "parameters")
-    causes |= dict.fromkeys(ledger.find(_flat(state)), "state")
-    causes |= dict.fromkeys(ledger.find([inputs, targets]), "activations")
-    optimizers.found = lambda gradients: causes.update(dict.fromkeys(ledger.find(gradients), "gradients"))
+    causes: dict[Block, str] = {}
+
+    def note(cause: str, found: object) -> None:
+        causes.update(dict.fromkeys(ledger.find(tensors_of(found)), cause))
+
+    def update(fraction: float, inner: Callable = optimizers.step) -> None:
+        note("gradients", [parameter.grad for parameter in model.parameters()])
+        inner(fraction)
+
+    note("optimizer", [list(optimizer.state.values()) for optimizer in optimizers.optimizers.values()])
+    note("parameters", [*model.parameters(), *model.buffers()])
+    note("state", state)
+    note("activations", [inputs, targets])
+    optimizers.step = update
     trainer.forward = ledger.forward_of(trainer.forward)
     with ledger:
         step(state)
@@ -198,11 +187,12 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
 
 
 def _refuse_sparse(model: LanguageModel) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
+    for name, sublayer in model.sublayers():
+        if any(getattr(module, "sparse", False) is True for module in sublayer.modules()):
+            key = f"variant.{name.rpartition('.')[2]}.sparse"
             raise ValueError(
-                f"{name}.sparse=true: the size of a sparse gradient depends on the bytes that are read and cannot be "
-                "predicted; allowed are dense gradients, as with variant.memory.sparse=false"
+                f"{key}=true: the size of a sparse gradient depends on the bytes that are read and cannot be predicted; "
+                f"allowed are dense gradients, {key}=false"
             )
 
 
@@ -221,30 +211,64 @@ def _full_state(plan: Plan, model: LanguageModel, runtime: Runtime) -> tuple[Sta
         tokens = torch.zeros(plan.batch.lanes, max(plan.model.span, plan.batch.segment), dtype=torch.int64)
         with runtime.autocast():
             state = model(tokens, state).state
-        before, shapes = shapes, [tensor.shape for tensor in _flat(state)]
+        before, shapes = shapes, [tensor.shape for tensor in tensors_of(state)]
         if shapes == before:
             return state, True
     return state, False
 
 
-def _flat(state: State) -> list[Tensor]:
-    if isinstance(state, tuple):
-        return [tensor for part in state for tensor in _flat(part)]
-    return [] if state is None else [state]
+def make_fake(model: nn.Module) -> None:
+    """Parameters and buffers without data, shared ones still shared; call it under a ``FakeTensorMode``."""
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return fakes[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors |= {name: fake(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
-class _Watched:
-    """The optimizers of a trainer, whose gradients are shown to ``found`` before each update."""
+class LargeWithoutData(TorchDispatchMode):
+    """Makes large tensors on the meta device: a table of a gigabyte is then built in no time, and spans have values."""
 
-    def __init__(self, inner: Optimizers, model: LanguageModel):
-        self.inner, self.model, self.zero_grad = inner, model, inner.zero_grad
-        self.found: Callable[[list[Tensor]], object] = lambda gradients: None
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        makes = args and isinstance(args[0], list | tuple) and any(a.name == "device" for a in func._schema.arguments)
+        if makes and all(isinstance(n, int) for n in args[0]) and prod(args[0]) >= LARGE:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
 
-    def step(self, fraction: float) -> None:
-        self.found([p.grad for p in self.model.parameters() if p.grad is not None])
-        self.inner.step(fraction)
 
-    def state(self) -> list[Tensor]:
-        """Tensors that the optimizers keep."""
-        states = [state for optimizer in self.inner.optimizers.values() for state in optimizer.state.values()]
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+def choose_as_on_cuda(optimizers: Optimizers) -> None:
+    """What optimizers choose by themselves on CUDA: torch's take all parameters at once, Muon multiplies in bfloat16."""
+    for group in (group for optimizer in optimizers.optimizers.values() for group in optimizer.param_groups):
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+        if group.get("precision") == "auto":
+            group["precision"] = "bfloat16"
+
+
+class AsCuda(TorchFunctionMode):
+    """What torch does otherwise on CUDA than on a CPU, as far as it changes which memory is kept.
+
+    Dropout keeps a mask of one byte an element; RMSNorm is one kernel, which keeps its input and a number a row, as
+    LayerNorm does; autocast lets some functions compute in float32.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in LOW else x for x in args)
+        return {"dropout": _dropout, "rms_norm": _rms_norm}.get(name, func)(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+def _rms_norm(input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return torch.layer_norm(input, normalized_shape, weight, None, 1e-6)

@@ -1,4 +1,4 @@
-"""Will it fit? ``python -m bench.fit variant=adaptive_span model=base device_memory=24GiB``, without the hardware.
+"""Will it fit? ``python -m bench.fit variant=V model=base device_memory=24GiB``, without the hardware.
 
 The trainer's very step runs on tensors without data (``fake.py``): peak memory by cause, and the largest batch or span
 that stays within the device's memory. The roofline is the time below which no step can be: every operation takes its
@@ -6,11 +6,9 @@ FLOPs at the peak rate or its bytes at the peak bandwidth, whichever is longer; 
 
 ``runtime.device`` says what is predicted: ``cpu``, or a GPU (``auto``, ``cuda``). Not in the figures: what kernels and
 libraries take for themselves (a CUDA context is about half a GiB, its allocator's fragments come on top), and on a CPU
-the corpus and freed blocks that the C library keeps. Learned spans are as they start: for the worst case set
-``variant.attention.reach.initial=1``.
+the corpus and freed blocks that the C library keeps. Learned spans are as they start (worse: ``conf/fit.yaml``).
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,26 +17,15 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 
 from bench import CONF
 from harness.compose.cli import run_command
 
-GIB = 2**30
 OWN = ("hardware", "device_memory", "largest", "peak_tflops", "bandwidth_gbs", "devices")
 MOST = 2**20
 """Lanes or span from which on a search ends: at least so many fit."""
-UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": GIB,
-    "TIB": 2**40,
-}
+UNITS = {"": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +49,12 @@ class Hardware:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
+    from bench.conformance import passed  # late, as everything slow, so that a wrong word is answered at once
     from bench.fake import predict
-    from bench.gate import passed
     from bench.planning import bench_plan, own_keys
+    from bench.report.tables_costs import fit_tables, for_terminal
     from bench.rows import RowFile
+    from harness.record.table import print_table
 
     own = own_keys(cfg, *OWN)
     plan = bench_plan(cfg)
@@ -73,17 +62,17 @@ def main(cfg: DictConfig) -> None:
     asked = _asked(own["largest"], hardware)
     passed(plan)
     file = RowFile(Path(cfg.outputs), verb="fit")
-    found = predict(plan, kind=hardware.kind)
-    largest = {}
+    found, largest = predict(plan, kind=hardware.kind), {"lanes": None, "span": None}
     for name in asked:
-        with Console(stderr=True).status(f"the largest {name} within {_gib(hardware.memory_bytes)} GiB"):
+        with Console(stderr=True).status(f"the largest {name} that fits"):
             largest[name] = push(
                 lambda size, name=name: predict(plan, kind=hardware.kind, **{name: size}).peak_bytes,
                 limit_bytes=hardware.memory_bytes,
                 least=plan.batch.accumulate if name == "lanes" else 1,
             )
     row = file.append(_row(plan, found, hardware, largest))
-    _show(row, warm=found.warm)
+    (table,) = fit_tables([row])
+    print_table(for_terminal(table))
     print(f"rows: {file.path}")
 
 
@@ -98,8 +87,6 @@ def parse_memory(value: object, *, key: str) -> int:
 
 def choose(own: dict, *, device: str, precision: str) -> Hardware:
     """The hardware that the verb's own keys and ``runtime.device`` name; ValueError where they are at odds."""
-    from harness.plan.settings import checked
-
     kind = "cpu" if device.partition(":")[0] == "cpu" else "cuda"
     name, devices = own["hardware"], own["devices"]
     if name == "auto":
@@ -109,8 +96,7 @@ def choose(own: dict, *, device: str, precision: str) -> Hardware:
     if name is not None and kind == "cpu":
         raise ValueError(f"hardware={name}: is a GPU, with runtime.device={device} allowed are auto and null")
     entry = devices[name] if name else {}
-    own_rate = _positive(checked(own["peak_tflops"], float | None, key="peak_tflops"), "peak_tflops")
-    own_width = _positive(checked(own["bandwidth_gbs"], float | None, key="bandwidth_gbs"), "bandwidth_gbs")
+    own_rate, own_width = (_positive(own, key) for key in ("peak_tflops", "bandwidth_gbs"))
     rates = {dtype: entry.get(f"{dtype}_tflops") for dtype in ("float32", "bfloat16")}
     if own_rate is not None:
         rates = dict.fromkeys(rates, own_rate) if not name else rates | {precision: own_rate}
@@ -118,9 +104,9 @@ def choose(own: dict, *, device: str, precision: str) -> Hardware:
     if (width is None) != (None in rates.values()):
         missing = "bandwidth_gbs" if width is None else "peak_tflops"
         raise ValueError(f"{missing}=null: must be given for a roofline without a named hardware")
-    memory = own["device_memory"]
-    memory = entry.get("memory") if memory is None else memory
-    key = "device_memory" if own["device_memory"] is not None else f"devices.{name}.memory"
+    key, memory = "device_memory", own["device_memory"]
+    if memory is None:
+        key, memory = f"devices.{name}.memory", entry.get("memory")
     return Hardware(
         kind=kind,
         name=entry.get("name", kind),
@@ -130,7 +116,10 @@ def choose(own: dict, *, device: str, precision: str) -> Hardware:
     )
 
 
-def _positive(value: float | None, key: str) -> float | None:
+def _positive(own: dict, key: str) -> float | None:
+    from harness.plan.settings import checked
+
+    value = checked(own[key], float | None, key=key)
     if value is not None and value <= 0:
         raise ValueError(f"{key}={value}: must be above 0")
     return value
@@ -154,29 +143,28 @@ def push(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, 
     low, low_bytes = least, peak_bytes(least)
     if low_bytes > limit_bytes:
         return 0
-    below, below_bytes, high, high_bytes = 0, 0, None, 0
-    for turn in range(1, 200):
-        if low >= most or high == low + 1:
-            return low
+    below, below_bytes, high, high_bytes, turn = 0, 0, None, 0, 0
+    while low < most and high != low + 1:
+        turn += 1
         if turn == 1:
             guess = low + 1
+        elif turn % 4 == 0:
+            guess = 2 * low if high is None else (low + high) // 2
         elif high is None:
             slope = (low_bytes - below_bytes) / (low - below)
             guess = most if slope <= 0 else low + int(min(most, (limit_bytes - low_bytes) / slope))
-            guess = 2 * low if turn % 4 == 0 else guess
         else:
-            along = (limit_bytes - low_bytes) / (high_bytes - low_bytes)
-            guess = (low + high) // 2 if turn % 4 == 0 else low + int(along * (high - low))
+            guess = low + int((limit_bytes - low_bytes) / (high_bytes - low_bytes) * (high - low))
         guess = max(low + 1, min(guess, most if high is None else high - 1))
         guess_bytes = peak_bytes(guess)
         if guess_bytes <= limit_bytes:
             below, below_bytes, low, low_bytes = low, low_bytes, guess, guess_bytes
         else:
             high, high_bytes = guess, guess_bytes
-    raise AssertionError("the search did not end")
+    return low
 
 
-def _row(plan, found, hardware: Hardware, largest: dict[str, int]) -> dict:
+def _row(plan, found, hardware: Hardware, largest: dict[str, int | None]) -> dict:
     """As ``tests/bench_rows.py`` has it; the device is the predicted one, versions are of the torch that predicts."""
     import torch
 
@@ -185,80 +173,25 @@ def _row(plan, found, hardware: Hardware, largest: dict[str, int]) -> dict:
     from harness.device.runtime import Runtime
 
     here = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
-    identity = provenance(
-        plan, kind="fit", corpus=corpora.load(**plan.data), runtime=here, command=typed_command("fit")
-    )
-    return identity | {
-        "device": f"{hardware.name}, predicted",
-        "device_kind": hardware.kind,
-        "lanes": found.lanes,
-        "segment": found.segment,
-        "span": found.span,
-        "path": found.path,
-        "device_memory_bytes": hardware.memory_bytes,
-        "predicted_peak_bytes": found.peak_bytes,
-        "split": found.split,
-        "measured_peak_bytes": None,
-        "warm": found.warm,
-        "largest": {"lanes": largest.get("lanes"), "span": largest.get("span")},
-        "roofline": None
-        if hardware.bytes_per_s is None
-        else {
+    corpus, command = corpora.load(**plan.data), typed_command("fit")
+    roofline = None
+    if hardware.bytes_per_s is not None:
+        roofline = {
             "name": hardware.name,
             "peak_flops_per_s": hardware.flops_per_s[plan.runtime.precision],
             "bytes_per_s": hardware.bytes_per_s,
             "train_ms": 1000 * found.seconds(hardware.flops_per_s.__getitem__, hardware.bytes_per_s),
-        },
+        }
+    return provenance(plan, kind="fit", corpus=corpus, runtime=here, command=command) | {
+        "device": f"{hardware.name}, predicted",
+        "device_kind": hardware.kind,
+        **{name: getattr(found, name) for name in ("lanes", "segment", "span", "path", "split", "warm")},
+        "device_memory_bytes": hardware.memory_bytes,
+        "predicted_peak_bytes": found.peak_bytes,
+        "measured_peak_bytes": None,
+        "largest": largest,
+        "roofline": roofline,
     }
-
-
-EXPLAINED = {
-    "parameters": "weights and buffers",
-    "gradients": "those that are there at the peak",
-    "optimizer": "moments, momentum, sums",
-    "state": "the streams' past, carried in",
-    "activations": "what the backward pass keeps",
-    "temporary": "all else alive at the peak",
-    "library": "workspaces of cuBLAS",
-}
-
-
-def _show(row: dict, *, warm: bool) -> None:
-
-    peak, limit = row["predicted_peak_bytes"], row["device_memory_bytes"]
-    title = f"{row['variant']}: peak of a training step, predicted for {row['device'].removesuffix(', predicted')}"
-    sizes = f"lanes {row['lanes']}, segment {row['segment']}, span {row['span']}, {row['path']}, {row['precision']}"
-    table = Table(title=title, caption=f"{sizes}; GiB = 2^30 bytes; spans as they start", title_justify="left")
-    for name, justify in (("cause", "left"), ("GiB", "right"), ("share", "right"), ("what it is", "left")):
-        table.add_column(name, justify=justify)
-    for cause, size in ((cause, size) for cause, size in row["split"].items() if size):
-        table.add_row(cause, _gib(size), f"{size / peak:.1%}", EXPLAINED[cause])
-    table.add_section()
-    fits = "" if limit is None else f"{'fits' if peak <= limit else 'DOES NOT FIT'} into {_gib(limit)} GiB"
-    table.add_row("peak", _gib(peak), "100.0%", fits, style="bold")
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
-    for name, key in (("lanes", "batch.lanes"), ("span", "model.span")):
-        size = row["largest"][name]
-        if size is not None:
-            more = "or more" if size >= MOST else "" if size else "(not even 1 fits)"
-            console.print(f"largest {key} within {_gib(limit)} GiB: {size:,} {more}".rstrip())
-    roof = row["roofline"]
-    if roof is not None:
-        rate = row["lanes"] * row["segment"] / roof["train_ms"] * 1000
-        rates = f"{roof['peak_flops_per_s'] / 1e12:g} TFLOP/s, {roof['bytes_per_s'] / 1e9:g} GB/s"
-        console.print(
-            f"roofline: a step takes at least {roof['train_ms']:.3g} ms ({rate:,.0f} bytes/s) on {roof['name']} ({rates})",
-        )
-    if not warm:
-        console.print("the carried state had not stopped growing: a longer run needs more")
-
-
-def _gib(size: int) -> str:
-    """Three digits or more: 0.00123, 0.123, 1.23, 123.4."""
-    gib = size / GIB
-    places = 2 if gib >= 1 or gib == 0 else min(5, 2 - math.floor(math.log10(gib)))
-    return f"{gib:,.{places}f}"
 
 
 if __name__ == "__main__":

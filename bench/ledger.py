@@ -8,18 +8,17 @@ itself while it runs is not seen.
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from harness.count.bytes_moved import moved_bytes
-from harness.count.formulas import FORMULAS, describe
+from harness.count.formulas import FORMULAS, describe, tensors_of
 
 aten = torch.ops.aten
 IN_PLACE = {
@@ -83,7 +82,7 @@ class Ledger(TorchDispatchMode):
         if in_backward and self.phase != "backward":
             self.backward_begins.append(self.now)
         self.phase = "backward" if in_backward else "update" if self.phase == "backward" else self.phase
-        self.find(_tensors(out))
+        self.find(tensors_of(out))
         if not func.is_view:
             self.work[_work(func, args, kwargs, out)] += 1
         return out
@@ -115,6 +114,11 @@ class Ledger(TorchDispatchMode):
     def _died(self, key: int) -> None:
         self._known.pop(key)[0].died = self.now
 
+    def kept_for_backward(self, block: Block) -> bool:
+        """Whether it was made by a forward pass and still alive when a backward pass began."""
+        begins = self.backward_begins
+        return block.phase == "forward" and any(block.born < begin and block.alive(begin) for begin in begins)
+
     def peak(self) -> tuple[int, int]:
         """The first operation at which most bytes were alive, and how many."""
         change = Counter()
@@ -128,21 +132,11 @@ class Ledger(TorchDispatchMode):
         return -now, most
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Dense tensors in nested containers; of a sparse one, its indices and values."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.sparse_coo:
-            yield from (leaf._indices(), leaf._values())
-        elif isinstance(leaf, Tensor):
-            yield leaf
-
-
 def _work(func, args: tuple, kwargs: dict, out: object) -> Work:
-    call = describe(func, args, kwargs, out)
+    call, formula = describe(func, args, kwargs, out), flop_registry.get(func._overloadpacket)
     if call.name in FORMULAS:
         flops = FORMULAS[call.name](call)
     else:
-        formula = flop_registry.get(func._overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
-    low = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in _tensors((args, kwargs)))
+    low = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors_of((args, kwargs)))
     return Work(flops, moved_bytes(call), "bfloat16" if low else "float32")

@@ -1,13 +1,11 @@
-"""Three meters: seconds, bytes, FLOPs. Each takes a callable.
+"""Two meters, which take a callable each; ``harness/count/flops.py`` is the third.
 
 - Seconds: wall time of one call with the device idle before and after it; 20th, 50th and 80th percentiles of many calls
   after warm-up. Whoever compares two things lets their calls alternate, collects the times and takes ``percentiles``.
 - Bytes: the peak of what is in use during a call, and what every call leaves behind.
-- FLOPs, and bytes moved: what a call executes, counted operation by operation (``harness/count/flops.py``).
 """
 
 import gc
-import math
 import re
 import statistics
 import time
@@ -15,24 +13,11 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from harness.count import memory
-from harness.count.flops import Flops, count_flops, optimizer_flops
 from harness.count.memory import Peak, PeakMemory
-
-__all__ = [
-    "Flops",
-    "Peak",
-    "Times",
-    "count_flops",
-    "growth_bytes",
-    "optimizer_flops",
-    "peak_bytes",
-    "percentiles",
-    "time_call",
-    "times",
-]
 
 
 class Times(NamedTuple):
@@ -65,15 +50,7 @@ def percentiles(times_ms: Sequence[float]) -> Times:
     """Percentiles of times, interpolated between neighbours; ValueError if there are none."""
     if not times_ms:
         raise ValueError("no call was timed: percentiles need one at least")
-    ordered = sorted(times_ms)
-
-    def at(fraction: float) -> float:
-        place = fraction * (len(ordered) - 1)
-        low = math.floor(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return Times(at(0.2), at(0.5), at(0.8), len(ordered))
+    return Times(*np.percentile(times_ms, (20, 50, 80)).tolist(), len(times_ms))
 
 
 def times(

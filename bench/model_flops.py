@@ -19,12 +19,7 @@ TRAINING = 3
 
 @lru_cache
 def dense_peak(device: str, precision: str) -> float | None:
-    """FLOPs per second, or None where no data sheet is known.
-
-    Args:
-        device: as ``torch.cuda.get_device_name`` has it.
-        precision: ``float32`` (without TF32) or ``bfloat16``.
-    """
+    """FLOPs per second of a device by torch's name for it, in ``float32`` (no TF32) or ``bfloat16``; None if not known."""
     devices = OmegaConf.load(Path(CONF) / "fit.yaml").devices
     rates = [entry[f"{precision}_tflops"] * 1e12 for entry in devices.values() if device in entry.reported_as]
     return rates[0] if rates else None

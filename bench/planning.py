@@ -1,4 +1,4 @@
-"""From a verb's configuration to plans: its own keys apart, the rest checked exactly as a training run is.
+"""From a verb's configuration, or from a run folder, to plans: checked exactly as a training run is.
 
 ``conf/bench.yaml`` has the groups of a training run; a verb's file adds keys of its own. What is measured is therefore
 what ``train.py`` would run with the same words.
@@ -7,6 +7,7 @@ what ``train.py`` would run with the same words.
 import json
 import shlex
 import sys
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -14,8 +15,10 @@ from harness import source
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.loop import summary
+from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
-from harness.record import folder
+from harness.record import checkpoint, folder
+from harness.record.rows import RECORD, read_rows
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:
@@ -44,6 +47,12 @@ def bench_plan(cfg: DictConfig) -> Plan:
     return plan_run(cfg, **hydra_facts())
 
 
+def varied(plan: Plan, **sections: dict) -> Plan:
+    """The plan of the same configuration with other keys in some sections."""
+    config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
+    return plan_run(OmegaConf.create(config), trusted=plan.trust)
+
+
 def typed_command(verb: str) -> str:
     """What was typed, for provenance."""
     return shlex.join(["python", "-m", f"bench.{verb}", *sys.argv[1:]])
@@ -55,3 +64,33 @@ def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, comma
     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text, for JSON
     own = summary.provenance(plan, corpus=corpus, runtime=runtime, command=command, **known)
     return {"kind": kind, "config": config, **own}
+
+
+def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
+    """A run folder's provenance and best weights; ValueError naming ``key`` if it has not both."""
+    best = path / checkpoint.FOLDER / checkpoint.BEST
+    if not best.exists() or not (path / RECORD).exists():
+        raise ValueError(f"{key}={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
+    return read_rows(path / RECORD)[0], checkpoint.load(best)
+
+
+def config_of_run(path: Path, *, runtime: DictConfig, trust: list | None) -> DictConfig:
+    """The run's resolved configuration, to be computed as ``runtime`` says; ``trust`` None is the run's own."""
+    own = OmegaConf.load(path / "config.yaml")
+    own.runtime = runtime
+    own.trust = own.trust if trust is None else trust
+    return own
+
+
+def trained_model(plan: Plan, best: dict, *, span: int, key: str) -> LanguageModel:
+    """The plan's model with the weights; a query may see ``span`` bytes. ValueError where they do not fit the code."""
+    model = plan.make_model()
+    try:
+        model.load_state_dict(best["model"])
+    except RuntimeError as error:
+        raise ValueError(f"{key}: its weights do not fit the code as it is now ({error})") from error
+    model.project_()
+    if span != plan.model.span:
+        for _, sublayer in model.sublayers():
+            sublayer.set_span(span)
+    return model

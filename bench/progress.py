@@ -11,19 +11,13 @@ class Steps:
 
     Args:
         total: steps in all.
-        console: where to; None is standard output.
     """
 
-    def __init__(self, total: int, *, console: Console | None = None):
-        self._console = console or Console(highlight=False, soft_wrap=True)
-        columns = (
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
+    def __init__(self, total: int):
+        self._total, self._console = total, Console(highlight=False, soft_wrap=True)
+        counted = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (*counted, TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console) if self._console.is_interactive else None
-        self._total = total
 
     def doing(self, text: str) -> None:
         """What is worked on now; shown by a bar only."""
@@ -31,7 +25,7 @@ class Steps:
             self._bar.update(self._bar.task_ids[0], description=text)
 
     def advance(self, steps: int = 1) -> None:
-        """So many steps are done."""
+        """So many more steps are done."""
         if self._bar:
             self._bar.advance(self._bar.task_ids[0], steps)
 

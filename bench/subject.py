@@ -7,15 +7,15 @@ its work, but spans and everything else stay where they were, at the start or as
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
-from bench.measure import growth_bytes, optimizer_flops, peak_bytes, time_call, times
-from bench.planning import provenance
-from bench.trained import read_run, trained_model
-from harness.count.flops import count_flops, forward_flops_per_byte
+from bench.measure import growth_bytes, peak_bytes, time_call, times
+from bench.planning import provenance, read_run, trained_model
+from harness.count.flops import count_flops, forward_flops_per_byte, optimizer_flops
 from harness.count.memory import PeakMemory, keep_freed, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
 from harness.data.corpora import Lanes
@@ -68,8 +68,7 @@ class Subject:
 
     def identity(self) -> dict:
         """Provenance."""
-        about = {"corpus": self.corpus, "runtime": self.runtime, "command": self.task.command}
-        return provenance(self.plan, kind="cost", **about)
+        return provenance(self.plan, kind="cost", corpus=self.corpus, runtime=self.runtime, command=self.task.command)
 
     def build(self) -> None:
         """The model, and in warm state the streams' past."""
@@ -77,9 +76,9 @@ class Subject:
         _rehearse(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         runtime.seed(self.plan.seed)
-        self.model = self._model(self.task.weights).to(self.device)
+        self.model = self._model().to(self.device)
         self.state = self._full_state(self._batch()[0]) if self.task.warm else None
-        self._generated: tuple[torch.Tensor, State] | None = None
+        self._generated: tuple[torch.Tensor, State] | None = None  # a stream's last byte, and its state before that
         self._warmed: set[str] = set()
 
     def facts(self) -> dict:
@@ -109,15 +108,11 @@ class Subject:
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.trainer = Trainer(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
-        taken_ms: list[float] = []
-
-        def step() -> None:
-            taken_ms.append(time_call(self._train, self.runtime.synchronise))
-
-        for _ in range(WARM_STEPS):
-            step()
+        taken_ms = times(self._train, synchronise=self.runtime.synchronise, least_calls=WARM_STEPS, most_seconds=0)
         self.meter.reset()
-        growth = growth_bytes(step, calls=2, device=self.device)
+        growth = growth_bytes(
+            lambda: taken_ms.append(time_call(self._train, self.runtime.synchronise)), calls=2, device=self.device
+        )
         peak = self.meter.read()
         found = {
             "parameter_bytes": parameter_bytes(self.model),
@@ -152,7 +147,8 @@ class Subject:
         with self.runtime.autocast():
             warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
         plainly = dataclasses.replace(self.runtime, compile=False)
-        backward_only = Trainer(self.model, _NoUpdate(), plainly, accumulate=self.plan.batch.accumulate)
+        nothing = SimpleNamespace(step=lambda fraction: None, zero_grad=lambda: None)  # gradients stay, for the update
+        backward_only = Trainer(self.model, nothing, plainly, accumulate=self.plan.batch.accumulate)
         inputs, targets = self._batch()
         step = count_flops(lambda: backward_only.step(inputs, targets, self.state, fraction=MIDDLE), gradients=True)
         update = optimizer_flops(lambda: self.trainer.optimizers.step(MIDDLE))
@@ -168,10 +164,11 @@ class Subject:
             "bytes_moved": {"step": step.moved_bytes, "optimizer": update.moved_bytes},
         }
 
-    def _model(self, weights: str | None) -> LanguageModel:
-        if weights is None:
+    def _model(self) -> LanguageModel:
+        if self.task.weights is None:
             return self.plan.make_model()
-        return trained_model(self.plan, read_run(Path(weights), key="checkpoint")[1], span=self.span, key="checkpoint")
+        _, best = read_run(Path(self.task.weights), key="checkpoint")
+        return trained_model(self.plan, best, span=self.span, key="checkpoint")
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.steps += 1
@@ -204,16 +201,6 @@ class Subject:
         with self.runtime.autocast():
             out = self.model(byte, state)
         self._generated = out.logits.argmax(-1), out.state
-
-
-class _NoUpdate:
-    """In place of ``Optimizers`` where only forward and backward are counted; gradients stay."""
-
-    def step(self, fraction: float) -> None:
-        pass
-
-    def zero_grad(self) -> None:
-        pass
 
 
 @torch.no_grad()

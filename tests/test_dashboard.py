@@ -4,18 +4,12 @@ import json
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 
 import pytest
 
-from bench.dashboards import online
-from bench.dashboards.layout import (
-    OF_CONFIG,
-    OVER_THE_RUN,
-    RUNS,
-    SECTIONS,
-    Panel,
-    pattern_of,
-)
+from bench.dashboards import panels
+from bench.dashboards.panels import OF_CONFIG, OVER_THE_RUN, SECTIONS, pattern_of
 from harness.record.rows import read_rows
 from harness.record.wandb_rows import numbers
 from tests.command import call, empty_folder  # noqa: F401 - a fixture
@@ -39,7 +33,7 @@ NOT_SHOWN = {
 """What a row has and no panel shows, and why; ``*`` is any text."""
 
 
-def metrics_of() -> Iterator[tuple[Panel, str]]:
+def metrics_of() -> Iterator[tuple[SimpleNamespace, str]]:
     """Every metric that a panel names, its x axis among them."""
     for panel in (panel for section in SECTIONS for panel in section.panels):
         for name in (*panel.y, *((panel.x,) if panel.x else ())):
@@ -117,7 +111,7 @@ def test_a_star_is_a_sublayer_and_not_the_pool_of_all():
 
 
 def test_the_workspace_has_every_section_panel_and_metric():
-    spec = json.loads(online.workspace(**PLAIN)._to_model().model_dump_json(by_alias=True))["spec"]
+    spec = json.loads(panels.workspace(**PLAIN, name="A title")._to_model().model_dump_json(by_alias=True))["spec"]
     sections = spec["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
     for section, made in zip(SECTIONS, sections, strict=True):
@@ -127,7 +121,7 @@ def test_the_workspace_has_every_section_panel_and_metric():
 
 
 def test_the_report_has_the_same_panels_with_a_text():
-    report = online.report(**PLAIN, name="A title")
+    report = panels.report(**PLAIN, name="A title")
     assert (report.entity, report.project, report.title) == ("me", "mine", "A title")
     grids = [block for block in report.blocks if type(block).__name__ == "PanelGrid"]
     texts = [block.text for block in report.blocks if type(block).__name__ == "P"]
@@ -151,7 +145,7 @@ def check_panel(panel, drawn: dict) -> None:
             section, _, rest = name.removeprefix(OF_CONFIG).partition(".")
             accessor = f"{OF_CONFIG}{section}.value.{rest}" if name.startswith(OF_CONFIG) else name
             assert accessor in text, (panel.title, name)
-    assert panel.kind == RUNS or panel.title in text or panel.kind == "table"
+    assert panel.kind == "runs" or panel.title in text or panel.kind == "table"
 
 
 # The command
@@ -175,7 +169,7 @@ def test_with_a_key_it_saves_both_and_says_why_not(here, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setattr("wandb.login", lambda **asked: True)
     saved = []
-    for kind in (online.ws.Workspace, online.wr.Report):
+    for kind in (panels.ws.Workspace, panels.wr.Report):
         monkeypatch.setattr(kind, "save", lambda made: saved.append((made.entity, made.project)))
         monkeypatch.setattr(kind, "url", "https://example.org/here")
     words = ("entity=me", "project=p")
@@ -186,7 +180,7 @@ def test_with_a_key_it_saves_both_and_says_why_not(here, monkeypatch):
     def refuse(made):
         raise ConnectionError("nobody\nthere")
 
-    monkeypatch.setattr(online.ws.Workspace, "save", refuse)
+    monkeypatch.setattr(panels.ws.Workspace, "save", refuse)
     ended = dashboard(*words)
     assert ended.code == 2 and "entity=me project=p: W&B refused (ConnectionError: nobody there)" in ended.err
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bench import measure
-from bench.measure import Times, count_flops, growth_bytes, optimizer_flops, percentiles, time_call, times
+from bench.measure import Times, growth_bytes, percentiles, time_call, times
+from harness.count.flops import count_flops, optimizer_flops
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -94,7 +95,8 @@ def test_the_meter_of_flops_is_the_counter():
 
 PREPARATION = """
 import torch
-from bench.measure import PeakMemory, growth_bytes, peak_bytes
+from bench.measure import growth_bytes, peak_bytes
+from harness.count.memory import PeakMemory
 torch.set_num_threads(1)
 cpu, MIB, kept = torch.device("cpu"), 2**20, []
 def allocate(mib):

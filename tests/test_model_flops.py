@@ -4,9 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from bench.cost_table import print_costs
 from bench.model_flops import dense_peak, utilisation
-from bench.report.tables_costs import cost_tables
+from bench.report.tables_costs import cost_tables, for_terminal
+from harness.record.table import print_table
 from tests.bench_rows import cost_row
 from tests.composing import CONF
 
@@ -49,10 +49,11 @@ def test_every_data_sheet_has_the_name_that_torch_reports():
 def test_the_table_shows_it():
     row = gpu_row()
     rows = [row | {"utilisation": {"flops_per_s": 4e14, "peak_flops_per_s": 989e12, "share": 0.404}}]
-    console = Console(record=True, width=130)
-    print_costs([*rows, row | {"utilisation": None}], console=console)
+    console = Console(record=True, width=150)
+    rows.append(gpu_row(path="plain", utilisation=None))
+    print_table(for_terminal(cost_tables(rows)[0]), console=console)
     text = console.export_text()
-    assert "40.4%" in text and "989 TFLOP/s" in text and "MFU" in text
+    assert "40.4" in text and "of the peak, %" in text and "989 TFLOP/s" in text and "Model-FLOPs utilisation" in text
 
 
 def test_the_report_has_a_column_of_it_where_a_peak_is_known():

@@ -37,8 +37,8 @@ ARROWS = {
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "bench/baselines": {"bench", "harness", "variants.contract"},
-    "bench/report": {"bench.report", "bench.rows", "bench.cost_table", "harness.record", "harness.cache"},
-    "bench/dashboards": {"bench.dashboards"},
+    "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache"},
+    "bench/dashboards": {"bench.CONF"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }
 OURS = {"variants", "harness", "bench", "tests", "train", "conf"}

@@ -60,7 +60,7 @@ class Gate:
 
     def broken(self) -> list[str]:
         """Promises that are broken, one line each."""
-        from bench.gate import gate
+        from bench.conformance import gate
 
         torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
         return [f"{finding.promise}: {finding.detail}" for finding in gate(self.plan)]

@@ -1,1 +1,1 @@
-"""The layout of the W&B dashboard, and the W&B objects that are made of it."""
+"""The panels of the W&B dashboard."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bench.report.diff import diff_lines, facts_by_run
 from bench.report.gather import Found, gather
-from bench.report.tables_costs import cost_tables
-from bench.report.tables_others import fit_tables, peer_tables, speed_tables
+from bench.report.tables_costs import cost_tables, fit_tables
+from bench.report.tables_others import peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
 from bench.report.tuning import Pick, fresh_command, picks
 from harness.cache import write_whole

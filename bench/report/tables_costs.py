@@ -1,12 +1,12 @@
-"""What ``bench.cost`` measured: for each ground and mode one table of speed and one of what memory and FLOPs are made of."""
+"""What ``bench.cost`` measured and ``bench.fit`` predicted, as tables, for a report and for the verbs themselves."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 
-from bench.cost_table import is_leak
-from bench.report.comparison import arms as arms_of
-from bench.report.comparison import by, differences, marks, newest_of_each, number, numbered_notes
+from bench.report.comparison import arms, by, differences, marks, newest_of_each, number, numbered_notes
 from bench.report.words import data_words, ground_words
 from bench.rows import ground
 from harness.record.cells import (
@@ -23,172 +23,297 @@ from harness.record.cells import (
     uncounted,
     whole,
 )
-from harness.record.table import Cell, Column, Table, words
+from harness.record.table import Cell, Column, Table, tabulate
 
-OF_A_CELL = ("model.span", "batch.segment", "batch.lanes", "batch.carry", "batch.accumulate", "runtime.path")
-"""Keys of a configuration that the verb itself sets for each cell."""
-WHAT = (
-    words("variant", "What was measured, and in what it differs from others of its name."),
-    words("path", "Which code ran: plain PyTorch, fused, compiled, an own kernel."),
-    Column("length, bytes", "Span; in cold mode also the segment."),
-)
-SPEED = (
-    Column("step, ms", "Median of one training step, optimizer included; or why there is none."),
-    words("step, 20 to 80%", "Percentiles of the same, in ms."),
-    Column("training, bytes/s", "Lanes times segment over the median step."),
-    Column("of the peak, %", "Model-FLOPs utilisation: 3 x ideal FLOPs a byte x bytes/s over the device's dense peak."),
-    Column("evaluate, ms", "Median of one forward of lanes times segment bytes."),
-    words("evaluate, 20 to 80%"),
-    Column("one byte, ms", "Median of generating one byte of one stream, warm."),
-    words("one byte, 20 to 80%"),
-    Column("training peak, MiB", "Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate."),
-    Column("inference peak, MiB", "Highest memory of an evaluation."),
-    Column("state, MiB/stream", "What one stream carries from one byte to the next."),
-    Column("executed, MFLOP/byte", "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm."),
-    Column("ideal, MFLOP/byte", "FLOPs that the mechanism needs for one byte."),
-    Column("first steps, s", "What the first steps took beyond a later one: compilation, warm-up."),
-)
-PARTS = (
-    Column("parameters", "All trained numbers."),
-    Column("touched", "Parameters that one byte makes use of."),
-    Column("mean span", "Mean of the learned spans of all heads, in positions."),
-    Column("step, MFLOP", "Counted in the training step itself, forward and backward, without the optimizer."),
-    Column("optimizer, MFLOP", "Counted in one update."),
-    Column("step moves, MiB", "Bytes that the operators of a step read and write."),
-    Column("optimizer moves, MiB", "The same of one update."),
-    Column("parameters, MiB"),
-    Column("touched, MiB", "Memory of the parameters that one byte makes use of."),
-    Column("gradients, MiB"),
-    Column("optimizer, MiB", "State of the optimizers."),
-    Column("left behind, KiB/step", "What every further step keeps: more than noise is a leak."),
-)
+OF_A_CELL = ("model.span", "batch.segment", "batch.lanes", "batch.carry", "batch.accumulate", "runtime.path", "path")
+"""Keys of a configuration that ``bench.cost`` itself sets for each cell."""
+OF_A_PREDICTION = ("model.span", "batch.segment", "batch.lanes", "runtime.path", "path")
+"""Keys of a configuration that have columns of their own in a table of predictions."""
 MODES = {
     "cold": "segment = span = length, no carried state",
     "stream": "span = length, streams carry a full state from segment to segment",
 }
+CAUSES = {
+    "parameters": "Weights and buffers.",
+    "gradients": "Those that are there at the peak.",
+    "optimizer": "Moments, momentum, sums.",
+    "state": "The streams' past, carried in.",
+    "activations": "What the backward pass keeps.",
+    "temporary": "All else alive at the peak.",
+    "library": "Workspaces of cuBLAS.",
+}
+
+
+def _column(heading: str, cell: Callable[[dict], Cell], explained: str = "", *, number: bool = True) -> Column:
+    return Column(heading, explained, cell, number)
+
+
+_words = partial(_column, number=False)
+
+
+def _at(form: Callable[[float | None], Cell], *keys: str, scale: float = 1.0) -> Callable[[dict], Cell]:
+    """The cell of the number that a row has under these keys."""
+
+    def cell(row: dict) -> Cell:
+        found = number(row, *keys)
+        return form(None if found is None else found * scale)
+
+    return cell
+
+
+def _timed(kind: str, place: int, *, digits: int = 2) -> Callable[[dict], Cell]:
+    """Median (place 0) or percentiles (1) of some calls; in place of a step that was not measured, why."""
+
+    def cell(row: dict) -> Cell:
+        if kind == "train_ms" and row["status"] != "measured":
+            return NOTHING if place else text(row["status"])
+        return times((row.get("time") or {}).get(kind), digits=digits)[place]
+
+    return cell
+
+
+def _per_second(row: dict) -> Cell:
+    step_ms = number(row, "time", "train_ms", "p50") if row["status"] == "measured" else None
+    return whole(row["lanes"] * row["segment"] / step_ms * 1000 if step_ms else None)
+
+
+def _peak(key: str) -> Callable[[dict], Cell]:
+    return lambda row: mib(number(row, "memory", key), about=(row.get("memory") or {}).get("approximate"))
+
+
+def _total(row: dict) -> Cell:
+    found = number(row, "parameters", "total")
+    return text(row["status"]) if found is None and row["status"] != "measured" else whole(found)
+
+
+def _left_behind(row: dict) -> Cell:
+    grown = number(row, "memory", "growth_bytes_per_step")
+    if grown is None:
+        return NOTHING
+    return Cell(text=f"{significant(grown / 1024)}{' leak' if is_leak(row) else ''}", value=grown / 1024)
+
+
+def _error(row: dict) -> Cell:
+    predicted, measured = (number(row, f"{name}_peak_bytes") for name in ("predicted", "measured"))
+    if predicted is None or not measured:
+        return NOTHING
+    error = 100 * (predicted - measured) / measured
+    return Cell(text=f"{error:+.1f}", value=error)
+
+
+def _fits(row: dict) -> Cell:
+    predicted, held = row.get("predicted_peak_bytes"), row.get("device_memory_bytes")
+    return NOTHING if held is None or predicted is None else text("yes" if predicted <= held else "no")
+
+
+def _bound_per_second(row: dict) -> Cell:
+    least_ms = number(row, "roofline", "train_ms")
+    return whole(row["lanes"] * row["segment"] / least_ms * 1000 if least_ms else None)
+
+
+DIFFERING = "What was measured, and in what it differs from others of its name."
+RAN = "Which code ran: plain PyTorch, fused, compiled, an own kernel."
+STEP = "Median of one training step, optimizer included; or why there is none."
+USED = "Model-FLOPs utilisation: 3 x ideal FLOPs a byte x bytes/s over the device's dense peak."
+PEAK = "Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate."
+EXECUTED = "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm."
+FIRST = "What the first steps took beyond a later one: compilation, warm-up."
+COUNTED = "Counted in the training step itself, forward and backward, without the optimizer."
+percent = partial(fixed, digits=1)
+WHAT = (
+    _words("variant", lambda row: text(row["label"]), DIFFERING),
+    _words("path", lambda row: text(row["path"]), RAN),
+)
+LENGTH = (*WHAT, _column("length, bytes", _at(whole, "length"), "Span; in cold mode also the segment."))
+SPEED = (
+    *LENGTH,
+    _column("step, ms", _timed("train_ms", 0), STEP),
+    _words("step, 20 to 80%", _timed("train_ms", 1), "Percentiles of the same, in ms."),
+    _column("training, bytes/s", _per_second, "Lanes times segment over the median step."),
+    _column("of the peak, %", _at(percent, "utilisation", "share", scale=100), USED),
+    _column("evaluate, ms", _timed("evaluate_ms", 0), "Median of one forward of lanes times segment bytes."),
+    _words("evaluate, 20 to 80%", _timed("evaluate_ms", 1)),
+    _column("one byte, ms", _timed("generate_ms", 0, digits=3), "Median of generating one of one stream, warm."),
+    _words("one byte, 20 to 80%", _timed("generate_ms", 1, digits=3)),
+    _column("training peak, MiB", _peak("train_peak_bytes"), PEAK),
+    _column("inference peak, MiB", _peak("inference_peak_bytes"), "Highest memory of an evaluation."),
+    _column("state, MiB/stream", _at(mib, "memory", "state_bytes"), "What one stream carries from byte to byte."),
+    _column("executed, MFLOP/byte", _at(millions, "flops", "executed_per_byte"), EXECUTED),
+    _column("ideal, MFLOP/byte", _at(millions, "flops", "ideal_per_byte"), "FLOPs that the mechanism needs for one."),
+    _column(
+        "first steps, s",
+        _at(partial(fixed, digits=2), "time", "first_steps_s"),
+        "What they took beyond a later one: compilation, warm-up.",
+    ),
+)
+PARTS = (
+    *LENGTH,
+    _column("parameters", _total, "All trained numbers."),
+    _column("touched", _at(whole, "parameters", "touched"), "Parameters that one byte makes use of."),
+    _column("mean span", _at(percent, "spans", "mean"), "Mean of the learned spans of all heads, in positions."),
+    _column("step, MFLOP", _at(millions, "flops", "step"), COUNTED),
+    _column("optimizer, MFLOP", _at(millions, "flops", "optimizer"), "Counted in one update."),
+    _column("step moves, MiB", _at(mib, "bytes_moved", "step"), "Bytes that its operators read and write."),
+    _column("optimizer moves, MiB", _at(mib, "bytes_moved", "optimizer"), "The same of one update."),
+    _column("parameters, MiB", _at(mib, "memory", "parameter_bytes")),
+    _column("touched, MiB", _at(mib, "memory", "touched_bytes"), "Memory of the touched parameters."),
+    _column("gradients, MiB", _at(mib, "memory", "gradient_bytes")),
+    _column("optimizer, MiB", _at(mib, "memory", "optimizer_bytes"), "State of the optimizers."),
+    _column("left behind, KiB/step", _left_behind, "What every further step keeps: more than noise is a leak."),
+)
+SIZES = (
+    *WHAT,
+    _column("lanes", _at(whole, "lanes")),
+    _column("segment, bytes", _at(whole, "segment")),
+    _column("span, bytes", _at(whole, "span")),
+    _column("predicted peak, MiB", _at(mib, "predicted_peak_bytes"), "Of a training step (MiB = 2^20 bytes)."),
+    _column("measured peak, MiB", _at(mib, "measured_peak_bytes"), "Where it could be measured."),
+    _column("error, %", _error, "Predicted less measured, of measured."),
+)
+LIMITS = (
+    _column("device memory, MiB", _at(mib, "device_memory_bytes"), "What has to hold the peak."),
+    _words("fits", _fits, "Whether the predicted peak does."),
+    _column("most lanes", _at(whole, "largest", "lanes"), "The largest batch that fits at this span; sought to 2^20."),
+    _column("longest span", _at(whole, "largest", "span"), "The longest that fits at these lanes; sought to 2^20."),
+    _words("roofline", lambda row: text((row.get("roofline") or {}).get("name")), "Device whose peaks bound the time."),
+    _column("peak, TFLOP/s", _at(percent, "roofline", "peak_flops_per_s", scale=1e-12), "Dense, at this precision."),
+    _column("bandwidth, GB/s", _at(whole, "roofline", "bytes_per_s", scale=1e-9), "10^9 bytes from its memory."),
+    _column("bound, ms", _at(partial(fixed, digits=3), "roofline", "train_ms"), "Least time of a step at those peaks."),
+    _column("bound, bytes/s", _bound_per_second, "Most bytes of training at those peaks."),
+)
+ON_TERMINAL = ("variant", "path", "length, bytes", "step, ms", "of the peak, %", "evaluate, ms", "one byte, ms")
+ON_TERMINAL += ("training peak, MiB", "executed, MFLOP/byte", "ideal, MFLOP/byte")
 
 
 def cost_tables(rows: Sequence[dict]) -> list[Table]:
     """Two tables for each ground, mode and job; ``rows`` the oldest first."""
-    found = []
-    for index, same in enumerate(by(rows, key=_together).values(), start=1):
-        kept, older = newest_of_each(same, key=_cell)
-        found += _tables(kept, older=older, index=index)
-    return found
+
+    def together(row: dict) -> str:
+        """Equal for rows that share a table: the work of a step is then the same at equal length."""
+        segment = row["segment"] if row["mode"] == "stream" else None
+        data = (row["data"]["sha256"], row["protocol"]["vocabulary"], row["protocol"]["drop_newlines"])
+        return json.dumps([ground(row), row["mode"], data, row["lanes"], segment])
+
+    groups = by(rows, key=together).values()
+    return [table for index, same in enumerate(groups, start=1) for table in _costs(same, index=index)]
 
 
-def _together(row: dict) -> str:
-    """Equal for rows that share a table: the work of a step is then the same at equal length."""
-    segment = row["segment"] if row["mode"] == "stream" else None
-    data = (row["data"]["sha256"], row["protocol"]["vocabulary"], row["protocol"]["drop_newlines"])
-    return json.dumps([ground(row), row["mode"], data, row["lanes"], segment])
-
-
-def _cell(row: dict) -> str:
+def _costs(rows: list[dict], *, index: int) -> list[Table]:
     named = ("variant", "config_hash", "path", "length", "segment", "source", "checkpoint")
-    return json.dumps([row.get(key) for key in named])
-
-
-def _tables(rows: list[dict], *, older: int, index: int) -> list[Table]:
-    arms = arms_of(rows, without=(*OF_A_CELL, "path"))
-    notes = numbered_notes(arms, without=(*OF_A_CELL, "path"))
-    mark, of_source = marks(rows)
-    labelled = [(f"{arm.label}{_trained(row)}", row) for arm in arms for row in arm.members]
-    labelled.sort(key=lambda pair: (pair[1]["length"], pair[0], pair[1]["path"]))
-    notes = [*of_source, *notes, *_row_notes(labelled)]
-    if older:
-        notes.append(f"{count_of(older, 'older row')} of an equal cell left out: the newest counts.")
+    labelled, notes = _labelled(rows, named=named, without=OF_A_CELL)
+    labelled.sort(key=lambda row: (row["length"], row["label"], row["path"]))
     row = rows[-1]
     streams = count_of(row["lanes"], "stream")
     segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
-    title = f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}"
     caption = (
         f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}; time of the training step that the trainer takes, "
         f"after warm-up. Data: {data_words([row])}. Held equal at one length: lanes, segment, span and ground, "
-        f"not parameters or FLOPs. The rows differ in: {_differing(rows)}."
+        f"not parameters or FLOPs. The rows differ in: {_differing(labelled)}."
     )
-    calls = [count for count in (number(row, "time", "train_ms", "n") for row in rows) if count is not None]
-    if calls:
-        notes.append(f"Medians of a step are over {min(calls):,.0f} to {max(calls):,.0f} steps.")
-    unknown = uncounted((label, (row.get("flops") or {}).get("unknown")) for label, row in labelled)
-    tables = []
-    for name, kind, columns, cells, own in (
-        (f"cost-{index}", "", SPEED, _speed, []),
-        (f"cost-{index}-parts", ", in parts", PARTS, _parts, [unknown] if unknown else []),
-    ):
-        lines = [
-            [text(f"{label}{mark(row)}"), text(row["path"]), whole(row["length"]), *cells(row)]
-            for label, row in labelled
-        ]
-        kept, lines = keep_filled((*WHAT, *columns), lines)
-        about = {"title": f"{title}{kind}", "caption": caption, "notes": (*notes, *own)}
-        tables.append(Table(name=name, columns=kept, rows=lines, **about))
-    return tables
+    notes += _row_notes(labelled)
+    unknown = uncounted((row["label"], (row.get("flops") or {}).get("unknown")) for row in labelled)
+    title = f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}"
+    return [
+        _table(f"cost-{index}", title, caption, SPEED, labelled, notes),
+        _table(
+            f"cost-{index}-parts", f"{title}, in parts", caption, PARTS, labelled, [*notes, *filter(None, [unknown])]
+        ),
+    ]
+
+
+def fit_tables(rows: Sequence[dict]) -> list[Table]:
+    """A table for each ground on which predictions were made; ``rows`` the oldest first."""
+
+    def together(row: dict) -> str:
+        return json.dumps([ground(row), row["data"]["sha256"], row["protocol"]["vocabulary"]])
+
+    return [_predictions(same, index=index) for index, same in enumerate(by(rows, key=together).values(), start=1)]
+
+
+def _predictions(rows: list[dict], *, index: int) -> Table:
+    named = ("config_hash", "path", "lanes", "segment", "span", "source", "device_memory_bytes", "warm")
+    labelled, notes = _labelled(rows, named=(*named, "largest", "roofline"), without=OF_A_PREDICTION)
+    causes = dict.fromkeys(cause for row in labelled for cause in row.get("split") or {})
+    split = [_column(f"{cause}, MiB", _at(mib, "split", cause), CAUSES.get(cause, "")) for cause in causes]
+    growing = [row["label"] for row in labelled if row.get("warm") is False]
+    if growing:
+        notes.append(f"The carried state had not stopped growing, so a longer run needs more: {listed(growing)}.")
+    caption = (
+        f"Predicted for {ground_words(rows[-1])}; spans as they start. Data: {data_words([rows[-1]])}. "
+        f"The rows differ in: {differences(labelled, without=OF_A_PREDICTION)}."
+    )
+    title = f"Predicted training memory, {rows[-1]['precision']}"
+    return _table(f"fit-{index}", title, caption, (*SIZES, *split, *LIMITS), labelled, notes)
+
+
+def _labelled(
+    rows: Sequence[dict], *, named: tuple[str, ...], without: tuple[str, ...]
+) -> tuple[list[dict], list[str]]:
+    """The newest of rows that are equal in the keys ``named``, each with a ``label``, and notes on them."""
+    kept, older = newest_of_each(rows, key=lambda row: json.dumps([row.get(key) for key in named], sort_keys=True))
+    found = arms(kept, without=without)
+    mark, of_source = marks(kept)
+    labelled = [row | {"label": f"{arm.label}{_trained(row)}{mark(row)}"} for arm in found for row in arm.members]
+    notes = [*of_source, *numbered_notes(found, without=without)]
+    if older:
+        notes.append(f"{count_of(older, 'older row')} of an equal kind left out: the newest counts.")
+    return labelled, notes
 
 
 def _trained(row: dict) -> str:
     return f" of {PurePath(row['checkpoint']).name}" if row.get("checkpoint") else ""
 
 
+def _table(name: str, title: str, caption: str, columns: Sequence[Column], rows: list, notes: Sequence[str]) -> Table:
+    kept, cells = keep_filled(columns, tabulate(rows, columns))
+    return Table(name=name, title=title, caption=caption, columns=kept, rows=cells, notes=tuple(notes))
+
+
 def _differing(rows: Sequence[dict]) -> str:
     """By configuration, and by what a cell sets itself."""
     own = [key for key in ("length", "path") if len({row[key] for row in rows}) > 1]
-    settings = differences(rows, without=(*OF_A_CELL, "path"))
+    settings = differences(rows, without=OF_A_CELL)
     return listed([*([] if settings == "nothing" else [settings]), *own])
 
 
-def _speed(row: dict) -> list[Cell]:
-    found, memory = row.get("time") or {}, row.get("memory") or {}
-    train, spread = times(found.get("train_ms"))
-    evaluate, generate = times(found.get("evaluate_ms")), times(found.get("generate_ms"), digits=3)
-    per_second = row["lanes"] * row["segment"] / train.value * 1000 if train.value else None
-    if row["status"] != "measured":
-        train, spread, per_second = text(row["status"]), NOTHING, None
-    about = memory.get("approximate")
-    peaks = [mib(memory.get(key), about=about) for key in ("train_peak_bytes", "inference_peak_bytes")]
-    flops = [millions(number(row, "flops", key)) for key in ("executed_per_byte", "ideal_per_byte")]
-    first = number(row, "time", "compile_s")
-    first = number(row, "time", "first_steps_s") if first is None else first
-    state = mib(memory.get("state_bytes"))
-    share = number(row, "utilisation", "share")
-    used = fixed(None if share is None else 100 * share, digits=1)
-    speed = [train, spread, whole(per_second), used, *evaluate, *generate]
-    return [*speed, *peaks, state, *flops, fixed(first, digits=2)]
-
-
-def _parts(row: dict) -> list[Cell]:
-    parts = ("parameter_bytes", "touched_bytes", "gradient_bytes", "optimizer_bytes")
-    grown = number(row, "memory", "growth_bytes_per_step")
-    leak = " leak" if _leaks(row) else ""
-    total = whole(number(row, "parameters", "total"))
-    return [
-        total if row["status"] == "measured" or total.text else text(row["status"]),
-        whole(number(row, "parameters", "touched")),
-        fixed(number(row, "spans", "mean"), digits=1),
-        *(millions(number(row, "flops", key)) for key in ("step", "optimizer")),
-        *(mib(number(row, "bytes_moved", key)) for key in ("step", "optimizer")),
-        *(mib(number(row, "memory", key)) for key in parts),
-        NOTHING if grown is None else Cell(text=f"{significant(grown / 1024)}{leak}", value=grown / 1024),
-    ]
-
-
-def _leaks(row: dict) -> bool:
-    known = all(number(row, "memory", key) is not None for key in ("growth_bytes_per_step", "train_peak_bytes"))
-    return known and is_leak(row)
-
-
-def _row_notes(labelled: Sequence[tuple[str, dict]]) -> list[str]:
-    """Why rows have no figures, which leak, and which were timed alone."""
+def _row_notes(rows: Sequence[dict]) -> list[str]:
+    """Why rows have no figures, which leak, which were timed alone, over how many steps, and of which peak."""
     notes, alone = [], []
-    for label, row in labelled:
-        name = f"{label}, {row['path']}, length {row['length']:,}"
+    for row in rows:
+        name = f"{row['label']}, {row['path']}, length {row['length']:,}"
         if row["status"] != "measured":
             notes.append(f"{name}: {row['status']} ({row.get('reason') or 'no reason given'}).")
-        elif _leaks(row):
-            grown = significant(row["memory"]["growth_bytes_per_step"] / 1024)
-            notes.append(f"{name}: every step keeps {grown} KiB more, a leak.")
+        elif is_leak(row):
+            notes.append(f"{name}: every step keeps {significant(_left_behind(row).value)} KiB more, a leak.")
         if row.get("interleaved") is False and row["status"] == "measured":
             alone.append(name)
     if alone:
         notes.append(f"Timed alone, not in turn with the others of its length: {listed(alone)}.")
+    calls = [count for count in (number(row, "time", "train_ms", "n") for row in rows) if count is not None]
+    if calls:
+        notes.append(f"Medians of a step are over {min(calls):,.0f} to {max(calls):,.0f} steps.")
+    peaks = {number(row, "utilisation", "peak_flops_per_s") for row in rows} - {None}
+    if peaks:
+        rates = listed(f"{peak / 1e12:g}" for peak in sorted(peaks))
+        notes.append(f"The device's dense peak is {rates} TFLOP/s.")
     return notes
+
+
+def is_leak(row: dict) -> bool:
+    """Whether every step left more behind than the noise of a process's memory: 64 KiB, and a hundredth of the peak."""
+    grown, peak = (number(row, "memory", key) for key in ("growth_bytes_per_step", "train_peak_bytes"))
+    return None not in (grown, peak) and grown > max(2**16, peak / 100)
+
+
+def for_terminal(table: Table) -> Table:
+    """The same in fewer columns, explained in notes; of a single row each figure is a row, beside what it is."""
+    if len(table.rows) == 1:
+        heads = (_words("figure", text), _column("", text), _words("what it is", text))
+        pairs = zip(table.columns, table.rows[0], strict=True)
+        rows = tuple((text(column.heading), cell, text(column.explained)) for column, cell in pairs)
+        return replace(table, columns=heads, rows=rows)
+    kept = [place for place, column in enumerate(table.columns) if column.heading in ON_TERMINAL]
+    columns = tuple(table.columns[place] for place in kept)
+    told = [f"{column.heading}: {column.explained}" for column in columns if column.explained]
+    rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
+    return replace(table, columns=columns, rows=rows, notes=(*table.notes, *told))

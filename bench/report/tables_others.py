@@ -1,59 +1,40 @@
-"""Tables of the rows of ``bench.peers``, ``bench.fit`` and ``bench.speed``: one for each job of a call, and for each ground."""
+"""Tables of the rows of ``bench.peers`` and ``bench.speed``: one for each job of a call, and for each ground."""
 
 import json
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from bench.report.comparison import arms as arms_of
-from bench.report.comparison import by, differences, marks, newest_of_each, number, numbered_notes
+from bench.report.comparison import by, number
 from bench.report.words import data_words, ground_words
 from bench.rows import ground
-from harness.record.cells import NOTHING, count_of, fixed, keep_filled, listed, mib, text, times, whole
-from harness.record.table import Cell, Column, Table, words
+from harness.record.cells import count_of, fixed, keep_filled, listed, mib, text, times, whole
+from harness.record.table import Cell, Column, Table
 
 VOID = "VOID"
 PEERS = (
-    words("name"),
-    words("package", "With the version that ran."),
-    words("path", "Which code ran: plain PyTorch, fused, compiled, an own kernel."),
-    Column("bytes/s", "Bytes of training per second; or why there are none."),
-    Column("of the yardstick", "Speed as a share of the yardstick's in the same call."),
-    Column("step, ms", "Median of one training step."),
-    words("step, 20 to 80%"),
-    Column("training peak, MiB", "Highest memory of training (MiB = 2^20 bytes); ~ is approximate."),
-    Column("parameters", "All trained numbers: a speed says little without them."),
-    Column("touched", "Parameters that one byte makes use of."),
-    words("checks", "Gradients and causality, checked before anything was timed."),
-)
-FITS = (
-    words("variant"),
-    words("path"),
-    Column("lanes"),
-    Column("segment, bytes"),
-    Column("span, bytes"),
-    Column("predicted peak, MiB", "Peak of a training step, without the hardware (MiB = 2^20 bytes)."),
-    Column("measured peak, MiB", "Where it could be measured."),
-    Column("error, %", "Predicted less measured, of measured."),
-)
-LIMITS = (
-    Column("device memory, MiB", "What has to hold the peak."),
-    words("fits", "Whether the predicted peak does."),
-    Column("most lanes", "The largest batch that fits, at this span."),
-    Column("longest span", "The longest span that fits, at these lanes."),
-    words("roofline", "The device whose peak rates bound the time."),
-    Column("bound, ms", "Least time of a training step at those peak rates."),
+    Column(heading="name", number=False),
+    Column(heading="package", explained="With the version that ran.", number=False),
+    Column(heading="path", explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.", number=False),
+    Column(heading="bytes/s", explained="Bytes of training per second; or why there are none."),
+    Column(heading="of the yardstick", explained="Speed as a share of the yardstick's in the same call."),
+    Column(heading="step, ms", explained="Median of one training step."),
+    Column(heading="step, 20 to 80%", number=False),
+    Column(heading="training peak, MiB", explained="Highest memory of training (MiB = 2^20 bytes); ~ is approximate."),
+    Column(heading="parameters", explained="All trained numbers: a speed says little without them."),
+    Column(heading="touched", explained="Parameters that one byte makes use of."),
+    Column(heading="checks", explained="Gradients and causality, checked before anything was timed.", number=False),
 )
 SPEEDS = (
-    words("case", "As bench.speed names it."),
-    words("position"),
-    words("cache"),
-    words("path", "Which code ran: plain PyTorch, fused, compiled, an own kernel."),
-    Column("ratio", "Speed in that of what it is held against; of one_open, time over all-open."),
-    words("held against"),
-    Column("target", "Of the ratio."),
-    words("reached", "Empty where the sizes were not the target's."),
-    Column("training peak, MiB", "Highest memory of training (MiB = 2^20 bytes)."),
-    Column("limit, MiB", "Of that peak."),
+    Column(heading="case", explained="As bench.speed names it.", number=False),
+    Column(heading="position", number=False),
+    Column(heading="cache", number=False),
+    Column(heading="path", explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.", number=False),
+    Column(heading="ratio", explained="Speed in that of what it is held against; of one_open, time over all-open."),
+    Column(heading="held against", number=False),
+    Column(heading="target", explained="Of the ratio."),
+    Column(heading="reached", explained="Empty where the sizes were not the target's.", number=False),
+    Column(heading="training peak, MiB", explained="Highest memory of training (MiB = 2^20 bytes)."),
+    Column(heading="limit, MiB", explained="Of that peak."),
 )
 
 
@@ -107,60 +88,6 @@ def _peer(row: dict, *, void: bool) -> list[Cell]:
         whole(number(row, "parameters", "total")),
         whole(number(row, "parameters", "touched")),
         text(checks or None),
-    ]
-
-
-def fit_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each ground on which predictions were made; ``rows`` the oldest first."""
-
-    def together(row: dict) -> str:
-        return json.dumps([ground(row), row["data"]["sha256"], row["protocol"]["vocabulary"]])
-
-    return [_fits(same, index=index) for index, same in enumerate(by(rows, key=together).values(), start=1)]
-
-
-def _fits(rows: list[dict], *, index: int) -> Table:
-    named = ("config_hash", "path", "lanes", "segment", "span", "source", "device_memory_bytes", "warm")
-    limits = ("largest", "roofline")
-    rows, older = newest_of_each(
-        rows, key=lambda row: json.dumps([row.get(key) for key in named + limits], sort_keys=True)
-    )
-    without = ("model.span", "batch.segment", "batch.lanes", "runtime.path")
-    arms = arms_of(rows, without=(*without, "path"))
-    notes = numbered_notes(arms, without=(*without, "path"))
-    mark, of_source = marks(rows)
-    causes = list(dict.fromkeys(cause for row in rows for cause in row.get("split") or {}))
-    split = [Column(f"{cause}, MiB", "A part of the predicted peak.") for cause in causes]
-    labelled = [(f"{arm.label}{mark(row)}", row) for arm in arms for row in arm.members]
-    columns, cells = keep_filled((*FITS, *split, *LIMITS), [_fit(label, row, causes=causes) for label, row in labelled])
-    if older:
-        notes.append(f"{count_of(older, 'older row')} of an equal prediction left out: the newest counts.")
-    caption = (
-        f"Predicted for {ground_words(rows[-1])}. Data: {data_words([rows[-1]])}. "
-        f"The rows differ in: {differences(rows, without=without)}."
-    )
-    title = f"Predicted training memory, {rows[-1]['precision']}"
-    about = {"title": title, "caption": caption, "notes": (*of_source, *notes)}
-    return Table(name=f"fit-{index}", columns=columns, rows=cells, **about)
-
-
-def _fit(label: str, row: dict, *, causes: Sequence[str]) -> list[Cell]:
-    predicted, measured = row.get("predicted_peak_bytes"), row.get("measured_peak_bytes")
-    error = 100 * (predicted - measured) / measured if predicted is not None and measured else None
-    roofline, held = row.get("roofline") or {}, row.get("device_memory_bytes")
-    return [
-        text(label),
-        text(row["path"]),
-        *(whole(row[key]) for key in ("lanes", "segment", "span")),
-        mib(predicted),
-        mib(measured),
-        NOTHING if error is None else Cell(text=f"{error:+.1f}", value=error),
-        *(mib((row.get("split") or {}).get(cause)) for cause in causes),
-        mib(held),
-        NOTHING if held is None or predicted is None else text("yes" if predicted <= held else "no"),
-        *(whole(number(row, "largest", key)) for key in ("lanes", "span")),
-        text(roofline.get("name")),
-        fixed(roofline.get("train_ms"), digits=3),
     ]
 
 

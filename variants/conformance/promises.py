@@ -1,26 +1,15 @@
 """The contract's promises about what a forward pass gives: each returns a line for each break, or what to say else."""
 
-import torch
+from functools import partial
 
-from variants.conformance.subject import (
-    FAR,
-    LIMITS,
-    Subject,
-    Verdict,
-    change,
-    collect,
-    difference,
-    infinite,
-    limits_of,
-    modes,
-    pick,
-    place_of,
-    push,
-    run,
-    run_with_gradients,
-    tensors,
-)
+import torch
+from torch import Tensor
+
+from variants.conformance.subject import Subject, Verdict, differs, gradients_of, infinite, leaves, place_of, push, run
 from variants.contract import Position, cat_streams, map_state
+
+LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
+FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
 
 
 def logits_shape(subject: Subject) -> Verdict:
@@ -31,12 +20,12 @@ def logits_shape(subject: Subject) -> Verdict:
             logits, case = outputs["logits"], f"{mode}, a segment of {length}"
             if logits.shape != (3, length, subject.vocabulary) or logits.dtype != torch.float32:
                 breaks.append(f"{case}: logits are {logits.dtype} {tuple(logits.shape)}")
-            breaks += [f"{case}: {line}" for line in infinite(outputs)]
+            breaks += infinite(case, outputs)
     return breaks, f"[3, T, {subject.vocabulary}] for T = 1 and {subject.span + 3}"
 
 
 def known_limits(subject: Subject) -> Verdict:
-    declared = limits_of(subject.build())
+    declared = subject.limits()
     breaks = [f"{limit} is not one of {', '.join(sorted(LIMITS))}" for limit in sorted(declared - LIMITS)]
     return breaks, f"declared: {', '.join(sorted(declared)) or 'none'}"
 
@@ -47,19 +36,19 @@ def causality(subject: Subject, *, mode: str) -> Verdict:
     before, _ = run(model, tokens)
     places = sorted({1, subject.span, subject.length // 2, subject.length - 1})
     for at in places:
-        after, _ = run(model, change(subject, tokens, at))
+        after, _ = run(model, subject.change(tokens, at))
         earlier = (slice(None), slice(at))
-        breaks += collect((f"{mode}, byte {at} changed", difference(pick(before, earlier), pick(after, earlier))))
+        breaks += differs(f"{mode}, byte {at} changed", pick(before, earlier), pick(after, earlier))
     return breaks, f"bytes {', '.join(map(str, places))} changed, nothing before them moved"
 
 
 def influence(subject: Subject) -> Verdict:
     """A model that ignores its input keeps most promises, and one that ignores its past keeps many."""
     model, tokens, at = subject.build(), subject.bytes(), 2
-    (before, state), (after, _) = run(model, tokens), run(model, change(subject, tokens, at))
+    (before, state), (after, _) = run(model, tokens), run(model, subject.change(tokens, at))
     moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
     breaks = [] if moved[at] else [f"eval, byte {at} changed: its own logits did not"]
-    if any(tensor.numel() for tensor in tensors(state[1])) and not moved[at + 1]:
+    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1]:
         breaks.append(f"eval, byte {at} changed: state is carried, yet the logits of byte {at + 1} did not")
     return breaks, f"byte {at} moved logits as far as byte {moved.nonzero().amax() if moved.any() else at}"
 
@@ -68,12 +57,12 @@ def segments(subject: Subject) -> Verdict:
     span, length = subject.span, subject.length
     tokens, breaks = subject.bytes(), []
     schemes = [(1,), (span + 2,), (length - 1,), (2, 3, span + 3), tuple(range(3, length, max(2, span // 3)))]
-    for mode, model, still in modes(subject):
+    for mode, model, still in subject.modes():
         with still():
             whole, _ = run(model, tokens)
             for cuts in schemes:
-                found = difference(whole, run(model, tokens, cuts=cuts)[0])
-                breaks += collect((f"{mode}, cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}", found))
+                case = f"{mode}, cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
+                breaks += differs(case, whole, run(model, tokens, cuts=cuts)[0])
     return breaks, f"{len(schemes)} ways to cut {length} bytes"
 
 
@@ -82,10 +71,10 @@ def single_bytes(subject: Subject) -> Verdict:
     length, some = subject.length, min(6, subject.length // 2)
     tokens, breaks = subject.bytes(), []
     cuts = (*range(1, some + 1), *range(length - some, length))
-    for mode, model, still in modes(subject):
+    for mode, model, still in subject.modes():
+        case = f"{mode}, first and last {some} bytes one at a time"
         with still():
-            found = difference(run(model, tokens)[0], run(model, tokens, cuts=cuts)[0])
-            breaks += collect((f"{mode}, first and last {some} bytes one at a time", found))
+            breaks += differs(case, run(model, tokens)[0], run(model, tokens, cuts=cuts)[0])
     return breaks, f"first and last {some} of {length} bytes"
 
 
@@ -102,9 +91,9 @@ def far_start(subject: Subject) -> Verdict:
         cuts = (subject.span + 2,)
         near, state = run(model, tokens, cuts=cuts)
         far, _ = run(model, tokens, cuts=cuts, state=(start, (None,) * len(state[1])))
-        breaks += [f"{case}: {line}" for line in infinite(far)]
+        breaks += infinite(case, far)
         if not absolute and dtype == torch.float64:
-            breaks += collect((case, difference(near, far, tolerance=1e-6)))
+            breaks += differs(case, near, far, tolerance=1e-6)
         elif not absolute:
             for name, y in near.items():
                 sizes = (far[name] - y).abs().amax(-1)  # [B, T]
@@ -116,8 +105,8 @@ def far_start(subject: Subject) -> Verdict:
 def streams(subject: Subject) -> Verdict:
     tokens, half, breaks = subject.bytes(), subject.span + 2, []
     head, tail = tokens[:, :half], tokens[:, half:]
-    order = [2, 0, 1]
-    for mode, model, still in modes(subject):
+    order, others, one = [2, 0, 1], slice(1, 3), slice(1, 2)
+    for mode, model, still in subject.modes():
         with still():
             _, state = run(model, head)
             both, _ = run(model, tail, state=state)
@@ -125,13 +114,11 @@ def streams(subject: Subject) -> Verdict:
             turned, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
             alone = [run(model, head[i : i + 1])[1] for i in range(3)]
             joined, _ = run(model, tail, state=cat_streams(alone))
-            single, _ = run(model, tail[1:2], state=map_state(lambda t: t[1:2], state))
-        breaks += collect(
-            (f"{mode}, stream 0 changed", difference(pick(both, slice(1, 3)), pick(moved, slice(1, 3)))),
-            (f"{mode}, streams and states in another order", difference(pick(both, order), turned)),
-            (f"{mode}, states of single streams concatenated", difference(both, joined)),
-            (f"{mode}, stream 1 alone, its state sliced", difference(pick(both, slice(1, 2)), single)),
-        )
+            single, _ = run(model, tail[one], state=map_state(lambda t: t[one], state))
+        breaks += differs(f"{mode}, stream 0 changed", pick(both, others), pick(moved, others))
+        breaks += differs(f"{mode}, streams and states in another order", pick(both, order), turned)
+        breaks += differs(f"{mode}, states of single streams concatenated", both, joined)
+        breaks += differs(f"{mode}, stream 1 alone, its state sliced", pick(both, one), single)
     return breaks, "changed, reordered, joined and alone"
 
 
@@ -142,14 +129,13 @@ def detached_state(subject: Subject) -> Verdict:
         state = model(tokens, model(tokens).state).state
         if state[0].tolist() != [length] * 3:
             breaks.append(f"{mode}: stream positions are {state[0].tolist()} after {length} bytes")
-        for tensor in tensors(state):
+        for tensor in leaves(state):
+            name = f"a tensor {tuple(tensor.shape)} of the state"
             if tensor.requires_grad:
-                breaks.append(f"{mode}: a tensor {tuple(tensor.shape)} of the state is not detached")
+                breaks.append(f"{mode}: {name} is not detached")
             if tensor.dim() == 0 or tensor.shape[0] != 3:
-                breaks.append(
-                    f"{mode}: dimension 0 of a tensor {tuple(tensor.shape)} of the state is not the 3 streams"
-                )
-    return breaks, f"{len(tensors(state))} tensors"
+                breaks.append(f"{mode}: dimension 0 of {name} is not the 3 streams")
+    return breaks, f"{len(leaves(state))} tensors"
 
 
 def old_state(subject: Subject) -> Verdict:
@@ -162,7 +148,7 @@ def old_state(subject: Subject) -> Verdict:
         push(model, sign * 1e3)
         for length, state in zip(lengths, states, strict=True):
             after, _ = run(model, tokens[:, :5], state=state)
-            breaks += [f"eval, parameters moved, state of {length} bytes: {line}" for line in infinite(after)]
+            breaks += infinite(f"eval, parameters moved, state of {length} bytes", after)
     return breaks, f"made by {', '.join(map(str, lengths))} bytes, before parameters moved"
 
 
@@ -177,16 +163,37 @@ def equal_paths(fast: Subject, plain: Subject) -> Verdict:
         for subject in (fast, plain):
             model = subject.build().train(mode == "train")
             push(model, 0.3)
-            outputs, _ = run_with_gradients(model, tokens, cuts=cuts)
-            generator = torch.Generator().manual_seed(subject.seed)
+            outputs, _ = run(model, tokens, cuts=cuts, gradients=True)
+            generator = torch.Generator().manual_seed(0)
             upstream = torch.randn(outputs["logits"].shape, generator=generator, dtype=torch.float64)
             (outputs["logits"] * upstream).sum().backward()
-            found.append((outputs, {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}))
+            found.append((outputs, gradients_of(model)))
         (outputs, gradients), (expected, wanted) = found
-        breaks += collect((mode, difference(expected, outputs)))
+        breaks += differs(mode, expected, outputs)
         breaks += [f"{mode}: {name} has a gradient in one only" for name in sorted(gradients.keys() ^ wanted.keys())]
         for name in [name for name in wanted if name in gradients]:
             size = (gradients[name] - wanted[name]).abs().nan_to_num(torch.inf).max()
             if size > 1e-9 * wanted[name].abs().max().clamp(min=1):
                 breaks.append(f"{mode}: the gradient of {name} differs by {size:.2g} over {fast.length} bytes")
     return breaks, f"values and {len(wanted)} gradients, {fast.length} bytes cut at {', '.join(map(str, cuts))}"
+
+
+def pick(outputs: dict[str, Tensor], index: slice | list[int] | tuple) -> dict[str, Tensor]:
+    """Streams, or streams and bytes, of every output."""
+    return {name: y[index] for name, y in outputs.items()}
+
+
+CHECKS = (
+    ("logits are float32 [B, T, V] and finite", None, logits_shape),
+    ("declared limits are known", None, known_limits),
+    ("evaluation does not see the future", None, partial(causality, mode="eval")),
+    ("training does not see the future", "causal_in_training", partial(causality, mode="train")),
+    ("bytes have influence", None, influence),
+    ("segments do not matter", "segments", segments),
+    ("one byte at a time equals the whole", "segments", single_bytes),
+    ("a stream may start at 10**7", None, far_start),
+    ("streams do not mix", "streams_apart", streams),
+    ("state is detached, and its dimension 0 is streams", None, detached_state),
+    ("any earlier state is accepted", None, old_state),
+)
+"""Promise, the limit that excuses it, and its check."""

@@ -12,9 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from variants.contract import Out, State, Sublayer
 
-LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
-FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
-
 Verdict = tuple[list[str], str]
 """One line for each break, and what to say where there is none."""
 Outputs = dict[str, Tensor]
@@ -31,7 +28,6 @@ class Subject:
     make_model: Callable[[], nn.Module]
     span: int
     vocabulary: int
-    seed: int
     during: list[str] = field(default_factory=list)
 
     @property
@@ -39,14 +35,14 @@ class Subject:
         """Bytes a stream: more than two windows."""
         return 2 * self.span + 5
 
-    @torch.no_grad()
+    def limits(self) -> frozenset[str]:
+        """What the model's sublayers say they cannot promise."""
+        return frozenset().union(*(sublayer.limits for _, sublayer in self.build().sublayers()))
+
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
         """A model in evaluation mode, its parameters off their start."""
-        torch.manual_seed(self.seed + seed)
-        model = self.make_model().to(dtype).eval()
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))  # float32: the same in any precision, and quick
-        model.project_()
+        torch.manual_seed(seed)
+        model = move(self.make_model().to(dtype).eval())
         model.register_forward_pre_hook(self._enters)
         model.register_forward_hook(lambda *_: self.during.clear())
         return model
@@ -54,17 +50,51 @@ class Subject:
     def _enters(self, model: nn.Module, given: tuple) -> None:
         tokens, state = (*given, None)[:2]
         first = 0 if state is None else state[0].min().item()
-        last = first + tokens.shape[1] - 1
-        self.during[:] = [f"{mode_of(model)}, byte {first}" + (f" to {last}" if last > first else "")]
+        last, mode = first + tokens.shape[1] - 1, "train" if model.training else "eval"
+        self.during[:] = [f"{mode}, byte {first}" + (f" to {last}" if last > first else "")]
 
     def bytes(self, *, length: int | None = None, seed: int = 0) -> Tensor:
         """Random bytes ``[3, length]``."""
-        generator = torch.Generator().manual_seed(self.seed + seed)
+        generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.vocabulary, (3, length or self.length), generator=generator)
 
     def other(self, tokens: Tensor) -> Tensor:
         """Another byte in place of each."""
         return (tokens + self.vocabulary // 2) % self.vocabulary
+
+    def change(self, tokens: Tensor, at: int) -> Tensor:
+        """Another byte at one place of all streams."""
+        return torch.cat([tokens[:, :at], self.other(tokens[:, at : at + 1]), tokens[:, at + 1 :]], dim=1)
+
+    def modes(self) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
+        """The model in evaluation mode, and in training mode where that draws no random numbers but dropout's.
+
+        The third is a context in which nothing is drawn: one that does nothing, which is quick, where none is needed.
+        """
+        yield "eval", self.build(), nullcontext
+        model, tokens = self.build().train(), self.bytes()
+        run(model, tokens, seed=1)
+        if torch.equal(torch.get_rng_state(), torch.manual_seed(1).get_state()):
+            yield "train", model, nullcontext
+            return
+        with NoDropout():
+            moved = differs("", *(run(model, tokens, seed=seed)[0] for seed in (1, 2)))
+        if not moved:
+            yield "train", model, NoDropout
+
+
+@torch.no_grad()
+def move(model: nn.Module) -> nn.Module:
+    """The same model, its parameters off their start: what starts at zero would hide what is behind it."""
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape))  # float32: the same in any precision, and quick
+    model.project_()
+    return model
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that are there, dense, by the parameter's name."""
+    return {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class NoDropout(TorchDispatchMode):
@@ -76,14 +106,16 @@ class NoDropout(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run_with_gradients(
-    model: nn.Module, tokens: Tensor, *, cuts: tuple[int, ...] = (), state: State = None, seed: int = 0
+def run(
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    cuts: tuple[int, ...] = (),
+    state: State = None,
+    seed: int = 0,
+    gradients: bool = False,
 ) -> tuple[Outputs, State]:
-    """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after.
-
-    Args:
-        seed: of dropout, once for all segments.
-    """
+    """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after; ``seed`` is dropout's."""
     torch.manual_seed(seed)
     pieces: list[Outputs] = []
 
@@ -96,7 +128,8 @@ def run_with_gradients(
     try:
         for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
             pieces.append({})
-            out = model(tokens[:, begin:end], state)
+            with torch.set_grad_enabled(gradients):
+                out = model(tokens[:, begin:end], state)
             pieces[-1]["logits"], state = out.logits, out.state
     finally:
         for hook in hooks:
@@ -104,31 +137,34 @@ def run_with_gradients(
     return {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}, state
 
 
-run = torch.no_grad()(run_with_gradients)
-
-
-def mode_of(model: nn.Module) -> str:
-    """``train`` or ``eval``."""
-    return "train" if model.training else "eval"
-
-
-def difference(expected: Outputs, found: Outputs, *, tolerance: float | None = None) -> str:
-    """The first output that differs: name, size and place; empty where none does.
+def differs(case: str, expected: Outputs, found: Outputs, *, tolerance: float | None = None) -> list[str]:
+    """A line for the first output that differs, with its name, size and place; none where none does.
 
     Args:
+        case: what was done, which begins the line.
         tolerance: relative to the largest entry where that is above 1; None means rounding of the output's type.
     """
     for name, a in expected.items():
         b = found[name]
         if a.shape != b.shape:
-            return f"{name} is {tuple(b.shape)} instead of {tuple(a.shape)}"
+            return [f"{case}: {name} is {tuple(b.shape)} instead of {tuple(a.shape)}"]
         allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5)
         sizes = (a - b).abs().nan_to_num(math.inf).flatten(2).amax(-1)  # [B, T]
         if sizes.numel() and sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
             size = sizes.max().item()
             hint = ", as rounding in float32 would" if size < 1e-5 else ""
-            return f"{name} moved by {size:.2g} at {place_of(sizes)}{hint}"
-    return ""
+            return [f"{case}: {name} moved by {size:.2g} at {place_of(sizes)}{hint}"]
+    return []
+
+
+def infinite(case: str, outputs: Outputs) -> list[str]:
+    """A line for each output with an entry that is not finite: how many bytes have one, and the first of them."""
+    lines = []
+    for name, y in outputs.items():
+        bad = ~y.isfinite().flatten(2).all(-1)  # [B, T]
+        if bad.any():
+            lines.append(f"{case}: {name} is not finite at {place_of(bad.int())} ({bad.sum()} of {bad.numel()} bytes)")
+    return lines
 
 
 def place_of(sizes: Tensor) -> str:
@@ -137,68 +173,11 @@ def place_of(sizes: Tensor) -> str:
     return f"byte {byte} of stream {stream}"
 
 
-def pick(outputs: Outputs, index: slice | list[int] | tuple) -> Outputs:
-    """Streams, or streams and bytes, of every output."""
-    return {name: y[index] for name, y in outputs.items()}
-
-
-def collect(*pairs: tuple[str, str]) -> list[str]:
-    """Breaks as lines, from what was done and what it moved."""
-    return [f"{done}: {moved}" for done, moved in pairs if moved]
-
-
-def modes(subject: Subject) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
-    """The model in evaluation mode, and in training mode where that draws no random numbers but dropout's.
-
-    The third is a context in which nothing is drawn: one that does nothing, which is quick, where none is needed.
-    """
-    yield "eval", subject.build(), nullcontext
-    model, tokens = subject.build().train(), subject.bytes()
-    run(model, tokens, seed=1)
-    if torch.equal(torch.get_rng_state(), torch.manual_seed(1).get_state()):
-        yield "train", model, nullcontext
-        return
-    with NoDropout():
-        still = not difference(run(model, tokens, seed=1)[0], run(model, tokens, seed=2)[0])
-    if still:
-        yield "train", model, NoDropout
-
-
-def tensors(state: State) -> list[Tensor]:
+def leaves(state: State) -> list[Tensor]:
     """All tensors of a state."""
     if isinstance(state, tuple):
-        return [tensor for part in state for tensor in tensors(part)]
+        return [tensor for part in state for tensor in leaves(part)]
     return [] if state is None else [state]
-
-
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers."""
-    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
-
-
-def changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """Names of what is no longer bit for bit as it was."""
-    return [name for name, t in snapshot(model).items() if name in before and not torch.equal(t, before[name])]
-
-
-def change(subject: Subject, tokens: Tensor, at: int) -> Tensor:
-    """Another byte at one place of all streams."""
-    return torch.cat([tokens[:, :at], subject.other(tokens[:, at : at + 1]), tokens[:, at + 1 :]], dim=1)
-
-
-def infinite(outputs: Outputs) -> list[str]:
-    """A line for each output with an entry that is not finite: how many bytes have one, and the first of them."""
-    lines = []
-    for name, y in outputs.items():
-        bad = ~y.isfinite().flatten(2).all(-1)  # [B, T]
-        if bad.any():
-            lines.append(f"{name} is not finite at {place_of(bad.int())} ({bad.sum()} of {bad.numel()} bytes)")
-    return lines
-
-
-def limits_of(model: nn.Module) -> frozenset[str]:
-    """What the model's sublayers say they cannot promise."""
-    return frozenset().union(*(sublayer.limits for _, sublayer in model.sublayers()))
 
 
 @torch.no_grad()

@@ -24,31 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from variants.conformance.promises import (
-    causality,
-    detached_state,
-    equal_paths,
-    far_start,
-    influence,
-    known_limits,
-    logits_shape,
-    old_state,
-    segments,
-    single_bytes,
-    streams,
-)
-from variants.conformance.subject import Subject, Verdict, limits_of, run
-from variants.conformance.upkeep import (
-    apart,
-    autocast,
-    auxiliary_loss,
-    gradients,
-    ideal_flops,
-    projection,
-    saved,
-    statistics,
-    writes,
-)
+from variants.conformance import promises, upkeep
+from variants.conformance.promises import equal_paths
+from variants.conformance.subject import Subject, Verdict, gradients_of, run
+
+CHECKS = (*promises.CHECKS, *upkeep.CHECKS)
+"""Promise, the limit that excuses it, and its check."""
 
 
 @dataclass(frozen=True)
@@ -63,32 +44,7 @@ class Finding:
         return f"{'pass' if self.passed else 'FAIL'}  {self.promise}: {self.detail}"
 
 
-CHECKS: list[tuple[str, str | None, Callable[[Subject], Verdict]]] = [
-    ("logits are float32 [B, T, V] and finite", None, logits_shape),
-    ("declared limits are known", None, known_limits),
-    ("evaluation does not see the future", None, partial(causality, mode="eval")),
-    ("training does not see the future", "causal_in_training", partial(causality, mode="train")),
-    ("bytes have influence", None, influence),
-    ("segments do not matter", "segments", segments),
-    ("one byte at a time equals the whole", "segments", single_bytes),
-    ("a stream may start at 10**7", None, far_start),
-    ("streams do not mix", "streams_apart", streams),
-    ("state is detached, and its dimension 0 is streams", None, detached_state),
-    ("any earlier state is accepted", None, old_state),
-    ("two models share nothing", None, apart),
-    ("every parameter gets a gradient", None, gradients),
-    ("project_ is legal and idempotent", None, projection),
-    ("a saved model continues alike", None, saved),
-    ("a forward pass writes nothing", None, writes),
-    ("the auxiliary loss is for training only", None, auxiliary_loss),
-    ("statistics add up", None, statistics),
-    ("bfloat16 autocast is finite", None, autocast),
-    ("ideal FLOPs are a positive int", None, ideal_flops),
-]
-"""Promise, the limit that excuses it, and its check."""
-
-
-def check(make_model: Callable[[], nn.Module], *, span: int, vocabulary: int = 256, seed: int = 0) -> Iterator[Finding]:
+def check(make_model: Callable[[], nn.Module], *, span: int, vocabulary: int = 256) -> Iterator[Finding]:
     """Check all promises of the contract, one finding each, as they are found.
 
     Args:
@@ -98,47 +54,16 @@ def check(make_model: Callable[[], nn.Module], *, span: int, vocabulary: int = 2
             ``sublayers()``, ``project_()``, ``metrics(seen)`` and ``ideal_flops()``.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
-        seed: of parameters and bytes.
     """
-    subject = Subject(make_model, span, vocabulary, seed)
+    subject = Subject(make_model, span, vocabulary)
     try:
-        limits = limits_of(_apart_from_outside(subject.build))
+        with torch.random.fork_rng(devices=[]):
+            limits = subject.limits()
     except Exception as error:
         yield Finding("the model can be built", False, said(error))
         return
     for promise, limit, function in CHECKS:
-        subject.during.clear()
-        try:
-            breaks, kept = _apart_from_outside(function, subject)
-        except Exception as error:
-            yield Finding(promise, False, said(error, *subject.during))
-            continue
-        if limit not in limits:
-            yield Finding(promise, not breaks, "; ".join(breaks[:3]) or kept)
-        elif breaks:
-            yield Finding(promise, True, f"limit {limit} is declared and real: {breaks[0]}")
-        else:
-            yield Finding(promise, False, f"limit {limit} is declared, but nothing broke: {kept}")
-
-
-def learns(
-    make_model: Callable[[], nn.Module],
-    *,
-    vocabulary: int = 256,
-    steps: int = 150,
-    seed: int = 0,
-    below_bits: float = 0.1,
-) -> Finding:
-    """Train on a repeated string of seven different bytes, in float32 with AdamW, until ``below_bits`` a byte.
-
-    Different bytes, so that a mechanism without a past can pass; scored in evaluation mode over two segments.
-    """
-    promise = "learns a repeated string"
-    try:
-        bits, taken = _apart_from_outside(_train, make_model, vocabulary, steps, seed, below_bits)
-    except Exception as error:
-        return Finding(promise, False, said(error))
-    return Finding(promise, bits < below_bits, f"{bits:.3f} bits per byte after {taken} steps")
+        yield finding_of(promise, function, subject, limit=limit if limit in limits else None)
 
 
 def agree(
@@ -147,33 +72,55 @@ def agree(
     *,
     span: int,
     vocabulary: int = 256,
-    seed: int = 0,
     path: str = "fused",
 ) -> Finding:
     """Whether two makes of one model, which differ in the code that computes it, give the same values and gradients."""
-    fast, plain = (Subject(make, span, vocabulary, seed) for make in (make_fast, make_plain))
-    promise = f"the {path} path equals the plain one"
+    fast, plain = (Subject(make, span, vocabulary) for make in (make_fast, make_plain))
+    return finding_of(f"the {path} path equals the plain one", equal_paths, fast, plain)
+
+
+def learns(
+    make_model: Callable[[], nn.Module], *, vocabulary: int = 256, steps: int = 150, below_bits: float = 0.1
+) -> Finding:
+    """Train on a repeated string of seven different bytes, in float32 with AdamW, until ``below_bits`` a byte.
+
+    Different bytes, so that a mechanism without a past can pass; scored in evaluation mode over two segments.
+    """
+    return finding_of("learns a repeated string", partial(_train, make_model, vocabulary, steps, below_bits))
+
+
+def finding_of(promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None) -> Finding:
+    """What a check says of a promise, or what it raised; the caller's random numbers stay as they were.
+
+    Args:
+        limit: that is declared and excuses the promise.
+    """
+    for subject in subjects:
+        subject.during.clear()
     try:
-        breaks, kept = _apart_from_outside(equal_paths, fast, plain)
+        with torch.random.fork_rng(devices=[]):
+            breaks, kept = function(*subjects)
     except Exception as error:
-        return Finding(promise, False, said(error, *fast.during, *plain.during))
-    return Finding(promise, not breaks, "; ".join(breaks[:3]) or kept)
+        return Finding(promise, False, said(error, *(line for subject in subjects for line in subject.during)))
+    if limit is None:
+        return Finding(promise, not breaks, "; ".join(breaks[:3]) or kept)
+    if breaks:
+        return Finding(promise, True, f"limit {limit} is declared and real: {breaks[0]}")
+    return Finding(promise, False, f"limit {limit} is declared, but nothing broke: {kept}")
 
 
-def _train(make_model, vocabulary: int, steps: int, seed: int, below_bits: float) -> tuple[float, int]:
-    torch.manual_seed(seed)
+def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, below_bits: float) -> Verdict:
+    torch.manual_seed(0)
     string = torch.randperm(vocabulary)[:7]
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    bits = math.inf
     for step in range(1, steps + 1):
         places = torch.randint(len(string), (4, 1)) + torch.arange(33)
         window = string[places % len(string)]  # [4, 33]
         out = model.train()(window[:, :-1])
         (F.cross_entropy(out.logits.flatten(0, 1), window[:, 1:].flatten()) + out.loss).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()  # AdamW takes no other
+        for name, gradient in gradients_of(model).items():
+            model.get_parameter(name).grad = gradient  # AdamW takes no sparse one
         optimizer.step()
         optimizer.zero_grad()
         model.project_()
@@ -182,13 +129,8 @@ def _train(make_model, vocabulary: int, steps: int, seed: int, below_bits: float
             bits = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()).item() / math.log(2)
             if bits < below_bits:
                 break
-    return bits, step
-
-
-def _apart_from_outside(function: Callable, *arguments):
-    """Leave the caller's random numbers as they were."""
-    with torch.random.fork_rng(devices=[]):
-        return function(*arguments)
+    told = f"{bits:.3f} bits per byte after {step} steps"
+    return [] if bits < below_bits else [told], told
 
 
 def said(error: Exception, *during: str) -> str:

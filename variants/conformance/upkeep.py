@@ -4,21 +4,9 @@ import io
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from variants.conformance.subject import (
-    Subject,
-    Verdict,
-    changed,
-    collect,
-    difference,
-    infinite,
-    limits_of,
-    push,
-    run,
-    snapshot,
-    tensors,
-)
+from variants.conformance.subject import Subject, Verdict, differs, gradients_of, infinite, leaves, push, run
 from variants.contract import State, map_state
 
 
@@ -48,13 +36,9 @@ def gradients(subject: Subject) -> Verdict:
             targets, state = subject.other(segment), out.state
             total = total + F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + out.loss
         total.backward()
-        found = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
-        breaks += [
-            f"train, {tokens.shape[1]} bytes: the gradient of {name} is not finite"
-            for name, grad in found.items()
-            if not grad.isfinite().all()
-        ]
-        waiting -= {name for name, grad in found.items() if grad.any()}
+        found = gradients_of(model)
+        breaks += [f"train, {tokens.shape[1]} bytes: {line}" for line in _infinite_gradients(found)]
+        waiting -= {name for name, gradient in found.items() if gradient.any()}
         if not waiting:
             break
     breaks += [f"train: {name} has no gradient after 3 batches of {subject.length} bytes" for name in sorted(waiting)]
@@ -64,15 +48,14 @@ def gradients(subject: Subject) -> Verdict:
 def projection(subject: Subject) -> Verdict:
     breaks, tokens = [], subject.bytes()
     for sign in (1, -1):
-        model = subject.build()
+        model, case = subject.build(), f"eval, parameters moved by {sign} * 1000 * normal"
         ranged = push(model, sign * 1e3)
         outputs, _ = run(model, tokens)
-        before = snapshot(model)
+        before = _snapshot(model)
         model.project_()
-        lines = [*infinite(outputs), *(f"a second project_ changed {name}" for name in changed(model, before))]
-        again, _ = run(model, tokens)
-        lines += collect(("a second project_", difference(outputs, again)))
-        breaks += [f"eval, parameters moved by {sign} * 1000 * normal: {line}" for line in lines]
+        breaks += infinite(case, outputs)
+        breaks += [f"{case}: a second project_ changed {name}" for name in _changed(model, before)]
+        breaks += differs(f"{case}: a second project_", outputs, run(model, tokens)[0])
     return breaks, ", ".join(ranged) or "no sublayer restricts its parameters"
 
 
@@ -87,27 +70,24 @@ def saved(subject: Subject) -> Verdict:
     fresh = subject.build(seed=1)
     fresh.load_state_dict(weights)
     fresh.project_()
-    again = subject.bytes(seed=1)
-    found = difference(run(model, again, state=state)[0], run(fresh, again, state=loaded)[0])
-    return collect(
-        ("eval, a fresh model with loaded parameters and state", found)
-    ), "parameters and state through torch.save"
+    again, case = subject.bytes(seed=1), "eval, a fresh model with loaded parameters and state"
+    breaks = differs(case, run(model, again, state=state)[0], run(fresh, again, state=loaded)[0])
+    return breaks, "parameters and state through torch.save"
 
 
 def writes(subject: Subject) -> Verdict:
     model, tokens = subject.build(), subject.bytes()
     _, state = run(model, tokens)
-    before, kept = snapshot(model), map_state(torch.clone, state)
+    before, kept = _snapshot(model), map_state(torch.clone, state)
     first, _ = run(model, tokens, state=state)
-    breaks = [f"eval: a forward changed {name}" for name in changed(model, before)]
-    if not all(map(torch.equal, tensors(state), tensors(kept))):
+    breaks = [f"eval: a forward changed {name}" for name in _changed(model, before)]
+    if not all(map(torch.equal, leaves(state), leaves(kept))):
         breaks.append("eval: a forward changed the state that it was given")
     run(model, subject.other(tokens))
-    again, _ = run(model, tokens, state=kept)
-    breaks += collect(("eval, the same forward again after another", difference(first, again)))
+    breaks += differs("eval, the same forward again after another", first, run(model, tokens, state=kept)[0])
     run(model.train(), tokens)
     parameters = {name for name, _ in model.named_parameters()}
-    breaks += [f"train: a forward changed {name}" for name in changed(model, before) if name in parameters]
+    breaks += [f"train: a forward changed {name}" for name in _changed(model, before) if name in parameters]
     return breaks, "parameters, buffers and the given state are as before"
 
 
@@ -122,7 +102,7 @@ def auxiliary_loss(subject: Subject) -> Verdict:
 
 def statistics(subject: Subject) -> Verdict:
     model, tokens, breaks = subject.build(), subject.bytes(), []
-    half, limits = subject.span + 2, limits_of(model)
+    half, limits = subject.span + 2, subject.limits()
 
     def look(tokens: Tensor, state: State = None) -> tuple[dict[str, Tensor], State]:
         with torch.no_grad():
@@ -140,31 +120,59 @@ def statistics(subject: Subject) -> Verdict:
                 size = (a[name] + b[name] - total).abs().max()
                 breaks.append(f"eval, {parts}: {name} is off by {size:.2g} from the whole")
     out = model(tokens, look=True)
-    breaks += collect(("eval, looking", difference({"logits": model(tokens).logits}, {"logits": out.logits})))
+    breaks += differs("eval, looking", {"logits": model(tokens).logits}, {"logits": out.logits})
     attached = [name for name, own in out.seen.items() if any(t.requires_grad for t in own.values())]
     breaks += [f"eval: statistics of {name} have a gradient" for name in attached]
     model.metrics({})
     found = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in model.metrics(out.seen).items()}
-    breaks += [
-        f"eval: metric {name} is {value.tolist()}" for name, value in found.items() if not value.isfinite().all()
-    ]
+    wrong = {name: value.tolist() for name, value in found.items() if not value.isfinite().all()}
+    breaks += [f"eval: metric {name} is {value}" for name, value in wrong.items()]
     return breaks, f"{len(whole)} statistics, {len(found)} metrics"
 
 
 def autocast(subject: Subject) -> Verdict:
-    model, tokens, breaks = subject.build(dtype=torch.float32).train(), subject.bytes(), []
+    model, tokens = subject.build(dtype=torch.float32).train(), subject.bytes()
     with torch.autocast("cpu", torch.bfloat16):
         first = model(tokens)
         out = model(tokens, first.state)
         (F.cross_entropy(out.logits.flatten(0, 1).float(), tokens.flatten()) + out.loss).backward()
     wide = model.eval()(tokens, out.state)  # a state may come from a forward of another precision
-    for case, logits in (("train", out.logits), ("eval, float32 after bfloat16", wide.logits)):
-        breaks += [f"{case}: {line}" for line in infinite({"logits": logits})]
-    grads = [(name, p.grad.to_dense()) for name, p in model.named_parameters() if p.grad is not None]
-    breaks += [f"train: gradient of {name} is not finite" for name, grad in grads if not grad.isfinite().all()]
+    breaks = infinite("train", {"logits": out.logits})
+    breaks += infinite("eval, float32 after bfloat16", {"logits": wide.logits})
+    breaks += [f"train: {line}" for line in _infinite_gradients(gradients_of(model))]
     return breaks, "forward, backward, and its state in float32"
 
 
 def ideal_flops(subject: Subject) -> Verdict:
     flops = subject.build().ideal_flops()
     return [] if isinstance(flops, int) and flops > 0 else [f"{flops!r} is not a positive int"], f"{flops} a byte"
+
+
+def _infinite_gradients(found: dict[str, Tensor]) -> list[str]:
+    return [
+        f"the gradient of {name} is not finite" for name, gradient in found.items() if not gradient.isfinite().all()
+    ]
+
+
+def _snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers."""
+    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """Names of what is no longer bit for bit as it was."""
+    return [name for name, t in _snapshot(model).items() if name in before and not torch.equal(t, before[name])]
+
+
+CHECKS = (
+    ("two models share nothing", None, apart),
+    ("every parameter gets a gradient", None, gradients),
+    ("project_ is legal and idempotent", None, projection),
+    ("a saved model continues alike", None, saved),
+    ("a forward pass writes nothing", None, writes),
+    ("the auxiliary loss is for training only", None, auxiliary_loss),
+    ("statistics add up", None, statistics),
+    ("bfloat16 autocast is finite", None, autocast),
+    ("ideal FLOPs are a positive int", None, ideal_flops),
+)
+"""Promise, the limit that excuses it, and its check."""
