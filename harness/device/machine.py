@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from harness.cache import cache_folder
+
 FAMILIES = ("GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
 """How variables of libraries begin that change times, memory or the order of sums."""
 SINGLE = (
@@ -21,6 +23,9 @@ SINGLE = (
 SAID_APART = ("KMP_INIT_AT_FORK", "MKL_NUM_THREADS", "OMP_DISPLAY_ENV", "OMP_NUM_THREADS")
 """Of the families: ``threads`` has the number, and joblib sets the first in its processes."""
 COMPILED = "windtunnel-"
+
+with contextlib.suppress(RuntimeError):  # a user without a home
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_folder() / "kernels"))  # where kernels find it
 
 
 def cpu_name() -> str:

@@ -59,7 +59,6 @@ class Job:
         self._steps_here = 0
         self._processes = processes
         self.stop = StopSignal(alone=processes.number == 1)
-        self._save_agreed = False
 
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
@@ -109,21 +108,10 @@ class Job:
             self.append({"kind": "provenance", **whose, "config": config})
 
     def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
-        w, plan = self.plan.wandb, self.plan
-        return WandbRun(
-            self.folder.path,
-            config=plan.config,
-            mode=w.mode,
-            project=w.project,
-            entity=w.entity,
-            name=self.folder.path.name,
-            group=w.group,
-            job_type="train" if plan.eval.test else "tune",
-            tags=(*w.tags, *(tag for tag in (plan.variant, plan.size, data) if tag)),
-            id=id,
-            every_seconds=w.every_seconds,
-            system_statistics=w.system_statistics,
-        )
+        plan, path = self.plan, self.folder.path
+        own = {"name": path.name, "job_type": "train" if plan.eval.test else "tune"}
+        own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))}
+        return WandbRun(path, config=plan.config, id=id, **vars(plan.wandb) | own)
 
     def _restore(self) -> int:
         """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
@@ -151,9 +139,8 @@ class Job:
 
     def step(self) -> float:
         """One training step; returns the fraction of the budget spent before it."""
-        before, (stop, save) = self.run.step(lambda: (self.stop.heard, self._save_is_due()))
-        self.stop.agree(stop)
-        self._save_agreed = bool(save)
+        before = self.run.step(self.stop.heard, self._save_is_due())
+        self.stop.agreed = self.run.agreed[0]
         self._steps_here += 1
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
@@ -161,12 +148,11 @@ class Job:
 
     def standing(self) -> dict:
         """For the progress line."""
-        spent = self.run.spent
         return {
             "fraction": self.run.fraction,
-            "bytes_seen": spent.bytes,
+            "bytes_seen": self.run.spent.bytes,
             "bits_per_byte": self.run.recent_bits(self._last_bits),
-            "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9),
+            "bytes_per_second": self.run.bytes_per_second,
         }
 
     def validation_due(self, before: float) -> bool:
@@ -194,7 +180,7 @@ class Job:
 
     def checkpoint_due(self) -> bool:
         every = self.plan.checkpoint.every_steps
-        return self._save_agreed or (every is not None and self.run.spent.steps % every == 0)
+        return bool(self.run.agreed[1]) or (every is not None and self.run.spent.steps % every == 0)
 
     def _save_is_due(self) -> bool:
         """By the clock of the first process."""
