@@ -156,7 +156,7 @@ class Resuming(Launcher):
 
 def standing(jobs: Sequence[SweepJob]) -> str:
     """``12 jobs: 5 finished before, 1 goes on, 6 new (2 because the source changed)``."""
-    states = Counter("finished" if job.finished else "held" if _held(job) else job.state for job in jobs)
+    states = Counter("finished" if job.finished else "held" if _held(job) is not None else job.state for job in jobs)
     changed = states.pop("changed", 0)
     states["new"] += changed
     words = {"finished": "finished before", "held": "running elsewhere", "failed": "failed before and tried again"}

@@ -121,16 +121,14 @@ def _clipped(block: Tensor, size: int, length: int) -> Tensor:
     return (length - block.long() * size).clamp(0, size)
 
 
-def embedding_bag(call: Operation) -> int:
-    """Each row of ``weight [M, D]`` that is read: D multiply-adds if it has a weight of its own, else D additions."""
-    per_number = 1 if call.arguments["per_sample_weights"] is None else 2
-    return per_number * call.arguments["indices"].numel() * call.arguments["weight"].shape[1]
+def embedding_bag(rows: str) -> Callable[[Operation], int]:
+    """Each row read, of an argument ``[.., D]``: D multiply-adds if it has a weight of its own, else D additions."""
 
+    def formula(call: Operation) -> int:
+        per_number = 1 if call.arguments["per_sample_weights"] is None else 2
+        return per_number * call.arguments["indices"].numel() * call.arguments[rows].shape[1]
 
-def embedding_bag_backward(call: Operation) -> int:
-    """Each row read gets the gradient of its bag, by its weight if it has one: as much as the forward."""
-    per_number = 1 if call.arguments["per_sample_weights"] is None else 2
-    return per_number * call.arguments["indices"].numel() * call.arguments["grad"].shape[1]
+    return formula
 
 
 def sample_weights_backward(call: Operation) -> int:
@@ -152,9 +150,9 @@ FORMULAS: dict[str, Callable[[Operation], int]] = {
     **{f"_scaled_dot_product_{kind}": attention for kind in ATTENTIONS},
     **{f"_scaled_dot_product_{kind}_backward": attention_backward for kind in ATTENTIONS},
     "flex_attention": flex_attention,
-    "_embedding_bag": embedding_bag,
-    "_embedding_bag_forward_only": embedding_bag,
-    "_embedding_bag_backward": embedding_bag_backward,
+    "_embedding_bag": embedding_bag("weight"),
+    "_embedding_bag_forward_only": embedding_bag("weight"),
+    "_embedding_bag_backward": embedding_bag("grad"),  # the gradient of its bag: as much as the forward
     "_embedding_bag_per_sample_weights_backward": sample_weights_backward,
     "embedding_dense_backward": scattered_additions("grad_output"),
     "index_add": scattered_additions("source"),

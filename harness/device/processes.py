@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.device.launch import read_launch
+from harness.device.launch import Launch, read_launch
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
@@ -39,20 +38,8 @@ class ProcessLost(RuntimeError):
     said = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """The processes of a run, seen from one of them.
-
-    Attributes:
-        rank: of this process, from 0.
-        number: of processes.
-        local_rank, local_number: the same on this machine: which GPU.
-    """
-
-    rank: int = 0
-    number: int = 1
-    local_rank: int = 0
-    local_number: int = 1
+class Processes(Launch):
+    """The processes of a run, seen from one of them."""
 
     @property
     def first(self) -> bool:
@@ -202,7 +189,7 @@ def joined() -> Iterator[Processes]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
         try:
-            yield Processes(**launch._asdict())
+            yield Processes(*launch)
         except SystemExit:  # of all at the same step; after an error, a farewell would wait for the others
             dist.destroy_process_group()
             raise

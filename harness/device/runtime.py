@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from harness.device import machine
-from harness.device.lease import Lease, take_free
 from harness.device.processes import ALONE, Processes
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
@@ -79,10 +78,10 @@ def device_kind(settings: RuntimeSettings) -> str:
     return _device(settings.device).type
 
 
-def take_gpu(settings: RuntimeSettings) -> Lease | None:
+def take_gpu(settings: RuntimeSettings) -> machine.Lease | None:
     """Where ``auto`` finds GPUs, one that no other job of this machine has, else None; waits while all are taken."""
     names = _gpu_names() if settings.device == "auto" else []
-    return take_free(names) if names else None
+    return machine.take_free(names) if names else None
 
 
 def _gpu_names() -> list[str]:

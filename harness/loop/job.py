@@ -201,29 +201,23 @@ class Job:
         run, plan = self.run, self.plan
         found = summary.identity(run, self.folder.identity, command=self.command)
         self.validate(progress)
-        best = self._processes.from_first(
-            lambda: checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
-        )
+        best = self._processes.from_first(lambda: checkpoint.load_best(self.folder.path))
         run.take_weights(best["model"])
         peak = self._most._replace(bytes=self._processes.largest(self._most.bytes))
         found |= summary.costs(run, peak=peak)  # FLOPs are those of the weights that are scored
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(run.model.metrics({}))}
         found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in ("valid", "test") if plan.eval.test else ("valid",):
-            row, part = summary.final_score(run, split)
+            row = summary.final_score(run, split, found)
             self.append(row)
-            for key in ("compressors", "capped"):
-                part[key] = found[key] | part[key]
-            found |= part
             score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
             progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
         found["memory"]["inference_peak_bytes"] = self._processes.largest(self._peak.read().bytes)
         found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
         found["status"] = "finished"
-        if not self._processes.first:
-            return found
-        write_summary(self.folder.path, summary=found)
-        self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
+        if self._processes.first:
+            write_summary(self.folder.path, summary=found)
+            self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
         return found
 
     def _figures(self, found: dict) -> list:

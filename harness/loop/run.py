@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from harness.data.corpora import Corpus
 from harness.data.lanes import Lanes, score_lanes, share
 from harness.device import runtime
-from harness.device.processes import Processes
 from harness.device.runtime import Runtime
 from harness.loop.step import Score, Trainer, score_stream
 from harness.model import LanguageModel
 from harness.optim.budget import Progress
 from harness.plan.build import Plan
-from variants.contract import State, map_state
+from variants.contract import map_state
 
 
 class Run:
@@ -164,7 +163,9 @@ class Run:
 
     def content(self, *, rows: int) -> dict:
         """Everything an exact resume needs, whole in the first process: all must call it."""
-        state, randoms = _gathered(self.state, self.runtime.processes)
+        processes = self.runtime.processes
+        state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.number > 1 else s)), self.state)
+        randoms = processes.gather_values(runtime.random_state())
         return {
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
@@ -214,9 +215,3 @@ def path_of(model: LanguageModel, device: Runtime) -> str:
     paths = {sublayer.path(device.device, training=True) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(paths - {"plain"} or paths))
     return f"{name}, compiled" if device.compile else name
-
-
-def _gathered(state: State, processes: Processes) -> tuple[State, list[dict]]:
-    """The carried state of all lanes in order, on the CPU where there are several processes, and all random states."""
-    own = map_state(lambda s: s.clone() if processes.number == 1 else torch.cat(processes.gather(s.cpu())), state)
-    return own, processes.gather_values(runtime.random_state())

@@ -100,13 +100,7 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     alike[parameter.shape, parameter.dtype, parameter.device].append(parameter)
             for parameters in alike.values():
-                self._update(
-                    parameters,
-                    lr=group["lr"],
-                    momentum=group["momentum"],
-                    weight_decay=group["weight_decay"],
-                    precision=group["precision"],
-                )
+                self._update(parameters, **{name: group[name] for name in self.defaults})
 
     def _update(
         self, parameters: list[Tensor], *, lr: float, momentum: float, weight_decay: float, precision: str

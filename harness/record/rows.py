@@ -76,6 +76,16 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def read_object(path: Path, *, first_line: bool = False) -> dict:
+    """The JSON object in a file, or in its first line; empty where there is none, or somebody else's file."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.readline() if first_line else file.read())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def repeatable(row: dict) -> dict:
     """The part of a row that the same seed, device and config give again, bit for bit."""
     return {key: value for key, value in row.items() if key not in ("clock", "memory")}
@@ -118,13 +128,8 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
     """
     found = []
     for path in sorted(outputs.glob(f"*/{SUMMARY}")):
-        if path.parent.is_symlink():  # outputs/latest
-            continue
-        try:
-            other = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # somebody else's file of that name, or one just removed
-            continue
-        if isinstance(other, dict) and _comparable(other, summary=summary, any_source=any_source):
+        other = {} if path.parent.is_symlink() else read_object(path)  # a link: outputs/latest
+        if _comparable(other, summary=summary, any_source=any_source):
             found.append(other)
     return sorted(found, key=lambda other: other["valid_bits_per_byte"])
 
