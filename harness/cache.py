@@ -37,7 +37,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             yield out
             out.flush()
             os.fsync(out.fileno())  # before the rename: a crash must not leave a name on missing bytes
-        os.replace(passing, path)
+        passing.replace(path)
     finally:
         passing.unlink(missing_ok=True)
 

@@ -34,13 +34,7 @@ class ModelOut(NamedTuple):
 
 
 class Residual(nn.Module):
-    """x + sublayer(norm(x)), or norm(x + sublayer(x)) with the norm after.
-
-    Args:
-        sublayer: the mechanism.
-        norm: made for the width.
-        after: post-norm, as the papers of 2017 to 2019 have it.
-    """
+    """x + sublayer(norm(x)), or norm(x + sublayer(x)) with the norm ``after``, as the papers of 2017 to 2019 have it."""
 
     def __init__(self, sublayer: Sublayer, norm: nn.Module, *, after: bool):
         super().__init__()
@@ -93,14 +87,9 @@ class LanguageModel(nn.Module):
     Args:
         layers: for each layer, the sublayers' names and what makes them, in order.
         place: the run's common choices; ``layer`` is set here.
-        vocabulary: V, symbols.
-        norm: ``layer`` (LayerNorm) or ``rms`` (RMSNorm).
-        norm_after: post-norm instead of pre-norm.
+        vocabulary: V, symbols; the other keywords are keys of ``conf/model``.
         tied: whether the head's matrix is the embedding's.
-        head_bias: whether the head has a bias.
-        embedding_std: standard deviation of the initial embedding.
-        embedding_scale: factor on the embedded bytes.
-        embedding_dropout: rate on the embedded bytes.
+        embedding_std, embedding_scale, embedding_dropout: deviation at first, factor and rate of the embedded bytes.
         head_zero_init: start at the uniform distribution.
     """
 

@@ -44,7 +44,6 @@ def run_command(
     """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a mistake, 130 for Ctrl-C, or 1 for any other error.
 
     Args:
-        command: the decorated function.
         many: whether several processes, started by ``torchrun``, may do it together.
         launcher: makes the launcher of a sweep's jobs out of the one that was chosen and Hydra's three keywords.
     """
@@ -72,7 +71,6 @@ def say(error: Exception, *, job: Sequence[str] = ()) -> None:
     error is a process's ``own``, or was ``said`` by another.
 
     Args:
-        error: a mistake becomes one message, anything else keeps its trace.
         job: overrides of the sweep's job; those of the job that is running now are known.
     """
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)

@@ -69,12 +69,7 @@ class SweepJob:
 
 
 class Resuming(Launcher):
-    """Any launcher, given only the jobs that are not finished.
-
-    Args:
-        chosen: the launcher that runs jobs.
-        hydra: keywords of ``setup``.
-    """
+    """Any launcher, the ``chosen`` one, given only the jobs that are not finished."""
 
     def __init__(self, chosen: Launcher, **hydra):
         self._chosen = chosen

@@ -1,7 +1,7 @@
 """What the code that ran had to do, counted: floating-point operations, two per multiply-add, and bytes moved.
 
 One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products and
-convolutions count by torch's own formulas, attention and reads of a table by ``formulas.py``, bytes by ``traffic.py``.
+convolutions count by torch's own formulas, attention and reads of a table by ``formulas.py``, bytes by ``bytes_moved.py``.
 Nothing is registered with torch, so nobody else's counts change.
 
 Operations without a formula (softmax, norms, top-k, gathers, element by element) add nothing to the total and are
@@ -39,7 +39,7 @@ class Flops(NamedTuple):
         total: FLOPs of all operations that have a formula.
         unknown: calls of every other operation, most frequent first; in-place forms are counted with the others.
             Views, copies and the making of tensors are left out.
-        moved_bytes: operands read and results written, summed over all operations (``traffic.py``).
+        moved_bytes: operands read and results written, summed over all operations.
     """
 
     total: int

@@ -81,9 +81,6 @@ class PeakMemory:
 
     On a CPU it resets the high-water mark of the whole process. Where the system does not permit that, the mark only
     rises, and the peak is the rise since the meter was made.
-
-    Args:
-        device: a CPU or CUDA device.
     """
 
     def __init__(self, device: torch.device):

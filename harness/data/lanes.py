@@ -34,10 +34,8 @@ class Lanes:
 
     Args:
         split: uint8 ``[n]``.
-        lanes: B, at least 1; ``batch.lanes``.
-        segment: T in bytes, at least 1; ``batch.segment``.
+        lanes, segment: B streams and T bytes, each at least 1.
         seed: another seed is another order.
-        carry: whether consecutive steps continue the same streams.
 
     Raises:
         ValueError: if a lane (or without ``carry`` the split) has fewer than T + 1 bytes.

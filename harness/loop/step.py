@@ -26,8 +26,6 @@ class Trainer:
 
     Args:
         model: raw; its state and parameters are read here, its forward is called as ``runtime`` says.
-        optimizers: of its parameters.
-        runtime: device, precision, and processes, whose gradients are averaged.
         accumulate: parts into which this process's streams of a step are split; the update equals that of the whole.
     """
 

@@ -24,7 +24,6 @@ def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: 
     Args:
         summary: as in ``summary.json``; what is missing or None shows as ``-`` or is left out.
         others: summaries of earlier runs that may stand beside it, from ``find_comparable``.
-        console: where to; None is standard output.
     """
     rows = [("this run", *(bits(summary, split=split) for split in SPLITS))]
     rows += [("  context 512", *(bits(summary, split=split, context="_context_512") for split in SPLITS))]
@@ -49,7 +48,6 @@ def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | No
 
     Args:
         jobs: what makes each that job, such as ``variant=mhsa seed=0``, and its summary.
-        console: where to; None is standard output.
     """
     alike: dict[str, list] = {}
     for label, summary in jobs:

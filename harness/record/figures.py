@@ -37,8 +37,6 @@ def draw_figures(
     """Draw what the rows have data for and return the files.
 
     Args:
-        rows: of the record, in order.
-        folder: where to.
         label: title, naming the run and the data really read.
         compressors: bits per byte of the valid split by compressor, ``{"gzip": 3.04}``.
         span_limit: S, the longest possible span.

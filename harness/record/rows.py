@@ -123,8 +123,6 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
 
     Args:
         outputs: the folder whose subfolders are run folders.
-        summary: this run's.
-        any_source: whether runs of other source digests count.
     """
     found = []
     for path in sorted(outputs.glob(f"*/{SUMMARY}")):
