@@ -143,11 +143,7 @@ class Attention(Sublayer):
         return Out(out, state, self.reach.loss(z) if self.training else None, seen)
 
     def _project(self, x: Tensor, *linears: nn.Linear, heads: list[int] | None = None) -> list[Tensor]:
-        """``[B, H, T, K]`` by each of the maps, queries scaled: one matrix product with all of their matrices.
-
-        Args:
-            heads: those whose part of the maps is taken; None for all.
-        """
+        """``[B, H, T, K]`` of all or some heads by each of the maps, queries scaled: one product with all matrices."""
 
         def of(name: str) -> Tensor | None:
             found = [getattr(linear, name) for linear in linears]

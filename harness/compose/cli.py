@@ -229,9 +229,9 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
                 with contextlib.suppress(OSError):  # not empty: a launcher or a run needs it
                     path.unlink() if path.is_file() else path.rmdir()
 
-    def make_launcher(self: Plugins, *given, **named) -> Launcher:
-        chosen = instantiate(self, *given, **named)
-        return launcher(chosen, *given, **named) if launcher else chosen
+    def make_launcher(self: Plugins, **given) -> Launcher:
+        chosen = instantiate(self, **given)
+        return launcher(chosen, **given) if launcher else chosen
 
     hydra_frame.run_and_report, Plugins.instantiate_launcher = run_and_say, make_launcher
     BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep_cleanly, keep_legal

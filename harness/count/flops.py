@@ -17,10 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.count.bytes_moved import moved_bytes
-from harness.count.formulas import ELEMENTWISE, FORMULAS, describe
+from harness.count.formulas import ELEMENTWISE, FORMULAS, describe, tensors_of
 from harness.count.memory import state_bytes
 from harness.model import LanguageModel
-from variants.contract import State
 
 # They move, make or read numbers and compute none. Views are recognised by torch itself.
 FACTORIES = (
@@ -109,7 +108,7 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
     with torch.no_grad(), _undisturbed(model, device):
         while unchanged < 2 and fed < most_bytes:
             state, before = model(tokens(), state).state, shapes
-            shapes, fed = _shapes(state), fed + segment
+            shapes, fed = [tensor.shape for tensor in tensors_of(state)], fed + segment
             unchanged = unchanged + 1 if shapes == before else 0
         last = tokens()
         flops = count_flops(lambda: model(last, state))
@@ -127,12 +126,6 @@ def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]
         finally:
             for module, training in modes.items():
                 module.training = training
-
-
-def _shapes(state: State):
-    if isinstance(state, tuple):
-        return tuple(_shapes(part) for part in state)
-    return None if state is None else state.shape
 
 
 def _counted(call: Callable[[], object], formulas: dict) -> Flops:

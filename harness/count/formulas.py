@@ -23,7 +23,7 @@ class Operation(NamedTuple):
     """One executed operation.
 
     Attributes:
-        name: without ``aten`` and without the underscore of an in-place form.
+        name: ``add`` for ``aten.add_.Tensor``; other libraries' names keep the library.
         arguments: by the names of its schema, defaults included.
         changed: names of the arguments that it writes to.
         out: names of those that it writes to without reading them (``out=``).
@@ -43,20 +43,14 @@ class Operation(NamedTuple):
 
 def describe(operation, args: Sequence, kwargs: dict, result: object) -> Operation:
     """A call of a dispatcher's operation, or of ``flex_attention``, with its arguments by name."""
-    name = name_of(operation)
     if isinstance(operation, torch._ops.HigherOrderOperator):
+        name = operation.name()
         parameters = FLEX if name == "flex_attention" else map(str, range(len(args)))
         return Operation(name, dict(zip(parameters, args, strict=False)) | kwargs, (), (), result)
+    name = operation._schema.name.removeprefix("aten::").removesuffix("_")
     defaults, changed, out = _schema(operation)
     given = dict(zip(defaults, args, strict=False))
     return Operation(name, defaults | given | kwargs, changed, out, result)
-
-
-def name_of(operation) -> str:
-    """``add`` for ``aten.add_.Tensor``; other libraries' names keep the library."""
-    if isinstance(operation, torch._ops.HigherOrderOperator):
-        return operation.name()
-    return operation._schema.name.removeprefix("aten::").removesuffix("_")
 
 
 def tensors_of(value: object) -> list[Tensor]:

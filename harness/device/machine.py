@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 
@@ -70,19 +70,15 @@ def use_own_compiled_graphs() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name)
 
 
-class Lease:
-    """A GPU that is this job's until ``release``, or until the process ends.
+class Lease(NamedTuple):
+    """A GPU, by its ``index`` among those that were offered, that is this job's until ``release`` or its process's end."""
 
-    Attributes:
-        index: of the GPU among those that were offered.
-    """
-
-    def __init__(self, index: int, lock: TextIO):
-        self.index, self._lock = index, lock
+    index: int
+    lock: TextIO
 
     def release(self) -> None:
         """Let another job have it; idempotent."""
-        self._lock.close()
+        self.lock.close()
 
 
 def take_free(gpus: Sequence[str], *, folder: Path | None = None) -> Lease:

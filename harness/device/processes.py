@@ -4,11 +4,9 @@
 share of ``batch.lanes``; gradients are averaged, so that every process makes the same update. The first one decides,
 holds the run folder and speaks. With one process nothing here does anything.
 
-Gradients are averaged here and not by ``torch.nn.parallel.DistributedDataParallel``. That one (torch 2.13) arranges its
-buckets anew after the first step that a process makes: sums of three or more gradients then round otherwise, and a run
-that was resumed has other bits than the one that was not stopped. Where it does not (``find_unused_parameters``), it
-warns against that option in every run. It takes sparse gradients from ``torch.nn.Embedding`` alone, not from a parameter
-of a mechanism's own. The price of our own: the sums begin when the backward pass has ended.
+Gradients are averaged here and not by ``torch.nn.parallel.DistributedDataParallel`` (torch 2.13), which arranges its
+buckets anew after a process's first step, so that a resumed run has other bits, and takes sparse gradients from
+``torch.nn.Embedding`` alone. The price of our own: the sums begin when the backward pass has ended.
 """
 
 import os

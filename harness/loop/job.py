@@ -37,7 +37,6 @@ class Job:
     Attributes:
         stop: the signals that end training between two steps.
         run: the run, or None where an earlier one is finished and is returned.
-        earlier: the finished run's summary, or None.
     """
 
     def __init__(
@@ -52,13 +51,17 @@ class Job:
         held: ExitStack | None = None,
     ):
         self.plan, self.folder, self.run, self.command = plan, place, run, command
-        self.earlier = place.summary
         self._peak, self._most, self._held = peak, Peak(0, approximate=False), held
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
         self._processes = processes
         self.stop = StopSignal(alone=processes.number == 1)
+
+    @property
+    def earlier(self) -> dict | None:
+        """The finished run's summary."""
+        return self.folder.summary
 
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
@@ -76,8 +79,7 @@ class Job:
         with self._held as held:
             if self._processes.first:
                 held.callback(self.folder.release)
-            self.folder.stands = self._processes.from_first(self.folder.hold)
-            self.earlier = self.folder.summary
+            self.folder.summary, self.folder.checkpoint = self._processes.from_first(self.folder.hold)
             if self.earlier is None:
                 self._held = held.pop_all()
         return self.earlier is None

@@ -13,11 +13,7 @@ from harness.source import commit
 
 
 def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, config_hash: str, source: str) -> dict:
-    """What a number is of: enough to measure it again, and to refuse to compare it with something else.
-
-    Args:
-        config_hash, source: digests of the configuration and of the code that made it.
-    """
+    """What a number is of: enough to measure it again, and to refuse to compare it with something else."""
     label = {} if corpus.fallback_from is None else {"fallback_for": corpus.fallback_from}
     return {
         "variant": plan.variant,

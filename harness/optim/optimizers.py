@@ -23,7 +23,6 @@ class Optimizers:
     """All optimizers of a run, moved together.
 
     Args:
-        groups: from ``assign``.
         lr: ``optim.lr``, the peak rate of a group with ``lr_scale`` 1.
         schedule: share of the peak by fraction of the budget and update.
         clip: ``optim.clip``, the largest joint norm of the dense gradients of all groups without a clip of their own,

@@ -1,10 +1,4 @@
-"""The only place that turns configuration into objects: everything is checked here, before anything is read or written.
-
-    plan = plan_run(cfg)              # values, and partials of classes; ValueError names key, value and what is allowed
-    model = plan.make_model()         # from the run's seed
-
-Below this module there are only plain arguments.
-"""
+"""Plan of a run: everything that was configured, checked; below this module there are only plain arguments."""
 
 import functools
 import importlib

@@ -73,9 +73,8 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        stands: the two that follow, when they were last looked at: at first, and by ``hold``.
-        summary: of the finished run that may be returned, or None.
-        checkpoint: to resume from, or None.
+        summary: of the finished run that may be returned, or None, when it was last looked at: at first, and by ``hold``.
+        checkpoint: to resume from, or None; looked at together.
         note: one line about an older run of the same configuration, or empty.
 
     Raises:
@@ -95,18 +94,12 @@ class RunFolder:
         if not force:
             self._must_agree()
         self._force = force
-        self.stands = self._look()
+        self._look()
 
     def _look(self) -> tuple[dict | None, Path | None]:
-        return (None, None) if self._force else (finished_summary(self.path), checkpoint.newest(self.path))
-
-    @property
-    def summary(self) -> dict | None:
-        return self.stands[0]
-
-    @property
-    def checkpoint(self) -> Path | None:
-        return self.stands[1]
+        found = (None, None) if self._force else (finished_summary(self.path), checkpoint.newest(self.path))
+        self.summary, self.checkpoint = found
+        return found
 
     @property
     def begun(self) -> bool:
@@ -114,7 +107,7 @@ class RunFolder:
         return self.summary is None and (self.path / RECORD).exists()
 
     def hold(self) -> tuple[dict | None, Path | None]:
-        """Create the folder, take it for this process, point ``latest`` at it, and return what ``stands`` there.
+        """Create the folder, take it for this process, point ``latest`` at it, and return summary and checkpoint.
 
         Another process may have had the folder since it was looked at, and may even have finished the run.
         """
@@ -138,12 +131,10 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
         self._lock.flush()
-        latest = self.path.parent / "latest"
         passing = self.path.parent / f".latest.{os.getpid()}"
         passing.symlink_to(self.path.name)
-        passing.replace(latest)
-        self.stands = self._look()
-        return self.stands
+        passing.replace(self.path.parent / "latest")
+        return self._look()
 
     def begin(self) -> None:
         """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""

@@ -60,14 +60,11 @@ class Record:
         self._rows += 1
         return row
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self.close()
+        self._file.close()
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -91,7 +91,9 @@ class WandbRun:
         self._running = mode != "disabled"
         if not self._running:
             return
-        given |= {"tags": _legal(tags) or None, "dir": str(folder), "id": self.id}
+        # W&B refuses a run for a tag that is empty or too long, or that is given twice.
+        tags = list(dict.fromkeys(str(tag)[:LONGEST_TAG] for tag in tags if tag))
+        given |= {"tags": tags or None, "dir": str(folder), "id": self.id}
         given |= {"config": json.loads(json.dumps(config))}
         ready = threading.Event()
         start = partial(_start, mode=mode, given=given, system_statistics=system_statistics)
@@ -116,21 +118,18 @@ class WandbRun:
             self._put(partial(_send_row, row=self._held))
         self._put(partial(_send_end, summary=summary, figures=figures))
 
-    def close(self, *, failed: bool = False) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
         """Finish the run; gives up on a server that does not answer."""
         if self._running:
-            self._exit_code = int(failed)
+            self._exit_code = int(kind is not None)
             self._tasks.put(None)
             self._thread.join(FINISH_SECONDS + 5)
             if self._thread.is_alive():
                 self._complain("it does not finish and is left behind")
         self._running = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        self.close(failed=kind is not None)
 
     def _put(self, task: _Task) -> None:
         if self._running:
@@ -160,11 +159,6 @@ class WandbRun:
                 _finish_quietly(wandb, run)
         finally:
             ready.set()
-
-
-def _legal(tags: Iterable[str]) -> list[str]:
-    """W&B refuses a run for a tag that is empty or too long, or that is given twice."""
-    return list(dict.fromkeys(str(tag)[:LONGEST_TAG] for tag in tags if tag))
 
 
 def _start(wandb: ModuleType, *, mode: str, given: dict, system_statistics: bool):
