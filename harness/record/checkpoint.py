@@ -1,8 +1,7 @@
 """Checkpoints: everything an exact resume needs, written whole or not at all.
 
-A checkpoint is one file of tensors and plain values: model, optimizers, what is spent, carried state of all lanes,
-random state of every process, the best score so far, rows of the record, the W&B id. Two newest are kept, beside
-``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states.
+A checkpoint is one file of tensors and plain values, ``Run.content``. The newest are kept, beside ``best.pt``, which
+holds weights only. It does not depend on the number of processes but for their random states.
 """
 
 import pickle

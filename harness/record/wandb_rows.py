@@ -1,6 +1,4 @@
-"""What W&B is told of a row of the record: names and plain numbers, without W&B.
-
-``bench.dashboards`` names the same metrics in its panels.
+"""Rows as W&B is told of them: names and plain numbers, without W&B. ``bench.dashboards`` names the same metrics.
 
 - ``bytes_seen`` and the others of ``PLACE``: where in the run a row stands. ``bytes_seen`` is the x axis of everything.
 - ``train/bits_per_byte``: a number of a row, by the row's kind.

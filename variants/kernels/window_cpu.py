@@ -117,9 +117,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]``, inf where nothing is seen, and FLOPs executed.
 
-    Args:
-        tensors: those of ``NAMES``, the bias, then keys and values of each part of the past.
-        owners: the part that each head's past is in.
+    ``tensors`` are those of ``NAMES``, the bias, keys and values of each part of the past; ``owners`` each head's part.
     """
     call = _call(tensors, owners, columns, shift, ramp, backward=False)
     y, lse, _ = _forward_results(tensors)
