@@ -35,9 +35,6 @@ COMPILED = "windtunnel-"
 ASK_SECONDS = 1.0
 """Between two looks for a free GPU."""
 
-with contextlib.suppress(RuntimeError):  # a user without a home
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_folder() / "kernels"))  # where kernels find it
-
 
 def cpu_name() -> str:
     """The CPU as its maker calls it."""
