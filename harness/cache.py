@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def cache_folder() -> Path:
@@ -26,15 +27,22 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def write_whole(path: Path, content: bytes | bytearray | memoryview) -> None:
-    """Write a file so that others see all of it or nothing. OSError if it cannot be written."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, of which others see all or nothing. OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     passing = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with passing.open("wb") as out:
-            out.write(content)
+            yield out
             out.flush()
             os.fsync(out.fileno())  # before the rename: a crash must not leave a name on missing bytes
-        os.replace(passing, path)
+        passing.replace(path)
     finally:
         passing.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes | bytearray | memoryview) -> None:
+    """Write a file so that others see all of it or nothing. OSError if it cannot be written."""
+    with written_whole(path) as out:
+        out.write(content)

@@ -15,8 +15,7 @@ import pytest
 
 from harness.cache import cache_folder, locked
 from harness.data import corpora
-from harness.data.download import ATTEMPTS, download
-from harness.data.public import KNOWN, Known, fetch
+from harness.data.public import ATTEMPTS, KNOWN, Known, download, fetch
 from tests.patience import PATIENCE_SECONDS
 
 TEXT = os.urandom(30_000)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.compose import sweep
-from harness.device import lease, runtime
+from harness.device import machine, runtime
 from harness.device.runtime import StopSignal
 from harness.loop.run import Run
 from harness.plan.settings import RuntimeSettings
@@ -25,7 +25,7 @@ IDENTITY = folder.Identity(variant="mhsa", seed=0, config="a", source="b", data=
 TAKE = """
 import sys, time
 from pathlib import Path
-from harness.device.lease import take_free
+from harness.device.machine import take_free
 folder = Path(sys.argv[1])
 leased = take_free(["GPU-a", "GPU-b"], folder=folder)
 with open(folder / "log", "a") as log:
@@ -67,28 +67,28 @@ def test_a_gpu_has_one_job_at_a_time_and_those_without_wait(tmp_path):
 def test_a_killed_job_leaves_its_gpu(tmp_path):
     job = taking(tmp_path)
     wait_for((tmp_path / "log").exists, "the job")
-    assert lease.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 1
+    assert machine.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 1
     job.kill()
     job.wait()
-    assert lease.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 0
+    assert machine.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 0
 
 
 def test_auto_takes_a_gpu_for_as_long_as_the_job_lasts(here, monkeypatch):
     taken = []
     monkeypatch.setattr(runtime, "_gpu_names", lambda: ["GPU-a", "GPU-b"])
     monkeypatch.setattr(runtime, "_device", lambda name: taken.append(name) or torch.device("cpu"))
-    locks = lease.cache_folder() / "gpus" / os.uname().nodename
+    locks = machine.cache_folder() / "gpus" / os.uname().nodename
     locks.mkdir(parents=True, exist_ok=True)
-    other = lease.take_free(["GPU-a"])
+    other = machine.take_free(["GPU-a"])
     job = make_job("runtime.device=auto", "budget.steps=2")
     assert taken[-1] == "cuda:1"
-    seen = after_step(job, 1, lambda: taken.append(lease._take(1, locks / "GPU-b.lock")))
+    seen = after_step(job, 1, lambda: taken.append(machine._take(1, locks / "GPU-b.lock")))
     run_job(seen)
     assert taken[-1] is None, "it was free while the job computed"
-    assert lease._take(1, locks / "GPU-b.lock"), "the job is over"
+    assert machine._take(1, locks / "GPU-b.lock"), "the job is over"
     with pytest.raises(ValueError, match="model.heads"):
         make_job("runtime.device=auto", "model.heads=3")
-    assert lease._take(1, locks / "GPU-b.lock"), "the job was refused"
+    assert machine._take(1, locks / "GPU-b.lock"), "the job was refused"
     other.release()
     assert runtime.take_gpu(RuntimeSettings(**AUTO | {"device": "cpu"})) is None
     first, second = runtime.take_gpu(RuntimeSettings(**AUTO)), runtime.take_gpu(RuntimeSettings(**AUTO))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.norms import RMSNorm
+from harness.model import RMSNorm
 from tests.attention_case import assert_same
 
 pytestmark = pytest.mark.numeric

@@ -344,9 +344,9 @@ def test_a_signal_waits_for_the_others():
     with StopSignal(alone=False) as stopping:
         signal.raise_signal(signal.SIGTERM)
         assert stopping.heard == signal.SIGTERM and stopping.number is None
-        stopping.agree(0)
+        stopping.agreed = 0
         assert stopping.number is None
-        stopping.agree(signal.SIGTERM)
+        stopping.agreed = signal.SIGTERM
         assert stopping.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

@@ -26,7 +26,7 @@ ARROWS = {
     "variants": {"torch", "einops", "variants", "triton"},
     "variants/kernels": {"torch", "variants.kernels", "triton"},  # triton: in one file, imported where it is used
     "variants/conformance": {"torch", "variants.conformance", "variants.contract"},
-    "harness": {"harness.norms", "variants.contract"},
+    "harness": {"harness.cache", "variants.contract"},
     "harness/record": {"harness.record", "harness.cache"},
     "harness/optim": {"harness.optim"},
     "harness/data": {"harness.data", "harness.cache", "harness.hashing"},

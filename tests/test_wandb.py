@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.record import wandb_client, wandb_run
+from harness.record import wandb_run
 from harness.record.wandb_run import WandbRun
 from tests.patience import PATIENCE_SECONDS
 from tests.wandb_runs import MODES, PRETENDED_KEY, MisbehavingServer, inspect, lonely_environment, python
@@ -173,7 +173,7 @@ def test_a_missing_wandb_is_one_line_on_stderr(monkeypatch, tmp_path, capsys):
 def test_a_hanging_wandb_is_left_behind(fake, monkeypatch, tmp_path, capsys, call):
     hang = threading.Event()
     fake(fails={call: hang})
-    monkeypatch.setattr(wandb_client, "FINISH_SECONDS", -4.8)
+    monkeypatch.setattr(wandb_run, "FINISH_SECONDS", -4.8)
     run = run_job(tmp_path)
     assert run._thread.is_alive(), "it was waited for"
     assert "left behind" in capsys.readouterr().err

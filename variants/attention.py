@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants.context import Keys, before, by_head, last
+from variants.context import Keys, before, by_part, last
 from variants.contract import Out, Part, Place, State, Sublayer
 from variants.kernels import fused, triton_window, window, window_cpu
 from variants.kernels.window import Past, Persistent, Window
@@ -143,11 +143,7 @@ class Attention(Sublayer):
         return Out(out, state, self.reach.loss(z) if self.training else None, seen)
 
     def _project(self, x: Tensor, *linears: nn.Linear, heads: list[int] | None = None) -> list[Tensor]:
-        """``[B, H, T, K]`` by each of the maps, queries scaled: one matrix product with all of their matrices.
-
-        Args:
-            heads: those whose part of the maps is taken; None for all.
-        """
+        """``[B, H, T, K]`` of all or some heads by each of the maps, queries scaled: one product with all matrices."""
 
         def of(name: str) -> Tensor | None:
             found = [getattr(linear, name) for linear in linears]
@@ -211,19 +207,12 @@ class Attention(Sublayer):
     def _attend(self, path: str, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None) -> Tensor:
         columns = max(reach.columns)
         vectors = self.position.vectors(columns) if path == "kernel" else None
-        bias = self.position.bias(q, columns) if vectors is None else None
-        same = {"bias": bias, "persistent": persistent}
+        same = {"bias": self.position.bias(q, columns) if vectors is None else None, "persistent": persistent}
         if path == "kernel" and q.device.type == "cpu":
             return window_cpu.attend(q, keys.k, keys.v, reach, past=keys.past, vectors=vectors, **same)
-        if path == "kernel":
-            attend = partial(triton_window.attend, vectors=vectors)
-        elif path == "fused":
-            attend = fused.attend
-        else:
-            attend = partial(window.attend, dropout=self.dropout if self.training else 0.0)
-        if len(keys.past) > 1:  # the state of a run on the CPU's kernel
-            return by_head(attend, q, keys, reach, **same)
-        return attend(q, *keys.whole(), reach, **same)
+        ways = {"kernel": partial(triton_window.attend, vectors=vectors), "fused": fused.attend}
+        ways["plain"] = partial(window.attend, dropout=self.dropout if self.training else 0.0)
+        return by_part(ways[path], q, keys, reach, **same)
 
     def path(self, device: torch.device, *, training: bool) -> str:
         """The first of these that computes the same here, or the one that was asked for; ValueError where that cannot be.
@@ -247,21 +236,19 @@ class Attention(Sublayer):
 
     def _obstacles(self, path: str, device: torch.device, *, training: bool) -> list[str]:
         """Why a path cannot run."""
-        learned = self.position.vectors(1) is not None
+        by_vectors = path == "kernel" and self.position.vectors(1) is not None
         found = {
             f"model.dropout={self.dropout}": training and self.dropout > 0,
             "spans that depend on the input": not self.reach.fusable,
-            "a position scheme whose bias depends on the query": not self.position.constant_bias
-            and not (path == "kernel" and learned),
+            "a position scheme whose bias depends on the query": not (self.position.constant_bias or by_vectors),
+            f"runtime.device={device.type}": path == "fused" and device.type != "cpu",
         }
         reasons = [name for name, stands in found.items() if stands]
-        if path == "fused" and device.type != "cpu":
-            reasons.append(f"runtime.device={device.type}")
-        if path == "kernel":
-            on_gpu = triton_window.available(device, torch.float32, self.d_head) if device.type != "cpu" else None
-            missing = window_cpu.available() if device.type == "cpu" else on_gpu
-            reasons += [missing] if missing else []
-        return reasons
+        if path == "fused":
+            return reasons
+        missing = triton_window.available(device, torch.float32, self.d_head) if device.type != "cpu" else None
+        missing = window_cpu.available() if device.type == "cpu" else missing
+        return [*reasons, missing] if missing else reasons
 
     def _look(
         self, path: str, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None

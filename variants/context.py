@@ -68,16 +68,15 @@ def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
     return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), new], dim) if kept else new
 
 
-def by_head(
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    keys: Keys,
-    window: Window,
-    *,
-    bias: Tensor | None,
-    persistent: Persistent | None,
+def by_part(
+    attend: Callable[..., Tensor], q: Tensor, keys: Keys, window: Window, *, bias: Tensor | None, persistent
 ) -> Tensor:
-    """``attend``, which wants a past of one length, for each part of the past; arguments as there."""
+    """``attend``, which wants a past of one length, for each part of the past; arguments as there.
+
+    Several parts are the state of a run on the CPU's kernel.
+    """
+    if len(keys.past) < 2:
+        return attend(q, *keys.whole(), window, bias=bias, persistent=persistent)
     found = []
     for part in keys.past:
         own = list(part.heads)

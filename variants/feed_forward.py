@@ -35,8 +35,7 @@ class FeedForward(Sublayer):
     Args:
         place: gives the width D and the dropout rate.
         hidden: width that the second matrix reads; None means 4*D.
-        activation: ``relu``, ``gelu``, ``relu2`` or ``swiglu``.
-        bias: whether both matrices have a bias.
+        activation: one of ``ACTIVATIONS``.
         zero_init: start the second matrix and its bias at zero, so that the block adds nothing at first. The first
             matrix then gets no gradient in the first step.
     """

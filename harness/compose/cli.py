@@ -23,7 +23,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, RunMode, TaskFunction
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -44,7 +44,6 @@ def run_command(
     """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a mistake, 130 for Ctrl-C, or 1 for any other error.
 
     Args:
-        command: the decorated function.
         many: whether several processes, started by ``torchrun``, may do it together.
         launcher: makes the launcher of a sweep's jobs out of the one that was chosen and Hydra's three keywords.
     """
@@ -72,7 +71,6 @@ def say(error: Exception, *, job: Sequence[str] = ()) -> None:
     error is a process's ``own``, or was ``said`` by another.
 
     Args:
-        error: a mistake becomes one message, anything else keeps its trace.
         job: overrides of the sweep's job; those of the job that is running now are known.
     """
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
@@ -181,13 +179,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _make_folder(folder: Path, *, outputs: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"outputs={outputs}: cannot be written ({error.strerror})") from error
-
-
 @contextlib.contextmanager
 def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | None) -> Iterator[None]:
     """Hydra with our manners; errors of a sweep's jobs are appended to ``failed``."""
@@ -228,15 +219,17 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
         folder = Path(self.config.hydra.sweep.dir)
         new = [path for path in (folder / "multirun.yaml", folder, *folder.parents) if not path.exists()]
         try:
-            _make_folder(folder, outputs=self.config.outputs)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"outputs={self.config.outputs}: cannot be written ({error.strerror})") from error
             return sweep(self, arguments)
         finally:
             for path in new:
                 with contextlib.suppress(OSError):  # not empty: a launcher or a run needs it
                     path.unlink() if path.is_file() else path.rmdir()
 
-    def make_launcher(self: Plugins, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig):
-        given = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
+    def make_launcher(self: Plugins, **given) -> Launcher:
         chosen = instantiate(self, **given)
         return launcher(chosen, **given) if launcher else chosen
 

@@ -10,10 +10,12 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.plugins.launcher import Launcher
@@ -21,6 +23,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from harness.compose.cli import GROUP, MISTAKES, JobFailed, typed
+
+if TYPE_CHECKING:
+    from harness.record.folder import RunFolder  # torch comes with it: not for --help
 
 LOOK_SECONDS = 1.0
 """Between two looks at the jobs' folders."""
@@ -33,47 +38,42 @@ class SweepJob:
 
     Attributes:
         overrides: what makes it this job.
-        path: its run folder, or None where its configuration, data or device has a mistake, which the job will say.
-        objective: of a finished job that may be returned, bits per byte on valid.
-        finished, begun, changed: how it stood when it was looked at; ``changed``: only another source's run
-            of the same configuration is there.
+        folder: its run folder as it was looked at, or None where its configuration, data or device has a mistake, which
+            the job will say.
         ended: how and when its last try had ended by then, from ``folder.ending``.
     """
 
     overrides: list[str]
     cfg: DictConfig
-    path: Path | None = None
-    objective: float | None = None
-    finished: bool = False
-    begun: bool = False
-    changed: bool = False
+    folder: "RunFolder | None" = None
     ended: tuple[str, int] | None = None
 
     @property
-    def failed(self) -> bool:
-        """Whether its last try had failed."""
-        return self.ended is not None and self.ended[0] == "failed"
+    def finished(self) -> bool:
+        return self.folder is not None and self.folder.summary is not None
+
+    @property
+    def state(self) -> str:
+        """``failed``, ``begun``, ``changed`` where only another source's run of it is there, or ``new``."""
+        if self.ended is not None and self.ended[0] == "failed":
+            return "failed"
+        if self.folder and self.folder.begun:
+            return "begun"
+        return "changed" if self.folder and self.folder.note else "new"
 
     def result(self) -> JobReturn:
         """Of a finished job."""
         done = JobReturn(overrides=self.overrides, cfg=self.cfg, status=JobStatus.COMPLETED)
-        done.return_value = self.objective
+        done.return_value = self.folder.summary["valid_bits_per_byte"]
         return done
 
 
 class Resuming(Launcher):
-    """Any launcher, given only the jobs that are not finished.
+    """Any launcher, the ``chosen`` one, given only the jobs that are not finished."""
 
-    Args:
-        chosen: the launcher that runs jobs.
-        config: of the sweep; hydra_context, task_function: Hydra's.
-    """
-
-    def __init__(
-        self, chosen: Launcher, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ):
+    def __init__(self, chosen: Launcher, **hydra):
         self._chosen = chosen
-        self.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.setup(**hydra)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._loader, self._config = hydra_context.config_loader, config
@@ -86,7 +86,7 @@ class Resuming(Launcher):
         digests: dict[str, str | None] = {}
         jobs = [self._look(list(overrides), digests) for overrides in job_overrides]
         found = {index: job.result() for index, job in enumerate(jobs) if job.finished}
-        if any(job.path for job in jobs):
+        if any(job.folder for job in jobs):
             print(f"sweep {self.name}: {standing(jobs)}", flush=True)
         with _status(self.name, jobs), env_override(environment(self._chosen, len(jobs))):
             while left := [index for index in range(len(jobs)) if index not in found]:
@@ -119,8 +119,7 @@ class Resuming(Launcher):
         shared = set.intersection(*map(set, words))
         found = []
         for job, own in zip(jobs, words, strict=True):
-            summary = job.path and finished_summary(job.path)
-            if summary:
+            if job.folder and (summary := finished_summary(job.folder.path)):
                 differing = [word.removeprefix("variant=") for word in own if word not in shared]
                 found.append((" ".join(differing) or summary["variant"], summary))
         print_sweep_table(found)
@@ -130,7 +129,7 @@ class Resuming(Launcher):
         from harness.data import corpora  # torch comes with these: not for --help
         from harness.loop.prepare import locate
         from harness.plan.build import hydra_facts, plan_run
-        from harness.record import folder
+        from harness.record.folder import ending
 
         cfg = self._loader.load_sweep_config(self._config, overrides)
         if cfg.record.wandb.group is None and not any(word.startswith(f"{GROUP}=") for word in overrides):
@@ -144,42 +143,29 @@ class Resuming(Launcher):
             if key not in digests:
                 digests[key] = None  # what cannot be read is not asked for again
                 digests[key] = corpora.load(**plan.data).sha256
-            if digests[key] is None:
-                return SweepJob(overrides=overrides, cfg=cfg)
-            place = locate(plan, data_digest=digests[key])
+            place = digests[key] and locate(plan, data_digest=digests[key])
         except Exception:  # whatever it is, the job meets it too
-            return SweepJob(overrides=overrides, cfg=cfg)
-        return SweepJob(
-            overrides=overrides,
-            cfg=cfg,
-            path=place.path,
-            objective=place.summary and place.summary["valid_bits_per_byte"],
-            finished=place.summary is not None,
-            begun=place.begun,
-            changed=bool(place.note),
-            ended=folder.ending(place.path),
-        )
+            place = None
+        return SweepJob(overrides=overrides, cfg=cfg, folder=place, ended=place and ending(place.path))
 
 
 def standing(jobs: Sequence[SweepJob]) -> str:
     """``12 jobs: 5 finished before, 1 goes on, 6 new (2 because the source changed)``."""
-    finished = sum(job.finished for job in jobs)
-    left = [job for job in jobs if not job.finished]
-    rest = [job for job in left if _held(job) is None]
-    held = len(left) - len(rest)
-    failed, begun = sum(job.failed for job in rest), sum(job.begun and not job.failed for job in rest)
-    new, changed = len(rest) - failed - begun, sum(job.changed for job in rest)
-    parts = [(finished, "finished before"), (held, "running elsewhere"), (failed, "failed before and tried again")]
-    told = [f"{count} {what}" for count, what in [*parts, (begun, "to go on"), (new, "new")] if count]
+    states = Counter("finished" if job.finished else "held" if _held(job) is not None else job.state for job in jobs)
+    changed = states.pop("changed", 0)
+    states["new"] += changed
+    words = {"finished": "finished before", "held": "running elsewhere", "failed": "failed before and tried again"}
+    words |= {"begun": "to go on", "new": "new"}
+    told = [f"{states[state]} {word}" for state, word in words.items() if states[state]]
     because = f" ({changed} because the source changed since)" if changed else ""
     return f"{len(jobs)} job{'s' * (len(jobs) != 1)}: {', '.join(told)}{because}"
 
 
 def progress(jobs: Sequence[SweepJob]) -> str:
     """``5 of 12 done, 2 running, 4 queued, 1 failed``; jobs with a mistake stay queued until they have said it."""
-    from harness.record import folder
+    from harness.record.folder import ending
 
-    now = [folder.ending(job.path) if job.path else None for job in jobs]
+    now = [ending(job.folder.path) if job.folder else None for job in jobs]
     news = [end[0] if end and end != job.ended else None for job, end in zip(jobs, now, strict=True)]
     held = [_held(job) is not None for job in jobs]
     done = sum(job.finished or new == "finished" for job, new in zip(jobs, news, strict=True))
@@ -196,9 +182,9 @@ def _late(result: JobReturn) -> bool:
 
 
 def _held(job: SweepJob) -> str | None:
-    from harness.record import folder
+    from harness.record.folder import holder
 
-    return job.path and folder.holder(job.path)
+    return holder(job.folder.path) if job.folder else None
 
 
 @contextmanager

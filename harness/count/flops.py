@@ -1,7 +1,7 @@
 """What the code that ran had to do, counted: floating-point operations, two per multiply-add, and bytes moved.
 
 One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products and
-convolutions count by torch's own formulas, attention and reads of a table by ``formulas.py``, bytes by ``traffic.py``.
+convolutions count by torch's own formulas, attention and reads of a table by ``formulas.py``, bytes by ``bytes_moved.py``.
 Nothing is registered with torch, so nobody else's counts change.
 
 Operations without a formula (softmax, norms, top-k, gathers, element by element) add nothing to the total and are
@@ -17,10 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.count.bytes_moved import moved_bytes
-from harness.count.formulas import ELEMENTWISE, FORMULAS, describe
+from harness.count.formulas import ELEMENTWISE, FORMULAS, describe, tensors_of
 from harness.count.memory import state_bytes
 from harness.model import LanguageModel
-from variants.contract import State
 
 # They move, make or read numbers and compute none. Views are recognised by torch itself.
 FACTORIES = (
@@ -39,7 +38,7 @@ class Flops(NamedTuple):
         total: FLOPs of all operations that have a formula.
         unknown: calls of every other operation, most frequent first; in-place forms are counted with the others.
             Views, copies and the making of tensors are left out.
-        moved_bytes: operands read and results written, summed over all operations (``traffic.py``).
+        moved_bytes: operands read and results written, summed over all operations.
     """
 
     total: int
@@ -109,7 +108,7 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
     with torch.no_grad(), _undisturbed(model, device):
         while unchanged < 2 and fed < most_bytes:
             state, before = model(tokens(), state).state, shapes
-            shapes, fed = _shapes(state), fed + segment
+            shapes, fed = [tensor.shape for tensor in tensors_of(state)], fed + segment
             unchanged = unchanged + 1 if shapes == before else 0
         last = tokens()
         flops = count_flops(lambda: model(last, state))
@@ -127,12 +126,6 @@ def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]
         finally:
             for module, training in modes.items():
                 module.training = training
-
-
-def _shapes(state: State):
-    if isinstance(state, tuple):
-        return tuple(_shapes(part) for part in state)
-    return None if state is None else state.shape
 
 
 def _counted(call: Callable[[], object], formulas: dict) -> Flops:

@@ -23,7 +23,7 @@ class Operation(NamedTuple):
     """One executed operation.
 
     Attributes:
-        name: without ``aten`` and without the underscore of an in-place form.
+        name: ``add`` for ``aten.add_.Tensor``; other libraries' names keep the library.
         arguments: by the names of its schema, defaults included.
         changed: names of the arguments that it writes to.
         out: names of those that it writes to without reading them (``out=``).
@@ -43,20 +43,14 @@ class Operation(NamedTuple):
 
 def describe(operation, args: Sequence, kwargs: dict, result: object) -> Operation:
     """A call of a dispatcher's operation, or of ``flex_attention``, with its arguments by name."""
-    name = name_of(operation)
     if isinstance(operation, torch._ops.HigherOrderOperator):
+        name = operation.name()
         parameters = FLEX if name == "flex_attention" else map(str, range(len(args)))
         return Operation(name, dict(zip(parameters, args, strict=False)) | kwargs, (), (), result)
+    name = operation._schema.name.removeprefix("aten::").removesuffix("_")
     defaults, changed, out = _schema(operation)
     given = dict(zip(defaults, args, strict=False))
     return Operation(name, defaults | given | kwargs, changed, out, result)
-
-
-def name_of(operation) -> str:
-    """``add`` for ``aten.add_.Tensor``; other libraries' names keep the library."""
-    if isinstance(operation, torch._ops.HigherOrderOperator):
-        return operation.name()
-    return operation._schema.name.removeprefix("aten::").removesuffix("_")
 
 
 def tensors_of(value: object) -> list[Tensor]:
@@ -121,16 +115,14 @@ def _clipped(block: Tensor, size: int, length: int) -> Tensor:
     return (length - block.long() * size).clamp(0, size)
 
 
-def embedding_bag(call: Operation) -> int:
-    """Each row of ``weight [M, D]`` that is read: D multiply-adds if it has a weight of its own, else D additions."""
-    per_number = 1 if call.arguments["per_sample_weights"] is None else 2
-    return per_number * call.arguments["indices"].numel() * call.arguments["weight"].shape[1]
+def embedding_bag(rows: str) -> Callable[[Operation], int]:
+    """Each row read, of an argument ``[.., D]``: D multiply-adds if it has a weight of its own, else D additions."""
 
+    def formula(call: Operation) -> int:
+        per_number = 1 if call.arguments["per_sample_weights"] is None else 2
+        return per_number * call.arguments["indices"].numel() * call.arguments[rows].shape[1]
 
-def embedding_bag_backward(call: Operation) -> int:
-    """Each row read gets the gradient of its bag, by its weight if it has one: as much as the forward."""
-    per_number = 1 if call.arguments["per_sample_weights"] is None else 2
-    return per_number * call.arguments["indices"].numel() * call.arguments["grad"].shape[1]
+    return formula
 
 
 def sample_weights_backward(call: Operation) -> int:
@@ -152,9 +144,9 @@ FORMULAS: dict[str, Callable[[Operation], int]] = {
     **{f"_scaled_dot_product_{kind}": attention for kind in ATTENTIONS},
     **{f"_scaled_dot_product_{kind}_backward": attention_backward for kind in ATTENTIONS},
     "flex_attention": flex_attention,
-    "_embedding_bag": embedding_bag,
-    "_embedding_bag_forward_only": embedding_bag,
-    "_embedding_bag_backward": embedding_bag_backward,
+    "_embedding_bag": embedding_bag("weight"),
+    "_embedding_bag_forward_only": embedding_bag("weight"),
+    "_embedding_bag_backward": embedding_bag("grad"),  # the gradient of its bag: as much as the forward
     "_embedding_bag_per_sample_weights_backward": sample_weights_backward,
     "embedding_dense_backward": scattered_additions("grad_output"),
     "index_add": scattered_additions("source"),

@@ -9,7 +9,7 @@ import ctypes
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from harness.count.formulas import tensors_of
 from variants.contract import State
 
 STATUS = Path("/proc/self/status")
@@ -32,9 +33,7 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 def state_bytes(state: State) -> int:
     """Bytes of a carried state per stream. A view counts its own elements, not the storage that it keeps alive."""
-    if isinstance(state, tuple):
-        return sum(state_bytes(part) for part in state)
-    return 0 if state is None else tensor_bytes([state]) // state.shape[0]
+    return sum(tensor_bytes([tensor]) // len(tensor) for tensor in tensors_of(state))
 
 
 def parameter_bytes(model: nn.Module) -> int:
@@ -48,22 +47,13 @@ def gradient_bytes(model: nn.Module) -> int:
 
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes of all tensors in the optimizers' states, which most of them make in their first step."""
-    return tensor_bytes(tensor for optimizer in optimizers for tensor in _tensors(optimizer.state))
+    return tensor_bytes(tensor for optimizer in optimizers for tensor in tensors_of(dict(optimizer.state)))
 
 
 def _own_bytes(tensor: Tensor) -> int:
     if tensor.layout == torch.sparse_coo:
         return _own_bytes(tensor._indices()) + _own_bytes(tensor._values())  # the public ones want it coalesced
     return tensor.numel() * tensor.element_size()
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in nested dictionaries, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
 
 
 class Peak(NamedTuple):
@@ -81,9 +71,6 @@ class PeakMemory:
 
     On a CPU it resets the high-water mark of the whole process. Where the system does not permit that, the mark only
     rises, and the peak is the rise since the meter was made.
-
-    Args:
-        device: a CPU or CUDA device.
     """
 
     def __init__(self, device: torch.device):

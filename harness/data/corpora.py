@@ -77,9 +77,7 @@ def load(
     """Read a corpus; the keywords are the keys of ``conf/data/*.yaml``.
 
     Args:
-        name: ``enwik8``, ``text8``, ``file``, ``stdlib`` or ``recall``.
         path: a file or folder on disk; needed by ``file``, an alternative to the cache for ``enwik8`` and ``text8``.
-        sha256: what the digest of the whole corpus must be.
         fallback: ``stdlib`` or None: what to read if ``enwik8`` or ``text8`` can be neither found nor fetched.
         vocabulary: 256 keeps byte values; a smaller V numbers the values that occur in their order.
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).

@@ -34,10 +34,8 @@ class Lanes:
 
     Args:
         split: uint8 ``[n]``.
-        lanes: B, at least 1; ``batch.lanes``.
-        segment: T in bytes, at least 1; ``batch.segment``.
+        lanes, segment: B streams and T bytes, each at least 1.
         seed: another seed is another order.
-        carry: whether consecutive steps continue the same streams.
 
     Raises:
         ValueError: if a lane (or without ``carry`` the split) has fewer than T + 1 bytes.
@@ -110,12 +108,8 @@ def segments(split: Tensor, *, lanes: int, segment: int, part: tuple[int, int] =
     _check_counts(**{"eval.lanes": lanes, "eval.segment": segment})
     ranges = torch.tensor(score_lanes(len(split) - 1, lanes))
     longest, own = int((ranges[:, 1] - ranges[:, 0]).max()), ranges[share(lanes, part)]
-    return _cut(split, own[:, :1], own[:, 1:], segment, longest)
-
-
-def _cut(split: Tensor, begin: Tensor, end: Tensor, segment: int, longest: int) -> Iterator[Segment]:
-    for done in range(0, longest, segment):
-        yield _pairs(split, begin + done + torch.arange(segment), end)
+    starts = range(0, longest, segment)
+    return (_pairs(split, own[:, :1] + done + torch.arange(segment), own[:, 1:]) for done in starts)
 
 
 def windows(
@@ -142,17 +136,16 @@ def windows(
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)
     firsts = range(0, n_windows, batch)
-    return _slide(split, window=window, stride=stride, batch=batch, firsts=firsts[share(len(firsts), part)])
+    place, end = torch.arange(window), torch.tensor(n_pairs)
 
-
-def _slide(split: Tensor, *, window: int, stride: int, batch: int, firsts: range) -> Iterator[Segment]:
-    end = torch.tensor(len(split) - 1)  # windows that only fill up the last batch score nothing: all lies beyond it
-    for first in firsts:
-        number = torch.arange(first, first + batch)[:, None]  # [b, 1]
-        place = torch.arange(window)
+    def segment(first: int) -> Segment:
+        number = torch.arange(first, first + batch)[
+            :, None
+        ]  # [b, 1]; those that fill up the last batch lie beyond the end
         inputs, targets, mask = _pairs(split, number * stride + place, end)
-        fresh = (place >= window - stride) | (number == 0)
-        yield inputs, targets, mask & fresh
+        return inputs, targets, mask & ((place >= window - stride) | (number == 0))
+
+    return map(segment, firsts[share(len(firsts), part)])
 
 
 def _pairs(split: Tensor, index: Tensor, end: Tensor) -> Segment:

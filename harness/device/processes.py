@@ -4,18 +4,15 @@
 share of ``batch.lanes``; gradients are averaged, so that every process makes the same update. The first one decides,
 holds the run folder and speaks. With one process nothing here does anything.
 
-Gradients are averaged here and not by ``torch.nn.parallel.DistributedDataParallel``. That one (torch 2.13) arranges its
-buckets anew after the first step that a process makes: sums of three or more gradients then round otherwise, and a run
-that was resumed has other bits than the one that was not stopped. Where it does not (``find_unused_parameters``), it
-warns against that option in every run. It takes sparse gradients from ``torch.nn.Embedding`` alone, not from a parameter
-of a mechanism's own. The price of our own: the sums begin when the backward pass has ended.
+Gradients are averaged here and not by ``torch.nn.parallel.DistributedDataParallel`` (torch 2.13), which arranges its
+buckets anew after a process's first step, so that a resumed run has other bits, and takes sparse gradients from
+``torch.nn.Embedding`` alone. The price of our own: the sums begin when the backward pass has ended.
 """
 
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.device.launch import read_launch
+from harness.device.launch import Launch, read_launch
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
@@ -39,20 +36,8 @@ class ProcessLost(RuntimeError):
     said = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """The processes of a run, seen from one of them.
-
-    Attributes:
-        rank: of this process, from 0.
-        number: of processes.
-        local_rank, local_number: the same on this machine: which GPU.
-    """
-
-    rank: int = 0
-    number: int = 1
-    local_rank: int = 0
-    local_number: int = 1
+class Processes(Launch):
+    """The processes of a run, seen from one of them."""
 
     @property
     def first(self) -> bool:
@@ -202,7 +187,7 @@ def joined() -> Iterator[Processes]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
         try:
-            yield Processes(**launch._asdict())
+            yield Processes(*launch)
         except SystemExit:  # of all at the same step; after an error, a farewell would wait for the others
             dist.destroy_process_group()
             raise

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from harness.device import machine
-from harness.device.lease import Lease, take_free
 from harness.device.processes import ALONE, Processes
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
@@ -79,10 +78,10 @@ def device_kind(settings: RuntimeSettings) -> str:
     return _device(settings.device).type
 
 
-def take_gpu(settings: RuntimeSettings) -> Lease | None:
+def take_gpu(settings: RuntimeSettings) -> machine.Lease | None:
     """Where ``auto`` finds GPUs, one that no other job of this machine has, else None; waits while all are taken."""
     names = _gpu_names() if settings.device == "auto" else []
-    return take_free(names) if names else None
+    return machine.take_free(names) if names else None
 
 
 def _gpu_names() -> list[str]:
@@ -168,13 +167,17 @@ class StopSignal:
 
     Attributes:
         heard: the signal that this process received, or 0.
-        number: the signal to stop for, or None.
+        agreed: the signal that any process received, once all know of it, or 0.
     """
 
     def __init__(self, *, alone: bool = True):
-        self.alone, self.heard = alone, 0
-        self.number: int | None = None
+        self.alone, self.heard, self.agreed = alone, 0, 0
         self._before: dict[int, object] = {}
+
+    @property
+    def number(self) -> int | None:
+        """The signal to stop for, or None."""
+        return (self.heard if self.alone else self.agreed) or None
 
     def __enter__(self) -> "StopSignal":
         users = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(number))]
@@ -192,17 +195,10 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def agree(self, number: int) -> None:
-        """Stop for the signal that any process received; 0 for none."""
-        if not self.alone:
-            self.number = number or None
-
     def _receive(self, number: int, _frame) -> None:
         if self.heard:
             raise KeyboardInterrupt
         self.heard = number
-        if self.alone:
-            self.number = number
 
 
 def _device(name: str) -> torch.device:

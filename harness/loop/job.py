@@ -37,7 +37,6 @@ class Job:
     Attributes:
         stop: the signals that end training between two steps.
         run: the run, or None where an earlier one is finished and is returned.
-        earlier: the finished run's summary, or None.
     """
 
     def __init__(
@@ -52,14 +51,17 @@ class Job:
         held: ExitStack | None = None,
     ):
         self.plan, self.folder, self.run, self.command = plan, place, run, command
-        self.earlier = place.summary
         self._peak, self._most, self._held = peak, Peak(0, approximate=False), held
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
         self._processes = processes
         self.stop = StopSignal(alone=processes.number == 1)
-        self._save_agreed = False
+
+    @property
+    def earlier(self) -> dict | None:
+        """The finished run's summary."""
+        return self.folder.summary
 
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
@@ -77,8 +79,7 @@ class Job:
         with self._held as held:
             if self._processes.first:
                 held.callback(self.folder.release)
-            self.folder.stands = self._processes.from_first(self.folder.hold)
-            self.earlier = self.folder.summary
+            self.folder.summary, self.folder.checkpoint = self._processes.from_first(self.folder.hold)
             if self.earlier is None:
                 self._held = held.pop_all()
         return self.earlier is None
@@ -109,21 +110,10 @@ class Job:
             self.append({"kind": "provenance", **whose, "config": config})
 
     def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
-        w, plan = self.plan.wandb, self.plan
-        return WandbRun(
-            self.folder.path,
-            config=plan.config,
-            mode=w.mode,
-            project=w.project,
-            entity=w.entity,
-            name=self.folder.path.name,
-            group=w.group,
-            job_type="train" if plan.eval.test else "tune",
-            tags=(*w.tags, *(tag for tag in (plan.variant, plan.size, data) if tag)),
-            id=id,
-            every_seconds=w.every_seconds,
-            system_statistics=w.system_statistics,
-        )
+        plan, path = self.plan, self.folder.path
+        own = {"name": path.name, "job_type": "train" if plan.eval.test else "tune"}
+        own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))}
+        return WandbRun(path, config=plan.config, id=id, **vars(plan.wandb) | own)
 
     def _restore(self) -> int:
         """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
@@ -151,9 +141,8 @@ class Job:
 
     def step(self) -> float:
         """One training step; returns the fraction of the budget spent before it."""
-        before, (stop, save) = self.run.step(lambda: (self.stop.heard, self._save_is_due()))
-        self.stop.agree(stop)
-        self._save_agreed = bool(save)
+        before = self.run.step(self.stop.heard, self._save_is_due())
+        self.stop.agreed = self.run.agreed[0]
         self._steps_here += 1
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
@@ -161,12 +150,11 @@ class Job:
 
     def standing(self) -> dict:
         """For the progress line."""
-        spent = self.run.spent
         return {
             "fraction": self.run.fraction,
-            "bytes_seen": spent.bytes,
+            "bytes_seen": self.run.spent.bytes,
             "bits_per_byte": self.run.recent_bits(self._last_bits),
-            "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9),
+            "bytes_per_second": self.run.bytes_per_second,
         }
 
     def validation_due(self, before: float) -> bool:
@@ -194,7 +182,7 @@ class Job:
 
     def checkpoint_due(self) -> bool:
         every = self.plan.checkpoint.every_steps
-        return self._save_agreed or (every is not None and self.run.spent.steps % every == 0)
+        return bool(self.run.agreed[1]) or (every is not None and self.run.spent.steps % every == 0)
 
     def _save_is_due(self) -> bool:
         """By the clock of the first process."""
@@ -215,29 +203,23 @@ class Job:
         run, plan = self.run, self.plan
         found = summary.identity(run, self.folder.identity, command=self.command)
         self.validate(progress)
-        best = self._processes.from_first(
-            lambda: checkpoint.load(self.folder.path / checkpoint.FOLDER / checkpoint.BEST)
-        )
+        best = self._processes.from_first(lambda: checkpoint.load_best(self.folder.path))
         run.take_weights(best["model"])
         peak = self._most._replace(bytes=self._processes.largest(self._most.bytes))
         found |= summary.costs(run, peak=peak)  # FLOPs are those of the weights that are scored
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(run.model.metrics({}))}
         found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in ("valid", "test") if plan.eval.test else ("valid",):
-            row, part = summary.final_score(run, split)
+            row = summary.final_score(run, split, found)
             self.append(row)
-            for key in ("compressors", "capped"):
-                part[key] = found[key] | part[key]
-            found |= part
             score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
             progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
         found["memory"]["inference_peak_bytes"] = self._processes.largest(self._peak.read().bytes)
         found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
         found["status"] = "finished"
-        if not self._processes.first:
-            return found
-        write_summary(self.folder.path, summary=found)
-        self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
+        if self._processes.first:
+            write_summary(self.folder.path, summary=found)
+            self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
         return found
 
     def _figures(self, found: dict) -> list:

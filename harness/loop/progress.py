@@ -1,7 +1,6 @@
 """How far the run is: a bar on a terminal, plain lines everywhere else (logs, pipes, Slurm).
 
-The loop asks :attr:`Progress.due` first, so that it turns the loss into a number, which waits for a GPU, only when
-somebody will read it. The budget may be bytes, seconds, steps or FLOPs: what comes in is the fraction spent.
+The budget may be bytes, seconds, steps or FLOPs: what comes in is the fraction spent.
 """
 
 import time
@@ -20,7 +19,6 @@ class Progress:
     Args:
         every_seconds: least time between two plain lines; a bar is due twice a second.
         name: begins every line, where several runs write to one terminal; then there is no bar.
-        console: where to; None is standard output.
     """
 
     def __init__(self, *, every_seconds: float = 10.0, name: str | None = None, console: Console | None = None):
@@ -39,14 +37,7 @@ class Progress:
         return time.monotonic() - self._shown_seconds >= self._every_seconds
 
     def update(self, *, fraction: float, bytes_seen: int, bits_per_byte: float, bytes_per_second: float) -> None:
-        """Show where the run is, now.
-
-        Args:
-            fraction: of the budget spent, 0 to 1; the first one is where a resumed run began.
-            bytes_seen: trained on so far.
-            bits_per_byte: on the last batches.
-            bytes_per_second: at present.
-        """
+        """Show where the run is, now; the first ``fraction`` of the budget, 0 to 1, is where a resumed run began."""
         now = time.monotonic()
         if self._begun_fraction is None:
             self._begun_fraction, self._begun_seconds = fraction, now

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +9,12 @@ from torch import Tensor, nn
 from harness.data.corpora import Corpus
 from harness.data.lanes import Lanes, score_lanes, share
 from harness.device import runtime
-from harness.device.processes import Processes
 from harness.device.runtime import Runtime
 from harness.loop.step import Score, Trainer, score_stream
 from harness.model import LanguageModel
 from harness.optim.budget import Progress
 from harness.plan.build import Plan
-from variants.contract import State, map_state
+from variants.contract import map_state
 
 
 class Run:
@@ -27,7 +25,8 @@ class Run:
     Attributes:
         spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
-        wandb_id, rows: of the record, kept for the checkpoint.
+        agreed: the largest of all processes' wishes in the last step.
+        wandb_id: kept for the checkpoint.
     """
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
@@ -41,8 +40,9 @@ class Run:
         self.path = path_of(self.model, device)
         self.spent, self.state = Progress(), None
         self.best_bits, self.wandb_id = math.inf, None
+        self.agreed: list[int] = []
         self._last = Progress(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
-        self._nats, self._steps = torch.zeros((), dtype=torch.float64, device=device.device), 0
+        self._nats, self._steps = 0.0, 0
         self._exchange_seconds = 0.0
         self._check_scoring()
         self._check_division()
@@ -55,16 +55,19 @@ class Run:
         return self.plan.budget.fraction(self.spent)
 
     @property
+    def bytes_per_second(self) -> float:
+        """Of training, so far."""
+        return self.spent.bytes / max(self.spent.seconds, 1e-9)
+
+    @property
     def finished(self) -> bool:
         return self.plan.budget.done(self.spent)
 
-    def step(self, wishes: Callable[[], Sequence[int]] = tuple) -> tuple[float, list[int]]:
-        """One training step.
+    def step(self, *wishes: int) -> float:
+        """One training step; returns the fraction of the budget spent before it.
 
         Args:
-            wishes: called after the step: whole numbers of at least 0 that this process would have the others know.
-
-        Returns: the fraction of the budget spent before it, and the largest of all processes' wishes.
+            wishes: whole numbers that this process would have the others know, equally many in each.
         """
         began, before = time.perf_counter(), self.fraction
         flops = self._step_flops()
@@ -76,22 +79,18 @@ class Run:
         nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
         self.state = after if self.plan.batch.carry else None
         self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
-        nats, seconds, agreed = self._agree(nats.double(), time.perf_counter() - began, wishes())
-        self._nats += nats
-        self._steps += 1
-        self._last = Progress(bytes=self.stream.bytes_per_step, seconds=seconds, steps=1, flops=flops)
-        self.spent += self._last
-        return before, agreed
-
-    def _agree(self, nats: Tensor, seconds: float, wishes: Sequence[int]) -> tuple[Tensor | float, float, list[int]]:
-        """Mean nats, the first process's seconds, the largest of each wish: decisions must be the same everywhere."""
-        processes, began = self.runtime.processes, time.perf_counter()
-        if processes.number == 1:
-            return nats, seconds, list(wishes)
-        told = processes.exchange([nats.item(), seconds + self._exchange_seconds, *wishes])
-        self._exchange_seconds = time.perf_counter() - began  # belongs to the step, and is known after it
+        ended = time.perf_counter()
+        told = self.runtime.processes.exchange([nats.item(), ended - began + self._exchange_seconds, *wishes])
+        if len(told) > 1:
+            self._exchange_seconds = time.perf_counter() - ended  # belongs to the step, and is known after it
         each_nats, each_seconds, *each_wish = zip(*told, strict=True)
-        return sum(each_nats) / processes.number, each_seconds[0], [int(max(wish)) for wish in each_wish]
+        self._nats += sum(each_nats) / len(told)
+        self._steps += 1
+        # By one clock and for the same wishes everywhere: what follows from them must be the same, too.
+        self._last = Progress(bytes=self.stream.bytes_per_step, seconds=each_seconds[0], steps=1, flops=flops)
+        self.agreed = [int(max(wish)) for wish in each_wish]
+        self.spent += self._last
+        return before
 
     def _step_flops(self) -> int:
         """Training FLOPs of one step: 3 x forward, at the present parameters, because spans move."""
@@ -99,9 +98,8 @@ class Run:
 
     def train_row(self) -> dict:
         """The mean since the last such row, and where the parameters are."""
-        bits = self._nats.item() / max(self._steps, 1) / math.log(2)
-        self._nats.zero_()
-        self._steps = 0
+        bits = self.recent_bits(0.0)
+        self._nats, self._steps = 0.0, 0
         shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
         return {
             "kind": "train",
@@ -113,18 +111,15 @@ class Run:
         }
 
     def recent_bits(self, default: float) -> float:
-        """Mean bits per byte since the last train row, or ``default`` right after one; waits for the device."""
-        return self._nats.item() / self._steps / math.log(2) if self._steps else default
+        """Mean bits per byte since the last train row, or ``default`` right after one."""
+        return self._nats / self._steps / math.log(2) if self._steps else default
 
     def place(self) -> dict:
         """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
         epochs = self.spent.bytes / len(self.corpus.splits["train"])
-        budget = self.plan.budget
-        timed = budget.unit == "seconds"
         place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
-        place |= {} if timed else {"fraction": self.fraction}
-        speed = self.spent.bytes / max(self.spent.seconds, 1e-9)
-        clock = {"seconds": self.spent.seconds, "bytes_per_second": speed}
+        place |= {} if self.plan.budget.unit == "seconds" else {"fraction": self.fraction}
+        clock = {"seconds": self.spent.seconds, "bytes_per_second": self.bytes_per_second}
         return place | {"training_flops": self.spent.flops, "clock": clock}
 
     def score(self, split: str, *, limit: int | None, look: bool = True) -> Score:
@@ -168,14 +163,16 @@ class Run:
 
     def content(self, *, rows: int) -> dict:
         """Everything an exact resume needs, whole in the first process: all must call it."""
-        state, randoms = _gathered(self.state, self.runtime.processes)
+        processes = self.runtime.processes
+        state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.number > 1 else s)), self.state)
+        randoms = processes.gather_values(runtime.random_state())
         return {
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
             "spent": vars(self.spent),
             "last": vars(self._last),
             "state": state,
-            "nats": self._nats.item(),
+            "nats": self._nats,
             "steps": self._steps,
             "best_bits": self.best_bits,
             "random": randoms[0],
@@ -191,8 +188,8 @@ class Run:
         self.optimizers.load_state_dict(content["optimizers"])
         self.spent, self._last = Progress(**content["spent"]), Progress(**content["last"])
         self.state = map_state(lambda s: s[share(len(s), processes.part)].to(device), content["state"])
-        self._nats.fill_(content["nats"])
-        self._steps, self.best_bits, self.wandb_id = content["steps"], content["best_bits"], content["wandb_id"]
+        self._nats, self._steps, self.best_bits = (content[key] for key in ("nats", "steps", "best_bits"))
+        self.wandb_id = content["wandb_id"]
         randoms = [content["random"], *content.get("random_others", ())]
         if len(randoms) == processes.number:
             runtime.set_random_state(randoms[processes.rank])
@@ -218,9 +215,3 @@ def path_of(model: LanguageModel, device: Runtime) -> str:
     paths = {sublayer.path(device.device, training=True) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(paths - {"plain"} or paths))
     return f"{name}, compiled" if device.compile else name
-
-
-def _gathered(state: State, processes: Processes) -> tuple[State, list[dict]]:
-    """The carried state of all lanes in order, on the CPU where there are several processes, and all random states."""
-    own = map_state(lambda s: s.clone() if processes.number == 1 else torch.cat(processes.gather(s.cpu())), state)
-    return own, processes.gather_values(runtime.random_state())

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,6 @@ class Trainer:
 
     Args:
         model: raw; its state and parameters are read here, its forward is called as ``runtime`` says.
-        optimizers: of its parameters.
-        runtime: device, precision, and processes, whose gradients are averaged.
         accumulate: parts into which this process's streams of a step are split; the update equals that of the whole.
     """
 
@@ -115,15 +114,10 @@ def score_stream(
 
 def _summed(nats: list[Tensor], seen: dict, runtime: Runtime) -> Score:
     """All processes' nats in order, and their statistics together."""
-    own = torch.cat(nats) if nats else torch.empty(0)
-    seen = _on_cpu(seen) if runtime.processes.number > 1 else seen
-    return Score(
-        torch.cat(runtime.processes.gather(own)), functools.reduce(add_seen, runtime.processes.gather_values(seen))
-    )
-
-
-def _on_cpu(seen: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    return {name: {key: value.cpu() for key, value in own.items()} for name, own in seen.items()}
+    own, processes = torch.cat(nats) if nats else torch.empty(0), runtime.processes
+    if processes.number > 1:
+        seen = {name: {key: value.cpu() for key, value in found.items()} for name, found in seen.items()}
+    return Score(torch.cat(processes.gather(own)), functools.reduce(add_seen, processes.gather_values(seen)))
 
 
 def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:
@@ -152,15 +146,13 @@ def score_context(
         sums += (nats * mask).double().sum(0)
         counts += mask.sum(0)
     edges = [1, *(2**i + 1 for i in range((longest - 1).bit_length())), longest + 1]  # 1, 2, 3 to 4, 5 to 8, ...
-    return [
-        {
-            "from_bytes": low,
-            "to_bytes": high - 1,
-            "bits_per_byte": (sums[low - 1 : high - 1].sum() / counts[low - 1 : high - 1].sum()).item() / math.log(2),
-        }
-        for low, high in zip(edges, edges[1:], strict=False)
-        if low < high and counts[low - 1 : high - 1].sum() > 0
-    ]
+    curve = []
+    for low, high in pairwise(edges):
+        total, number = (x[low - 1 : high - 1].sum() for x in (sums, counts))
+        if number > 0:
+            bits = (total / number).item() / math.log(2)
+            curve.append({"from_bytes": low, "to_bytes": high - 1, "bits_per_byte": bits})
+    return curve
 
 
 @torch.no_grad()

@@ -13,11 +13,7 @@ from harness.source import commit
 
 
 def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, config_hash: str, source: str) -> dict:
-    """What a number is of: enough to measure it again, and to refuse to compare it with something else.
-
-    Args:
-        config_hash, source: digests of the configuration and of the code that made it.
-    """
+    """What a number is of: enough to measure it again, and to refuse to compare it with something else."""
     label = {} if corpus.fallback_from is None else {"fallback_for": corpus.fallback_from}
     return {
         "variant": plan.variant,
@@ -62,8 +58,7 @@ def costs(run: Run, *, peak: Peak) -> dict:
         "bytes_seen": place["bytes_seen"],
         "epochs": place["epochs"],
         "steps": place["step"],
-        "seconds": run.spent.seconds,
-        "bytes_per_second": run.spent.bytes / max(run.spent.seconds, 1e-9),
+        **place["clock"],
         "flops_per_byte": {
             "executed": executed.per_byte,
             "ideal": run.model.ideal_flops(),
@@ -82,25 +77,21 @@ def costs(run: Run, *, peak: Peak) -> dict:
     }
 
 
-def final_score(run: Run, split: str) -> tuple[dict, dict]:
-    """Score a split as ``eval`` says, with the weights the model has now.
-
-    Returns: the record's row, and what the summary gets of it.
-    """
+def final_score(run: Run, split: str, found: dict) -> dict:
+    """Score a split as ``eval`` says, with the weights the model has now: into the summary ``found``, and as a row."""
     plan, limit = run.plan, run.plan.eval.bytes
     score = run.score(split, limit=limit)
-    part = run.corpus.splits[split][:limit]
-    capped = run.capped(split, limit)
-    row = {"kind": split, **run.place(), "final": True, "bits_per_byte": score.bits_per_byte}
-    found = {f"{split}_bits_per_byte": score.bits_per_byte}
+    part, metrics = run.corpus.splits[split][:limit], run.model.metrics(score.seen)
+    bits = {"bits_per_byte": score.bits_per_byte}
     if plan.eval.context512:
-        row["context_512_bits_per_byte"] = score_windows(run.model, part, runtime=run.runtime).bits_per_byte
-        found[f"{split}_context_512_bits_per_byte"] = row["context_512_bits_per_byte"]
-    metrics = run.model.metrics(score.seen)
-    row |= {"capped_bytes": limit if capped else None, "protocol": plan.protocol(), "block_nats": score.blocks()}
-    compressed = corpora.compressed_bits(part) if run.runtime.processes.first else {}  # a second of work for each MB
-    found |= {f"{split}_metrics": metrics, "capped": {split: limit} if capped else {}}
-    return row | {"metrics": metrics}, found | {"compressors": {split: compressed}}
+        bits["context_512_bits_per_byte"] = score_windows(run.model, part, runtime=run.runtime).bits_per_byte
+    capped = {split: limit} if run.capped(split, limit) else {}
+    found |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
+    found["capped"] |= capped
+    # A second of work for each MB.
+    found["compressors"][split] = corpora.compressed_bits(part) if run.runtime.processes.first else {}
+    row = {"kind": split, **run.place(), "final": True, **bits, "capped_bytes": capped.get(split)}
+    return row | {"protocol": plan.protocol(), "block_nats": score.blocks(), "metrics": metrics}
 
 
 def spans(metrics: dict) -> dict | None:

@@ -19,8 +19,6 @@ class ClippedAdagrad(Optimizer):
     """Adagrad, clipped per tensor. Sparse gradients update the rows they name.
 
     Args:
-        params: parameters, or dictionaries of them, as for every torch optimizer.
-        lr: learning rate.
         clip: largest norm of one tensor's gradient, or None.
         eps: added outside the root.
     """

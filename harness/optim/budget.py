@@ -1,8 +1,7 @@
 """How long a run trains, and the learning rate along the way.
 
-A budget is one amount of one unit (bytes, seconds, steps or FLOPs). Whatever the unit, a run only sees the fraction of
-its budget that is spent, and the schedule is a function of that fraction: the same schedule then fits every unit, and a
-larger budget stretches it. Papers that count warm-up in updates are served by ``warmup_steps``.
+Whatever the unit of its budget, a run only sees the fraction that is spent, and the schedule is a function of that
+fraction: the same schedule then fits every unit, and a larger budget stretches it.
 """
 
 import math

@@ -46,11 +46,10 @@ class Group:
     undecayed: frozenset[str] = frozenset()
 
     def __post_init__(self):
-        check_number(f"{self.key}.lr_scale", self.lr_scale, zero=True)
-        if self.clip is not None:
-            check_number(f"{self.key}.clip", self.clip)
-        if self.weight_decay is not None:
-            check_number(f"{self.key}.weight_decay", self.weight_decay, zero=True)
+        for name in ("lr_scale", "clip", "weight_decay"):
+            value = getattr(self, name)
+            if name == "lr_scale" or value is not None:
+                check_number(f"{self.key}.{name}", value, zero=name != "clip")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"{self.key}.schedule={self.schedule!r}: must be one of {', '.join(SCHEDULES)}")
         if "lr" in getattr(self.optimizer, "keywords", {}):

@@ -70,7 +70,6 @@ class Muon(torch.optim.Optimizer):
     """Muon for 2-D parameters.
 
     Args:
-        params: matrices, or dictionaries of them, as for every torch optimizer.
         lr: learning rate, before the factor ``max(1, rows / columns) ** 0.5``.
         momentum: mu, from 0 to below 1; Nesterov's form.
         weight_decay: decoupled, times ``lr``.
@@ -101,11 +100,7 @@ class Muon(torch.optim.Optimizer):
                     alike[parameter.shape, parameter.dtype, parameter.device].append(parameter)
             for parameters in alike.values():
                 self._update(
-                    parameters,
-                    lr=group["lr"],
-                    momentum=group["momentum"],
-                    weight_decay=group["weight_decay"],
-                    precision=group["precision"],
+                    parameters, **{name: group[name] for name in ("lr", "momentum", "weight_decay", "precision")}
                 )
 
     def _update(

@@ -1,11 +1,5 @@
-"""All optimizers of a run, moved together: rates, clips, state.
-
-Every rate is
-
-    optim.lr * lr_scale * schedule(fraction of the budget spent)
-
-so that one number scales a whole run; a group with ``schedule: constant`` leaves out the last factor.
-"""
+"""Optimizers of a run, moved together. Every rate is optim.lr * lr_scale * schedule(fraction of the budget spent): one
+number scales a whole run. A group with ``schedule: constant`` leaves out the last factor."""
 
 import torch
 from torch import Tensor
@@ -29,7 +23,6 @@ class Optimizers:
     """All optimizers of a run, moved together.
 
     Args:
-        groups: from ``assign``.
         lr: ``optim.lr``, the peak rate of a group with ``lr_scale`` 1.
         schedule: share of the peak by fraction of the budget and update.
         clip: ``optim.clip``, the largest joint norm of the dense gradients of all groups without a clip of their own,

@@ -1,10 +1,4 @@
-"""The only place that turns configuration into objects: everything is checked here, before anything is read or written.
-
-    plan = plan_run(cfg)              # values, and partials of classes; ValueError names key, value and what is allowed
-    model = plan.make_model()         # from the run's seed
-
-Below this module there are only plain arguments.
-"""
+"""Plan of a run: everything that was configured, checked; below this module there are only plain arguments."""
 
 import functools
 import importlib
@@ -19,7 +13,7 @@ from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
 from harness.model import LanguageModel, Layers
-from harness.optim.budget import Budget, Schedule
+from harness.optim.budget import UNITS, Budget, Schedule
 from harness.optim.groups import assign
 from harness.optim.optimizers import Optimizers
 from harness.plan import settings
@@ -28,10 +22,18 @@ from harness.plan.layers import plan_groups, plan_layers
 from harness.plan.settings import check_keys, checked, parse
 from variants.contract import Place, Position, Sublayer
 
+PLAIN = {
+    "model": settings.ModelSettings,
+    "batch": settings.BatchSettings,
+    "eval": settings.EvalSettings,
+    "checkpoint": settings.CheckpointSettings,
+    "start": settings.StartSettings,
+    "runtime": settings.RuntimeSettings,
+    "record": settings.RecordSettings,
+}
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
 SECTIONS += ("checkpoint", "start")
 SINGLES = ("seed", "outputs", "force", "reuse", "trust")
-BUDGET_KEYS = ("bytes", "seconds", "steps", "flops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,26 +72,15 @@ class Plan:
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
         m, pool = self.model, {}
-        common = {
-            "d_model": m.d_model,
-            "n_layers": m.layers,
-            "heads": m.heads,
-            "span": m.span,
-            "attend_self": m.attend_self,
-        }
-        common |= {
-            "cache": m.cache,
-            "dropout": m.dropout,
-            "path": self.runtime.path,
-            "scheme": self.scheme,
-            "pool": pool,
-        }
-        own = ("norm", "norm_after", "tied", "head_bias", "embedding_std", "embedding_scale", "embedding_dropout")
+        shared = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
+        common = {name: getattr(m, name) for name in shared} | {"n_layers": m.layers, "pool": pool}
+        common |= {"path": self.runtime.path, "scheme": self.scheme}
+        own = ("norm", "norm_after", "tied", "head_bias", "head_zero_init")
+        own += ("embedding_std", "embedding_scale", "embedding_dropout")
         model = LanguageModel(
             [{name: _naming(make, key=f"variant.{name}") for name, make in layer.items()} for layer in self.layers],
             lambda layer: Place(layer=layer, **common),
             vocabulary=self.data["vocabulary"],
-            head_zero_init=m.head_zero_init,
             **{name: getattr(m, name) for name in own},
         )
         pool.clear()  # sharing ends with the build
@@ -104,14 +95,8 @@ class Plan:
     def protocol(self) -> dict:
         """How bits per byte are scored: part of the number."""
         e = self.eval
-        return {
-            "lanes": e.lanes,
-            "segment": e.segment,
-            "span": self.model.span,
-            "bytes": e.bytes,
-            "vocabulary": self.data["vocabulary"],
-            "drop_newlines": self.data["drop_newlines"],
-        }
+        how = {"lanes": e.lanes, "segment": e.segment, "span": self.model.span, "bytes": e.bytes}
+        return how | {key: self.data[key] for key in ("vocabulary", "drop_newlines")}
 
 
 def plan_run(
@@ -136,28 +121,21 @@ def plan_run(
     """
     config = _sections(cfg)
     trust = tuple(dict.fromkeys(_trust(config["trust"]) + trusted))
-    model = parse(settings.ModelSettings, config["model"], key="model")
-    runtime = parse(settings.RuntimeSettings, config["runtime"], key="runtime")
-    record = parse(settings.RecordSettings, config["record"], key="record")
+    plain = {name: parse(cls, config[name], key=name) for name, cls in PLAIN.items()}
+    n_layers, default_bytes = plain["model"].layers, plain["model"].default_bytes
+    check_keys(config["budget"], UNITS, key="budget")
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
     plan = Plan(
         config=config,
         variant=checked(config["variant"].get("name"), str, key="variant.name"),
-        layers=plan_layers(config["variant"], n_layers=model.layers, trust=trust),
+        layers=plan_layers(config["variant"], n_layers=n_layers, trust=trust),
         scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
         optim=_optim(config["optim"], trust),
         groups=plan_groups(config["variant"].get("groups"), trust=trust),
-        model=model,
-        batch=parse(settings.BatchSettings, config["batch"], key="batch"),
-        eval=parse(settings.EvalSettings, config["eval"], key="eval"),
-        checkpoint=parse(settings.CheckpointSettings, config["checkpoint"], key="checkpoint"),
-        start=parse(settings.StartSettings, config["start"], key="start"),
-        runtime=runtime,
-        budget=_budget(config["budget"], model.default_bytes),
+        budget=Budget(**config["budget"], default_bytes=default_bytes),
         data=vars(parse(settings.DataSettings, config["data"], key="data")),
-        record=record,
-        wandb=parse(settings.WandbSettings, record.wandb, key="record.wandb"),
+        wandb=parse(settings.WandbSettings, plain["record"].wandb, key="record.wandb"),
         seed=checked(config["seed"], int, key="seed"),
         outputs=Path(checked(config["outputs"], str, key="outputs")),
         force=checked(config["force"], bool, key="force"),
@@ -166,6 +144,7 @@ def plan_run(
         size=size,
         sweeping=sweeping,
         beside_others=beside_others,
+        **plain,
     )
     if plan.start.take == "everything" and plan.start.run is None:
         raise ValueError("start.run=null: start.take=everything needs a run's folder; without one start.take=weights")
@@ -240,11 +219,6 @@ def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
     default = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
     schedule = parse(Schedule, node["schedule"], key="optim.schedule")
     return {**node, "default": default, "matrices": matrices, "schedule": schedule}
-
-
-def _budget(node: Mapping[str, object], default_bytes: int) -> Budget:
-    check_keys(node, BUDGET_KEYS, key="budget")
-    return Budget(**node, default_bytes=default_bytes)
 
 
 def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:

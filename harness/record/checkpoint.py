@@ -1,15 +1,15 @@
 """Checkpoints: everything an exact resume needs, written whole or not at all.
 
-A checkpoint is one file of tensors and plain values: model, optimizers, what is spent, carried state of all lanes,
-random state of every process, the best score so far, rows of the record, the W&B id. Two newest are kept, beside
-``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states.
+A checkpoint is one file of tensors and plain values, ``Run.content``. The newest are kept, beside ``best.pt``, which
+holds weights only. It does not depend on the number of processes but for their random states.
 """
 
-import os
 import pickle
 from pathlib import Path
 
 import torch
+
+from harness.cache import written_whole
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
@@ -34,6 +34,11 @@ def newest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def load_best(folder: Path) -> dict:
+    """What ``save_best`` wrote."""
+    return load(folder / FOLDER / BEST)
+
+
 def load(path: Path) -> dict:
     """Tensors on the CPU and plain values; nothing in the file is executed. ValueError if it is damaged."""
     try:
@@ -50,11 +55,6 @@ def _all(folder: Path) -> list[Path]:
 
 
 def _write(path: Path, content: dict) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
+    with written_whole(path) as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
     return path

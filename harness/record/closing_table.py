@@ -1,4 +1,4 @@
-"""The closing table: what the run reached and what it cost, beside general compressors and earlier comparable runs.
+"""Closing tables: what a run reached and what it cost, beside general compressors and earlier comparable runs.
 
 A number from a prefix of its split carries ``*``. Executed and ideal FLOPs, valid and test, peak and state keep their
 own places. Time and memory of an earlier run appear only if they were measured on the same device, precision and path, by
@@ -7,14 +7,15 @@ as many processes.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-_COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
+from harness.record import cells
+from harness.record.table import Column, Table, print_table
+
+COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
+SPLITS = ("valid", "test")
 
 
 def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: Console | None = None) -> None:
@@ -23,20 +24,23 @@ def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: 
     Args:
         summary: as in ``summary.json``; what is missing or None shows as ``-`` or is left out.
         others: summaries of earlier runs that may stand beside it, from ``find_comparable``.
-        console: where to; None is standard output.
     """
-    console = console or Console(highlight=False)
-    console.print(Text(f"\n{summary['variant']}, seed {summary['seed']}", style="bold"))
-    console.print(Text(f"{data_label(summary['data'])}\n"), soft_wrap=True)
-    console.print(_quality(summary))
-    console.print()
-    console.print(_costs(summary))
+    rows = [("this run", *(bits(summary, split=split) for split in SPLITS))]
+    rows += [("  context 512", *(bits(summary, split=split, context="_context_512") for split in SPLITS))]
+    for key, label in COMPRESSORS.items():
+        found = [((summary.get("compressors") or {}).get(split) or {}).get(key) for split in SPLITS]
+        rows.append(
+            (label, *(_marked(summary, value, split=split) for value, split in zip(found, SPLITS, strict=True)))
+        )
+    title = f"{summary['variant']}, seed {summary['seed']}"
+    tables = [_table(title, heads=("bits per byte", *SPLITS), rows=rows, caption=data_label(summary["data"]))]
+    tables += [_table("Costs", heads=("cost", ""), rows=_costs(summary), notes=() if others else _notes([summary]))]
     if others:
-        console.print(Text("\nRuns with the same data, budget and protocol (FLOPs: forward, executed)\n", style="bold"))
-        console.print(_comparison(summary, runs=[(run["variant"], run) for run in (summary, *others)]))
-    console.print()
-    for note in _notes([summary, *others], summary=summary):
-        console.print(Text(note))
+        title = "Runs with the same data, budget and protocol (FLOPs: forward, executed)"
+        runs = [(run["variant"], run) for run in (summary, *others)]
+        tables.append(_comparison(summary, runs=runs, title=title))
+    for table in tables:
+        print_table(table, console=console)
 
 
 def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | None = None) -> None:
@@ -44,20 +48,16 @@ def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | No
 
     Args:
         jobs: what makes each that job, such as ``variant=mhsa seed=0``, and its summary.
-        console: where to; None is standard output.
     """
-    console, alike = console or Console(highlight=False), {}
+    alike: dict[str, list] = {}
     for label, summary in jobs:
         key = json.dumps([summary["data"]["sha256"], summary["protocol"], summary["budget"], summary["capped"]])
         alike.setdefault(key, []).append((label, summary))
     for same in alike.values():
         first = same[0][1]
         budget = ", ".join(f"{amount:,.10g} {unit}" for unit, amount in first["budget"].items())
-        console.print(Text(f"\n{data_label(first['data'])}; budget {budget}\n"), soft_wrap=True)
-        console.print(_comparison(first, runs=same, heading="job"))
-        console.print()
-        for note in _notes([summary for _, summary in same], summary=first):
-            console.print(Text(note))
+        title = f"{data_label(first['data'])}; budget {budget}"
+        print_table(_comparison(first, runs=same, title=title, heading="job"), console=console)
 
 
 def data_label(data: dict) -> str:
@@ -68,47 +68,27 @@ def data_label(data: dict) -> str:
 
 def bits(summary: dict, *, split: str, context: str = "") -> str:
     """A split's bits per byte to four places, marked if capped; ``context`` is ``_context_512`` for that column."""
-    value = summary.get(f"{split}{context}_bits_per_byte")
-    mark = "*" if split in (summary.get("capped") or {}) else ""
-    return "-" if value is None else f"{value:.4f}{mark}"
+    return _marked(summary, summary.get(f"{split}{context}_bits_per_byte"), split=split)
 
 
-def _quality(summary: dict) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("bits per byte")
-    for split in ("valid", "test"):
-        table.add_column(split, justify="right")
-    table.add_row("this run", *(bits(summary, split=split) for split in ("valid", "test")))
-    table.add_row("  context 512", *(bits(summary, split=split, context="_context_512") for split in ("valid", "test")))
-    for key, label in _COMPRESSORS.items():
-        table.add_row(label, *(_compressed(summary, split=split, key=key) for split in ("valid", "test")))
-    return table
+def _marked(summary: dict, value: float | None, *, split: str) -> str:
+    return cells.bits(value, capped=split in (summary.get("capped") or {})).text or "-"
 
 
-def _compressed(summary: dict, *, split: str, key: str) -> str:
-    value = ((summary.get("compressors") or {}).get(split) or {}).get(key)
-    mark = "*" if split in (summary.get("capped") or {}) else ""
-    return "-" if value is None else f"{value:.4f}{mark}"
+def _table(title: str, *, heads: Sequence[str], rows: Iterable[Sequence[str]], **rest: object) -> Table:
+    """Texts as a table: a name on the left, then numbers under headings; ``rest`` as in ``Table``."""
+    columns = tuple(Column(heading=head, number=place > 0 and head != "") for place, head in enumerate(heads))
+    texts = tuple(tuple(map(cells.text, row)) for row in rows)
+    return Table(name="closing", title=title, columns=columns, rows=texts, **{"caption": ""} | rest)
 
 
-def _costs(summary: dict) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("cost")
-    table.add_column("", overflow="fold")
-    for name, text in _cost_lines(summary):
-        table.add_row(name, text)
-    return table
-
-
-def _cost_lines(summary: dict) -> Iterator[tuple[str, str]]:
+def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     parameters, flops, memory, spans = (
         summary.get(key) or {} for key in ("parameters", "flops_per_byte", "memory", "spans")
     )
     if parameters:
-        yield (
-            "parameters",
-            f"{_count(parameters.get('total'))} in all, {_count(parameters.get('touched'))} touched per byte",
-        )
+        whole, touched = (_count(parameters.get(key)) for key in ("total", "touched"))
+        yield "parameters", f"{whole} in all, {touched} touched per byte"
     if flops:
         yield (
             "FLOPs per byte",
@@ -124,44 +104,39 @@ def _cost_lines(summary: dict) -> Iterator[tuple[str, str]]:
         yield "training", f"{summary['seconds']:,.1f} s, {_count(summary.get('bytes_seen'))} bytes"
     if spans:
         yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
-    where = [str(summary[key]) for key in ("device", "precision", "path") if summary.get(key)]
-    if summary.get("processes", 1) > 1:
-        where.insert(0, f"{summary['processes']} processes")
-    yield "where", ", ".join(where)
+    number, *where = _ground(summary)
+    yield "where", ", ".join([f"{number} processes"] * (number > 1) + [str(word) for word in where if word])
 
 
-def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], heading: str = "variant") -> Table:
+def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, heading: str = "variant") -> Table:
     """Labelled runs, the best first; time and memory of those that were measured as ``summary`` was, which is bold."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column(heading, overflow="fold")
-    for name in ("seed", "valid", "test", "params", "FLOPs", "peak", "bytes/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for label, run in sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf):
-        measured_here = _ground(run) == _ground(summary)
-        peak, speed = (run.get("memory") or {}).get("peak_bytes"), run.get("bytes_per_second")
-        cells = [str(run["seed"]), bits(run, split="valid"), bits(run, split="test")]
-        cells += [
-            _short((run.get("parameters") or {}).get("total")),
-            _short((run.get("flops_per_byte") or {}).get("executed")),
-        ]
-        cells += [_size(peak), _short(speed)] if measured_here else ["#", "#"]
-        older = " +" if run.get("source") != summary.get("source") else ""
-        table.add_row(f"{label}{older}", *cells, style="bold" if run is summary and heading == "variant" else None)
-    return table
+    best_first, rows = sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf), []
+    for label, run in best_first:
+        parameters, flops, memory = (run.get(key) or {} for key in ("parameters", "flops_per_byte", "memory"))
+        row = [f"{label} +" if run.get("source") != summary.get("source") else label, str(run["seed"])]
+        row += [*(bits(run, split=split) for split in SPLITS), _short(parameters.get("total"))]
+        measured = [_size(memory.get("peak_bytes")), _short(run.get("bytes_per_second"))]
+        rows.append([*row, _short(flops.get("executed")), *(measured if _ground(run) == _ground(summary) else "##")])
+    heads = (heading, "seed", *SPLITS, "params", "FLOPs", "peak", "bytes/s")
+    styles = ["bold" * (run is summary and heading == "variant") for _, run in best_first]
+    return _table(title, heads=heads, rows=rows, notes=_notes([summary, *(run for _, run in runs)]), styles=styles)
 
 
-def _notes(runs: Sequence[dict], *, summary: dict) -> Iterator[str]:
+def _notes(runs: Sequence[dict]) -> tuple[str, ...]:
+    """Marks explained; the first run is the one that the others stand beside."""
+    notes = []
     capped = {split: n_bytes for run in runs for split, n_bytes in (run.get("capped") or {}).items()}
     if capped:
-        yield "* first " + ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in capped.items()) + " only"
-    if any(_ground(run) != _ground(summary) for run in runs):
-        yield "# measured on another device, precision, path or number of processes: time and memory do not compare"
-    if any(run.get("source") != summary.get("source") for run in runs):
-        yield "+ made by other source code than this run's"
+        notes.append(f"* first {', '.join(f'{n_bytes:,} bytes of {split}' for split, n_bytes in capped.items())} only")
+    if any(_ground(run) != _ground(runs[0]) for run in runs):
+        notes.append("# on another device, precision, path or number of processes: do not compare")
+    if any(run.get("source") != runs[0].get("source") for run in runs):
+        notes.append("+ made by other source code than this run's")
+    return tuple(notes)
 
 
 def _ground(run: dict) -> tuple:
-    return (*(run.get(key) for key in ("device", "precision", "path")), run.get("processes", 1))
+    return run.get("processes", 1), *(run.get(key) for key in ("device", "precision", "path"))
 
 
 def _count(number: int | None) -> str:

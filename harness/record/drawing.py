@@ -1,8 +1,7 @@
 """Learning curves and spans of heads on axes that are given: for one run's own figures and for the report's.
 
 Scores on the way are often of a shorter prefix of the valid split than the last one: they are joined by a line, and the
-last stands apart. Rows of training are many: they are averaged in bins, so that a picture stays light. matplotlib's object
-interface only: no window system, no global state, nothing left behind in a sweep.
+last stands apart. matplotlib's object interface only: no window system, no global state, nothing left behind in a sweep.
 """
 
 import math

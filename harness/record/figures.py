@@ -1,10 +1,5 @@
-"""Figures of one run, drawn from its record alone: what it learned, and how far its heads look.
-
-``learning_curve.png``: bits per byte against bytes seen, with general compressors as lines.
-``spans.png``: the learned span of each head by layer at the end, and of all heads over the run.
-A row's ``metrics`` may hold ``layers.3.attention.span``, one entry a head: every name that ends with ``.span`` is drawn.
-``context.png``: bits per byte against bytes of context, of a later evaluation.
-"""
+"""Figures of one run, drawn from its record alone: ``learning_curve.png`` with general compressors as lines, ``spans.png``
+of every metric whose name ends with ``.span``, one entry a head, and ``context.png`` of a later evaluation."""
 
 from pathlib import Path
 
@@ -37,8 +32,6 @@ def draw_figures(
     """Draw what the rows have data for and return the files.
 
     Args:
-        rows: of the record, in order.
-        folder: where to.
         label: title, naming the run and the data really read.
         compressors: bits per byte of the valid split by compressor, ``{"gzip": 3.04}``.
         span_limit: S, the longest possible span.
@@ -103,7 +96,12 @@ def draw_spans(rows: list[dict], *, path: Path, label: str, span_limit: int | No
         over.plot(*zip(*seen, strict=True), color=colour, linewidth=0.9, alpha=0.8)
     over.set_title("over the run: one line a head", fontsize="medium")
     _bytes_axis(over)
-    _span_axis(over, span_limit=span_limit)
+    over.set_yscale("symlog", base=2, linthresh=1, linscale=0.5)  # linear below one, because spans start at 0
+    over.set_ylabel("span [positions]")
+    over.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if span_limit is not None:
+        over.axhline(span_limit, color=GREY, linewidth=1, linestyle="--", label=f"longest possible: {span_limit}")
+    over.set_ylim(bottom=0)
     if len(names) > 1:
         named = range(len(names)) if len(names) <= 6 else (0, len(names) // 2, len(names) - 1)
         for index in named:
@@ -117,16 +115,6 @@ def _bytes_axis(ax) -> None:
     ax.set_xlabel("bytes seen")
     ax.set_xlim(left=0)
     count_axis(ax.xaxis, unit="B")
-
-
-def _span_axis(ax, *, span_limit: int | None) -> None:
-    """Powers of two; linear below one, because spans start at 0."""
-    ax.set_yscale("symlog", base=2, linthresh=1, linscale=0.5)
-    ax.set_ylabel("span [positions]")
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if span_limit is not None:
-        ax.axhline(span_limit, color=GREY, linewidth=1, linestyle="--", label=f"longest possible: {span_limit}")
-    ax.set_ylim(bottom=0)
 
 
 def _plain(label: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from harness.record import checkpoint
-from harness.record.rows import RECORD, SUMMARY, SUMMARY_KEYS, write_summary
+from harness.record.rows import RECORD, SUMMARY, SUMMARY_KEYS, read_object, write_summary
 
 NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
 EVALUATIONS = "evaluations.jsonl"
@@ -73,9 +73,8 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        stands: the two that follow, when they were last looked at: at first, and by ``hold``.
-        summary: of the finished run that may be returned, or None.
-        checkpoint: to resume from, or None.
+        summary: of the finished run that may be returned, or None, when it was last looked at: at first, and by ``hold``.
+        checkpoint: to resume from, or None; looked at together.
         note: one line about an older run of the same configuration, or empty.
 
     Raises:
@@ -95,18 +94,12 @@ class RunFolder:
         if not force:
             self._must_agree()
         self._force = force
-        self.stands = self._look()
+        self._look()
 
     def _look(self) -> tuple[dict | None, Path | None]:
-        return (None, None) if self._force else (finished_summary(self.path), checkpoint.newest(self.path))
-
-    @property
-    def summary(self) -> dict | None:
-        return self.stands[0]
-
-    @property
-    def checkpoint(self) -> Path | None:
-        return self.stands[1]
+        found = (None, None) if self._force else (finished_summary(self.path), checkpoint.newest(self.path))
+        self.summary, self.checkpoint = found
+        return found
 
     @property
     def begun(self) -> bool:
@@ -114,7 +107,7 @@ class RunFolder:
         return self.summary is None and (self.path / RECORD).exists()
 
     def hold(self) -> tuple[dict | None, Path | None]:
-        """Create the folder, take it for this process, point ``latest`` at it, and return what ``stands`` there.
+        """Create the folder, take it for this process, point ``latest`` at it, and return summary and checkpoint.
 
         Another process may have had the folder since it was looked at, and may even have finished the run.
         """
@@ -138,12 +131,10 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
         self._lock.flush()
-        latest = self.path.parent / "latest"
         passing = self.path.parent / f".latest.{os.getpid()}"
         passing.symlink_to(self.path.name)
-        passing.replace(latest)
-        self.stands = self._look()
-        return self.stands
+        passing.replace(self.path.parent / "latest")
+        return self._look()
 
     def begin(self) -> None:
         """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
@@ -184,17 +175,12 @@ class RunFolder:
             self._lock.close()
 
     def _must_agree(self) -> None:
-        row = _provenance(self.path)
-        if row is None:
+        row, own = _provenance(self.path), self.identity
+        if not row:
             return
-        now = {
-            "data.sha256": self.identity.data,
-            "device_kind": self.identity.device,
-            "precision": self.identity.precision,
-        }
-        then = {"data.sha256": row["data"]["sha256"], "device_kind": row["device_kind"], "precision": row["precision"]}
-        differ = [f"{key} was {then[key]}, is {now[key]}" for key in now if then[key] != now[key]]
-        if differ:
+        pairs = {"data.sha256": (row["data"]["sha256"], own.data), "device_kind": (row["device_kind"], own.device)}
+        pairs |= {"precision": (row["precision"], own.precision)}
+        if differ := [f"{key} was {then}, is {now}" for key, (then, now) in pairs.items() if then != now]:
             raise ValueError(
                 f"outputs={self.path.parent}: {self.path.name} was run otherwise: {'; '.join(differ)}; "
                 "allowed are another folder, or force=true to run it again"
@@ -212,11 +198,9 @@ def holder(path: Path) -> str | None:
 
 def ending(path: Path) -> tuple[str, int] | None:
     """How a run folder's last try ended, ``finished`` or ``failed``, and when; None while there is no summary."""
-    try:
-        summary = path / SUMMARY
-        return json.loads(summary.read_text(encoding="utf-8"))["status"], summary.stat().st_mtime_ns
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    status = read_object(path / SUMMARY).get("status")
+    with suppress(FileNotFoundError):  # removed since
+        return (status, (path / SUMMARY).stat().st_mtime_ns) if status else None
 
 
 def _locked(file: TextIO, kind: int) -> bool:
@@ -230,24 +214,17 @@ def _locked(file: TextIO, kind: int) -> bool:
 
 def finished_summary(path: Path) -> dict | None:
     """The summary in a run folder, if the run was finished."""
-    try:
-        found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and found.get("status") == "finished" else None
+    found = read_object(path / SUMMARY)
+    return found if found.get("status") == "finished" else None
 
 
-def _provenance(path: Path) -> dict | None:
-    try:
-        with (path / RECORD).open("rb") as rows:  # the first alone: records are long, and a sweep's jobs ask for all
-            row = json.loads(rows.readline())
-    except (OSError, ValueError):
-        return None
-    return row if isinstance(row, dict) and row.get("kind") == "provenance" else None
+def _provenance(path: Path) -> dict:
+    row = read_object(path / RECORD, first_line=True)  # records are long, and a sweep's jobs ask for all
+    return row if row.get("kind") == "provenance" else {}
 
 
 def _same_config(outputs: Path, identity: Identity) -> list[Path]:
     """Run folders of the same configuration, the oldest first."""
     found = [p for p in outputs.glob(f"{identity.variant}-s{identity.seed}-*") if (p / RECORD).exists()]
-    same = [p for p in found if (_provenance(p) or {}).get("config_hash") == identity.config]
+    same = [p for p in found if _provenance(p).get("config_hash") == identity.config]
     return sorted(same, key=lambda p: (p / RECORD).stat().st_mtime)

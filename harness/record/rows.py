@@ -60,20 +60,27 @@ class Record:
         self._rows += 1
         return row
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self.close()
+        self._file.close()
 
 
 def read_rows(path: Path) -> list[dict]:
     """All complete rows of a ``record.jsonl``; a half-written last line is left out."""
     *lines, _ = path.read_bytes().split(b"\n")
     return [json.loads(line) for line in lines]
+
+
+def read_object(path: Path, *, first_line: bool = False) -> dict:
+    """The JSON object in a file, or in its first line; empty where there is none, or somebody else's file."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.readline() if first_line else file.read())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def repeatable(row: dict) -> dict:
@@ -113,18 +120,11 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
 
     Args:
         outputs: the folder whose subfolders are run folders.
-        summary: this run's.
-        any_source: whether runs of other source digests count.
     """
     found = []
     for path in sorted(outputs.glob(f"*/{SUMMARY}")):
-        if path.parent.is_symlink():  # outputs/latest
-            continue
-        try:
-            other = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # somebody else's file of that name, or one just removed
-            continue
-        if isinstance(other, dict) and _comparable(other, summary=summary, any_source=any_source):
+        other = {} if path.parent.is_symlink() else read_object(path)  # a link: outputs/latest
+        if _comparable(other, summary=summary, any_source=any_source):
             found.append(other)
     return sorted(found, key=lambda other: other["valid_bits_per_byte"])
 

@@ -1,6 +1,4 @@
-"""What W&B is told of a row of the record: names and plain numbers, without W&B.
-
-``conf/dashboard.yaml`` names the same metrics in its panels.
+"""Metric names and values that W&B is sent for one row, without W&B. ``conf/dashboard.yaml`` names the same metrics.
 
 - ``bytes_seen`` and the others of ``PLACE``: where in the run a row stands. ``bytes_seen`` is the x axis of everything.
 - ``train/bits_per_byte``: a number of a row, by the row's kind.
@@ -37,14 +35,8 @@ def numbers(row: dict) -> dict[str, float | list[float]]:
 
 def facts(summary: dict) -> dict[str, float | str]:
     """Numbers, truths and texts of a summary or provenance row: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
-    found = {}
-    for key, value in summary.items():
-        for name, item in flat(value, name=key).items():
-            if isinstance(item, str | bool):
-                found[name] = item
-            elif (number := _number(item)) is not None:
-                found[name] = number
-    return found
+    found = {key: item if isinstance(item, str | bool) else _number(item) for key, item in flat(summary).items()}
+    return {key: item for key, item in found.items() if item is not None}
 
 
 def span_rows(metrics: dict) -> list[list]:
@@ -59,11 +51,12 @@ def span_rows(metrics: dict) -> list[list]:
     return found
 
 
-def flat(value: object, *, name: str) -> dict[str, object]:
+def flat(value: object, *, name: str = "") -> dict[str, object]:
     """``{"a": {"b": 1}}`` named ``x`` as ``{"x/a/b": 1}``."""
     if not isinstance(value, dict):
         return {name: value}
-    return {key: item for inner, part in value.items() for key, item in flat(part, name=f"{name}/{inner}").items()}
+    before = name and f"{name}/"
+    return {key: item for inner, part in value.items() for key, item in flat(part, name=f"{before}{inner}").items()}
 
 
 def _metrics(metrics: dict, *, kind: str) -> dict[str, float | list[float]]:

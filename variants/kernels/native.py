@@ -1,7 +1,8 @@
 """C++ sources that are compiled where they run.
 
 They are written in the plain language with OpenMP, without torch's headers: a few seconds once for each source, compiler
-and kind of CPU, then the library is in the user's cache. It shares torch's threads, because both ask for libgomp.
+and kind of CPU, then the library lies in ``TORCH_EXTENSIONS_DIR``, which is torch's variable for what is compiled. It
+shares torch's threads, because both ask for libgomp.
 """
 
 import ctypes
@@ -41,7 +42,7 @@ def _built(name: str, source: str, compiler: list[str]) -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     flags = (*FLAGS, f"-march={os.environ.get(MARCH) or 'native'}")
     known = "\0".join((source, *flags, *compiler, version, _cpu()))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-windtunnel" / "kernels"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     path = folder / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path

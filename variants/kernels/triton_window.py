@@ -74,14 +74,8 @@ def attend(
     """The same function as ``window.attend`` without dropout; ``z`` is ``[H]``.
 
     Args:
-        q: scaled queries ``[B, H, T, K]``.
-        k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own.
-        window: what a query may see.
         vectors: p ``[n, K]``, shared by heads, n at least the largest of ``window.columns``: adds ``q @ vectors.T``.
         bias: a constant ``[H, n]`` over columns, added to scores.
-        persistent: key-value vectors in the same softmax, never masked.
-
-    Returns: ``[B, H, T, K]``.
 
     Raises:
         ValueError: where ``available`` says why not, and for shapes that are not the above.
