@@ -70,7 +70,7 @@ def tables(root: Path) -> dict[Path, list[dict]]:
                 raise ValueError(f"{path}:{number}: {reason}")
         found[path.relative_to(root)] = rows
     if not found:
-        raise ValueError(f"{ROWS}: there is no such file; python -m bench.speed rows=FILE makes one")
+        raise ValueError(f"{ROWS}: there is no such file; python -m bench.peers lineup=targets rows=FILE makes one")
     return found
 
 

@@ -9,16 +9,16 @@ as the model. ``arguments`` go into the row, so that it can be traced.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import import_module, metadata
+from types import ModuleType
 
 from torch import nn
 
-from bench.baselines.yardstick import Yardstick
+from bench.baselines.yardstick import WindowYardstick, Yardstick
 
 YARDSTICK = "yardstick"
-JUDGE = "x-transformers"
-"""The peer that shows whether the yardstick is a fair one."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
+MEMORY_PACKAGE = "product-key-memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Sizes:
 
     @property
     def memory_layer(self) -> int:
-        """The layer whose feed-forward is a product-key memory, as in ``conf/variant/product_key_memory.yaml``."""
+        """The layer whose feed-forward is a product-key memory, as in our variant with one."""
         return self.layers - 2
 
 
@@ -84,6 +84,20 @@ class Rival:
     build: Callable[[Sizes, dict], nn.Module]
     device: str | None = None
 
+    def built(self, sizes: Sizes) -> nn.Module:
+        """The module; RuntimeError with what the package says where it cannot be had with these sizes."""
+        arguments = self.arguments(sizes)
+        try:
+            return self.build(sizes, arguments)
+        except ImportError as error:
+            raise RuntimeError(f"{self.package}: {INSTALL} ({error})") from error
+        except Exception as error:  # a package's complaint is no mistake of the user's
+            raise RuntimeError(f"cannot be built with {arguments}: {type(error).__name__}: {error}") from error
+
+    def traced(self, sizes: Sizes) -> dict:
+        """What a row's configuration says in place of a variant of ours."""
+        return {"package": self.package, "arguments": self.arguments(sizes), "sizes": asdict(sizes)}
+
 
 def version(package: str) -> str | None:
     """Of the installed package, or None."""
@@ -91,6 +105,11 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def library(package: str) -> ModuleType:
+    """What a package is imported as."""
+    return import_module(package.replace("-", "_"))
 
 
 def yardstick_arguments(sizes: Sizes) -> dict:
@@ -107,8 +126,6 @@ def window_arguments(sizes: Sizes) -> dict:
 
 
 def build_window(_sizes: Sizes, arguments: dict) -> nn.Module:
-    from bench.baselines.flex import WindowYardstick
-
     return WindowYardstick(**arguments)
 
 
@@ -123,31 +140,26 @@ def memory_decoder_arguments(sizes: Sizes) -> dict:
 
 
 def build_decoder(sizes: Sizes, arguments: dict) -> nn.Module:
-    from x_transformers import Decoder, TransformerWrapper
-
-    return TransformerWrapper(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, attn_layers=Decoder(**arguments))
+    found = library("x-transformers")
+    decoder = found.Decoder(**arguments)
+    return found.TransformerWrapper(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, attn_layers=decoder)
 
 
 def memory_arguments(sizes: Sizes) -> dict:
-    return pkm_arguments(sizes.memory, d_model=sizes.d_model)
-
-
-def pkm_arguments(memory: Memory, *, d_model: int) -> dict:
     """The package calls a half-key's width ``dim_head``."""
+    memory = sizes.memory
     if memory.d_query % 2:
         raise ValueError(f"memory.d_query={memory.d_query}: allowed are even integers from 2")
     same = {"heads": memory.heads, "num_keys": memory.half_keys, "topk": memory.top_k}
-    return {"dim": d_model, **same, "dim_head": memory.d_query // 2}
+    return {"dim": sizes.d_model, **same, "dim_head": memory.d_query // 2}
+
+
+def build_memory(_sizes: Sizes, arguments: dict) -> nn.Module:
+    return library(MEMORY_PACKAGE).PKM(**arguments)
 
 
 def build_with_memory(sizes: Sizes, arguments: dict) -> nn.Module:
-    return Yardstick(**yardstick_arguments(sizes), in_place={sizes.memory_layer: build_pkm(arguments)})
-
-
-def build_pkm(arguments: dict) -> nn.Module:
-    from product_key_memory import PKM
-
-    return PKM(**arguments)
+    return Yardstick(**yardstick_arguments(sizes), in_place={sizes.memory_layer: build_memory(sizes, arguments)})
 
 
 def local_arguments(sizes: Sizes) -> dict:
@@ -156,12 +168,11 @@ def local_arguments(sizes: Sizes) -> dict:
 
 
 def build_local(sizes: Sizes, arguments: dict) -> nn.Module:
-    from local_attention import LocalTransformer
+    made = library("local-attention").LocalTransformer
+    return made(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
 
-    return LocalTransformer(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
 
-
-def lsh_arguments(sizes: Sizes) -> dict:
+def reformer_arguments(sizes: Sizes) -> dict:
     """Buckets of 64, the package's default, or a quarter of a short context; heads, k and width of a query in its memory
     are the package's own (4, 32, 256) and cannot be set."""
     same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "dim_head": sizes.d_model // sizes.heads}
@@ -170,34 +181,28 @@ def lsh_arguments(sizes: Sizes) -> dict:
 
 
 def full_arguments(sizes: Sizes) -> dict:
-    return lsh_arguments(sizes) | {"use_full_attn": True}
+    return reformer_arguments(sizes) | {"use_full_attn": True}
 
 
 def build_reformer(sizes: Sizes, arguments: dict) -> nn.Module:
-    from reformer_pytorch import ReformerLM
-
-    return ReformerLM(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
+    made = library("reformer-pytorch").ReformerLM
+    return made(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
 
 
 RIVALS = {
     YARDSTICK: Rival(package="torch", path="fused", arguments=yardstick_arguments, build=build_yardstick),
     "flex-window": Rival(package="torch", path="flex", arguments=window_arguments, build=build_window, device="cuda"),
-    JUDGE: Rival(package="x-transformers", path="fused", arguments=decoder_arguments, build=build_decoder),
+    "x-transformers": Rival(package="x-transformers", path="fused", arguments=decoder_arguments, build=build_decoder),
     "x-transformers-memory": Rival(
         package="x-transformers", path="fused", arguments=memory_decoder_arguments, build=build_decoder
     ),
-    "product-key-memory": Rival(
-        package="product-key-memory", path="fused", arguments=memory_arguments, build=build_with_memory
-    ),
+    MEMORY_PACKAGE: Rival(package=MEMORY_PACKAGE, path="fused", arguments=memory_arguments, build=build_with_memory),
     "local-attention": Rival(package="local-attention", path="plain", arguments=local_arguments, build=build_local),
-    "reformer-lsh": Rival(package="reformer-pytorch", path="plain", arguments=lsh_arguments, build=build_reformer),
+    "reformer-lsh": Rival(package="reformer-pytorch", path="plain", arguments=reformer_arguments, build=build_reformer),
     "reformer-full": Rival(package="reformer-pytorch", path="plain", arguments=full_arguments, build=build_reformer),
 }
-
-
-def traced(rival: Rival, sizes: Sizes) -> dict:
-    """What a row's configuration says in place of a variant of ours."""
-    return {"package": rival.package, "arguments": rival.arguments(sizes), "sizes": asdict(sizes)}
+LAYERS = {MEMORY_PACKAGE: Rival(package=MEMORY_PACKAGE, path="plain", arguments=memory_arguments, build=build_memory)}
+"""Peers of a layer alone, which maps ``[B, T, D]`` to the same."""
 
 
 def touched_parameters(model: nn.Module) -> int:

@@ -17,7 +17,8 @@ from pathlib import Path
 from bench.report.diff import diff_lines, facts_by_run
 from bench.report.gather import Found, gather
 from bench.report.tables_costs import cost_tables
-from bench.report.tables_others import fit_tables, peer_tables, speed_tables
+from bench.report.tables_others import fit_tables
+from bench.report.tables_peers import peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
 from bench.report.tuning import fresh_command, picks
 from harness.cache import write_whole

@@ -85,28 +85,31 @@ COST = (
         ),
     }
 )
-PEERS = (
+COMPARED = (
     BENCH
     | STATUS
     | {
-        "name": TEXT,
-        "package": Maybe(TEXT),
-        "package_version": Maybe(TEXT),
-        "job": TEXT,
-        "lanes": COUNT,
-        "segment": COUNT,
-        "parameters": Maybe(PARAMETERS),
-        "checks": Maybe(Each(TEXT)),
-        "bytes_per_second": Maybe(COUNT),
-        "time": Maybe({"train_ms": TIMES}),
-        "memory": Maybe({"train_peak_bytes": Maybe(COUNT), "approximate": Maybe(TRUTH)}),
-        "relative_to_yardstick": Maybe(COUNT),
         "relative_to": Maybe(TEXT),
         "yardstick_in_judge": Maybe(COUNT),
+        "rounds": Maybe(COUNT),
         "interrupted": Maybe(TRUTH),
         "void": Maybe(TEXT),
     }
 )
+PEERS = COMPARED | {
+    "name": TEXT,
+    "package": Maybe(TEXT),
+    "package_version": Maybe(TEXT),
+    "job": TEXT,
+    "lanes": COUNT,
+    "segment": COUNT,
+    "parameters": Maybe(PARAMETERS),
+    "checks": Maybe(Each(TEXT)),
+    "bytes_per_second": Maybe(COUNT),
+    "time": Maybe({"train_ms": TIMES}),
+    "memory": Maybe({"train_peak_bytes": Maybe(COUNT), "approximate": Maybe(TRUTH)}),
+    "relative_to_yardstick": Maybe(COUNT),
+}
 FIT = BENCH | {
     "lanes": COUNT,
     "segment": COUNT,
@@ -121,22 +124,20 @@ FIT = BENCH | {
         {"name": Maybe(TEXT), "peak_flops_per_s": Maybe(COUNT), "bytes_per_s": Maybe(COUNT), "train_ms": Maybe(COUNT)}
     ),
 }
-SPEED = (
-    BENCH
-    | STATUS
-    | {
-        "case": TEXT,
-        "position": Maybe(TEXT),
-        "cache": Maybe(TEXT),
-        "relative_to": Maybe(TEXT),
-        "ratio": Maybe(COUNT),
-        "target": Maybe(COUNT),
-        "reached": Maybe(TRUTH),
-        "peak_bytes": Maybe(COUNT),
-        "peak_limit_bytes": Maybe(COUNT),
-        "void": Maybe(TEXT),
-    }
-)
+SPEED = COMPARED | {
+    "case": TEXT,
+    "position": Maybe(TEXT),
+    "cache": Maybe(TEXT),
+    "ratio": Maybe(COUNT),
+    "ratio_of": Maybe(TEXT),
+    "target": Maybe(COUNT),
+    "reached": Maybe(TRUTH),
+    "peak_bytes": Maybe(COUNT),
+    "peak_limit_bytes": Maybe(COUNT),
+    "peak_reached": Maybe(TRUTH),
+    "second": Maybe({"what": TEXT, "ratio": COUNT, "target": COUNT}),
+    "time": Maybe(Each(TIMES)),
+}
 BENCH_KINDS = {"cost": COST, "peers": PEERS, "fit": FIT, "speed": SPEED}
 
 RUN = {"budget": Each(Maybe(COUNT)), "protocol": PROTOCOL, "parameters": Maybe(PARAMETERS), "path": TEXT}

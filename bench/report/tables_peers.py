@@ -1,0 +1,215 @@
+"""Tables of the rows of ``bench.peers``, speeds beside others' and speed targets: one for each job of a call, and for each
+ground. The verb prints them, too."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+
+from bench.report.compare import by, data_words, ground_words
+from bench.report.grouping import number
+from bench.rows import ground
+from harness.record.cells import count_of, fixed, keep_filled, listed, mib, text, times, whole
+from harness.record.table import Cell, Column, Table, tabulate
+
+VOID = "VOID"
+DISTURBED = 1.5
+"""Times of one step that vary more than so, from the 20th to the 80th percentile, are remarked upon."""
+PATH = Column(
+    heading="path",
+    explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.",
+    number=False,
+    cell=lambda row: text(row["path"]),
+)
+
+
+def _valid(row: dict, found: Cell) -> Cell:
+    return text(VOID) if row.get("void") and found.text else found
+
+
+def _step(row: dict) -> tuple[Cell, Cell]:
+    return times((row.get("time") or {}).get("train_ms"))
+
+
+def _package(row: dict) -> Cell:
+    return text(" ".join(filter(None, (row.get("package"), row.get("package_version")))) or None)
+
+
+def _speed(row: dict) -> Cell:
+    return whole(row.get("bytes_per_second")) if row["status"] == "measured" else text(row["status"])
+
+
+def _checks(row: dict) -> Cell:
+    return text(", ".join(f"{name}: {found}" for name, found in (row.get("checks") or {}).items()) or None)
+
+
+def _peak(row: dict) -> Cell:
+    memory = row.get("memory") or {}
+    return mib(memory.get("train_peak_bytes"), about=memory.get("approximate"))
+
+
+def _reached(row: dict) -> Cell:
+    said = None if row.get("void") else row.get("reached")
+    return text(None if said is None else "yes" if said else "missed")
+
+
+PEERS = (
+    Column(heading="name", number=False, cell=lambda row: text(row["name"])),
+    Column(heading="package", explained="With the version that ran.", number=False, cell=_package),
+    PATH,
+    Column(heading="bytes/s", explained="Bytes of training per second; or why there are none.", cell=_speed),
+    Column(
+        heading="of the yardstick",
+        explained="Speed as a share of the yardstick's in the same call, the median over rounds measured in turn.",
+        cell=lambda row: _valid(row, fixed(row.get("relative_to_yardstick"), digits=3)),
+    ),
+    Column(heading="step, ms", explained="Median of one training step.", cell=lambda row: _step(row)[0]),
+    Column(heading="step, 20 to 80%", number=False, cell=lambda row: _step(row)[1]),
+    Column(
+        heading="training peak, MiB",
+        explained="Highest memory of training in a fresh process, above the bare one (MiB = 2^20 bytes); ~ is approximate.",
+        cell=_peak,
+    ),
+    Column(
+        heading="parameters",
+        explained="All trained numbers: a speed says little without them.",
+        cell=lambda row: whole(number(row, "parameters", "total")),
+    ),
+    Column(
+        heading="touched",
+        explained="Parameters that one byte makes use of.",
+        cell=lambda row: whole(number(row, "parameters", "touched")),
+    ),
+    Column(
+        heading="checks",
+        explained="Gradients and causality, checked before anything was timed.",
+        number=False,
+        cell=_checks,
+    ),
+)
+SPEEDS = (
+    Column(heading="case", explained="As conf/lineup names it.", number=False, cell=lambda row: text(row["case"])),
+    Column(heading="position", number=False, cell=lambda row: text(row.get("position"))),
+    Column(heading="cache", number=False, cell=lambda row: text(row.get("cache"))),
+    PATH,
+    Column(
+        heading="ratio",
+        explained="Speed in that of what it is held against, or where a target has ≤, time over its time; the median over "
+        "rounds measured in turn.",
+        cell=lambda row: _valid(row, fixed(row.get("ratio"), digits=3)),
+    ),
+    Column(heading="held against", number=False, cell=lambda row: text(row.get("relative_to"))),
+    Column(
+        heading="target",
+        explained="Of the ratio.",
+        cell=lambda row: fixed(row.get("target"), digits=2, mark=" ≤" if row.get("ratio_of") == "times" else ""),
+    ),
+    Column(heading="reached", explained="Empty where the sizes were not the target's.", number=False, cell=_reached),
+    Column(
+        heading="training peak, MiB",
+        explained="Highest memory of training in a fresh process, above the bare one (MiB = 2^20 bytes).",
+        cell=lambda row: mib(row.get("peak_bytes")),
+    ),
+    Column(heading="limit, MiB", explained="Of that peak.", cell=lambda row: mib(row.get("peak_limit_bytes"))),
+)
+
+
+def peer_tables(rows: Sequence[dict]) -> list[Table]:
+    """A table for each call of the verb, job and yardstick, the fastest first; speeds of different calls are never mixed."""
+    tables = []
+    for index, same in enumerate(_together(rows, "job", "lanes", "segment", "relative_to"), start=1):
+        row, void = same[-1], next((row["void"] for row in same if row.get("void")), None)
+        same.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
+        job = f"{row['job']}, {count_of(row['lanes'], 'lane')} of {row['segment']:,} bytes"
+        against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
+        about = (
+            f"Job: {job}. Data: {data_words(row)}. Held equal: job, lanes, segment, threads, precision and data, not "
+            f"parameters. The rows differ in who wrote the code{against}."
+        )
+        title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}, {row['device']}, {row['precision']}"
+        notes = _notes(same, label=lambda row: row["name"])
+        shown = [row | {"void": void} for row in same]
+        tables.append(_table(shown, PEERS, name=f"peers-{index}", title=title, about=about, notes=notes))
+    return tables
+
+
+def speed_tables(rows: Sequence[dict]) -> list[Table]:
+    """A table for each call of the verb and ground; ``rows`` the oldest first."""
+    tables = []
+    for index, same in enumerate(_together(rows), start=1):
+        row = same[-1]
+        about = (
+            f"Data: {data_words(row)}. Training steps, timed in turn with what they are held against. The rows differ in "
+            "their case."
+        )
+        title = f"Speed targets, {row['device']}, {row['precision']}"
+        notes = [*_notes(same, label=_label), *_verdicts(same)]
+        tables.append(_table(same, SPEEDS, name=f"speed-{index}", title=title, about=about, notes=notes))
+    return tables
+
+
+def _together(rows: Sequence[dict], *keys: str) -> list[list[dict]]:
+    """Rows of one call and ground that are equal in these keys, too."""
+
+    def key(row: dict) -> str:
+        about = [row.get(key) for key in ("read_from", "source", *keys)]
+        return json.dumps([about, ground(row), row["data"]["sha256"], row["protocol"]["vocabulary"]])
+
+    return list(by(rows, key=key).values())
+
+
+def _table(
+    rows: list[dict], columns: tuple[Column, ...], *, name: str, title: str, about: str, notes: Sequence[str]
+) -> Table:
+    columns, cells = keep_filled(columns, tabulate(rows, columns))
+    caption = f"{ground_words(rows[-1])}. {about} One call: {PurePath(rows[-1]['read_from']).name}."
+    styles = tuple("dim" if row["status"] != "measured" else "dim strike" if row.get("void") else "" for row in rows)
+    return Table(
+        name=name, title=title, caption=caption, columns=columns, rows=cells, notes=tuple(notes), styles=styles
+    )
+
+
+def _label(row: dict) -> str:
+    return f"{row['case']} {row.get('position') or ''}".strip()
+
+
+def _notes(rows: list[dict], *, label: Callable[[dict], str]) -> list[str]:
+    """What is true of rows of either kind."""
+    measured = [row for row in rows if row["status"] == "measured"]
+    failed = [row for row in rows if row["status"] != "measured"]
+    notes = [f"{VOID}: {reason}." for reason in dict.fromkeys(row["void"] for row in rows if row.get("void"))]
+    notes += [f"{label(row)}: {row['status']} ({row.get('reason') or 'no reason given'})." for row in failed]
+    for share, same in by(measured, key=lambda row: row.get("yardstick_in_judge")).items():
+        if share is not None:
+            beside = listed(map(label, same))
+            notes.append(f"The yardstick runs at {share:.3f} of the speed of x-transformers, beside {beside}.")
+        elif any(row.get("relative_to") == "yardstick" and not row.get("void") for row in same):
+            notes.append(
+                "UNJUDGED: x-transformers was not measured, so nothing shows that the yardstick is a fair one."
+            )
+    if shaken := [label(row) for row in measured if _shaken(row)]:
+        notes.append(f"DISTURBED: steps of {listed(shaken)} vary more than {DISTURBED}-fold: is the machine busy?")
+    if cut := [f"{label(row)} ({count_of(row.get('rounds') or 0, 'round')})" for row in rows if row.get("interrupted")]:
+        notes.append(f"INTERRUPTED, so of fewer rounds than planned: {listed(cut)}.")
+    return notes
+
+
+def _shaken(row: dict) -> bool:
+    """Whether a step's time varies too much, of one or of both whose ratio it is."""
+    return any(found and found["p80"] > DISTURBED * found["p20"] for found in (row.get("time") or {}).values())
+
+
+def _verdicts(rows: list[dict]) -> list[str]:
+    """What was missed, the second ratios, and whether the targets are for these sizes."""
+    missed = [_label(row) for row in rows if row.get("reached") is False and not row.get("void")]
+    heavy = [_label(row) for row in rows if row.get("peak_reached") is False]
+    notes = [f"MISSED: the ratio of {listed(missed)}."] if missed else []
+    notes += [f"MISSED: the peak of {listed(heavy)}."] if heavy else []
+    for row in rows:
+        if second := row.get("second"):
+            notes.append(
+                f"{_label(row)}: {second['what']} is {second['ratio']:.3f}, to be {second['target']:g} at most."
+            )
+    judged = [row.get("reached") for row in rows if row["status"] == "measured" and not row.get("void")]
+    return notes + ["NOT JUDGED: other sizes or settings than those of the targets."] * (
+        judged == [None] * len(judged) != []
+    )
