@@ -9,13 +9,13 @@ from rich.console import Console
 
 from bench import front_page
 from bench.baselines import entries as entries_module
-from bench.baselines.cases import Bound, Case, Heat, rows_of
+from bench.baselines.cases import MB, Heat, rows_of
 from bench.baselines.entrants import OurModel, Task, TrainerLoop, set_spans
 from bench.baselines.entries import first_batches
 from bench.baselines.lineup import cases_of, heat_settings
 from bench.baselines.proof import OK, passed
 from bench.baselines.rounds import Entry
-from bench.baselines.settings import PeerSettings
+from bench.baselines.settings import Case, PeerSettings
 from bench.planning import own_keys
 from bench.report.tables_peers import speed_tables
 from bench.rows import refusal
@@ -109,17 +109,17 @@ def test_the_cases_and_what_they_must_reach():
             (words,) = [words for c, _, words in workload if c == found]
             assert {f"variant={variants[name]}", f"model.cache={cache}"} <= set(words)
             assert (f"model.attend_self={str(position == 'rotary').lower()}") in words
-            assert found.bound == Bound(limit=target) and found.peak_limit_bytes == peak * 10**6
+            assert (found.at_least, found.at_most) == (target, None) and found.peak_mb == peak
     one_open = case("one_open")
-    assert one_open.bound == Bound(limit=0.25, at_most=True) and one_open.reference == "all open"
-    assert one_open.second == ("all open", "mhsa", Bound(limit=1.1, at_most=True))
+    assert (one_open.at_least, one_open.at_most) == (None, 0.25) and one_open.reference == "all open"
+    assert one_open.second == ["all open", "mhsa", 1.1]
     for name in (f"pkm_{number}{kind}" for number in (128, 256, 512) for kind in ("", "_adam")):
-        assert case(name).bound == Bound(limit=2.0) and case(name).peak_limit_share == 0.7
-    assert case("mhsa_256").bound == case("mhsa_1024").bound == Bound(limit=1.0)
-    assert case("trainer").bound == Bound(limit=0.97)
+        assert (case(name).at_least, case(name).at_most, case(name).peak_share) == (2.0, None, 0.7)
+    for name, target in (("mhsa_256", 1.0), ("mhsa_1024", 1.0), ("trainer", 0.97)):
+        assert (case(name).at_least, case(name).at_most) == (target, None)
     for _, cases in lineup("targets_cuda"):
         ((cuda, _, _),) = cases
-        assert cuda.bound == Bound(limit=1.25, at_most=True) and cuda.peak_limit_share == 1.3
+        assert (cuda.at_least, cuda.at_most, cuda.peak_share) == (None, 1.25, 1.3)
 
 
 def test_the_workload_is_the_one_of_the_targets():
@@ -227,7 +227,7 @@ def printed(row: dict) -> str:
 @pytest.mark.parametrize(("ms", "reached"), [(18.0, True), (18.3, False)])
 def test_a_speed_is_to_be_at_least_its_target(ms, reached):
     fixed = case("fixed", "rotary")
-    peak = fixed.peak_limit_bytes + (not reached)
+    peak = round(fixed.peak_mb * MB) + (not reached)
     entries = [entry("yardstick", [10.0]), entry("x-transformers", [10.0]), entry(fixed.entrant, [ms], peak_bytes=peak)]
     heat = Heat(entries=entries, cases=[fixed], judge="x-transformers")
     row = judged(heat)

@@ -1,53 +1,15 @@
 """What is read off a heat, whose entrants were timed in turn: a row for every entrant, or for every case with its target."""
 
 from dataclasses import dataclass, field
+from statistics import median
 
 from bench.baselines.rivals import YARDSTICK
 from bench.baselines.rounds import MEASURED, Entry, ratio, ratios, verdict
+from bench.baselines.settings import Case
 from bench.cells import FAILED
 from bench.measure import percentiles
 
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """What a ratio must keep: speeds are to be at least, times at most ``limit``."""
-
-    limit: float
-    at_most: bool = False
-
-    def kept(self, ratio: float) -> bool:
-        return ratio <= self.limit if self.at_most else ratio >= self.limit
-
-    def ratio(self, entry: Entry, reference: Entry) -> float | None:
-        """Speed of an entry in that of its reference, or its time over the reference's where the bound is on times."""
-        return ratio(reference, entry) if self.at_most else ratio(entry, reference)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """An entrant, the one it is held against, and what must be reached.
-
-    Attributes:
-        name: as in ``only``.
-        entrant, reference: names of entries of its heat.
-        bound: of the entrant's speed in the reference's, or of its time over the reference's.
-        peak_limit_bytes: of its peak above the bare process; or
-        peak_limit_share: of the reference's peak.
-        second: a further bound: entries whose times are divided, and what that must keep.
-    """
-
-    name: str
-    entrant: str
-    reference: str
-    bound: Bound
-    peak_limit_bytes: int | None = None
-    peak_limit_share: float | None = None
-    second: tuple[str, str, Bound] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The entrant, its reference, and whoever else it needs, each once."""
-        return list(dict.fromkeys([self.entrant, self.reference, *(self.second or ())[:2]]))
+MB = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,29 +87,30 @@ def _entry(entry: Entry, reference: Entry, *, measured: bool) -> dict:
 
 
 def _case(case: Case, named: dict[str, Entry], *, measured: bool, judged: bool) -> dict:
-    entrant, reference = named[case.entrant], named[case.reference]
-    found, around, second, kept, peak, limit = None, None, None, None, None, case.peak_limit_bytes
+    entrant, reference, times = named[case.entrant], named[case.reference], case.at_most is not None
+    target, limit = case.at_most if times else case.at_least, case.peak_mb and case.peak_mb * MB
+    found, around, second, kept, peak = None, None, None, None, None
     if measured:
-        found = case.bound.ratio(entrant, reference)
-        pair = (reference, entrant) if case.bound.at_most else (entrant, reference)
-        around, kept = [min(ratios(*pair)), max(ratios(*pair))], case.bound.kept(found)
+        each = ratios(reference, entrant) if times else ratios(entrant, reference)
+        found, around = median(each), [min(each), max(each)]
+        kept = found <= target if times else found >= target
         peak = entrant.facts["memory"]["train_peak_bytes"]
-        if case.peak_limit_share:
-            limit = case.peak_limit_share * reference.facts["memory"]["train_peak_bytes"]
+        if case.peak_share:
+            limit = case.peak_share * reference.facts["memory"]["train_peak_bytes"]
         if case.second:
-            above, below, bound = case.second
-            value = bound.ratio(named[above], named[below])
-            second = {"what": f"time of {above} over {below}", "ratio": value, "target": bound.limit}
-            kept = kept and bound.kept(value)
+            above, below, most = case.second
+            value = ratio(named[below], named[above])
+            second = {"what": f"time of {above} over {below}", "ratio": value, "target": most}
+            kept = kept and value <= most
     return {
         "case": case.name,
         **entrant.setting,
         "ratio": found,
         "ratio_range": around,
-        "ratio_of": "times" if case.bound.at_most else "speeds",
+        "ratio_of": "times" if times else "speeds",
         "entrant": _side(entrant),
         "opponent": _side(reference),
-        "target": case.bound.limit,
+        "target": target,
         "reached": kept if judged else None,
         "second": second,
         "peak_bytes": peak,

@@ -4,13 +4,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
-from bench.baselines.cases import Bound, Case, Heat
+from bench.baselines.cases import Heat
 from bench.baselines.entries import EntryMaker
 from bench.baselines.rivals import RIVALS, YARDSTICK
-from bench.baselines.settings import CaseSettings, EntrySettings, HeatSettings, PeerSettings
+from bench.baselines.settings import Case, EntrySettings, HeatSettings, PeerSettings
 from harness.plan.settings import check_keys, checked, parse
 
-MB = 10**6
 EACH = "<each>"
 FREE = ("lineup", "rows", "only", "rounds", "seconds", "outputs")
 """Keys that leave a lineup's workload as it is, which its targets are for; any other costs the verdicts."""
@@ -29,13 +28,11 @@ def make_heats(settings: PeerSettings, *, scratch: str) -> list[Heat]:
         if (key := word.lstrip("+~").partition("=")[0]) in settings.held:
             raise ValueError(f"{word}: cannot be chosen in this lineup; {settings.held[key]}")
     _check(settings)
-    kind, heats = "peers", []
     asked = [(heat, entries, cases_of(heat, entries)) for heat, entries in heat_settings(settings)]
-    if allowed := list(dict.fromkeys(case.name for _, _, cases in asked for case in cases)):
-        kind = "speed"
+    allowed = list(dict.fromkeys(case.name for _, _, cases in asked for case in cases))
     if settings.only is not None and (not settings.only or set(map(str, settings.only)) - set(allowed)):
         raise ValueError(f"only={settings.only}: must be a list of {', '.join(allowed) or 'cases'}, or null for all")
-    maker = EntryMaker(kind=kind, scratch=scratch)
+    maker, heats = EntryMaker(kind="speed" if allowed else "peers", scratch=scratch), []
     for heat, entries, cases in asked:
         cases = [case for case in cases if settings.only is None or case.name in settings.only]
         needed = {name for case in cases for name in case.names} | ({YARDSTICK, heat.judge} if cases else set())
@@ -70,22 +67,11 @@ def cases_of(heat: HeatSettings, entries: dict[str, EntrySettings]) -> list[Case
     found = []
     for entrant, entry in entries.items():
         for name, node in (entry.cases or {}).items():
-            asked = _parsed(CaseSettings, node, key=f"{entrant}.cases.{name}")
-            if (asked.at_least is None) == (asked.at_most is None):
-                raise ValueError(f"{entrant}.cases.{name}={node}: must have one of at_least and at_most")
-            at_most = asked.at_most is not None
-            above, below, limit = asked.second or (None, None, None)
-            found.append(
-                Case(
-                    name=name,
-                    entrant=entrant,
-                    reference=asked.reference or heat.reference,
-                    bound=Bound(limit=asked.at_most if at_most else asked.at_least, at_most=at_most),
-                    peak_limit_bytes=None if asked.peak_mb is None else round(asked.peak_mb * MB),
-                    peak_limit_share=asked.peak_share,
-                    second=asked.second and (above, below, Bound(limit=limit, at_most=True)),
-                )
-            )
+            own = {"name": name, "entrant": entrant, "reference": heat.reference}
+            case = _parsed(Case, own | node, key=f"cases.{name}")
+            if (case.at_least is None) == (case.at_most is None):
+                raise ValueError(f"cases.{name}={node}: must have one of at_least and at_most")
+            found.append(case)
     return found
 
 

@@ -1,11 +1,11 @@
-"""The keys of ``conf/peers.yaml`` and of a heat, an entrant and a case in ``conf/lineup``."""
+"""The keys of ``conf/peers.yaml``, and of a heat, an entrant and a case in ``conf/lineup``."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """The keys of ``conf/peers.yaml``, which says what they mean."""
+    """``conf/peers.yaml`` says what they mean."""
 
     rows: str | None
     only: list | None
@@ -25,69 +25,47 @@ class PeerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatSettings:
-    """Who is timed in turn with whom.
+    """Who is timed in turn with whom. What has a default may be left out, here and below."""
 
-    Attributes:
-        job: what all train, for the table.
-        reference: the entrant that all are compared with, where a case names no other.
-        words: of a training run, for all entrants; later ones win.
-        each: the heat is repeated with each of these in place of ``<each>``.
-        judge: the peer that must find the yardstick fair, which then takes part, too.
-        peers, variants: entrants that need no more than their name.
-        entries: the others by name, see ``EntrySettings``.
-        layer: the sublayer, as the variants call it, that is measured alone; null for the whole model.
-        longer: times as many rounds as other heats.
-        proof_positions: bytes of a segment that are enough to prove it; null for all.
-    """
-
-    job: str
-    reference: str
-    words: str = ""
-    each: list | None = None
-    judge: str | None = None
-    peers: list | None = None
-    variants: list | None = None
-    entries: dict | None = None
-    layer: str | None = None
-    longer: int = 1
-    proof_positions: int | None = None
+    job: str  # what all train, for the table
+    reference: str  # the entrant that all are compared with, where a case names no other
+    words: str = ""  # of a training run, for all entrants; later ones win
+    each: list | None = None  # the heat is repeated with each of these in place of <each>
+    judge: str | None = None  # the peer that must find the yardstick fair, which then takes part, too
+    peers: list | None = None  # entrants that need no more than their name
+    variants: list | None = None  # the same
+    entries: dict | None = None  # the others by name: EntrySettings
+    layer: str | None = None  # the sublayer, as its variant calls it, that is measured alone; null for the whole model
+    longer: int = 1  # times as many rounds as other heats
+    proof_positions: int | None = None  # bytes of a segment that are enough to prove it; null for all
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntrySettings:
-    """An entrant.
+    """An entrant."""
 
-    Attributes:
-        peer: who, or null for a variant of ours.
-        words: after the heat's.
-        spans: bytes that each head of a layer is to see, or one number for all; null where they stay as they start.
-        trainer: whether the trainer's loop is timed instead of its bare step.
-        optimizer: of a peer: ``fused adamw``, or ``adam`` as the documentation of a product-key memory has it.
-        cases: by name what it must reach, see ``CaseSettings``.
-    """
-
-    peer: str | None = None
-    words: str = ""
-    spans: list | None = None
-    trainer: bool = False
-    optimizer: str = "fused adamw"
-    cases: dict | None = None
+    peer: str | None = None  # null for a variant of ours
+    words: str = ""  # after the heat's
+    spans: list | None = None  # bytes that each head of a layer sees, or one number for all; null: as they start
+    trainer: bool = False  # whether the trainer's loop is timed instead of its bare step
+    optimizer: str = "fused adamw"  # of a peer, or adam, as the documentation of a product-key memory has it
+    cases: dict | None = None  # by name what it must reach: Case
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseSettings:
-    """A target: a speed ``at_least`` so many times the reference's, or a time ``at_most``.
+class Case:
+    """What an entrant must reach: ``at_least`` so many times the reference's speed, or ``at_most`` its time."""
 
-    Attributes:
-        reference: null for the heat's.
-        peak_mb: most memory of a training step above the bare process, in 10^6 bytes; or
-        peak_share: in the reference's.
-        second: ``[a, b, limit]``: the time of a over b is to be at most the limit, too.
-    """
-
-    reference: str | None = None
+    name: str
+    entrant: str
+    reference: str
     at_least: float | None = None
     at_most: float | None = None
-    peak_mb: float | None = None
-    peak_share: float | None = None
-    second: list | None = None
+    peak_mb: float | None = None  # most memory of a training step above the bare process, in 10^6 bytes; or
+    peak_share: float | None = None  # in the reference's
+    second: list | None = None  # [a, b, limit]: the time of a over b is to be at most the limit, too
+
+    @property
+    def names(self) -> list[str]:
+        """The entrant, its reference, and whoever else it needs, each once."""
+        return list(dict.fromkeys([self.entrant, self.reference, *(self.second or ())[:2]]))

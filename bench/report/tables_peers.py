@@ -14,20 +14,21 @@ from harness.record.table import Cell, Column, Table, tabulate
 VOID = "VOID"
 DISTURBED = 1.5
 """Times of one step that vary more than so, from the 20th to the 80th percentile, are remarked upon."""
-PATH = Column(
-    heading="path",
-    explained="Which code ran: plain PyTorch, fused, compiled, an own kernel.",
-    number=False,
-    cell=lambda row: text(row["path"]),
-)
+WORDS = {"number": False}
 
 
-def _valid(row: dict, found: Cell) -> Cell:
-    return text(VOID) if row.get("void") and found.text else found
+def _of(key: str, make: Callable[..., Cell]) -> Callable[[dict], Cell]:
+    """A column's cell from one value of the row."""
+    return lambda row: make(row.get(key))
 
 
-def _step(row: dict) -> tuple[Cell, Cell]:
-    return times((row.get("time") or {}).get("train_ms"))
+def _valid(key: str) -> Callable[[dict], Cell]:
+    """The same for a ratio, which a void row has none of."""
+    return lambda row: text(VOID) if row.get("void") and row.get(key) is not None else fixed(row.get(key), digits=3)
+
+
+def _step(place: int) -> Callable[[dict], Cell]:
+    return lambda row: times((row.get("time") or {}).get("train_ms"))[place]
 
 
 def _package(row: dict) -> Cell:
@@ -38,13 +39,13 @@ def _speed(row: dict) -> Cell:
     return whole(row.get("bytes_per_second")) if row["status"] == "measured" else text(row["status"])
 
 
-def _checks(row: dict) -> Cell:
-    return text(", ".join(f"{name}: {found}" for name, found in (row.get("checks") or {}).items()) or None)
-
-
 def _peak(row: dict) -> Cell:
     memory = row.get("memory") or {}
     return mib(memory.get("train_peak_bytes"), about=memory.get("approximate"))
+
+
+def _checks(row: dict) -> Cell:
+    return text(", ".join(f"{name}: {found}" for name, found in (row.get("checks") or {}).items()) or None)
 
 
 def _reached(row: dict) -> Cell:
@@ -52,64 +53,46 @@ def _reached(row: dict) -> Cell:
     return text(None if said is None else "yes" if said else "missed")
 
 
+CODE = "Which code ran: plain PyTorch, fused, compiled, an own kernel."
+SHARE = "Speed as a share of the yardstick's in the same call, the median over rounds measured in turn."
+RATIO = (
+    "Speed in that of what it is held against, or time over its time where the target has ≤; the median over rounds."
+)
+PEAK = "Highest memory of training in a fresh process, above the bare one (MiB = 2^20 bytes); ~ is approximate."
+TOTAL = "All trained numbers: a speed says little without them."
+CHECKS = "Gradients and causality, checked before anything was timed."
 PEERS = (
-    Column(heading="name", number=False, cell=lambda row: text(row["name"])),
-    Column(heading="package", explained="With the version that ran.", number=False, cell=_package),
-    PATH,
-    Column(heading="bytes/s", explained="Bytes of training per second; or why there are none.", cell=_speed),
-    Column(
-        heading="of the yardstick",
-        explained="Speed as a share of the yardstick's in the same call, the median over rounds measured in turn.",
-        cell=lambda row: _valid(row, fixed(row.get("relative_to_yardstick"), digits=3)),
-    ),
-    Column(heading="step, ms", explained="Median of one training step.", cell=lambda row: _step(row)[0]),
-    Column(heading="step, 20 to 80%", number=False, cell=lambda row: _step(row)[1]),
-    Column(
-        heading="training peak, MiB",
-        explained="Highest memory of training in a fresh process, above the bare one (MiB = 2^20 bytes); ~ is approximate.",
-        cell=_peak,
-    ),
-    Column(
-        heading="parameters",
-        explained="All trained numbers: a speed says little without them.",
-        cell=lambda row: whole(number(row, "parameters", "total")),
-    ),
+    Column(heading="name", cell=_of("name", text), **WORDS),
+    Column(heading="package", cell=_package, explained="With the version that ran.", **WORDS),
+    Column(heading="path", cell=_of("path", text), explained=CODE, **WORDS),
+    Column(heading="bytes/s", cell=_speed, explained="Bytes of training per second; or why there are none."),
+    Column(heading="of the yardstick", cell=_valid("relative_to_yardstick"), explained=SHARE),
+    Column(heading="step, ms", cell=_step(0), explained="Median of one training step."),
+    Column(heading="step, 20 to 80%", cell=_step(1), **WORDS),
+    Column(heading="training peak, MiB", cell=_peak, explained=PEAK),
+    Column(heading="parameters", cell=lambda row: whole(number(row, "parameters", "total")), explained=TOTAL),
     Column(
         heading="touched",
-        explained="Parameters that one byte makes use of.",
         cell=lambda row: whole(number(row, "parameters", "touched")),
+        explained="Parameters that one byte makes use of.",
     ),
-    Column(
-        heading="checks",
-        explained="Gradients and causality, checked before anything was timed.",
-        number=False,
-        cell=_checks,
-    ),
+    Column(heading="checks", cell=_checks, explained=CHECKS, **WORDS),
 )
 SPEEDS = (
-    Column(heading="case", explained="As conf/lineup names it.", number=False, cell=lambda row: text(row["case"])),
-    Column(heading="position", number=False, cell=lambda row: text(row.get("position"))),
-    Column(heading="cache", number=False, cell=lambda row: text(row.get("cache"))),
-    PATH,
-    Column(
-        heading="ratio",
-        explained="Speed in that of what it is held against, or where a target has ≤, time over its time; the median over "
-        "rounds measured in turn.",
-        cell=lambda row: _valid(row, fixed(row.get("ratio"), digits=3)),
-    ),
-    Column(heading="held against", number=False, cell=lambda row: text(row.get("relative_to"))),
+    Column(heading="case", cell=_of("case", text), explained="As conf/lineup names it.", **WORDS),
+    Column(heading="position", cell=_of("position", text), **WORDS),
+    Column(heading="cache", cell=_of("cache", text), **WORDS),
+    Column(heading="path", cell=_of("path", text), explained=CODE, **WORDS),
+    Column(heading="ratio", cell=_valid("ratio"), explained=RATIO),
+    Column(heading="held against", cell=_of("relative_to", text), **WORDS),
     Column(
         heading="target",
-        explained="Of the ratio.",
         cell=lambda row: fixed(row.get("target"), digits=2, mark=" ≤" if row.get("ratio_of") == "times" else ""),
+        explained="Of the ratio.",
     ),
-    Column(heading="reached", explained="Empty where the sizes were not the target's.", number=False, cell=_reached),
-    Column(
-        heading="training peak, MiB",
-        explained="Highest memory of training in a fresh process, above the bare one (MiB = 2^20 bytes).",
-        cell=lambda row: mib(row.get("peak_bytes")),
-    ),
-    Column(heading="limit, MiB", explained="Of that peak.", cell=lambda row: mib(row.get("peak_limit_bytes"))),
+    Column(heading="reached", cell=_reached, explained="Empty where the sizes were not the target's.", **WORDS),
+    Column(heading="training peak, MiB", cell=_of("peak_bytes", mib), explained=PEAK),
+    Column(heading="limit, MiB", cell=_of("peak_limit_bytes", mib), explained="Of that peak."),
 )
 
 
