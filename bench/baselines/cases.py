@@ -33,7 +33,7 @@ def rows_of(heat: Heat, *, judged: bool, planned_rounds: int) -> list[dict]:
     """A row for every entry that has failed or been timed; or for every case whose entries have.
 
     ``reached`` and ``peak_reached`` of a case are None where there is nothing to say: not measured, a yardstick that its
-    judge finds slow (``void`` says so), or sizes that are not those of the targets.
+    judge finds slow (``void`` says so), or sizes that are not those of the targets (not ``judged``).
 
     Args:
         judged: whether the targets are for what was measured.
@@ -61,7 +61,10 @@ def rows_of(heat: Heat, *, judged: bool, planned_rounds: int) -> list[dict]:
             "interrupted": not failed and rounds < planned_rounds,
         }
         if heat.cases:
-            row["reason"] = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed) or None
+            row["judged"], row["reason"] = (
+                judged,
+                "; ".join(f"{entry.name}: {entry.reason}" for entry in failed) or None,
+            )
             found.append(row | _case(one, named, measured=not failed, judged=judged and not void))
         else:
             found.append(row | {"reason": one.reason} | _entry(one, named[one.reference], measured=not failed))

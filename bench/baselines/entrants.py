@@ -38,38 +38,25 @@ PROOF_STREAMS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an entrant is made of: plain values, so that they can be sent to another process.
+    """What an entrant is made of: plain values, so that they can be sent to another process."""
 
-    Attributes:
-        config: of a training run, resolved: sizes, lanes, segment, runtime, and for ours the variant.
-        trusted: packages that it may name beside its ``trust``.
-        batches: uint8 ``[n, B, T + 1]``, read in a circle.
-        rival, sizes: for a peer.
-        optimizer: of a peer: ``fused adamw``, or ``adam`` as its documentation has it.
-        layer: name of the variant's sublayer that is measured alone, or None for the whole model.
-        proof_positions: of a segment that are enough to prove it; None for all.
-        spans: keys of every head, the same in each layer; None where they stay as they start.
-        scratch: a folder where the trainer's record may go.
-    """
-
-    config: dict
-    trusted: tuple[str, ...]
-    batches: Tensor
-    rival: Rival | None = None
+    config: dict  # of a training run, resolved: sizes, lanes, segment, runtime, and for ours the variant
+    trusted: tuple[str, ...]  # packages that it may name beside its trust
+    batches: Tensor  # uint8 [n, B, T + 1], read in a circle
+    rival: Rival | None = None  # for a peer, with sizes and optimizer
     sizes: Sizes | None = None
-    optimizer: str = "fused adamw"
-    layer: str | None = None
-    proof_positions: int | None = None
-    spans: tuple[int, ...] | None = None
-    scratch: str | None = None
+    optimizer: str = "fused adamw"  # or adam, as its documentation has it
+    layer: str | None = None  # the variant's sublayer that is measured alone, or None for the whole model
+    proof_positions: int | None = None  # of a segment that are enough to prove it; None for all
+    spans: tuple[int, ...] | None = None  # keys of every head, the same in each layer; None: as they start
+    scratch: str | None = None  # a folder where the trainer's record may go
 
 
 class Entrant:
     """What a cell is asked: ``prove`` in a process that is thrown away, in another ``weigh`` and then ``round`` after round.
 
-    Attributes:
-        model: on the run's device; made by the subclass, above the baseline of the memory. Code lies below it.
-        moved_by: its optimizers.
+    A subclass makes ``model`` on the run's device, and ``moved_by``, its optimizers: above the memory's baseline, below which
+    lies what is imported.
     """
 
     model: nn.Module
@@ -262,14 +249,7 @@ def load_libraries(device: torch.device) -> None:
 
 @torch.no_grad()
 def set_spans(model: LanguageModel, spans: tuple[int, ...]) -> None:
-    """Put every head's learned span at so many keys, in each layer.
-
-    Args:
-        spans: one a head, from 0 to S.
-
-    Raises:
-        ValueError: the model learns no spans.
-    """
+    """Put every head's learned span at so many keys, from 0 to S, in each layer; ValueError if the model learns none."""
     reaches = [getattr(sublayer, "reach", None) for _, sublayer in model.sublayers()]
     reaches = [reach for reach in reaches if isinstance(getattr(reach, "fraction", None), nn.Parameter)]
     if not reaches:

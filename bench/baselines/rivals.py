@@ -23,42 +23,26 @@ MEMORY_PACKAGE = "product-key-memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Sizes of a product-key memory, for ours and the packages' alike.
+    """Sizes of a product-key memory, for ours and the packages' alike."""
 
-    Attributes:
-        half_keys: C; the table has C * C slots.
-        top_k: slots that a head reads per byte.
-        heads: memory heads.
-        d_query: width of a head's query, two half-keys together.
-    """
-
-    half_keys: int
-    top_k: int
-    heads: int
-    d_query: int
+    half_keys: int  # C; the table has C * C slots
+    top_k: int  # slots that a head reads per byte
+    heads: int  # of the memory
+    d_query: int  # width of a head's query, two half-keys together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What all entrants have in common.
+    """What all entrants have in common."""
 
-    Attributes:
-        vocabulary: V.
-        d_model: D; layers, heads: their numbers.
-        context: T, bytes of a segment, all of which its last byte sees.
-        persistent: N, memory key-values of a head.
-        window: bytes that local attention sees back, in blocks.
-        memory: of the product-key memory in the layer below the top one.
-    """
-
-    vocabulary: int
-    d_model: int
+    vocabulary: int  # V
+    d_model: int  # D
     layers: int
     heads: int
-    context: int
-    persistent: int
-    window: int
-    memory: Memory
+    context: int  # T, bytes of a segment, all of which its last byte sees
+    persistent: int  # N, memory key-values of a head
+    window: int  # bytes that local attention sees back, in blocks
+    memory: Memory  # of the layer below the top one
 
     @property
     def memory_layer(self) -> int:
@@ -68,21 +52,13 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """A peer.
+    """A peer; what is built maps bytes ``[B, T]`` to logits ``[B, T, V]``."""
 
-    Attributes:
-        package: as pip calls it.
-        path: ``fused`` if it asks for fused attention, else ``plain``.
-        arguments: of what is built, from the sizes.
-        build: the module, from the sizes and those arguments; it maps bytes ``[B, T]`` to logits ``[B, T, V]``.
-        device: the only kind of device that it takes part on, or None for all.
-    """
-
-    package: str
-    path: str
-    arguments: Callable[[Sizes], dict]
-    build: Callable[[Sizes, dict], nn.Module]
-    device: str | None = None
+    package: str  # as pip calls it
+    path: str  # fused if it asks for fused attention, else plain
+    arguments: Callable[[Sizes], dict]  # of what is built
+    build: Callable[[Sizes, dict], nn.Module]  # from the sizes and those arguments
+    device: str | None = None  # the only kind of device that it takes part on, or None for all
 
     def built(self, sizes: Sizes) -> nn.Module:
         """The module; RuntimeError with what the package says where it cannot be had with these sizes."""
@@ -129,10 +105,13 @@ def build_window(_sizes: Sizes, arguments: dict) -> nn.Module:
     return WindowYardstick(**arguments)
 
 
-def decoder_arguments(sizes: Sizes) -> dict:
+def _shape(sizes: Sizes, *, prefix: str = "") -> dict:
     d_head = sizes.d_model // sizes.heads
-    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "attn_dim_head": d_head}
-    return same | {"attn_flash": True, "rotary_pos_emb": True, "verbose": False}
+    return {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, f"{prefix}dim_head": d_head}
+
+
+def decoder_arguments(sizes: Sizes) -> dict:
+    return _shape(sizes, prefix="attn_") | {"attn_flash": True, "rotary_pos_emb": True, "verbose": False}
 
 
 def memory_decoder_arguments(sizes: Sizes) -> dict:
@@ -163,8 +142,7 @@ def build_with_memory(sizes: Sizes, arguments: dict) -> nn.Module:
 
 
 def local_arguments(sizes: Sizes) -> dict:
-    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "dim_head": sizes.d_model // sizes.heads}
-    return same | {"local_attn_window_size": sizes.window, "num_residual_streams": 1}
+    return _shape(sizes) | {"local_attn_window_size": sizes.window, "num_residual_streams": 1}
 
 
 def build_local(sizes: Sizes, arguments: dict) -> nn.Module:
@@ -175,9 +153,8 @@ def build_local(sizes: Sizes, arguments: dict) -> nn.Module:
 def reformer_arguments(sizes: Sizes) -> dict:
     """Buckets of 64, the package's default, or a quarter of a short context; heads, k and width of a query in its memory
     are the package's own (4, 32, 256) and cannot be set."""
-    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "dim_head": sizes.d_model // sizes.heads}
     memory = {"pkm_layers": (sizes.memory_layer + 1,), "pkm_num_keys": sizes.memory.half_keys}  # it counts from 1
-    return same | memory | {"causal": True, "bucket_size": min(64, sizes.context // 4), "ff_chunks": 1}
+    return _shape(sizes) | memory | {"causal": True, "bucket_size": min(64, sizes.context // 4), "ff_chunks": 1}
 
 
 def full_arguments(sizes: Sizes) -> dict:

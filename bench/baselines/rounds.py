@@ -22,36 +22,23 @@ FAIR = 0.97
 
 @dataclass(kw_only=True)
 class Entry(Asked):
-    """An entrant, and what became of it. A peer that is not installed has failed already.
+    """An entrant, and what became of it. A peer that is not installed has failed already."""
 
-    Attributes:
-        job: what it trains, in one phrase.
-        make, task: what its cell makes, and from what.
-        gate: what a cell makes to hold it to the contract, with its arguments; None for a peer, which has none.
-        package: as pip calls it.
-        reference: name of the entry that it is compared with.
-        bytes_per_step: positions that a step trains on.
-        identity: provenance of its row.
-        setting: its positions, cache and spans, for the row of a case; None each where it has none.
-        version: of what is installed.
-        checks: the proofs, ``ok`` or the reason of a failure.
-        facts: of ``weigh``.
-        rounds: milliseconds of each step, by round.
-    """
-
-    job: str
-    make: Callable
+    job: str  # what it trains, in one phrase
+    make: Callable  # what its cell makes, from the task
     task: object
-    gate: tuple | None = None
-    package: str
-    reference: str
-    bytes_per_step: int
-    identity: dict
-    setting: dict = field(default_factory=lambda: dict.fromkeys(("position", "cache", "spans")))
-    version: str | None = field(init=False)
-    checks: dict[str, str] = field(default_factory=dict)
-    facts: dict = field(default_factory=dict)
-    rounds: list[list[float]] = field(default_factory=list)
+    gate: tuple | None = None  # what a cell makes to hold it to the contract, with its arguments; None for a peer
+    package: str  # as pip calls it
+    reference: str  # name of the entry that it is compared with
+    bytes_per_step: int  # positions that a step trains on
+    identity: dict  # provenance of its row
+    setting: dict = field(
+        default_factory=lambda: dict.fromkeys(("position", "cache", "spans"))
+    )  # for the row of a case
+    version: str | None = field(init=False)  # of what is installed
+    checks: dict[str, str] = field(default_factory=dict)  # the proofs, ok or the reason of a failure
+    facts: dict = field(default_factory=dict)  # of weigh
+    rounds: list[list[float]] = field(default_factory=list)  # milliseconds of each step, by round
 
     def __post_init__(self):
         self.version = version(self.package)

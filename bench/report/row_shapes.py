@@ -131,6 +131,7 @@ SPEED = COMPARED | {
     "ratio": Maybe(COUNT),
     "ratio_of": Maybe(TEXT),
     "target": Maybe(COUNT),
+    "judged": Maybe(TRUTH),
     "reached": Maybe(TRUTH),
     "peak_bytes": Maybe(COUNT),
     "peak_limit_bytes": Maybe(COUNT),

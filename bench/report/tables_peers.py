@@ -102,32 +102,24 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
     for index, same in enumerate(_together(rows, "job", "lanes", "segment", "relative_to"), start=1):
         row, void = same[-1], next((row["void"] for row in same if row.get("void")), None)
         same.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
-        job = f"{row['job']}, {count_of(row['lanes'], 'lane')} of {row['segment']:,} bytes"
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         about = (
-            f"Job: {job}. Data: {data_words(row)}. Held equal: job, lanes, segment, threads, precision and data, not "
-            f"parameters. The rows differ in who wrote the code{against}."
+            f"Job: {row['job']}, {count_of(row['lanes'], 'lane')} of {row['segment']:,} bytes. Held equal: job, lanes, "
+            "segment, threads, precision and data, not parameters. The rows differ in who wrote the code"
         )
-        title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}, {row['device']}, {row['precision']}"
-        notes = _notes(same, label=lambda row: row["name"])
+        title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}"
         shown = [row | {"void": void} for row in same]
-        tables.append(_table(shown, PEERS, name=f"peers-{index}", title=title, about=about, notes=notes))
+        tables.append(_table(shown, PEERS, name=f"peers-{index}", title=title, about=about + against))
     return tables
 
 
 def speed_tables(rows: Sequence[dict]) -> list[Table]:
     """A table for each call of the verb and ground; ``rows`` the oldest first."""
-    tables = []
-    for index, same in enumerate(_together(rows), start=1):
-        row = same[-1]
-        about = (
-            f"Data: {data_words(row)}. Training steps, timed in turn with what they are held against. The rows differ in "
-            "their case."
-        )
-        title = f"Speed targets, {row['device']}, {row['precision']}"
-        notes = [*_notes(same, label=_label), *_verdicts(same)]
-        tables.append(_table(same, SPEEDS, name=f"speed-{index}", title=title, about=about, notes=notes))
-    return tables
+    about = "Training steps, timed in turn with what they are held against. The rows differ in their case"
+    return [
+        _table(same, SPEEDS, name=f"speed-{index}", title="Speed targets", about=about)
+        for index, same in enumerate(_together(rows), start=1)
+    ]
 
 
 def _together(rows: Sequence[dict], *keys: str) -> list[list[dict]]:
@@ -140,59 +132,57 @@ def _together(rows: Sequence[dict], *keys: str) -> list[list[dict]]:
     return list(by(rows, key=key).values())
 
 
-def _table(
-    rows: list[dict], columns: tuple[Column, ...], *, name: str, title: str, about: str, notes: Sequence[str]
-) -> Table:
-    columns, cells = keep_filled(columns, tabulate(rows, columns))
-    caption = f"{ground_words(rows[-1])}. {about} One call: {PurePath(rows[-1]['read_from']).name}."
-    styles = tuple("dim" if row["status"] != "measured" else "dim strike" if row.get("void") else "" for row in rows)
+def _table(rows: list[dict], columns: tuple[Column, ...], *, name: str, title: str, about: str) -> Table:
+    row, (columns, cells) = rows[-1], keep_filled(columns, tabulate(rows, columns))
+    one_call = f"One call: {PurePath(row['read_from']).name}"
     return Table(
-        name=name, title=title, caption=caption, columns=columns, rows=cells, notes=tuple(notes), styles=styles
+        name=name,
+        title=f"{title}, {row['device']}, {row['precision']}",
+        caption=f"{ground_words(row)}. Data: {data_words(row)}. {about}. {one_call}.",
+        columns=columns,
+        rows=cells,
+        notes=tuple(_notes(rows)),
+        styles=tuple("dim" if row["status"] != "measured" else "dim strike" if row.get("void") else "" for row in rows),
     )
 
 
 def _label(row: dict) -> str:
-    return f"{row['case']} {row.get('position') or ''}".strip()
+    return f"{row['case']} {row.get('position') or ''}".strip() if "case" in row else row["name"]
 
 
-def _notes(rows: list[dict], *, label: Callable[[dict], str]) -> list[str]:
-    """What is true of rows of either kind."""
+def _notes(rows: list[dict]) -> list[str]:
+    """What is true of the rows."""
     measured = [row for row in rows if row["status"] == "measured"]
-    failed = [row for row in rows if row["status"] != "measured"]
+    valid = [row for row in measured if not row.get("void")]
     notes = [f"{VOID}: {reason}." for reason in dict.fromkeys(row["void"] for row in rows if row.get("void"))]
-    notes += [f"{label(row)}: {row['status']} ({row.get('reason') or 'no reason given'})." for row in failed]
+    notes += [
+        f"{_label(row)}: {row['status']} ({row.get('reason') or 'no reason given'})."
+        for row in rows
+        if row["status"] != "measured"
+    ]
     for share, same in by(measured, key=lambda row: row.get("yardstick_in_judge")).items():
         if share is not None:
-            beside = listed(map(label, same))
+            beside = listed(map(_label, same))
             notes.append(f"The yardstick runs at {share:.3f} of the speed of x-transformers, beside {beside}.")
-        elif any(row.get("relative_to") == "yardstick" and not row.get("void") for row in same):
-            notes.append(
-                "UNJUDGED: x-transformers was not measured, so nothing shows that the yardstick is a fair one."
-            )
-    if shaken := [label(row) for row in measured if _shaken(row)]:
+    if any(row.get("relative_to") == "yardstick" and row.get("yardstick_in_judge") is None for row in valid):
+        notes.append("UNJUDGED: x-transformers was not measured, so nothing shows that the yardstick is a fair one.")
+    for said, missed in (
+        ("ratio", [row for row in valid if row.get("reached") is False]),
+        ("peak", [row for row in measured if row.get("peak_reached") is False]),
+    ):
+        notes += [f"MISSED: the {said} of {listed(map(_label, missed))}."] if missed else []
+    for row in valid:
+        if second := row.get("second"):
+            found = f"{second['what']} is {second['ratio']:.3f}"
+            notes.append(f"{_label(row)}: {found}, to be {second['target']:g} at most.")
+    if any(row.get("judged") is False for row in measured):
+        notes.append("NOT JUDGED: other sizes or settings than those of the targets.")
+    if shaken := [_label(row) for row in measured if _disturbed(row)]:
         notes.append(f"DISTURBED: steps of {listed(shaken)} vary more than {DISTURBED}-fold: is the machine busy?")
-    if cut := [f"{label(row)} ({count_of(row.get('rounds') or 0, 'round')})" for row in rows if row.get("interrupted")]:
-        notes.append(f"INTERRUPTED, so of fewer rounds than planned: {listed(cut)}.")
-    return notes
+    cut = [f"{_label(row)} ({count_of(row.get('rounds') or 0, 'round')})" for row in rows if row.get("interrupted")]
+    return notes + ([f"INTERRUPTED, so of fewer rounds than planned: {listed(cut)}."] if cut else [])
 
 
-def _shaken(row: dict) -> bool:
+def _disturbed(row: dict) -> bool:
     """Whether a step's time varies too much, of one or of both whose ratio it is."""
     return any(found and found["p80"] > DISTURBED * found["p20"] for found in (row.get("time") or {}).values())
-
-
-def _verdicts(rows: list[dict]) -> list[str]:
-    """What was missed, the second ratios, and whether the targets are for these sizes."""
-    missed = [_label(row) for row in rows if row.get("reached") is False and not row.get("void")]
-    heavy = [_label(row) for row in rows if row.get("peak_reached") is False]
-    notes = [f"MISSED: the ratio of {listed(missed)}."] if missed else []
-    notes += [f"MISSED: the peak of {listed(heavy)}."] if heavy else []
-    for row in rows:
-        if second := row.get("second"):
-            notes.append(
-                f"{_label(row)}: {second['what']} is {second['ratio']:.3f}, to be {second['target']:g} at most."
-            )
-    judged = [row.get("reached") for row in rows if row["status"] == "measured" and not row.get("void")]
-    return notes + ["NOT JUDGED: other sizes or settings than those of the targets."] * (
-        judged == [None] * len(judged) != []
-    )
