@@ -4,6 +4,8 @@ An entrant is the configuration of a training run, what was typed with further w
 a peer.
 """
 
+from dataclasses import asdict
+
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -74,8 +76,15 @@ class EntryMaker:
                 raise ValueError(f"peers=[{name}]: {where} {', '.join(fit)}")
             make = PeerLayer if heat.layer else PeerModel
             task |= {"rival": rival, "sizes": sizes, "optimizer": asked.optimizer}
-            built = {"name": name, **rival.traced(sizes), "optimizer": asked.optimizer}
-            config = identity["config"] | {"variant": built}  # in place of a variant, what was built
+            built = {
+                "name": name,
+                "package": rival.package,
+                "arguments": rival.arguments(sizes),
+                "sizes": asdict(sizes),
+            }
+            config = identity["config"] | {
+                "variant": built | {"optimizer": asked.optimizer}
+            }  # for a variant, what was built
             identity |= {"variant": name, "config": config, "config_hash": folder.config_hash(config)}
             own = {"package": rival.package}
         bytes_per_step = plan.batch.lanes * plan.batch.segment

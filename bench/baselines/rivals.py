@@ -8,7 +8,7 @@ as the model. ``arguments`` go into the row, so that it can be traced.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from types import ModuleType
 
@@ -42,12 +42,7 @@ class Sizes:
     context: int  # T, bytes of a segment, all of which its last byte sees
     persistent: int  # N, memory key-values of a head
     window: int  # bytes that local attention sees back, in blocks
-    memory: Memory  # of the layer below the top one
-
-    @property
-    def memory_layer(self) -> int:
-        """The layer whose feed-forward is a product-key memory, as in our variant with one."""
-        return self.layers - 2
+    memory: Memory  # of the layer below the top one, as in our variant with one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +64,6 @@ class Rival:
             raise RuntimeError(f"{self.package}: {INSTALL} ({error})") from error
         except Exception as error:  # a package's complaint is no mistake of the user's
             raise RuntimeError(f"cannot be built with {arguments}: {type(error).__name__}: {error}") from error
-
-    def traced(self, sizes: Sizes) -> dict:
-        """What a row's configuration says in place of a variant of ours."""
-        return {"package": self.package, "arguments": self.arguments(sizes), "sizes": asdict(sizes)}
 
 
 def version(package: str) -> str | None:
@@ -138,7 +129,7 @@ def build_memory(_sizes: Sizes, arguments: dict) -> nn.Module:
 
 
 def build_with_memory(sizes: Sizes, arguments: dict) -> nn.Module:
-    return Yardstick(**yardstick_arguments(sizes), in_place={sizes.memory_layer: build_memory(sizes, arguments)})
+    return Yardstick(**yardstick_arguments(sizes), in_place={sizes.layers - 2: build_memory(sizes, arguments)})
 
 
 def local_arguments(sizes: Sizes) -> dict:
@@ -153,7 +144,7 @@ def build_local(sizes: Sizes, arguments: dict) -> nn.Module:
 def reformer_arguments(sizes: Sizes) -> dict:
     """Buckets of 64, the package's default, or a quarter of a short context; heads, k and width of a query in its memory
     are the package's own (4, 32, 256) and cannot be set."""
-    memory = {"pkm_layers": (sizes.memory_layer + 1,), "pkm_num_keys": sizes.memory.half_keys}  # it counts from 1
+    memory = {"pkm_layers": (sizes.layers - 1,), "pkm_num_keys": sizes.memory.half_keys}  # it counts from 1
     return _shape(sizes) | memory | {"causal": True, "bucket_size": min(64, sizes.context // 4), "ff_chunks": 1}
 
 

@@ -124,7 +124,7 @@ def _must_have_rows(found: Found) -> None:
 
 
 def _notes(found: Found) -> list[str]:
-    verbs = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
+    verbs = {"cost": found.costs, "peers": [*found.peers, *found.speeds], "fit": found.fits}
     read = [count_of(len(found.runs), "finished run")] if found.runs else []
     read += [f"{count_of(len(rows), 'row')} of bench.{verb}" for verb, rows in verbs.items() if rows]
     notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
