@@ -1,13 +1,14 @@
 """Entrants that do the same job, timed in turn: ``python -m bench.peers model=small context=512``.
 
-``lineup=packages``: our variants beside the packages that a user would otherwise install, all with the same bytes in the same
-order, width, layers, heads, context, lanes, threads and precision, no dropout, no carried state, AdamW. ``lineup=layer``: a
-product-key memory alone, the package's and ours. ``lineup=targets`` and ``targets_cuda``: does cost follow what the mechanisms
-need? The cases of a fixed workload in steady state, each with what it must reach; ``only=[mixed,pkm_256]`` takes some of them.
+``lineup=packages``: our variants beside the packages that a user would otherwise install, all with the same bytes in
+the same order, width, layers, heads, context, lanes, threads and precision, no dropout, no carried state, AdamW.
+``lineup=layer``: a product-key memory alone, the package's and ours. ``lineup=targets`` and ``targets_cuda``: does cost
+follow what the mechanisms need? The cases of a fixed workload in steady state, each with what it must reach;
+``only=[mixed,pkm_256]`` takes some of them.
 
 Whole training steps are timed. Before that gradients and causality of each entrant are checked, and ours must keep the
-contract; what fails is shown with the reason, and not timed. ``baselines/rivals.py`` says what the peers are. Speeds beside a
-yardstick that reaches less than 0.97 of x-transformers in the same run are void.
+contract; what fails is shown with the reason, and not timed. ``baselines/rivals.py`` says what the peers are. Speeds
+beside a yardstick that reaches less than 0.97 of x-transformers in the same run are void.
 
 Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
 """

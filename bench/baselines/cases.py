@@ -1,4 +1,4 @@
-"""What is read off a heat, whose entrants were timed in turn: a row for every entrant, or for every case with its target."""
+"""What is read off a heat of entrants timed in turn: a row for every one, or for every case with its target."""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -32,8 +32,8 @@ class Heat:
 def rows_of(heat: Heat, *, judged: bool, planned_rounds: int) -> list[dict]:
     """A row for every entry that has failed or been timed; or for every case whose entries have.
 
-    ``reached`` and ``peak_reached`` of a case are None where there is nothing to say: not measured, a yardstick that its
-    judge finds slow (``void`` says so), or sizes that are not those of the targets (not ``judged``).
+    ``reached`` and ``peak_reached`` of a case are None where there is nothing to say: not measured, a yardstick that
+    its judge finds slow (``void`` says so), or sizes that are not those of the targets (not ``judged``).
 
     Args:
         judged: whether the targets are for what was measured.

@@ -1,9 +1,9 @@
 """One entrant of ``bench.peers`` in a process of its own: it proves itself, says what it takes, and trains when asked.
 
-Every entrant gets the same bytes in the same order, and takes the whole training step: forward, loss, backward, optimizer,
-gradients dropped. Ours take the trainer's own step. The learning rate is 0: the optimizer does all its work, and spans
-stay where they were put. What carries a state begins with a full one: a stream's first steps have little past and are cheap,
-and what a long run pays for is the steady state, in which every query may look back as far as its head does.
+Every entrant gets the same bytes in the same order, and takes the whole training step: forward, loss, backward,
+optimizer, gradients dropped. Ours take the trainer's own step. The learning rate is 0: the optimizer does all its work,
+and spans stay where they were put. What carries a state begins with a full one: a stream's first steps have little past
+and are cheap; what a long run pays for is the steady state, in which every query looks back as far as its head does.
 """
 
 import tempfile
@@ -53,10 +53,10 @@ class Task:
 
 
 class Entrant:
-    """What a cell is asked: ``prove`` in a process that is thrown away, in another ``weigh`` and then ``round`` after round.
+    """What a cell is asked: ``prove`` in a process that is thrown away, in another ``weigh``, then ``round`` by round.
 
-    A subclass makes ``model`` on the run's device, and ``moved_by``, its optimizers: above the memory's baseline, below which
-    lies what is imported.
+    A subclass makes ``model`` on the run's device, and ``moved_by``, its optimizers: above the memory's baseline, below
+    which lies what is imported.
     """
 
     model: nn.Module
@@ -249,7 +249,7 @@ def load_libraries(device: torch.device) -> None:
 
 @torch.no_grad()
 def set_spans(model: LanguageModel, spans: tuple[int, ...]) -> None:
-    """Put every head's learned span at so many keys, from 0 to S, in each layer; ValueError if the model learns none."""
+    """Put each head's learned span at so many keys, from 0 to S, in every layer; ValueError if none is learned."""
     reaches = [getattr(sublayer, "reach", None) for _, sublayer in model.sublayers()]
     reaches = [reach for reach in reaches if isinstance(getattr(reach, "fraction", None), nn.Parameter)]
     if not reaches:

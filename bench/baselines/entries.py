@@ -1,7 +1,7 @@
 """Entries of ``bench.peers``, each with the provenance of its row, before anything is started.
 
-An entrant is the configuration of a training run, what was typed with further words, as a variant of ours or in the sizes of
-a peer.
+An entrant is the configuration of a training run, what was typed with further words, as a variant of ours or in the
+sizes of a peer.
 """
 
 from dataclasses import asdict

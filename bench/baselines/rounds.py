@@ -1,5 +1,5 @@
-"""Several entrants against each other: each is proved in a process that is thrown away, weighed in a fresh one that stays
-alive, and timed there in turn with the others.
+"""Several entrants against each other: each is proved in a process that is thrown away, weighed in a fresh one that
+stays alive, and timed there in turn with the others.
 
 Speeds are compared within a round: a ratio is the median over rounds of the reference's step time over the entrant's.
 """

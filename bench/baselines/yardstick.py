@@ -89,10 +89,10 @@ class Yardstick(nn.Module):
 
 
 class WindowAttention(Attention):
-    """Causal attention over the last keys that the mask lets through, by FlexAttention: what torch has for windows on a GPU.
+    """Causal attention over the last keys that the mask lets through, by FlexAttention: torch's own for windows on a GPU.
 
-    There it is always compiled, as torch's documentation asks; elsewhere torch computes it with the scores in memory, which
-    says nothing of its speed, so that its entrant takes part on a GPU only.
+    There it is always compiled, as torch's documentation asks; elsewhere torch computes it with the scores in memory,
+    which says nothing of its speed, so that its entrant takes part on a GPU only.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:

@@ -1,5 +1,5 @@
-"""Tables of the rows of ``bench.peers``, speeds beside others' and speed targets: one for each job of a call, and for each
-ground. The verb prints them, too."""
+"""Tables of the rows of ``bench.peers``: speeds beside others', one for each job of a call, and speed targets. The verb
+prints them, too."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ SPEEDS = (
 
 
 def peer_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each call of the verb, job and yardstick, the fastest first; speeds of different calls are never mixed."""
+    """A table for each call of the verb, job and yardstick, the fastest first; calls are never mixed."""
     tables = []
     for index, same in enumerate(_together(rows, "job", "lanes", "segment", "relative_to"), start=1):
         row, void = same[-1], next((row["void"] for row in same if row.get("void")), None)
