@@ -31,8 +31,8 @@ LEGEND = """\
 - Parameters, FLOPs per byte (forward and backward, counted) and optimizer: ours / the opponent's. `-` was not recorded.
 - `yardstick`: a minimal PyTorch transformer with fused attention, `bench/baselines/yardstick.py`. It sees one block of bytes
   and carries no past. `x-transformers`: the package, with flash attention and rotary positions. `product-key-memory`: the
-  package's layer, `adam` as its documentation has it. `all open`: every head open to the longest span, `mhsa`: a fixed
-  window of that length. `bare loop`: the same steps without the trainer around them."""
+  package's layer, `adam` as its documentation has it. `all open`: every head open to the longest span, the second ratio's
+  opponent: a fixed window of that length. `bare loop`: the same steps without the trainer around them."""
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ def tables(root: Path) -> dict[Path, list[dict]]:
                 raise ValueError(f"{path}:{number}: {reason}")
         found[path.relative_to(root)] = rows
     if not found:
-        raise ValueError(f"{ROWS}: there is no such file; python -m bench.speed rows=FILE makes one")
+        raise ValueError(f"{ROWS}: there is no such file; python -m bench.peers lineup=targets rows=FILE makes one")
     return found
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bench.cells import OUT_OF_MEMORY, Cell, CellError
+from bench.cells import OUT_OF_MEMORY, Cell
 from bench.measure import percentiles
 from bench.model_flops import utilisation
 from bench.progress import Steps
 from bench.subject import Subject, Task
+from bench.turns import Asked, in_turn
 
 KINDS = ("train", "evaluate", "generate")
 GIB = 2**30
@@ -16,28 +17,12 @@ STEPS = 2
 
 
 @dataclass(kw_only=True)
-class _Measured:
-    """A cell with what is known of it so far; ``cell`` is None once it has failed."""
+class _Measured(Asked):
+    """A cell with what is known of it so far."""
 
     task: Task
-    cell: Cell | None
     found: dict = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    error: CellError | None = None
-
-    def ask(self, method: str, *arguments, **keywords):
-        """The cell's answer, or None if there is none any more."""
-        if self.cell is None:
-            return None
-        try:
-            return self.cell.ask(method, *arguments, **keywords)
-        except CellError as error:
-            self.cell, self.error = None, error
-            return None
-
-    @property
-    def name(self) -> str:
-        return f"{self.task.config['variant']['name']}, {self.found.get('path', self.task.config['runtime']['path'])}"
 
 
 def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Iterator[dict]:
@@ -53,7 +38,7 @@ def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Ite
     """
     cells = _measure(tasks, settings=settings, progress=progress)
     for number, cell in enumerate(cells):
-        if cell.error is not None and cell.error.status == OUT_OF_MEMORY and len(cells) > 1:
+        if cell.status == OUT_OF_MEMORY and len(cells) > 1:
             cells[number] = _measure([cell.task], settings=settings, progress=progress)[0]
             cells[number].found["interleaved"] = False
     for cell in cells:
@@ -67,12 +52,14 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
     cells: list[_Measured] = []
     try:
         for task in tasks:
-            new = _Measured(task=task, cell=Cell(Subject, task, memory_limit_bytes=limit))
+            name = f"length {task.span}: {task.config['variant']['name']}"
+            new = _Measured(name=name, task=task, cell=Cell(Subject, task, memory_limit_bytes=limit))
             cells.append(new)
-            progress.doing(f"length {task.span}: {new.name}: memory")
+            progress.doing(f"{name}, {task.config['runtime']['path']}: memory")
             new.found |= new.ask("identity") or {}
             new.ask("build")
             new.found |= new.ask("facts") or {}
+            new.name = f"{name}, {new.found.get('path', task.config['runtime']['path'])}"
             if any(_same(new, other) for other in cells[:-1]):
                 cells.pop().cell.close()
                 progress.advance(STEPS)
@@ -80,18 +67,17 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
             new.found["memory"] = (new.ask("inference_memory") or {}) | (new.ask("train_memory") or {})
             progress.advance()
         for kind in KINDS:
-            for number in range(settings.rounds):
-                for cell in cells:
-                    progress.doing(f"length {cell.task.span}: {cell.name}: {kind}, round {number + 1}")
-                    cell.times[kind] += cell.ask("times", kind, seconds=settings.seconds) or []
+            for cell, ms in in_turn(
+                cells, "times", kind, rounds=settings.rounds, progress=progress, seconds=settings.seconds
+            ):
+                cell.times[kind] += ms or []
         for cell in cells:
-            progress.doing(f"length {cell.task.span}: {cell.name}: FLOPs")
+            progress.doing(f"{cell.name}: FLOPs")
             cell.found |= cell.ask("flops") or {}
             progress.advance()
     finally:
         for cell in cells:
-            if cell.cell is not None:
-                cell.cell.close()
+            cell.cell.close()
     return cells
 
 
@@ -103,8 +89,8 @@ def _same(new: _Measured, other: _Measured) -> bool:
 
 def _row(cell: _Measured, *, settings, together: int) -> dict:
     """What was found, with every key that a row of this kind has; None where the cell did not get that far."""
-    task, batch, error = cell.task, cell.task.config["batch"], cell.error
-    assert "source" in cell.found, f"no provenance: {error}"
+    task, batch = cell.task, cell.task.config["batch"]
+    assert "source" in cell.found, f"no provenance: {cell.reason}"
     memory = cell.found.get("memory") or {}
     times = {f"{kind}_ms": percentiles(ms).as_dict() if ms else None for kind, ms in cell.times.items()}
     measured = {
@@ -114,8 +100,8 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "span": task.span,
         "lanes": batch["lanes"],
         "checkpoint": task.weights,
-        "status": "measured" if error is None else error.status,
-        "reason": None if error is None else str(error),
+        "status": cell.status or "measured",
+        "reason": cell.reason,
         "interleaved": together > 1,
         "time": {"first_steps_s": memory.pop("first_steps_s", None), **times},
     }

@@ -1,14 +1,20 @@
-"""Our variants beside the packages that a user would otherwise install: ``python -m bench.peers model=small context=512``.
+"""Entrants that do the same job, timed in turn: ``python -m bench.peers model=small context=512``.
 
-All train the same job: the same bytes in the same order, width, layers, heads, context, lanes, threads and precision, no
-dropout, no carried state, AdamW, the whole training step. Before anything is timed its gradients and its causality are
-checked, and ours must keep the contract; what fails is shown with the reason, and not timed. ``baselines/rivals.py`` says what
-the peers are. A table whose yardstick reaches less than 0.97 of x-transformers in the same run is void.
+``lineup=packages``: our variants beside the packages that a user would otherwise install, all with the same bytes in
+the same order, width, layers, heads, context, lanes, threads and precision, no dropout, no carried state, AdamW.
+``lineup=layer``: a product-key memory alone, the package's and ours. ``lineup=targets`` and ``targets_cuda``: does cost
+follow what the mechanisms need? The cases of a fixed workload in steady state, each with what it must reach;
+``only=[mixed,pkm_256]`` takes some of them.
 
-``job=layer`` times a product-key memory alone, the package's against ours. Rows: ``outputs/bench/<time>-peers/rows.jsonl``.
+Whole training steps are timed. Before that gradients and causality of each entrant are checked, and ours must keep the
+contract; what fails is shown with the reason, and not timed. ``baselines/rivals.py`` says what the peers are. Speeds
+beside a yardstick that reaches less than 0.97 of x-transformers in the same run are void.
+
+Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 import hydra
@@ -20,30 +26,37 @@ from harness.compose.cli import run_command
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
 def main(cfg: DictConfig) -> None:
-    from bench.baselines.layer_lineup import layer_entries
-    from bench.baselines.lineup import PeerSettings, language_entries
-    from bench.baselines.rivals import JUDGE
+    from bench.baselines.cases import rows_of
+    from bench.baselines.lineup import FREE, PeerSettings, make_heats, typed_words
     from bench.baselines.rounds import compete
-    from bench.baselines.table import print_peers, rows_of
     from bench.planning import own_keys
     from bench.progress import Steps
+    from bench.report.tables_peers import peer_tables, speed_tables
     from bench.rows import RowFile
     from harness.plan.settings import parse
+    from harness.record.table import print_table
 
     settings = parse(PeerSettings, own_keys(cfg, *PeerSettings.__dataclass_fields__), key="")
-    layer = settings.job == "layer"
-    entries = (layer_entries if layer else language_entries)(cfg, settings)
-    file, interrupted = RowFile(Path(cfg.outputs), verb="peers"), False
-    with Steps(len(entries) * (1 + settings.rounds)) as progress:
-        try:
-            compete(entries, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-        except KeyboardInterrupt:
-            interrupted = True
-    rows = rows_of(entries, judge=None if layer else JUDGE, planned_rounds=settings.rounds)
-    rows = [file.append(row) for row in rows]
-    print_peers(rows)
-    if rows:
-        print(f"rows: {file.path}")
+    file = RowFile(Path(cfg.outputs), verb="peers", path=None if settings.rows is None else Path(settings.rows))
+    judged = {word.partition("=")[0] for word in typed_words()} <= set(FREE)
+    shown, interrupted = [], False
+    with tempfile.TemporaryDirectory() as scratch:
+        heats = make_heats(settings, scratch=scratch)
+        with Steps(sum(len(heat.entries) * (1 + settings.rounds * heat.longer) for heat in heats)) as progress:
+            for heat in heats:
+                rounds = settings.rounds * heat.longer
+                try:
+                    compete(heat.entries, rounds=rounds, seconds=settings.seconds, progress=progress)
+                except KeyboardInterrupt:
+                    interrupted = True
+                shown += [file.append(row) for row in rows_of(heat, judged=judged, planned_rounds=rounds)]
+                if interrupted:
+                    break
+    found = [row | {"read_from": str(file.path.parent)} for row in shown]
+    for kind, tables in (("peers", peer_tables), ("speed", speed_tables)):
+        for table in tables([row for row in found if row["kind"] == kind]):
+            print_table(table)
+    print(f"rows: {file.path}" if shown else "nothing was measured")
     if interrupted:
         sys.exit(130)
 

@@ -23,7 +23,8 @@ from harness.record.rows import RECORD, read_rows
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:
     """Take a verb's own keys out of its configuration: their plain values; the rest is a training run's."""
-    values = OmegaConf.to_container(cfg, resolve=True)
+    OmegaConf.resolve(cfg)  # what is left may name what is taken out
+    values = OmegaConf.to_container(cfg)
     with open_dict(cfg):
         for name in names:
             del cfg[name]

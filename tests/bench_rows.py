@@ -131,7 +131,7 @@ def fit_row(*, variant: str = "mhsa", **changes) -> dict:
 
 
 def speed_row(*, case: str = "fixed", ratio: float = 0.5, **changes) -> dict:
-    """One case of ``bench.speed``."""
+    """One case of ``bench.peers lineup=targets``."""
     found = {
         "case": case,
         "position": "rotary",

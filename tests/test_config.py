@@ -19,10 +19,10 @@ from variants.attention import Attention
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
-# Hydra's own groups are composed where they are used, and W&B does not read its sweeps as Hydra does.
-FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_"))]
+# Hydra's own groups and those of bench.peers are composed where they are used, W&B does not read its sweeps as Hydra does.
+FILES = [file for file in FILES if not file.startswith(("hydra/", "lineup/", "sweep/wandb_"))]
 COMMANDS = {"train": TINY, "bench": TINY, "evaluate": ("run=somewhere",)}
-VERBS = ("check", "cost", "dashboard", "fit", "peers", "speed")
+VERBS = ("check", "cost", "dashboard", "fit", "peers")
 COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
 ON_GPU = ("runtime/gpu", "sweep/leaderboard", "sweep/smoke")
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.baselines.flex import WindowAttention, WindowYardstick
 from bench.baselines.rivals import RIVALS, Memory, Sizes
-from bench.baselines.yardstick import Yardstick
+from bench.baselines.yardstick import WindowAttention, WindowYardstick, Yardstick
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from variants.kernels.window import visible

@@ -16,8 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from bench.agreement import AgreementSettings
-from bench.baselines.lineup import HELD, PeerSettings
-from bench.baselines.speed_cases import SpeedSettings
+from bench.baselines.settings import PeerSettings
 from bench.check import OWN as CHECK_KEYS
 from bench.cost import CostSettings
 from bench.fake import build
@@ -32,7 +31,7 @@ from tests.needs import need
 from variants.kernels import triton_window
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-SETTINGS = {"cost": CostSettings, "peers": PeerSettings, "speed": SpeedSettings}
+SETTINGS = {"cost": CostSettings, "peers": PeerSettings}
 KEYS = {verb: tuple(kind.__dataclass_fields__) for verb, kind in SETTINGS.items()}
 KEYS |= {"check": CHECK_KEYS, "fit": FIT_KEYS}
 VARIANTS = {path.stem for path in (CONF / "variant").glob("*.yaml")}
@@ -132,18 +131,15 @@ def test_every_other_command_composes_and_is_possible_on_a_gpu(tmp_path):
         if verb == "check":
             assert parse(AgreementSettings, own["agree"], key="agree").run is None
         if verb == "peers":
-            assert not {word.partition("=")[0] for word in words} & set(HELD), words
+            assert not {word.partition("=")[0] for word in words} & set(own["held"]), words
         for variant, path in itertools.product(own.get("variants") or [None], own.get("paths") or [None]):
             chosen = [f"variant={variant}"] * (variant is not None) + [f"runtime.path={path}"] * (path is not None)
             cfg = compose_config(*words, *chosen, name=verb)
             own_keys(cfg, *KEYS[verb])
             cfg.model.dropout = 0.0 if verb == "peers" else cfg.model.dropout  # of its job, and may not be typed
             plan = plan_run(cfg)
-            if verb == "speed":  # its cases have models and a runtime of their own
-                assert own["device"] == "cuda" and plan.runtime.device == "auto"
-            else:
-                assert plan.runtime.device == "cuda", words
-                on_gpu(plan)
+            assert plan.runtime.device == "cuda", words
+            on_gpu(plan)
 
 
 def test_every_variant_is_checked_and_trained(tmp_path):

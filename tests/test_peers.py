@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
-from bench.baselines import lineup, rivals
+from bench.baselines import rivals
+from bench.baselines.cases import Heat, rows_of
 from bench.baselines.entrants import LanguageEntrant
 from bench.baselines.proof import OK, Probe, passed, prove
 from bench.baselines.rivals import INSTALL, RIVALS, Memory, Rival, Sizes, touched_parameters, version
 from bench.baselines.rounds import Entry, ratio, verdict
-from bench.baselines.table import print_peers, rows_of
+from bench.baselines.settings import PeerSettings
 from bench.baselines.yardstick import Yardstick
 from bench.measure import percentiles
+from bench.report.tables_peers import peer_tables
+from harness.record.table import print_table
 from tests.bench_rows import identity, peer_row
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
@@ -144,6 +147,18 @@ def entry(name: str, *rounds: list[float], bytes_per_step: int = 100) -> Entry:
     return made
 
 
+def heat(*entries: Entry, judge: str | None = "x-transformers") -> Heat:
+    return Heat(entries=list(entries), judge=judge)
+
+
+def printed(rows: list[dict]) -> str:
+    """What a terminal shows of them."""
+    (table,) = peer_tables([row | {"read_from": "outputs/somewhere"} for row in rows])
+    console = Console(record=True, width=150)
+    print_table(table, console=console)
+    return console.export_text()
+
+
 def test_speeds_are_compared_within_a_round():
     slow_weather = [20.0, 20.0, 22.0]
     yardstick = entry("yardstick", [10.0, 10.0], slow_weather, [10.0])
@@ -157,38 +172,33 @@ def test_speeds_are_compared_within_a_round():
 @pytest.mark.parametrize(("ms", "void"), [(10.0, False), (10.4, True)])
 def test_a_slow_yardstick_makes_the_table_void(ms, void):
     yardstick, judge = entry("yardstick", [ms]), entry("x-transformers", [10.0])
-    rows = rows_of([yardstick, judge, entry("mhsa", [5.0])], judge=judge.name, planned_rounds=1)
+    rows = rows_of(heat(yardstick, judge, entry("mhsa", [5.0])), judged=True, planned_rounds=1)
     assert [row["void"] is not None for row in rows] == [void] * 3
     assert all("0.97" in row["void"] for row in rows if void)
-    console = Console(record=True, width=150)
-    print_peers(rows, console=console)
-    assert ("VOID" in console.export_text()) == void
+    assert ("VOID" in printed(rows)) == void
     assert rows[2]["relative_to_yardstick"] == pytest.approx(ms / 5.0)
 
 
 def test_without_its_judge_a_table_is_unjudged():
     failed = entry("x-transformers")
     failed.fail("no")
-    rows = rows_of([entry("yardstick", [1.0]), failed], judge="x-transformers", planned_rounds=1)
+    rows = rows_of(heat(entry("yardstick", [1.0]), failed), judged=True, planned_rounds=1)
     assert rows[0]["void"] is None and rows[0]["yardstick_in_judge"] is None
-    console = Console(record=True, width=150)
-    print_peers(rows, console=console)
-    shown = console.export_text()
-    assert "UNJUDGED" in shown and "x-transformers FAILED: no" in shown
+    shown = printed(rows)
+    assert "UNJUDGED" in shown and "x-transformers: failed (no)" in shown
     assert "not measured" in verdict(failed, None)[1]
 
 
 @pytest.mark.parametrize(("slowest_ms", "disturbed"), [(1.4, False), (1.6, True)])
 def test_a_busy_machine_is_remarked_upon(slowest_ms, disturbed):
-    rows = rows_of([entry("yardstick", [1.0, 1.0, slowest_ms, slowest_ms])], judge="x-transformers", planned_rounds=1)
-    console = Console(record=True, width=150)
-    print_peers(rows, console=console)
-    assert ("DISTURBED: steps of yardstick" in console.export_text()) == disturbed
+    shaken = entry("yardstick", [1.0, 1.0, slowest_ms, slowest_ms])
+    rows = rows_of(heat(shaken), judged=True, planned_rounds=1)
+    assert ("DISTURBED: steps of yardstick" in printed(rows)) == disturbed
 
 
 def test_an_interrupted_run_keeps_what_is_complete():
     entries = [entry("yardstick", [1.0], [1.0]), entry("mhsa", [1.0]), entry("later")]
-    rows = rows_of(entries, judge="x-transformers", planned_rounds=2)
+    rows = rows_of(heat(*entries), judged=True, planned_rounds=2)
     assert [(row["name"], row["rounds"], row["interrupted"]) for row in rows] == [
         ("yardstick", 2, False),
         ("mhsa", 1, True),
@@ -244,8 +254,8 @@ def test_a_table_from_the_command_line(here, monkeypatch):  # noqa: F811
 
 
 def test_the_layer_alone(here):  # noqa: F811
-    sizes = ("layer.width=16", "layer.positions=32", "layer.half_keys=[8]", "layer.top_k=4", "layer.d_query=8")
-    words = ("job=layer", *sizes, "rounds=1", "seconds=0.01", "runtime.device=cpu", "runtime.threads=1")
+    sizes = ("model.d_model=16", "batch.segment=32", "sizes.half_keys=[8]", "memory.top_k=4", "memory.d_query=8")
+    words = ("lineup=layer", *sizes, "rounds=1", "seconds=0.01", "runtime.device=cpu", "runtime.threads=1")
     ended = call("bench/peers.py", *words, "data.bytes=20000")
     assert ended.code == 0, ended.err
     *package, ours = rows_in(here)
@@ -269,11 +279,11 @@ def test_the_layer_alone(here):  # noqa: F811
         (["batch.segment=512"], ["batch.segment=512", "context=.."]),
         (["model.layers=1"], ["model.layers=1", "from 2"]),
         (["context=0"], ["context=0", "from 4"]),
-        (["job=foo"], ["job=foo", "language_model, layer"]),
+        (["lineup=foo"], ["lineup=foo", "layer, packages, targets"]),
         (["memory.foo=1", "variants=[]"], ["memory.foo", "top_k"]),
         (["memory.top_k=9", "memory.half_keys=8", "variants=[product_key_memory]"], ["top_k=9", "half_keys"]),
-        (["job=layer", "layer.half_keys=[]"], ["layer.half_keys=[]", "from 1"]),
-        (["job=layer", "model.d_model=8"], ["model.d_model=8", "layer.width"]),
+        (["lineup=layer", "sizes.half_keys=[]"], ["sizes.half_keys=[]", "from 1"]),
+        (["lineup=layer", "context=8"], ["context=8", "batch.segment"]),
     ],
 )
 def test_a_mistake_ends_with_2_before_anything_runs(here, words, parts, monkeypatch):  # noqa: F811
@@ -287,5 +297,5 @@ def test_the_keys_of_the_configuration_are_those_of_the_verb():
     from tests.composing import compose_config
 
     cfg = compose_config(name="peers")
-    assert set(lineup.PeerSettings.__dataclass_fields__) <= set(cfg)
-    assert set(cfg.peers) == set(PEERS) and lineup.JOB
+    assert set(PeerSettings.__dataclass_fields__) <= set(cfg)
+    assert set(cfg.peers) == set(PEERS)

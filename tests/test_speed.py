@@ -1,4 +1,4 @@
-"""``python -m bench.speed``: the cases and what they must reach, entrants in steady state, verdicts, and what a user sees."""
+"""``python -m bench.peers lineup=targets``: the cases and what they must reach, steady state, verdicts, what is shown."""
 
 import json
 from dataclasses import replace
@@ -8,38 +8,56 @@ import torch
 from rich.console import Console
 
 from bench import front_page
-from bench.baselines import speed_cases, speed_entries
-from bench.baselines.entrants import OurModel
-from bench.baselines.lineup import first_batches
+from bench.baselines import entries as entries_module
+from bench.baselines.cases import MB, Heat, rows_of
+from bench.baselines.entrants import OurModel, Task, TrainerLoop, set_spans
+from bench.baselines.entries import first_batches
+from bench.baselines.lineup import cases_of, heat_settings
 from bench.baselines.proof import OK, passed
 from bench.baselines.rounds import Entry
-from bench.baselines.speed_cases import Bound, Heat
-from bench.baselines.speed_table import print_speeds, rows_of
-from bench.baselines.steady import SteadyModel, SteadyTask, TrainerLoop, full_state, set_spans
+from bench.baselines.settings import Case, PeerSettings
+from bench.planning import own_keys
+from bench.report.tables_peers import speed_tables
 from bench.rows import refusal
+from bench.subject import full_state
 from harness.device.runtime import Runtime
+from harness.plan.settings import parse
+from harness.record.table import print_table
 from tests.bench_rows import identity
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, compose_config, plan, recall
 
+SIZES = ("model.d_model=32", "model.heads=2", "model.layers=2", "batch.segment=16", "batch.lanes=2", "model.span=64")
 SMALL = (
-    *("cpu.width=32", "cpu.heads=2", "cpu.layers=2", "cpu.block=16", "cpu.batch=2", "cpu.span=64", "cpu.spans=[8,40]"),
-    *("cpu.long_span=96", "cpu.long_context=32", "cpu.persistent=8", "layer.width=16", "layer.positions=32"),
-    *("layer.half_keys=[8]", "layer.top_k=4", "layer.d_query=8", "runtime.threads=1", "data.bytes=20000"),
-    *("rounds=1", "seconds=0.001"),
+    *(*SIZES, "sizes.spans=[8,40]", "sizes.long_span=96", "sizes.one_open=[32,96]", "sizes.long_context=32"),
+    *(
+        "persistent=8",
+        "sizes.width=16",
+        "sizes.positions=32",
+        "sizes.half_keys=[8]",
+        "memory.top_k=4",
+        "memory.d_query=8",
+    ),
+    *("runtime.threads=1", "data.bytes=20000", "rounds=1", "seconds=0.001", "lineup=targets"),
 )
-CUDA = tuple(
-    f"cuda.{key}" for key in ("width=32", "heads=2", "layers=2", "block=16", "batch=2", "span=64", "short_span=16")
+CUDA = (
+    *SIZES,
+    "sizes.spans=[8,40]",
+    "sizes.short_span=16",
+    "runtime.threads=1",
+    "data.bytes=20000",
+    "lineup=targets_cuda",
 )
+SETTINGS = {"relative": "hidden", "rotary": "kv"}
 SPANS = (3, 20)
 LONG = ("model.span=48", "batch.carry=true", "record.every_steps=1", "data=recall", "data.bytes=20000")
 
 
-def task(variant: str, *words: str, spans: tuple[int, ...] | None = SPANS, scratch=None) -> SteadyTask:
+def task(variant: str, *words: str, spans: tuple[int, ...] | None = SPANS, scratch=None) -> Task:
     made = plan(f"variant={variant}", *TINY, *LONG, *words)
     batches = first_batches(made, recall(), number=3)
-    return SteadyTask(config=made.config, trusted=(), batches=batches, spans=spans, scratch=scratch)
+    return Task(config=made.config, trusted=(), batches=batches, spans=spans, scratch=scratch)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +71,26 @@ def _global_settings_of_torch_come_back():
 # What is measured
 
 
+def lineup(name: str, *words: str) -> list[tuple[str | None, list[tuple[Case, str | None, list[str]]]]]:
+    """Of each heat of a lineup its judge, and its cases with their positions and their entrants' words."""
+    cfg = compose_config(f"lineup={name}", *words, name="peers")
+    settings = parse(PeerSettings, own_keys(cfg, *PeerSettings.__dataclass_fields__), key="")
+    found = []
+    for heat, entries in heat_settings(settings):
+        cases = []
+        for case in cases_of(heat, entries):
+            typed = f"{heat.words} {entries[case.entrant].words}".split()
+            (position,) = [None] if heat.layer else [w.partition("=")[2] for w in typed if w.startswith("position=")]
+            cases.append((case, position, typed))
+        found.append((heat.judge, cases))
+    return found
+
+
+def case(name: str, position: str | None = None) -> Case:
+    (found,) = [c for _, cases in lineup("targets") for c, p, _ in cases if c.name == name and position in (None, p)]
+    return found
+
+
 def test_the_cases_and_what_they_must_reach():
     # speed in the yardstick's, and half of the published implementation's peak above the bare process in MB
     asked = {
@@ -61,40 +99,50 @@ def test_the_cases_and_what_they_must_reach():
         "mixed": (0.6, 0.8, 755.5),
         "persistent": (0.45, 0.9, 1108.5),
     }
-    assert set(asked) == set(speed_cases.WORKLOAD) == set(speed_cases.VARIANTS)
+    variants = {"fixed": "mhsa", "zero": "adaptive_span", "mixed": "adaptive_span", "persistent": "all_attention"}
+    (judge, workload), *_ = lineup("targets")
+    assert judge == "x-transformers"
+    assert {c.name for c, _, _ in workload if c.reference == "yardstick"} == set(asked)
     for name, (relative, rotary, peak) in asked.items():
         for position, cache, target in (("relative", "hidden", relative), ("rotary", "kv", rotary)):
-            case = speed_cases.workload_case(name, position, reference="yardstick")
-            assert (case.name, case.position, case.cache) == (name, position, cache)
-            assert case.bound == Bound(limit=target) and case.peak_limit_bytes == peak * 10**6
-    one_open = speed_cases.one_open_case(entrant="one", all_open="all", fixed="mhsa")
-    assert one_open.bound == Bound(limit=0.25, at_most=True) and one_open.reference == "all"
-    assert one_open.second == ("all", "mhsa", Bound(limit=1.1, at_most=True))
-    memory = speed_cases.memory_case("pkm_128", entrant="ours", reference="theirs")
-    assert memory.bound == Bound(limit=2.0) and memory.peak_limit_share == 0.7
-    assert speed_cases.match_case("mhsa_256", reference="x").bound == Bound(limit=1.0)
-    assert speed_cases.trainer_case(entrant="t", reference="b").bound == Bound(limit=0.97)
-    cuda = speed_cases.cuda_case("rotary", entrant="long", reference="short")
-    assert cuda.bound == Bound(limit=1.25, at_most=True) and cuda.peak_limit_share == 1.3
+            found = case(name, position)
+            (words,) = [words for c, _, words in workload if c == found]
+            assert {f"variant={variants[name]}", f"model.cache={cache}"} <= set(words)
+            assert (f"model.attend_self={str(position == 'rotary').lower()}") in words
+            assert (found.at_least, found.at_most) == (target, None) and found.peak_mb == peak
+    one_open = case("one_open")
+    assert (one_open.at_least, one_open.at_most) == (None, 0.25) and one_open.reference == "all open"
+    assert one_open.second == ["all open", "mhsa", 1.1]
+    for name in (f"pkm_{number}{kind}" for number in (128, 256, 512) for kind in ("", "_adam")):
+        assert (case(name).at_least, case(name).at_most, case(name).peak_share) == (2.0, None, 0.7)
+    for name, target in (("mhsa_256", 1.0), ("mhsa_1024", 1.0), ("trainer", 0.97)):
+        assert (case(name).at_least, case(name).at_most) == (target, None)
+    for _, cases in lineup("targets_cuda"):
+        ((cuda, _, _),) = cases
+        assert (cuda.at_least, cuda.at_most, cuda.peak_share) == (None, 1.25, 1.3)
 
 
 def test_the_workload_is_the_one_of_the_targets():
-    cfg = compose_config(name="speed")
-    assert set(speed_cases.SpeedSettings.__dataclass_fields__) <= set(cfg)
-    sizes = {"width": 256, "heads": 8, "layers": 4, "block": 256, "batch": 8, "span": 1024, "vocabulary": 205}
-    assert sizes.items() <= dict(cfg.cpu).items()
-    assert list(cfg.cpu.spans) == [16, 16, 24, 32, 48, 64, 200, 900] and cfg.cpu.persistent == 512
-    sizes = {"width": 512, "heads": 8, "layers": 12, "block": 512, "batch": 64, "span": 8192, "short_span": 512}
-    assert sizes.items() <= dict(cfg.cuda).items() and sum(cfg.cuda.spans) / 8 == 314
-    assert dict(cfg.layer) | {"half_keys": 0} == {
-        **{"width": 256, "positions": 2048, "half_keys": 0, "top_k": 32, "heads": 4, "d_query": 256}
-    }
-    assert list(cfg.layer.half_keys) == [128, 256, 512] and cfg.runtime.threads == 2
+    cfg = compose_config("lineup=targets", name="peers")
+    assert set(PeerSettings.__dataclass_fields__) <= set(cfg)
+    assert {"d_model": 256, "heads": 8, "layers": 4, "span": 1024}.items() <= dict(cfg.model).items()
+    assert (
+        dict(cfg.batch) == {"lanes": 8, "segment": 256, "carry": True, "accumulate": 1} and cfg.data.vocabulary == 205
+    )
+    assert list(cfg.sizes.spans) == [16, 16, 24, 32, 48, 64, 200, 900] and cfg.persistent == 512
+    assert list(cfg.sizes.one_open) == [32] * 7 + [4096] and cfg.sizes.long_span == 4096
+    assert {"width": 256, "positions": 2048, "long_context": 1024}.items() <= dict(cfg.sizes).items()
+    assert {"top_k": 32, "heads": 4, "d_query": 256}.items() <= dict(cfg.memory).items()
+    assert list(cfg.sizes.half_keys) == [128, 256, 512] and cfg.runtime.threads == 2
+    cfg = compose_config("lineup=targets_cuda", name="peers")
+    assert {"d_model": 512, "heads": 8, "layers": 12, "span": 8192}.items() <= dict(cfg.model).items()
+    assert {"lanes": 64, "segment": 512}.items() <= dict(cfg.batch).items() and cfg.data.vocabulary == 205
+    assert sum(cfg.sizes.spans) / 8 == 314 and cfg.sizes.short_span == 512
 
 
-@pytest.mark.parametrize(("position", "cache"), speed_cases.SETTINGS.items())
+@pytest.mark.parametrize(("position", "cache"), SETTINGS.items())
 def test_a_model_keeps_its_spans_and_a_full_past(position, cache):
-    entrant = SteadyModel(task("adaptive_span", f"position={position}", f"model.cache={cache}"))
+    entrant = OurModel(task("adaptive_span", f"position={position}", f"model.cache={cache}"))
     lengths = []
     for _ in range(3):
         entrant.train()
@@ -103,7 +151,7 @@ def test_a_model_keeps_its_spans_and_a_full_past(position, cache):
             if hasattr(sublayer, "reach"):
                 assert sublayer.reach.metrics({})["span"].tolist() == pytest.approx(SPANS)
     assert lengths[0] == lengths[1] == lengths[2]
-    fixed = SteadyModel(task("mhsa", spans=None))
+    fixed = OurModel(task("mhsa", spans=None))
     fixed.train()
     assert any(47 <= part.shape[-2] <= 48 for part in parts(fixed.state) if part.dim() > 2)
 
@@ -115,7 +163,7 @@ def parts(state) -> list[torch.Tensor]:
 
 
 def test_spans_that_reach_beyond_the_segment_are_proved_within_it():
-    assert passed(SteadyModel(task("adaptive_span", spans=(48, 48))).prove())
+    assert passed(OurModel(task("adaptive_span", spans=(48, 48))).prove())
 
 
 def test_only_learned_spans_can_be_set():
@@ -168,67 +216,69 @@ def judged(heat: Heat, *, targets_apply: bool = True) -> dict:
     return row
 
 
+def printed(row: dict) -> str:
+    """What a terminal shows of it."""
+    (table,) = speed_tables([row | {"read_from": "outputs/somewhere"}])
+    console = Console(record=True, width=150)
+    print_table(table, console=console)
+    return console.export_text()
+
+
 @pytest.mark.parametrize(("ms", "reached"), [(18.0, True), (18.3, False)])
 def test_a_speed_is_to_be_at_least_its_target(ms, reached):
-    case = speed_cases.workload_case("fixed", "rotary", reference="yardstick")
-    peak = case.peak_limit_bytes + (not reached)
-    entries = [entry("yardstick", [10.0]), entry("x-transformers", [10.0]), entry(case.entrant, [ms], peak_bytes=peak)]
-    heat = Heat(entries=entries, cases=[case], yardstick="yardstick", judge="x-transformers")
+    fixed = case("fixed", "rotary")
+    peak = round(fixed.peak_mb * MB) + (not reached)
+    entries = [entry("yardstick", [10.0]), entry("x-transformers", [10.0]), entry(fixed.entrant, [ms], peak_bytes=peak)]
+    heat = Heat(entries=entries, cases=[fixed], judge="x-transformers")
     row = judged(heat)
     assert row["ratio"] == pytest.approx(10 / ms) and row["target"] == 0.55
     assert row["reached"] is reached and row["peak_reached"] is reached and row["peak_bytes"] == peak
     assert row["yardstick_in_judge"] == 1 and row["void"] is None
-    console = Console(record=True, width=150)
-    print_speeds([row], console=console)
-    assert ("MISSED" in console.export_text()) is not reached
+    assert ("MISSED" in printed(row)) is not reached
     row = judged(heat, targets_apply=False)
     assert row["reached"] is None and row["peak_reached"] is None
 
 
 def test_a_slow_yardstick_judges_nothing():
-    case = speed_cases.workload_case("fixed", "rotary", reference="yardstick")
-    entries = [entry("yardstick", [10.4]), entry("x-transformers", [10.0]), entry(case.entrant, [10.0])]
-    row = judged(Heat(entries=entries, cases=[case], yardstick="yardstick", judge="x-transformers"))
+    fixed = case("fixed", "rotary")
+    entries = [entry("yardstick", [10.4]), entry("x-transformers", [10.0]), entry(fixed.entrant, [10.0])]
+    row = judged(Heat(entries=entries, cases=[fixed], judge="x-transformers"))
     assert row["reached"] is None and "0.97" in row["void"]
-    console = Console(record=True, width=150)
-    print_speeds([row], console=console)
-    assert "VOID" in console.export_text()
+    assert "VOID" in printed(row)
 
 
 @pytest.mark.parametrize(("slowest_ms", "disturbed"), [(1.4, False), (1.6, True)])
 def test_a_busy_machine_is_remarked_upon(slowest_ms, disturbed):
-    case = speed_cases.match_case("mhsa_256", reference="x-transformers")
+    match = case("mhsa_256")
     shaken = entry("x-transformers", [1.0, 1.0, slowest_ms, slowest_ms])
-    row = judged(Heat(entries=[shaken, entry("mhsa_256", [1.0])], cases=[case]))
-    console = Console(record=True, width=150)
-    print_speeds([row], console=console)
-    assert ("DISTURBED: steps of mhsa_256" in console.export_text()) is disturbed
+    row = judged(Heat(entries=[shaken, entry("mhsa_256", [1.0])], cases=[match]))
+    assert ("DISTURBED: steps of mhsa_256" in printed(row)) is disturbed
 
 
 @pytest.mark.parametrize(("one_ms", "all_ms", "reached"), [(24, 100, True), (26, 100, False), (24, 120, False)])
 def test_one_open_head_is_to_cost_little_and_all_open_as_much_as_a_window(one_ms, all_ms, reached):
-    case = speed_cases.one_open_case(entrant="one", all_open="all", fixed="mhsa")
-    row = judged(Heat(entries=[entry("one", [one_ms]), entry("all", [all_ms]), entry("mhsa", [100])], cases=[case]))
+    entries = [entry("one open", [one_ms]), entry("all open", [all_ms]), entry("mhsa", [100])]
+    row = judged(Heat(entries=entries, cases=[case("one_open")]))
     assert row["ratio"] == pytest.approx(one_ms / all_ms) and row["reached"] is reached
     assert row["second"]["ratio"] == pytest.approx(all_ms / 100)
 
 
 @pytest.mark.parametrize(("peak_bytes", "reached"), [(700, True), (701, False)])
 def test_a_peak_may_be_bounded_by_the_references(peak_bytes, reached):
-    case = speed_cases.memory_case("pkm_8", entrant="ours", reference="theirs")
-    entries = [entry("theirs", [30.0], peak_bytes=1000), entry("ours", [10.0], peak_bytes=peak_bytes)]
-    row = judged(Heat(entries=entries, cases=[case]))
+    memory = case("pkm_128")
+    entries = [entry(memory.reference, [30.0], peak_bytes=1000), entry(memory.entrant, [10.0], peak_bytes=peak_bytes)]
+    row = judged(Heat(entries=entries, cases=[memory]))
     assert row["ratio"] == pytest.approx(3) and row["reached"] and row["peak_reached"] is reached
     assert row["position"] is row["cache"] is None
 
 
 def test_what_failed_has_a_row_with_the_reason_and_what_was_not_timed_has_none():
-    case = speed_cases.match_case("mhsa_256", reference="x-transformers")
+    match = case("mhsa_256")
     broken = entry("x-transformers")
     broken.fail("not installed")
-    row = judged(Heat(entries=[broken, entry("mhsa_256", [1.0])], cases=[case]))
+    row = judged(Heat(entries=[broken, entry("mhsa_256", [1.0])], cases=[match]))
     assert row["ratio"] is row["reached"] is None and row["reason"] == "x-transformers: not installed"
-    heat = Heat(entries=[entry("x-transformers"), entry("mhsa_256", [1.0])], cases=[case])
+    heat = Heat(entries=[entry("x-transformers"), entry("mhsa_256", [1.0])], cases=[match])
     assert rows_of(heat, judged=True, planned_rounds=1) == []
 
 
@@ -237,7 +287,7 @@ def test_what_failed_has_a_row_with_the_reason_and_what_was_not_timed_has_none()
 
 def test_rows_from_the_command_line_are_added_to_the_file(here):  # noqa: F811
     (here / "mine.jsonl").write_text("{}\n")
-    ended = call("bench/speed.py", "cases=[mixed]", "rows=mine.jsonl", *SMALL)
+    ended = call("bench/peers.py", "only=[mixed]", "rows=mine.jsonl", *SMALL)
     assert ended.code == 0, ended.err
     first, *rows = [json.loads(line) for line in (here / "mine.jsonl").read_text().splitlines()]
     assert first == {} and {path.name for path in here.iterdir()} == {"mine.jsonl"}
@@ -274,8 +324,8 @@ def untimed(monkeypatch) -> list[Entry]:
 
 def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkeypatch):  # noqa: F811
     heats = []
-    monkeypatch.setattr("bench.baselines.speed_table.rows_of", lambda heat, **_: heats.append(heat) or [])
-    ended = call("bench/speed.py", *SMALL)
+    monkeypatch.setattr("bench.baselines.cases.rows_of", lambda heat, **_: heats.append(heat) or [])
+    ended = call("bench/peers.py", *SMALL)
     assert ended.code == 0 and "nothing was measured" in ended.out, ended.err
     assert [one.name for one in untimed] == [
         *("yardstick", "x-transformers", "fixed relative", "fixed rotary", "zero relative", "zero rotary"),
@@ -286,12 +336,13 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkey
     ]
     against = {case.name: case.reference for heat in heats for case in heat.cases}
     assert against == {
-        **dict.fromkeys(speed_cases.WORKLOAD, "yardstick"),
-        **dict.fromkeys(speed_cases.MATCHES, "x-transformers"),
+        **dict.fromkeys(("fixed", "zero", "mixed", "persistent"), "yardstick"),
+        **dict.fromkeys(("mhsa_256", "mhsa_1024"), "x-transformers"),
         **{"one_open": "all open", "trainer": "bare loop", "pkm_8": "product-key-memory 8^2 fused adamw"},
         "pkm_8_adam": "product-key-memory 8^2 adam",
     }
-    assert all(heat.yardstick == "yardstick" for heat in heats if heat.cases[-1].reference == "x-transformers")
+    judges = [heat.judge for heat in heats if heat.cases[-1].reference == "x-transformers"]
+    assert judges == ["x-transformers"] * 2
     by_name = {one.name: one for one in untimed}
     assert by_name["one open"].task.spans == (32, 96) and by_name["all open"].task.spans == (96, 96)
     assert by_name["mhsa"].task.config["model"]["span"] == 96 and by_name["zero rotary"].task.spans == (0, 0)
@@ -302,7 +353,7 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkey
     (here / "scratch").mkdir()
     for one in untimed:
         if one.status is None:  # what is installed
-            known = replace(one.task, scratch=str(here / "scratch")) if isinstance(one.task, SteadyTask) else one.task
+            known = replace(one.task, scratch=str(here / "scratch")) if one.make is TrainerLoop else one.task
             facts = one.make(known).weigh()
             assert facts["optimizer"] == ("Adam" if one.name.endswith(" adam") else "fused AdamW"), one.name
             assert facts["step_flops"] > 3 * facts["parameters"]["touched"], (
@@ -313,12 +364,10 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkey
 def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  # noqa: F811
     on_cpu = Runtime(device=torch.device("cpu"), precision="bfloat16", compile=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(speed_entries.runtime, "start", lambda _: on_cpu)
-    ended = call("bench/speed.py", "device=cuda", "cuda.spans=[8,40]", *CUDA, *SMALL)
+    monkeypatch.setattr(entries_module.runtime, "start", lambda _: on_cpu)
+    ended = call("bench/peers.py", *CUDA)
     assert ended.code == 0, ended.err
-    assert [one.name for one in untimed] == [
-        f"{v} {p}" for p in speed_cases.SETTINGS for v in ("mhsa", "adaptive_span")
-    ]
+    assert [one.name for one in untimed] == [f"{v} {p}" for p in SETTINGS for v in ("mhsa", "adaptive_span")]
     for one in untimed:
         asked = one.task.config["runtime"]
         assert [asked[key] for key in ("device", "path", "precision", "compile")] == [
@@ -334,14 +383,15 @@ def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  #
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["cases=[foo]"], ["cases=['foo']", "fixed, zero", "pkm_128", "trainer"]),
-        (["cases=[]"], ["cases=[]", "mixed"]),
-        (["device=tpu"], ["device=tpu", "cpu, cuda"]),
-        (["device=cuda"], ["device=cuda", "no CUDA"]),
-        (["cpu.spans=[1,2]"], ["cpu.spans=[1, 2]", "8 integers from 0 to 1024"]),
-        (["cpu.span=64"], ["cpu.spans=", "from 0 to 64"]),
-        (["cpu.widht=3"], ["cpu.widht", "width"]),
-        (["model.d_model=3"], ["model.d_model=3", "cpu.width"]),
+        (["only=[foo]"], ["only=['foo']", "fixed, zero", "pkm_128", "trainer"]),
+        (["only=[]"], ["only=[]", "mixed"]),
+        (["runtime.device=tpu"], ["runtime.device=tpu", "cpu, cuda"]),
+        (["lineup=targets_cuda"], ["device=cuda", "no CUDA"]),
+        (["sizes.spans=[1,2]"], ["spans of mixed relative=[1, 2]", "8 integers from 0 to 1024"]),
+        (["model.span=64"], ["spans of mixed relative=", "from 0 to 64"]),
+        (["sizes.widht=3"], ["sizes.widht", "width"]),
+        (["position=alibi"], ["position=alibi", "every case"]),
+        (["heats=[{job: a, reference: b, wrods: c}]"], ["heats.0.wrods=c", "words"]),
         (["variant=mhsa"], ["variant=mhsa", "every case"]),
         (["rows=."], ["rows=.", "folder"]),
         (["rows=file/rows.jsonl"], ["rows=file/rows.jsonl", "is a file"]),
@@ -351,16 +401,14 @@ def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  #
 def test_a_mistake_ends_with_2_before_anything_runs(here, untimed, words, parts, monkeypatch):  # noqa: F811
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (here / "file").write_text("")
-    ended = call("bench/speed.py", *words)
+    ended = call("bench/peers.py", "lineup=targets", *words)
     assert ended.code == 2 and all(part in ended.err for part in parts), ended.err
     assert "Traceback" not in ended.err and [path.name for path in here.iterdir()] == ["file"] and not untimed
 
 
 def test_other_sizes_are_not_judged(here, untimed, monkeypatch):  # noqa: F811
     said = []
-    monkeypatch.setattr(
-        "bench.baselines.speed_table.rows_of", lambda heat, judged, planned_rounds: said.append(judged) or []
-    )
-    for words in (["rounds=2", "rows=x.jsonl"], ["cpu.batch=2"], ["optim.lr=1"], ["cpu.path=plain"]):
-        assert call("bench/speed.py", "cases=[trainer]", *words).code == 0
+    monkeypatch.setattr("bench.baselines.cases.rows_of", lambda heat, judged, planned_rounds: said.append(judged) or [])
+    for words in (["rounds=2", "rows=x.jsonl"], ["batch.lanes=2"], ["optim.lr=1"], ["runtime.path=plain"]):
+        assert call("bench/peers.py", "lineup=targets", "only=[trainer]", *words).code == 0
     assert said == [True, False, False, False]

@@ -1,12 +1,15 @@
 """One entrant of ``bench.peers`` in a process of its own: it proves itself, says what it takes, and trains when asked.
 
-Every entrant gets the same bytes in the same order, and takes the whole training step: forward, loss, backward, optimizer,
-gradients dropped. Ours take the trainer's own step. The learning rate is 0: the optimizer does all its work, and spans
-stay where they start.
+Every entrant gets the same bytes in the same order, and takes the whole training step: forward, loss, backward,
+optimizer, gradients dropped. Ours take the trainer's own step. The learning rate is 0: the optimizer does all its work,
+and spans stay where they were put. What carries a state begins with a full one: a stream's first steps have little past
+and are cheap; what a long run pays for is the steady state, in which every query looks back as far as its head does.
 """
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,46 +17,60 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from bench.baselines.proof import Probe, prove
-from bench.baselines.rivals import INSTALL, Rival, Sizes, touched_parameters
+from bench.baselines.rivals import MEMORY_PACKAGE, Rival, Sizes, library, touched_parameters
 from bench.baselines.yardstick import fused_adamw
 from bench.measure import peak_bytes, times
-from bench.subject import MIDDLE, WARM_STEPS
+from bench.subject import MIDDLE, WARM_STEPS, full_state
 from harness.count.flops import count_flops
 from harness.count.memory import PeakMemory, keep_freed
+from harness.data import corpora
 from harness.device import runtime
-from harness.loop.run import path_of
+from harness.loop.run import Run, path_of
 from harness.loop.step import Trainer
+from harness.model import LanguageModel
 from harness.plan.build import plan_run
+from harness.record.rows import Record
+from variants.contract import State
 
 MEASURED_STEPS = 3
 PROOF_STREAMS = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What an entrant is made of: plain values, so that they can be sent to another process."""
+
+    config: dict  # of a training run, resolved: sizes, lanes, segment, runtime, and for ours the variant
+    trusted: tuple[str, ...]  # packages that it may name beside its trust
+    batches: Tensor  # uint8 [n, B, T + 1], read in a circle
+    rival: Rival | None = None  # for a peer, with sizes and optimizer
+    sizes: Sizes | None = None
+    optimizer: str = "fused adamw"  # or adam, as its documentation has it
+    layer: str | None = None  # the variant's sublayer that is measured alone, or None for the whole model
+    proof_positions: int | None = None  # of a segment that are enough to prove it; None for all
+    spans: tuple[int, ...] | None = None  # keys of every head, the same in each layer; None: as they start
+    scratch: str | None = None  # a folder where the trainer's record may go
+
+
 class Entrant:
-    """What a cell is asked: ``prove`` in a process that is thrown away, in another ``weigh`` and then ``round`` after round.
+    """What a cell is asked: ``prove`` in a process that is thrown away, in another ``weigh``, then ``round`` by round.
 
-    Args:
-        config: of a training run, resolved: sizes, lanes, segment, runtime, and for ours the variant.
-        trusted: packages that it may name beside its ``trust``.
-
-    Attributes:
-        model: on the run's device; made by the subclass, below whose ``load`` the memory's baseline lies.
-        moved_by: its optimizers.
+    A subclass makes ``model`` on the run's device, and ``moved_by``, its optimizers: above the memory's baseline, below
+    which lies what is imported.
     """
 
     model: nn.Module
     moved_by: Iterable[torch.optim.Optimizer]
 
-    def __init__(self, config: dict, trusted: tuple[str, ...]):
-        self.plan = plan_run(OmegaConf.create(config), trusted=trusted)
+    def __init__(self, task: Task):
+        self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)
         self.runtime = runtime.start(self.plan.runtime)
-        load_libraries(self.runtime.device)
-        self.load()
-        self.meter = PeakMemory(self.runtime.device)
+        self.device = self.runtime.device
+        load_libraries(self.device)
+        if task.rival:
+            task.rival.built(task.sizes)
+        self.meter = PeakMemory(self.device)
         runtime.seed(self.plan.seed)
-
-    def load(self) -> None:
-        """Import what is measured: code is not what its memory is about."""
 
     def train(self) -> None:
         """One whole training step."""
@@ -63,13 +80,9 @@ class Entrant:
         """What is checked."""
         raise NotImplementedError
 
-    def touched(self) -> int:
-        """Parameters read per byte."""
-        return touched_parameters(self.model)
-
     def path(self) -> str:
         """``plain``, ``fused``, ..."""
-        return "plain"
+        return self.task.rival.path
 
     def prove(self) -> dict[str, str]:
         """The checks: name to ``ok`` or the reason of the failure."""
@@ -77,24 +90,25 @@ class Entrant:
 
     def weigh(self) -> dict:
         """Parameters, optimizer, path, FLOPs of a training step, and its peak of memory after warm-up."""
+
+        def steps(number: int) -> None:
+            for _ in range(number):
+                self.train()
+
         keep_freed(False)
-        for _ in range(WARM_STEPS):
-            self.train()
-        peak = peak_bytes(self._some_steps, device=self.runtime.device, meter=self.meter)
+        steps(WARM_STEPS)
+        peak = peak_bytes(lambda: steps(MEASURED_STEPS), device=self.device, meter=self.meter)
         keep_freed(True)  # from here on time counts
-        path, seen = self.path(), self.runtime.device.type == "cpu" and not self.runtime.compile
+        path, seen = self.path(), self.device.type == "cpu" and not self.runtime.compile
         names = [("fused " if o.defaults.get("fused") else "") + type(o).__name__ for o in self.moved_by]
+        touched = touched_parameters(self.model) if self.task.rival else self.model.touched_parameters()
         return {
-            "parameters": {"total": sum(p.numel() for p in self.model.parameters()), "touched": self.touched()},
+            "parameters": {"total": sum(p.numel() for p in self.model.parameters()), "touched": touched},
             "optimizer": " + ".join(dict.fromkeys(names)),
             "step_flops": count_flops(self.train, gradients=True).total if seen else None,  # not of compiled kernels
             "path": f"{path}, compiled" if self.runtime.compile and "compiled" not in path else path,
             "memory": {"train_peak_bytes": peak.bytes, "approximate": peak.approximate},
         }
-
-    def _some_steps(self) -> None:
-        for _ in range(MEASURED_STEPS):
-            self.train()
 
     def round(self, seconds: float) -> list[float]:
         """Milliseconds of each training step, for so long, two steps at least; one before them is not counted, because
@@ -102,33 +116,24 @@ class Entrant:
         clock = {"synchronise": self.runtime.synchronise, "most_seconds": seconds}
         return times(self.train, **clock, least_calls=2, warm_calls=1)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A language model out of plain values, so that it can be sent to another process.
-
-    Attributes:
-        config, trusted: as in ``Entrant``.
-        batches: uint8 ``[n, B, T + 1]``, read in a circle.
-        rival, sizes: for a peer.
-        proof_positions: of a segment that are enough to prove it; None for all.
-    """
-
-    config: dict
-    trusted: tuple[str, ...]
-    batches: Tensor
-    rival: Rival | None = None
-    sizes: Sizes | None = None
-    proof_positions: int | None = None
+    def make_peer(self) -> None:
+        """Model and optimizer of a peer."""
+        self.model = self.task.rival.built(self.task.sizes).to(self.device).train()
+        if self.task.optimizer == "adam":
+            groups = library(MEMORY_PACKAGE).fetch_optimizer_parameters(self.model, pkm_learning_rate=0.0)
+            self.optimizer = torch.optim.Adam(groups, lr=0.0)
+        else:
+            self.optimizer = fused_adamw(list(self.model.parameters()), lr=0.0)
+        self.moved_by = [self.optimizer]
+        self.forward = self.runtime.forward(self.model)
 
 
 class LanguageEntrant(Entrant):
     """A language model; a subclass says how it is made, called and trained."""
 
     def __init__(self, task: Task):
-        self.task = task
-        super().__init__(task.config, task.trusted)
-        pairs = task.batches.to(self.runtime.device).long()
+        super().__init__(task)
+        pairs = task.batches.to(self.device).long()
         self.inputs, self.targets, self.taken = pairs[:, :, :-1], pairs[:, :, 1:], 0
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -154,41 +159,74 @@ class LanguageEntrant(Entrant):
 
 
 class OurModel(LanguageEntrant):
-    """A variant of the configuration, with the trainer's step and optimizers."""
+    """A variant of the configuration, with the trainer's step and optimizers, and a full past where it carries one."""
 
     def __init__(self, task: Task):
         super().__init__(task)
-        self.model = self.plan.make_model().to(self.runtime.device)
+        self.state: State = None
+        self.model = self.plan.make_model().to(self.device)
         optimizers = self.plan.make_optimizers(self.model)
-        optimizers.lr = 0.0
-        self.moved_by = optimizers.optimizers.values()
         self.trainer = Trainer(self.model, optimizers, self.runtime)
+        self.settle()
+
+    def settle(self) -> None:
+        """Rates at 0, spans where they are to stay."""
+        self.trainer.optimizers.lr = 0.0
+        self.moved_by = self.trainer.optimizers.optimizers.values()
+        if self.task.spans is not None:
+            set_spans(self.model, self.task.spans)
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self.model(tokens).logits
 
-    def train(self) -> None:
-        self.trainer.step(*self.batch(), None, fraction=MIDDLE)
+    def probe(self) -> Probe:
+        """With spans that end within what is looked at: a ramp that no key stands on has no gradient to check."""
+        probe = super().probe()
+        if self.task.spans is not None:
+            heads, half = len(self.task.spans), probe.inputs.shape[1] // 2
+            set_spans(self.model, tuple(half * head // heads for head in range(heads)))
+        return probe
 
-    def touched(self) -> int:
-        return self.model.touched_parameters()
+    def train(self) -> None:
+        carry = self.plan.batch.carry
+        if carry and self.state is None:
+            self.state = self.past()
+        _, after = self.trainer.step(*self.batch(), self.state, fraction=MIDDLE)
+        self.state = after if carry else None
+
+    def past(self) -> State:
+        """What streams carry that have seen as many bytes as a query may see."""
+        return full_state(self.model, self.inputs[0], span=self.plan.model.span, where=self.runtime)
 
     def path(self) -> str:
         return path_of(self.model, self.runtime)
 
 
-class PeerModel(LanguageEntrant):
-    """A peer, with fused AdamW."""
+class TrainerLoop(OurModel):
+    """What ``train.py`` does at every step: ``Run.step``, and every ``record.every_steps`` a row of the record."""
 
     def __init__(self, task: Task):
         super().__init__(task)
-        self.model = built(task.rival, task.sizes).to(self.runtime.device)
-        self.optimizer = fused_adamw(list(self.model.parameters()), lr=0.0)
-        self.moved_by = [self.optimizer]
-        self.forward = self.runtime.forward(self.model.train())
+        self.run = Run(self.plan, corpora.load(**self.plan.data), self.runtime)
+        self.model, self.trainer = self.run.model, self.run.trainer
+        self.settle()
+        self.record = Record(Path(tempfile.mkdtemp(dir=task.scratch)))
 
-    def load(self) -> None:
-        built(self.task.rival, self.task.sizes)
+    def train(self) -> None:
+        begins = self.run.spent.steps == 0
+        self.run.step()
+        if begins:
+            self.run.state = self.past()
+        if self.run.spent.steps % self.plan.record.every_steps == 0:
+            self.record.append(self.run.train_row())
+
+
+class PeerModel(LanguageEntrant):
+    """A peer."""
+
+    def __init__(self, task: Task):
+        super().__init__(task)
+        self.make_peer()
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self.model(tokens)
@@ -201,23 +239,21 @@ class PeerModel(LanguageEntrant):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def path(self) -> str:
-        return self.task.rival.path
-
-
-def built(rival: Rival, sizes: Sizes) -> nn.Module:
-    """The peer's model; RuntimeError with what its package says where it cannot be had with these sizes."""
-    arguments = rival.arguments(sizes)
-    try:
-        return rival.build(sizes, arguments)
-    except ImportError as error:
-        raise RuntimeError(f"{rival.package}: {INSTALL} ({error})") from error
-    except Exception as error:  # a package's complaint is no mistake of the user's
-        raise RuntimeError(f"cannot be built with {arguments}: {type(error).__name__}: {error}") from error
-
 
 def load_libraries(device: torch.device) -> None:
     """What torch loads and allocates at its first products belongs to no model."""
     x = torch.ones(1, 2, 64, 32, device=device, requires_grad=True)
     F.scaled_dot_product_attention(x, x, x @ x.mT @ x).softmax(-1).sum().backward()
     torch.optim.AdamW([x]).step()
+
+
+@torch.no_grad()
+def set_spans(model: LanguageModel, spans: tuple[int, ...]) -> None:
+    """Put each head's learned span at so many keys, from 0 to S, in every layer; ValueError if none is learned."""
+    reaches = [getattr(sublayer, "reach", None) for _, sublayer in model.sublayers()]
+    reaches = [reach for reach in reaches if isinstance(getattr(reach, "fraction", None), nn.Parameter)]
+    if not reaches:
+        raise ValueError("spans cannot be set: no sublayer's reach has a learned fraction")
+    for reach in reaches:
+        reach.fraction.copy_(torch.tensor(spans) / reach.span)
+    model.project_()

@@ -11,7 +11,7 @@ causality, and the finite difference is left out; the result says so.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,24 +24,22 @@ by what a package computes in float32 all the same. A wrong gradient agrees with
 AGREEMENT = 1e-3
 MOVED = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative to the largest output: less is rounding."""
+FAULTS: dict[str, Callable[[Tensor | None], bool]] = {
+    "no gradient": lambda grad: grad is None,
+    "a gradient that is not finite": lambda grad: not grad.isfinite().all(),
+    "a gradient of zeros": lambda grad: not grad.any(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What is checked. The model's parameters and mode are changed: build one for this alone.
-
-    Attributes:
-        outputs: the model's, ``[B, T, ...]``, from the inputs.
-        inputs: bytes, int64 ``[B, T]``, or vectors ``[B, T, D]``.
-        loss: a scalar from the outputs.
-        vocabulary: V, for bytes.
-    """
+    """What is checked. The model's parameters and mode are changed: build one for this alone."""
 
     model: nn.Module
-    outputs: Callable[[Tensor], Tensor]
-    inputs: Tensor
-    loss: Callable[[Tensor], Tensor]
-    vocabulary: int = 256
+    outputs: Callable[[Tensor], Tensor]  # the model's, [B, T, ...], from the inputs
+    inputs: Tensor  # bytes, int64 [B, T], or vectors [B, T, D]
+    loss: Callable[[Tensor], Tensor]  # a scalar from the outputs
+    vocabulary: int = 256  # V, for bytes
 
 
 def prove(probe: Probe) -> dict[str, str]:
@@ -65,10 +63,10 @@ def gradients(probe: Probe) -> str:
     model, inputs, remark = _shaken(probe)
     model.train()
     model.zero_grad(set_to_none=True)
-    _seeded(probe, inputs).backward()
+    probe.loss(_outputs(probe, inputs)).backward()
     named = _trained(model)
-    for fault, names in _faults(named):
-        if names:
+    for fault, holds in FAULTS.items():
+        if names := [name for name, p in named.items() if holds(p.grad)]:
             return f"{fault}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if remark:
         return f"{OK} ({remark}, so no finite difference)"
@@ -134,10 +132,6 @@ def _outputs(probe: Probe, inputs: Tensor) -> Tensor:
     return probe.outputs(inputs)
 
 
-def _seeded(probe: Probe, inputs: Tensor) -> Tensor:
-    return probe.loss(_outputs(probe, inputs))
-
-
 def _changed(probe: Probe, inputs: Tensor, place: int) -> Tensor:
     """Another input at one place of all streams."""
     other = inputs.clone()
@@ -146,12 +140,6 @@ def _changed(probe: Probe, inputs: Tensor, place: int) -> Tensor:
     else:
         other[:, place] = (other[:, place] + probe.vocabulary // 2) % probe.vocabulary
     return other
-
-
-def _faults(named: dict[str, nn.Parameter]) -> Iterator[tuple[str, list[str]]]:
-    yield "no gradient", [name for name, p in named.items() if p.grad is None]
-    yield "a gradient that is not finite", [name for name, p in named.items() if not p.grad.isfinite().all()]
-    yield "a gradient of zeros", [name for name, p in named.items() if not p.grad.any()]
 
 
 def _direction(named: dict[str, nn.Parameter]) -> list[Tensor]:
@@ -173,7 +161,7 @@ def _slope(probe: Probe, inputs: Tensor, direction: list[Tensor], *, step: float
     for sign in (1, -1):
         for parameter, start, v in zip(parameters, kept, direction, strict=True):
             parameter.copy_(start + sign * step * v)
-        values.append(_seeded(probe, inputs).item())
+        values.append(probe.loss(_outputs(probe, inputs)).item())
     for parameter, start in zip(parameters, kept, strict=True):
         parameter.copy_(start)
     return (values[0] - values[1]) / (2 * step)

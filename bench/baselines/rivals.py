@@ -8,81 +8,62 @@ as the model. ``arguments`` go into the row, so that it can be traced.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from types import ModuleType
 
 from torch import nn
 
-from bench.baselines.yardstick import Yardstick
+from bench.baselines.yardstick import WindowYardstick, Yardstick
 
 YARDSTICK = "yardstick"
-JUDGE = "x-transformers"
-"""The peer that shows whether the yardstick is a fair one."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
+MEMORY_PACKAGE = "product-key-memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Sizes of a product-key memory, for ours and the packages' alike.
+    """Sizes of a product-key memory, for ours and the packages' alike."""
 
-    Attributes:
-        half_keys: C; the table has C * C slots.
-        top_k: slots that a head reads per byte.
-        heads: memory heads.
-        d_query: width of a head's query, two half-keys together.
-    """
-
-    half_keys: int
-    top_k: int
-    heads: int
-    d_query: int
+    half_keys: int  # C; the table has C * C slots
+    top_k: int  # slots that a head reads per byte
+    heads: int  # of the memory
+    d_query: int  # width of a head's query, two half-keys together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What all entrants have in common.
+    """What all entrants have in common."""
 
-    Attributes:
-        vocabulary: V.
-        d_model: D; layers, heads: their numbers.
-        context: T, bytes of a segment, all of which its last byte sees.
-        persistent: N, memory key-values of a head.
-        window: bytes that local attention sees back, in blocks.
-        memory: of the product-key memory in the layer below the top one.
-    """
-
-    vocabulary: int
-    d_model: int
+    vocabulary: int  # V
+    d_model: int  # D
     layers: int
     heads: int
-    context: int
-    persistent: int
-    window: int
-    memory: Memory
-
-    @property
-    def memory_layer(self) -> int:
-        """The layer whose feed-forward is a product-key memory, as in ``conf/variant/product_key_memory.yaml``."""
-        return self.layers - 2
+    context: int  # T, bytes of a segment, all of which its last byte sees
+    persistent: int  # N, memory key-values of a head
+    window: int  # bytes that local attention sees back, in blocks
+    memory: Memory  # of the layer below the top one, as in our variant with one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """A peer.
+    """A peer; what is built maps bytes ``[B, T]`` to logits ``[B, T, V]``."""
 
-    Attributes:
-        package: as pip calls it.
-        path: ``fused`` if it asks for fused attention, else ``plain``.
-        arguments: of what is built, from the sizes.
-        build: the module, from the sizes and those arguments; it maps bytes ``[B, T]`` to logits ``[B, T, V]``.
-        device: the only kind of device that it takes part on, or None for all.
-    """
+    package: str  # as pip calls it
+    path: str  # fused if it asks for fused attention, else plain
+    arguments: Callable[[Sizes], dict]  # of what is built
+    build: Callable[[Sizes, dict], nn.Module]  # from the sizes and those arguments
+    device: str | None = None  # the only kind of device that it takes part on, or None for all
 
-    package: str
-    path: str
-    arguments: Callable[[Sizes], dict]
-    build: Callable[[Sizes, dict], nn.Module]
-    device: str | None = None
+    def built(self, sizes: Sizes) -> nn.Module:
+        """The module; RuntimeError with what the package says where it cannot be had with these sizes."""
+        arguments = self.arguments(sizes)
+        try:
+            return self.build(sizes, arguments)
+        except ImportError as error:
+            raise RuntimeError(f"{self.package}: {INSTALL} ({error})") from error
+        except Exception as error:  # a package's complaint is no mistake of the user's
+            raise RuntimeError(f"cannot be built with {arguments}: {type(error).__name__}: {error}") from error
 
 
 def version(package: str) -> str | None:
@@ -91,6 +72,11 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def library(package: str) -> ModuleType:
+    """What a package is imported as."""
+    return import_module(package.replace("-", "_"))
 
 
 def yardstick_arguments(sizes: Sizes) -> dict:
@@ -107,15 +93,16 @@ def window_arguments(sizes: Sizes) -> dict:
 
 
 def build_window(_sizes: Sizes, arguments: dict) -> nn.Module:
-    from bench.baselines.flex import WindowYardstick
-
     return WindowYardstick(**arguments)
 
 
-def decoder_arguments(sizes: Sizes) -> dict:
+def _shape(sizes: Sizes, *, prefix: str = "") -> dict:
     d_head = sizes.d_model // sizes.heads
-    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "attn_dim_head": d_head}
-    return same | {"attn_flash": True, "rotary_pos_emb": True, "verbose": False}
+    return {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, f"{prefix}dim_head": d_head}
+
+
+def decoder_arguments(sizes: Sizes) -> dict:
+    return _shape(sizes, prefix="attn_") | {"attn_flash": True, "rotary_pos_emb": True, "verbose": False}
 
 
 def memory_decoder_arguments(sizes: Sizes) -> dict:
@@ -123,81 +110,67 @@ def memory_decoder_arguments(sizes: Sizes) -> dict:
 
 
 def build_decoder(sizes: Sizes, arguments: dict) -> nn.Module:
-    from x_transformers import Decoder, TransformerWrapper
-
-    return TransformerWrapper(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, attn_layers=Decoder(**arguments))
+    found = library("x-transformers")
+    decoder = found.Decoder(**arguments)
+    return found.TransformerWrapper(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, attn_layers=decoder)
 
 
 def memory_arguments(sizes: Sizes) -> dict:
-    return pkm_arguments(sizes.memory, d_model=sizes.d_model)
-
-
-def pkm_arguments(memory: Memory, *, d_model: int) -> dict:
     """The package calls a half-key's width ``dim_head``."""
+    memory = sizes.memory
     if memory.d_query % 2:
         raise ValueError(f"memory.d_query={memory.d_query}: allowed are even integers from 2")
     same = {"heads": memory.heads, "num_keys": memory.half_keys, "topk": memory.top_k}
-    return {"dim": d_model, **same, "dim_head": memory.d_query // 2}
+    return {"dim": sizes.d_model, **same, "dim_head": memory.d_query // 2}
+
+
+def build_memory(_sizes: Sizes, arguments: dict) -> nn.Module:
+    return library(MEMORY_PACKAGE).PKM(**arguments)
 
 
 def build_with_memory(sizes: Sizes, arguments: dict) -> nn.Module:
-    return Yardstick(**yardstick_arguments(sizes), in_place={sizes.memory_layer: build_pkm(arguments)})
-
-
-def build_pkm(arguments: dict) -> nn.Module:
-    from product_key_memory import PKM
-
-    return PKM(**arguments)
+    return Yardstick(**yardstick_arguments(sizes), in_place={sizes.layers - 2: build_memory(sizes, arguments)})
 
 
 def local_arguments(sizes: Sizes) -> dict:
-    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "dim_head": sizes.d_model // sizes.heads}
-    return same | {"local_attn_window_size": sizes.window, "num_residual_streams": 1}
+    return _shape(sizes) | {"local_attn_window_size": sizes.window, "num_residual_streams": 1}
 
 
 def build_local(sizes: Sizes, arguments: dict) -> nn.Module:
-    from local_attention import LocalTransformer
+    made = library("local-attention").LocalTransformer
+    return made(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
 
-    return LocalTransformer(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
 
-
-def lsh_arguments(sizes: Sizes) -> dict:
+def reformer_arguments(sizes: Sizes) -> dict:
     """Buckets of 64, the package's default, or a quarter of a short context; heads, k and width of a query in its memory
     are the package's own (4, 32, 256) and cannot be set."""
-    same = {"dim": sizes.d_model, "depth": sizes.layers, "heads": sizes.heads, "dim_head": sizes.d_model // sizes.heads}
-    memory = {"pkm_layers": (sizes.memory_layer + 1,), "pkm_num_keys": sizes.memory.half_keys}  # it counts from 1
-    return same | memory | {"causal": True, "bucket_size": min(64, sizes.context // 4), "ff_chunks": 1}
+    memory = {"pkm_layers": (sizes.layers - 1,), "pkm_num_keys": sizes.memory.half_keys}  # it counts from 1
+    return _shape(sizes) | memory | {"causal": True, "bucket_size": min(64, sizes.context // 4), "ff_chunks": 1}
 
 
 def full_arguments(sizes: Sizes) -> dict:
-    return lsh_arguments(sizes) | {"use_full_attn": True}
+    return reformer_arguments(sizes) | {"use_full_attn": True}
 
 
 def build_reformer(sizes: Sizes, arguments: dict) -> nn.Module:
-    from reformer_pytorch import ReformerLM
-
-    return ReformerLM(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
+    made = library("reformer-pytorch").ReformerLM
+    return made(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
 
 
 RIVALS = {
     YARDSTICK: Rival(package="torch", path="fused", arguments=yardstick_arguments, build=build_yardstick),
     "flex-window": Rival(package="torch", path="flex", arguments=window_arguments, build=build_window, device="cuda"),
-    JUDGE: Rival(package="x-transformers", path="fused", arguments=decoder_arguments, build=build_decoder),
+    "x-transformers": Rival(package="x-transformers", path="fused", arguments=decoder_arguments, build=build_decoder),
     "x-transformers-memory": Rival(
         package="x-transformers", path="fused", arguments=memory_decoder_arguments, build=build_decoder
     ),
-    "product-key-memory": Rival(
-        package="product-key-memory", path="fused", arguments=memory_arguments, build=build_with_memory
-    ),
+    MEMORY_PACKAGE: Rival(package=MEMORY_PACKAGE, path="fused", arguments=memory_arguments, build=build_with_memory),
     "local-attention": Rival(package="local-attention", path="plain", arguments=local_arguments, build=build_local),
-    "reformer-lsh": Rival(package="reformer-pytorch", path="plain", arguments=lsh_arguments, build=build_reformer),
+    "reformer-lsh": Rival(package="reformer-pytorch", path="plain", arguments=reformer_arguments, build=build_reformer),
     "reformer-full": Rival(package="reformer-pytorch", path="plain", arguments=full_arguments, build=build_reformer),
 }
-
-
-def traced(rival: Rival, sizes: Sizes) -> dict:
-    """What a row's configuration says in place of a variant of ours."""
-    return {"package": rival.package, "arguments": rival.arguments(sizes), "sizes": asdict(sizes)}
+LAYERS = {MEMORY_PACKAGE: Rival(package=MEMORY_PACKAGE, path="plain", arguments=memory_arguments, build=build_memory)}
+"""Peers of a layer alone, which maps ``[B, T, D]`` to the same."""
 
 
 def touched_parameters(model: nn.Module) -> int:

@@ -1,5 +1,5 @@
-"""Several entrants against each other: each is proved in a process that is thrown away, weighed in a fresh one that stays
-alive, and timed there in turn with the others, A B A B, so that nothing else runs and all share the machine's moods.
+"""Several entrants against each other: each is proved in a process that is thrown away, weighed in a fresh one that
+stays alive, and timed there in turn with the others.
 
 Speeds are compared within a round: a ratio is the median over rounds of the reference's step time over the entrant's.
 """
@@ -11,49 +11,34 @@ from statistics import median
 
 from bench.baselines.proof import OK, passed
 from bench.baselines.rivals import INSTALL, version
-from bench.cells import Cell, CellError
+from bench.cells import FAILED, Cell
 from bench.progress import Steps
+from bench.turns import Asked, in_turn
 
-MEASURED, FAILED = "measured", "failed"
+MEASURED = "measured"
 FAIR = 0.97
 """Least speed of the yardstick, in that of the peer that judges it."""
 
 
 @dataclass(kw_only=True)
-class Entry:
-    """An entrant, and what became of it. A peer that is not installed has failed already.
+class Entry(Asked):
+    """An entrant, and what became of it. A peer that is not installed has failed already."""
 
-    Attributes:
-        name: in tables.
-        job: what it trains, in one phrase.
-        make, task: what its cell makes, and from what.
-        gate: what a cell makes to hold it to the contract, with its arguments; None for a peer, which has none.
-        package: as pip calls it.
-        reference: name of the entry that it is compared with.
-        bytes_per_step: positions that a step trains on.
-        identity: provenance of its row.
-        version: of what is installed.
-        checks: the proofs, ``ok`` or the reason of a failure.
-        status, reason: ``measured``, or ``failed`` or ``out of memory`` and why.
-        facts: of ``weigh``.
-        rounds: milliseconds of each step, by round.
-    """
-
-    name: str
-    job: str
-    make: Callable
+    job: str  # what it trains, in one phrase
+    make: Callable  # what its cell makes, from the task
     task: object
-    gate: tuple | None = None
-    package: str
-    reference: str
-    bytes_per_step: int
-    identity: dict
-    version: str | None = field(init=False)
-    checks: dict[str, str] = field(default_factory=dict)
-    status: str | None = None
-    reason: str | None = None
-    facts: dict = field(default_factory=dict)
-    rounds: list[list[float]] = field(default_factory=list)
+    gate: tuple | None = None  # what a cell makes to hold it to the contract, with its arguments; None for a peer
+    package: str  # as pip calls it
+    reference: str  # name of the entry that it is compared with
+    bytes_per_step: int  # positions that a step trains on
+    identity: dict  # provenance of its row
+    setting: dict = field(
+        default_factory=lambda: dict.fromkeys(("position", "cache", "spans"))
+    )  # for the row of a case
+    version: str | None = field(init=False)  # of what is installed
+    checks: dict[str, str] = field(default_factory=dict)  # the proofs, ok or the reason of a failure
+    facts: dict = field(default_factory=dict)  # of weigh
+    rounds: list[list[float]] = field(default_factory=list)  # milliseconds of each step, by round
 
     def __post_init__(self):
         self.version = version(self.package)
@@ -65,62 +50,46 @@ class Entry:
         """Whether it has a row: a failure has one at once, a speed from its first round on."""
         return self.status is not None or bool(self.rounds)
 
-    def fail(self, reason: str, *, status: str = FAILED) -> None:
-        self.status, self.reason = status, reason
+    def fail(self, reason: str) -> None:
+        self.status, self.reason = FAILED, reason
+
+    def ask(self, method: str, *arguments, **keywords):
+        try:
+            return super().ask(method, *arguments, **keywords)
+        except ValueError as error:
+            if self.gate:
+                raise
+            self.fail(f"ValueError: {error}")  # a package's complaint is no mistake of the user's
 
 
 def compete(entries: list[Entry], *, rounds: int, seconds: float, progress: Steps) -> None:
     """Prove, weigh and time all entries; what happens to each is written into it, also if this is interrupted."""
     with ExitStack() as stack:
-        cells = {}
         for entry in entries:
             progress.doing(f"{entry.name}: gradients and causality")
             if entry.status is None and _proved(entry):
                 progress.doing(f"{entry.name}: memory")
-                cells[entry.name] = stack.enter_context(Cell(entry.make, entry.task))
-                entry.facts = _asked(entry, cells[entry.name], "weigh") or {}
+                entry.cell = stack.enter_context(Cell(entry.make, entry.task))
+                entry.facts = entry.ask("weigh") or {}
             progress.say(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "checked"))
             progress.advance(1 + rounds if entry.status else 1)
-        for number in range(rounds):
-            for entry in _turned([entry for entry in entries if entry.status is None], number):
-                progress.doing(f"round {number + 1} of {rounds}: {entry.name}")
-                found = _asked(entry, cells[entry.name], "round", seconds)
-                entry.rounds += [found] if found else []
-                progress.advance()
+        for entry, found in in_turn(entries, "round", seconds, rounds=rounds, progress=progress):
+            entry.rounds += [found] if found else []
+            progress.advance()
     for entry in entries:
         entry.status = entry.status or MEASURED
 
 
 def _proved(entry: Entry) -> bool:
     """Whether all checks pass; otherwise it has failed, with the reasons."""
-    with Cell(entry.make, entry.task) as cell:
-        entry.checks = _asked(entry, cell, "prove") or {}
+    with Cell(entry.make, entry.task) as entry.cell:
+        entry.checks = entry.ask("prove") or {}
     if entry.gate and entry.status is None:
-        with Cell(*entry.gate) as cell:
-            broken = _asked(entry, cell, "broken")
-            entry.checks["contract"] = "; ".join(broken or []) or OK
+        with Cell(*entry.gate) as entry.cell:
+            entry.checks["contract"] = "; ".join(entry.ask("broken") or []) or OK
     if entry.status is None and not passed(entry.checks):
         entry.fail("; ".join(f"{name}: {said}" for name, said in entry.checks.items() if not passed({name: said})))
     return entry.status is None
-
-
-def _asked(entry: Entry, cell: Cell, *question):
-    """The cell's answer, or None where it has none: then the entry has failed. ValueError for a user's mistake."""
-    try:
-        return cell.ask(question[0], *question[1:])
-    except CellError as error:
-        entry.fail(str(error), status=error.status)
-    except ValueError as error:
-        if entry.gate:
-            raise
-        entry.fail(f"ValueError: {error}")  # a package's complaint is no mistake of the user's
-    return None
-
-
-def _turned(entries: list[Entry], number: int) -> list[Entry]:
-    """Another one begins each round, so that nobody always follows the same neighbour's heat."""
-    first = number % max(len(entries), 1)
-    return entries[first:] + entries[:first]
 
 
 def ratio(entry: Entry, reference: Entry) -> float | None:
@@ -141,10 +110,8 @@ def verdict(yardstick: Entry, judge: Entry | None) -> tuple[float | None, str | 
     A judge that was not measured judges nothing: the ratio is then None, and the table is shown as unjudged.
     """
     if not yardstick.rounds:
-        return (
-            None,
-            f"the {yardstick.name} was not measured: {yardstick.reason or 'interrupted before its first round'}",
-        )
+        reason = yardstick.reason or "interrupted before its first round"
+        return None, f"the {yardstick.name} was not measured: {reason}"
     found = None if judge is None else ratio(yardstick, judge)
     if found is not None and found < FAIR:
         return found, f"the {yardstick.name} reaches only {found:.3f} of {judge.name} in this run; {FAIR} is needed"

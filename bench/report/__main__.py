@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.report.diff import diff_lines, facts_by_run
 from bench.report.gather import Found, gather
 from bench.report.tables_costs import cost_tables, fit_tables
-from bench.report.tables_others import peer_tables, speed_tables
+from bench.report.tables_peers import peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
 from bench.report.tuning import Pick, fresh_command, picks
 from harness.cache import write_whole
@@ -125,7 +125,7 @@ def _must_have_rows(found: Found) -> None:
 
 
 def _notes(found: Found) -> list[str]:
-    verbs = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
+    verbs = {"cost": found.costs, "peers": [*found.peers, *found.speeds], "fit": found.fits}
     read = [count_of(len(found.runs), "finished run")] if found.runs else []
     read += [f"{count_of(len(rows), 'row')} of bench.{verb}" for verb, rows in verbs.items() if rows]
     notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
