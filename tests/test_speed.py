@@ -1,4 +1,4 @@
-"""``python -m bench.peers lineup=targets``: the cases and what they must reach, steady state, verdicts, what is shown."""
+"""``python -m bench.peers lineup=targets``: cases and what they must reach, steady state, verdicts, what is shown."""
 
 import json
 from dataclasses import replace

@@ -11,8 +11,8 @@ PROOF_POSITIONS = 64
 
 
 class OurLayer(Entrant):
-    """One sublayer of a variant alone, on fixed inputs and a fixed gradient of its output, which is what it costs inside
-    any network; with the optimizers that a training run gives it."""
+    """One sublayer of a variant alone, on fixed inputs and a fixed gradient of its output, which is what it costs
+    inside any network; with the optimizers that a training run gives it."""
 
     def __init__(self, task: Task):
         super().__init__(task)
