@@ -149,6 +149,14 @@ def test_names_and_sizes():
     assert not {path.name: n for path in PRODUCT if (n := len(path.read_text(encoding="utf-8").splitlines())) >= 400}
 
 
+def test_bench_knows_no_mechanism_by_name():
+    """Configurations and data may name variants, code may not: a stranger's would be treated otherwise."""
+    variants = "|".join(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
+    named = re.compile(rf"\b({variants})\b")
+    files = [path for path in PRODUCT if path.is_relative_to(ROOT / "bench")]
+    assert not [f"{path}: {found[0]}" for path in files if (found := named.search(path.read_text(encoding="utf-8")))]
+
+
 def test_no_path_of_one_machine():
     files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a file in a worktree
     files += [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]

@@ -13,6 +13,9 @@ import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from bench.report.gather import RunRow
 from bench.report.words import source_words
@@ -21,6 +24,7 @@ from harness.record.cells import NOTHING, OLDER, listed, mean, text
 from harness.record.table import Cell, Column, words
 
 RATE = "optim.lr"
+VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
 BESIDE = ("path", "checkpoint", "source")
@@ -180,7 +184,7 @@ def _labels(variant: str, settings: Iterable[str]) -> list[str]:
 
 
 def numbered_notes(found: Iterable[Arm], *, without: Sequence[str] = ()) -> list[str]:
-    """A note for each arm whose label, ``mhsa no. 2``, cannot say how it differs."""
+    """A note for each arm whose label, ``name no. 2``, cannot say how it differs."""
     notes = []
     for same in by(found, key=lambda arm: arm.variant).values():
         settings = [_with_path(row_of(arm.members[0]), without=without) for arm in same]
@@ -283,7 +287,7 @@ class Heads:
         return listed(["variant", *(column.heading for column in self.swept if column.heading != without)])
 
     def needed(self, notes: Sequence[str]) -> list[str]:
-        """Notes less those that say what ``mhsa no. 2`` is, where columns say it and the rows have no such names."""
+        """Notes less those that say what ``name no. 2`` is, where columns say it and the rows have no such names."""
         known = tuple(f"{arm.label}: " for arm in self._arms if " no. " in arm.label and arm.label not in self.names)
         return [note for note in notes if not known or not note.startswith(known)]
 

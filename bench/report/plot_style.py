@@ -18,11 +18,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from bench.report.comparison import Arm
+from bench.report.comparison import VARIANTS, Arm
 from harness.record.drawing import INK
 from harness.record.table import Drawing
 
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+ORANGE, SKY, GREEN = "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 STYLE = {
     "font.family": "DejaVu Sans",
@@ -35,16 +35,7 @@ STYLE = {
     "text.parse_math": False,  # a $ in a name is a $
     "path.simplify": True,
 }
-KNOWN_LOOKS = {
-    "mhsa": (BLACK, "o"),
-    "adaptive_span": (BLUE, "s"),
-    "all_attention": (ORANGE, "^"),
-    "product_key_memory": (GREEN, "D"),
-    "dynamic_span": (SKY, "v"),
-    "all_attention_fixed": (VERMILLION, "<"),
-    "adaptive_span_memory": (PURPLE, "P"),
-    "replayed_spans": (BLUE, "8"),
-}
+KNOWN_LOOKS = {name: tuple(look) for name, look in VARIANTS["looks"].items()}
 OTHER_MARKERS, OTHER_COLOURS = "Xp*h>d", (PURPLE, SKY, VERMILLION)
 OTHER_LOOKS = tuple((OTHER_COLOURS[(i + i // 6) % 3], OTHER_MARKERS[i % 6]) for i in range(18))
 LINES = ("-", "--", ":", "-.")

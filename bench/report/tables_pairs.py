@@ -1,6 +1,6 @@
 """Is the difference real? Each setting against a reference, over matched seeds, and over blocks of the same text.
 
-The reference is the best plain attention of the table (``mhsa``), or, without one, the setting of the best validation
+The reference is the best setting of the variant that ``variants.yaml`` names, or, without one, the setting of the best validation
 bits. Seeds say whether a difference would survive another initialisation; blocks of 10,000 bytes say whether these very
 weights differ on more of such text, and nothing of other seeds.
 """
@@ -8,12 +8,12 @@ weights differ on more of such text, and nothing of other seeds.
 import math
 from collections.abc import Sequence
 
-from bench.report.comparison import Arm
+from bench.report.comparison import VARIANTS, Arm
 from bench.report.uncertainty import Paired, paired
 from harness.record.cells import CAPPED, NOTHING, fixed, mean, text, whole
 from harness.record.table import Cell, Column, Table, words
 
-REFERENCE = "mhsa"
+REFERENCE = VARIANTS["reference"]
 BLOCK_BYTES = 10_000
 SPLITS = ("valid", "test")
 COLUMNS = (
@@ -53,7 +53,7 @@ def pairs_table(arms: Sequence[Arm], *, mark, name: str, title: str, caption: st
 
 
 def choose_reference(arms: Sequence[Arm]) -> Arm | None:
-    """The first ``mhsa`` of ``arms``, which come best first, or the first of all; None where none has bits."""
+    """The first reference variant of ``arms``, which come best first, or the first of all; None where none has bits."""
     scored = [arm for arm in arms if _bits(arm, split="valid")]
     return next((arm for arm in scored if arm.variant == REFERENCE), scored[0] if scored else None)
 
