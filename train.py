@@ -10,7 +10,7 @@ The thread of the whole project: compose (Hydra) -> plan (``harness/plan``) -> l
 import hydra
 from omegaconf import DictConfig
 
-from harness.compose.cli import own_command, run_command, told
+from harness.compose.cli import own_command, reported, run_command
 from harness.compose.sweep import Resuming
 
 
@@ -18,46 +18,46 @@ from harness.compose.sweep import Resuming
 def main(cfg: DictConfig) -> float | None:
     """One run, or one job of a sweep. Returns bits per byte on valid, the objective of sweeps."""
     try:
-        return run(cfg)
+        return begin(cfg)
     except Exception as error:
-        failure = told(error)  # now: a sweep goes on to its other jobs
+        failure = reported(error)  # now: a sweep goes on to its other jobs
     raise failure
 
 
-def run(cfg: DictConfig) -> float | None:
+def begin(cfg: DictConfig) -> float | None:
     """Begin, go on with, or return a run."""
     from harness.device.processes import joined
     from harness.loop.prepare import prepare  # torch is imported late, so that --help and completion are quick
 
     with joined() as processes:
-        job = prepare(cfg, command=own_command(), processes=processes)
-        return job.earlier_result() if job.earlier else train(job)
+        run = prepare(cfg, command=own_command(), processes=processes)
+        return run.earlier_result() if run.earlier else train(run)
 
 
-def train(job) -> float | None:
+def train(run) -> float | None:
     """Train until the budget is spent, or until a signal asks to stop."""
-    if not job.hold():
-        return job.earlier_result()
-    run, plan = job.run, job.plan
-    with job.opened() as progress, job.stop as stop:
-        while not run.finished and not stop.number:
-            before = job.step()
-            if run.spent.steps % plan.record.every_steps == 0:
-                job.append(run.train_row())
-            if job.validation_due(before):
-                job.validate(progress)
-            if job.checkpoint_due():
-                job.save()
+    if not run.hold():
+        return run.earlier_result()
+    training, plan = run.training, run.plan
+    with run.opened() as progress, run.stop as stop:
+        while not training.finished and not stop.number:
+            before = run.step()
+            if training.spent.steps % plan.record.every_steps == 0:
+                run.append(training.train_row())
+            if run.validation_due(before):
+                run.validate(progress)
+            if run.checkpoint_due():
+                run.save()
             if progress.due:
-                progress.update(**job.standing())
-        job.save()
+                progress.update(**run.standing())
+        run.save()
         if stop.number:
             stop.pass_on()
             same = "the same command without force=true" if plan.force else "the same command"
-            progress.say(f"stopped at {run.spent.bytes:,} bytes; {same} goes on: {job.command}")
+            progress.print(f"stopped at {training.spent.bytes:,} bytes; {same} goes on: {run.command}")
             raise SystemExit(128 + stop.number)
-        summary = job.finish(progress)
-    job.show(summary)
+        summary = run.finish(progress)
+    run.show(summary)
     return summary["valid_bits_per_byte"]
 
 

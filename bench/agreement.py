@@ -32,7 +32,7 @@ class AgreementSettings:
 
     run: bool | None
     settings: list
-    paths: list
+    backends: list
     precisions: list
     compiled: list
     float32_error: float
@@ -56,13 +56,13 @@ def agreement(
     position = HydraConfig.get().runtime.choices.position if positioned else None
     cache = cfg.model.cache if given & {"recipe", "model.cache"} else None
     pairs = [setting.partition("-")[::2] for setting in settings.settings]
-    for (scheme, kind), path, precision, compiled in itertools.product(
+    for (scheme, kind), backend, precision, compiled in itertools.product(
         dict.fromkeys((position or scheme, cache or kind) for scheme, kind in pairs),
-        [cfg.runtime.path] if "runtime.path" in given else settings.paths,
+        [cfg.runtime.backend] if "runtime.backend" in given else settings.backends,
         [cfg.runtime.precision] if "runtime.precision" in given else settings.precisions,
         [cfg.runtime.compile] if "runtime.compile" in given else settings.compiled,
     ):
-        words = [f"position={scheme}", f"model.cache={kind}", f"runtime.path={path}"]
+        words = [f"position={scheme}", f"model.cache={kind}", f"runtime.backend={backend}"]
         words += [f"runtime.precision={precision}", f"runtime.compile={compiled}"]
         words += [f"model.{key}={value}" for key, value in settings.model.items()]
         words += [f"batch.{key}={value}" for key, value in settings.batch.items()]
@@ -71,7 +71,7 @@ def agreement(
             for key, value in settings.small.items():
                 if OmegaConf.select(node, key) is not None:
                     OmegaConf.update(node, key, value)
-        label = f"{scheme}, {kind}, {path}, {precision}, {'compiled' if compiled else 'eager'}"
+        label = f"{scheme}, {kind}, {backend}, {precision}, {'compiled' if compiled else 'eager'}"
         yield label, *_case(config, settings)
 
 
@@ -83,7 +83,7 @@ def _case(config: DictConfig, settings: AgreementSettings) -> tuple[str, str]:
         device = runtime.start(plan.runtime)
         sublayers = [sublayer for _, sublayer in plan.make_model().sublayers()]
         for sublayer in sublayers:
-            sublayer.path(device.device, training=True)
+            sublayer.backend(device.device, training=True)
     except ValueError as error:
         return "refused", str(error)
     limit = getattr(settings, f"{device.precision}_error")
@@ -97,7 +97,9 @@ def _case(config: DictConfig, settings: AgreementSettings) -> tuple[str, str]:
 
 
 def _verdict(plan: Plan, device: Runtime, *, limit: float) -> tuple[str, str]:
-    expected_plan = varied(plan, runtime={"path": "plain", "device": "cpu", "precision": "float32", "compile": False})
+    expected_plan = varied(
+        plan, runtime={"backend": "plain", "device": "cpu", "precision": "float32", "compile": False}
+    )
     torch.manual_seed(plan.seed)
     reference, model = move(expected_plan.make_model()), plan.make_model()
     model.load_state_dict(reference.state_dict())
@@ -120,7 +122,7 @@ def _verdict(plan: Plan, device: Runtime, *, limit: float) -> tuple[str, str]:
 def _outcome(plan: Plan, model: LanguageModel, device: Runtime) -> dict[str, Tensor]:
     """Logits of the last segment and every gradient, in float64 on the CPU."""
     b, generator = plan.batch, torch.Generator().manual_seed(1)
-    tokens = torch.randint(plan.data["vocabulary"], (b.lanes, SEGMENTS * b.segment + 1), generator=generator)
+    tokens = torch.randint(plan.data["vocabulary"], (b.streams, SEGMENTS * b.segment + 1), generator=generator)
     tokens, state, forward = tokens.to(device.device), None, device.forward(model.train())
     for first in range(0, SEGMENTS * b.segment, b.segment):
         with device.autocast():
@@ -145,5 +147,5 @@ def _two_steps(plan: Plan, model: LanguageModel, device: Runtime) -> list[float]
     """Nats before and after one step of the trainer's own."""
     trainer = Trainer(model, plan.make_optimizers(model), device)
     model.zero_grad(set_to_none=True)
-    tokens = torch.zeros(plan.batch.lanes, plan.batch.segment + 1, dtype=torch.int64, device=device.device)
+    tokens = torch.zeros(plan.batch.streams, plan.batch.segment + 1, dtype=torch.int64, device=device.device)
     return [trainer.step(tokens[:, :-1], tokens[:, 1:], None, fraction=0.5)[0].item() for _ in range(2)]

@@ -5,7 +5,7 @@ Hydra's search path, both caches, and ``attend_self`` true and false. Where a fu
 plain one each time, and the plain one is checked whole in every other combination: it meets each pair of choices.
 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
-``model.attend_self=false``, ``runtime.path=plain``, and ``recipe=..``, which stands for the first three.
+``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
 What the variant, the scheme or the path refuses with a ValueError when the model is built is no break; where all is
 refused, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a promise is broken.
@@ -70,7 +70,7 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Pl
     Args:
         given: keys that were typed.
     """
-    from bench.conformance import fast_path
+    from bench.conformance import fast_backend
     from bench.planning import bench_plan, recompose, varied
 
     recipe = "recipe" in given
@@ -87,13 +87,13 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Pl
         words += [f"model.cache={cache}", f"model.attend_self={attend_self}"]
         try:
             plan = bench_plan(recompose("check", *words, own=OWN))
-            path = fast_path(plan)
+            path = fast_backend(plan)
         except MISTAKES as error:
             yield label, error
             continue
         yield f"{label}, {path or 'plain'}", plan
-        if path and plan.runtime.path == "auto" and sum(places) % 2 == 0:
-            yield f"{label}, plain", varied(plan, runtime={"path": "plain"})
+        if path and plan.runtime.backend == "auto" and sum(places) % 2 == 0:
+            yield f"{label}, plain", varied(plan, runtime={"backend": "plain"})
 
 
 def position_schemes() -> list[str]:

@@ -42,13 +42,13 @@ def findings(plan: Plan) -> list[Finding]:
     vocabulary = plan.data["vocabulary"]
     found = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(found) > 1:
-        path = fast_path(plan)
+        backend = fast_backend(plan)
         found += [ideal_at_most_executed(plan), learns(plan.make_model, vocabulary=vocabulary)]
-        found += [paths_agree(plan, path)] if path else []
+        found += [backends_agree(plan, backend)] if backend else []
     return found
 
 
-def fast_path(plan: Plan) -> str | None:
+def fast_backend(plan: Plan) -> str | None:
     """The path beside ``plain`` on a CPU, in evaluation or in training, or None.
 
     ValueError where the plan cannot be built or its path cannot run; another exception is left to ``findings``.
@@ -60,8 +60,8 @@ def fast_path(plan: Plan) -> str | None:
         raise
     except Exception:
         return None
-    paths = {s.path(torch.device("cpu"), training=training) for s in sublayers for training in (False, True)}
-    return "+".join(sorted(paths - {"plain"})) or None
+    backends = {s.backend(torch.device("cpu"), training=training) for s in sublayers for training in (False, True)}
+    return "+".join(sorted(backends - {"plain"})) or None
 
 
 def ideal_at_most_executed(plan: Plan) -> Finding:
@@ -79,15 +79,15 @@ def ideal_at_most_executed(plan: Plan) -> Finding:
     return finding_of("ideal FLOPs are at most the executed ones", compared)
 
 
-def paths_agree(plan: Plan, path: str) -> Finding:
+def backends_agree(plan: Plan, backend: str) -> Finding:
     """The fast path against the plain one, at the plan's span and, if that can be, at one where heads differ in width."""
     own = plan.model.span
     for span in (own, own * -(-LONG // own)):
         fast = varied(plan, model={"span": span})
         if span != own and not _runs(fast):
             break
-        plain = varied(fast, runtime={"path": "plain"})
-        found = agree(fast.make_model, plain.make_model, path=path, span=span, vocabulary=plan.data["vocabulary"])
+        plain = varied(fast, runtime={"backend": "plain"})
+        found = agree(fast.make_model, plain.make_model, backend=backend, span=span, vocabulary=plan.data["vocabulary"])
         finding = replace(found, detail=f"span {span}, {found.detail}")
         if not finding.passed:
             break

@@ -26,8 +26,8 @@ class CostSettings:
     variants: list | None
     lengths: list
     mode: str = field(metadata={"allowed": ("cold", "stream")})
-    paths: list
-    lanes: int
+    backends: list
+    streams: int
     rounds: int
     seconds: float
     memory_limit_gib: float | None
@@ -51,7 +51,11 @@ def main(cfg: DictConfig) -> None:
     settings, configs, weights = _asked(cfg)
     plans = [bench_plan(config) for config in configs]
     groups = [
-        [_task(cfg, settings, length=length, path=path, weights=weights) for cfg in configs for path in settings.paths]
+        [
+            _task(cfg, settings, length=length, backend=backend, weights=weights)
+            for cfg in configs
+            for backend in settings.backends
+        ]
         for length in settings.lengths
     ]
     file, rows = RowFile(Path(cfg.outputs), verb="cost"), []
@@ -95,24 +99,24 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
 def _check_lists(settings: CostSettings) -> None:
     from harness.plan.settings import RuntimeSettings
 
-    paths = RuntimeSettings.__dataclass_fields__["path"].metadata["allowed"]
-    if not settings.paths or set(settings.paths) - set(paths):
-        raise ValueError(f"paths={settings.paths}: must be a list of {', '.join(paths)}")
+    backends = RuntimeSettings.__dataclass_fields__["backend"].metadata["allowed"]
+    if not settings.backends or set(settings.backends) - set(backends):
+        raise ValueError(f"backends={settings.backends}: must be a list of {', '.join(backends)}")
     if not settings.lengths or not all(isinstance(length, int) and length > 0 for length in settings.lengths):
         raise ValueError(f"lengths={settings.lengths}: must be a list of bytes, each an integer above 0")
     if settings.variants is not None and not settings.variants:
         raise ValueError("variants=[]: must be a list of variants, or null for the one of variant=")
 
 
-def _task(config: DictConfig, settings: CostSettings, *, length: int, path: str, weights: str | None):
+def _task(config: DictConfig, settings: CostSettings, *, length: int, backend: str, weights: str | None):
     """One cell: the configuration with the cell's own length and path."""
+    from bench.cost_worker import Task
     from bench.planning import bench_plan, typed_command
-    from bench.subject import Task
 
     own, warm = copy.deepcopy(config), settings.mode == "stream"
-    own.batch.lanes, own.batch.carry, own.batch.accumulate = settings.lanes, warm, 1
+    own.batch.streams, own.batch.carry, own.batch.accumulate = settings.streams, warm, 1
     own.batch.segment = own.batch.segment if warm else length
-    own.runtime.path = path
+    own.runtime.backend = backend
     if weights is None:
         own.model.span = length
     plan, command = bench_plan(own), typed_command("cost")

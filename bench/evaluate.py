@@ -1,6 +1,6 @@
-"""Score a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.lanes=1``.
+"""Score a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
 
-Lanes, segment and span are part of a number. Each call appends one row with its protocol to ``evaluations.jsonl`` of the run
+Streams, segment and span are part of a number. Each call appends one row with its protocol to ``evaluations.jsonl`` of the run
 folder, with a curve of bits per byte against context: windows that start cold, so that byte n of a window has n bytes of
 context. ``context.png`` draws it.
 """
@@ -32,7 +32,7 @@ def main(cfg: DictConfig) -> None:
     if cfg.split not in ("train", "valid", "test"):
         raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
     plan = plan_run(config_of_run(path, runtime=cfg.runtime, trust=cfg.trust))
-    keys = ("lanes", "segment", "span", "bytes")
+    keys = ("streams", "segment", "span", "bytes")
     asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
     limit = asked.pop("bytes")
     protocol = plan.protocol() | {key: value for key, value in asked.items() if value is not None}
@@ -62,7 +62,7 @@ def _score(model, split, device, protocol: dict) -> dict:
     from harness.loop.step import score_context, score_stream, score_windows
 
     segment = protocol["segment"]
-    score = score_stream(model, split, runtime=device, lanes=protocol["lanes"], segment=segment, look=True)
+    score = score_stream(model, split, runtime=device, streams=protocol["streams"], segment=segment, collect_stats=True)
     return {
         "bits_per_byte": score.bits_per_byte,
         "nats_per_byte": score.bits_per_byte * math.log(2),
@@ -70,7 +70,7 @@ def _score(model, split, device, protocol: dict) -> dict:
         "context_curve": score_context(model, split, runtime=device, longest=2 * protocol["span"], segment=segment),
         "bytes": len(score.nats),
         "block_nats": score.blocks(),
-        "metrics": model.metrics(score.seen),
+        "metrics": model.metrics(score.stats),
     }
 
 
@@ -78,7 +78,7 @@ def _show(row: dict, path: Path) -> None:
     from harness.record.figures import draw_context
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
-    sizes = f"lanes {p['lanes']}, segment {p['segment']}, span {p['span']}"
+    sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}"
     label = f"{row['variant']}, seed {row['seed']}: {row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
     print(label)
     print(f"  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")

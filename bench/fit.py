@@ -23,7 +23,7 @@ from harness.compose.cli import run_command
 
 OWN = ("hardware", "device_memory", "largest", "peak_tflops", "bandwidth_gbs", "devices")
 MOST = 2**20
-"""Lanes or span from which on a search ends: at least so many fit."""
+"""Streams or span from which on a search ends: at least so many fit."""
 UNITS = {"": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
 UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
 
@@ -50,7 +50,7 @@ class Hardware:
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
     from bench.conformance import passed  # late, as everything slow, so that a wrong word is answered at once
-    from bench.fake import predict
+    from bench.fake_step import predict
     from bench.planning import bench_plan, own_keys
     from bench.report.tables_costs import fit_tables, for_terminal
     from bench.rows import RowFile
@@ -62,13 +62,13 @@ def main(cfg: DictConfig) -> None:
     asked = _asked(own["largest"], hardware)
     passed(plan)
     file = RowFile(Path(cfg.outputs), verb="fit")
-    found, largest = predict(plan, kind=hardware.kind), {"lanes": None, "span": None}
+    found, largest = predict(plan, kind=hardware.kind), {"streams": None, "span": None}
     for name in asked:
         with Console(stderr=True).status(f"the largest {name} that fits"):
             largest[name] = push(
                 lambda size, name=name: predict(plan, kind=hardware.kind, **{name: size}).peak_bytes,
                 limit_bytes=hardware.memory_bytes,
-                least=plan.batch.accumulate if name == "lanes" else 1,
+                least=plan.batch.accumulate if name == "streams" else 1,
             )
     row = file.append(_row(plan, found, hardware, largest))
     (table,) = fit_tables([row])
@@ -127,8 +127,8 @@ def _positive(own: dict, key: str) -> float | None:
 
 def _asked(names: object, hardware: Hardware) -> list[str]:
     names = [names] if isinstance(names, str) else names or []
-    if not isinstance(names, list) or not set(names) <= {"lanes", "span"}:
-        raise ValueError(f"largest={names}: allowed are lanes, span, [lanes,span] and []")
+    if not isinstance(names, list) or not set(names) <= {"streams", "span"}:
+        raise ValueError(f"largest={names}: allowed are streams, span, [streams,span] and []")
     if names and hardware.memory_bytes is None:
         raise ValueError("device_memory=null: must be given with largest, as in device_memory=24GiB; or set largest=[]")
     return names
@@ -185,7 +185,7 @@ def _row(plan, found, hardware: Hardware, largest: dict[str, int | None]) -> dic
     return provenance(plan, kind="fit", corpus=corpus, runtime=here, command=command) | {
         "device": f"{hardware.name}, predicted",
         "device_kind": hardware.kind,
-        **{name: getattr(found, name) for name in ("lanes", "segment", "span", "path", "split", "warm")},
+        **{name: getattr(found, name) for name in ("streams", "segment", "span", "backend", "split", "warm")},
         "device_memory_bytes": hardware.memory_bytes,
         "predicted_peak_bytes": found.peak_bytes,
         "measured_peak_bytes": None,

@@ -29,7 +29,7 @@ LEGEND = """\
 - Peak: resident memory of a training step above the bare process, approximate. It is to be half of what the papers' published
   code takes, or 0.7 of the package's peak.
 - Parameters, FLOPs per byte (forward and backward, counted) and optimizer: ours / the opponent's. `-` was not recorded.
-- `yardstick`: a minimal PyTorch transformer with fused attention, `bench/baselines/yardstick.py`. It sees one block of bytes
+- `reference_model`: a minimal PyTorch transformer with fused attention, `bench/baselines/reference_model.py`. It sees one block of bytes
   and carries no past. `x-transformers`: the package, with flash attention and rotary positions. `product-key-memory`: the
   package's layer, `adam` as its documentation has it. `all open`: every head open to the longest span, the second ratio's
   opponent: a fixed window of that length. `bare loop`: the same steps without the trainer around them."""
@@ -93,7 +93,7 @@ def _block(path: Path, rows: Sequence[dict]) -> str:
     about = [
         f"**{path.parent.name}: {reached} targets reached, {missed} missed.** {first['device']}, {first['threads']} threads,",
         f"{first['precision']}, torch {first['versions']['torch']}. Width {model['d_model']}, {model['heads']} heads,",
-        f"{model['layers']} layers, {batch['lanes']} streams of {batch['segment']} bytes where nothing else is said.",
+        f"{model['layers']} layers, {batch['streams']} streams of {batch['segment']} bytes where nothing else is said.",
         f"Commit {commit[:8]}{', with changes that were not committed' if dirty else ''};",
         "`python -m bench.front_page` says how much code has changed since.\n",
     ]
@@ -142,19 +142,19 @@ def _ours(row: dict) -> str:
 
 
 def _opponent(row: dict) -> str:
-    """Its name, and where it is the yardstick's judge, how strong that is itself."""
-    side, name, in_judge = row.get("opponent"), row["relative_to"], row["yardstick_in_judge"]
+    """Its name, and where it is the reference model's judge, how strong that is itself."""
+    side, name, in_judge = row.get("opponent"), row["relative_to"], row["reference_in_check"]
     said = f"`{name}` {side['version']}" if side and side["package"] in name else f"`{name}`"
     if name != "x-transformers":
         return said
     if in_judge is None or row["ratio"] is None:
-        return f"{said}, not measured beside the yardstick"
-    return f"{said}, itself {1 / in_judge:.3f} of the yardstick: ours is {row['ratio'] / in_judge:.3f} of the yardstick"
+        return f"{said}, not measured beside the reference model"
+    return f"{said}, itself {1 / in_judge:.3f} of the reference model: ours is {row['ratio'] / in_judge:.3f} of the reference model"
 
 
 def _both(row: dict, key: str, say: Callable[[object], str]) -> str:
     """A fact of ours / the opponent's, once where they are equal."""
-    found = [(row.get(side) or {}).get(key) for side in ("entrant", "opponent")]
+    found = [(row.get(side) or {}).get(key) for side in ("entry", "opponent")]
     return " / ".join(dict.fromkeys("-" if value is None else say(value) for value in found))
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bench.cells import OUT_OF_MEMORY, Cell
+from bench.cost_worker import Subject, Task
 from bench.measure import percentiles
 from bench.model_flops import utilisation
 from bench.progress import Steps
-from bench.subject import Subject, Task
 from bench.turns import Asked, in_turn
+from bench.worker import OUT_OF_MEMORY, Cell
 
 KINDS = ("train", "evaluate", "generate")
 GIB = 2**30
@@ -43,7 +43,7 @@ def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Ite
             cells[number].found["interleaved"] = False
     for cell in cells:
         row = _row(cell, settings=settings, together=len(cells))
-        progress.say(_line(row))
+        progress.print(_line(row))
         yield row
 
 
@@ -55,11 +55,11 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
             name = f"length {task.span}: {task.config['variant']['name']}"
             new = _Measured(name=name, task=task, cell=Cell(Subject, task, memory_limit_bytes=limit))
             cells.append(new)
-            progress.doing(f"{name}, {task.config['runtime']['path']}: memory")
+            progress.doing(f"{name}, {task.config['runtime']['backend']}: memory")
             new.found |= new.ask("identity") or {}
             new.ask("build")
             new.found |= new.ask("facts") or {}
-            new.name = f"{name}, {new.found.get('path', task.config['runtime']['path'])}"
+            new.name = f"{name}, {new.found.get('backend', task.config['runtime']['backend'])}"
             if any(_same(new, other) for other in cells[:-1]):
                 cells.pop().cell.close()
                 progress.advance(STEPS)
@@ -83,8 +83,8 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
 
 def _same(new: _Measured, other: _Measured) -> bool:
     """Whether two cells run the same code."""
-    known = "path" in new.found and "path" in other.found
-    return known and all(new.found[key] == other.found[key] for key in ("variant", "path"))
+    known = "backend" in new.found and "backend" in other.found
+    return known and all(new.found[key] == other.found[key] for key in ("variant", "backend"))
 
 
 def _row(cell: _Measured, *, settings, together: int) -> dict:
@@ -98,7 +98,7 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "length": task.span,
         "segment": batch["segment"],
         "span": task.span,
-        "lanes": batch["lanes"],
+        "streams": batch["streams"],
         "checkpoint": task.weights,
         "status": cell.status or "measured",
         "reason": cell.reason,
@@ -106,13 +106,13 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "time": {"first_steps_s": memory.pop("first_steps_s", None), **times},
     }
     nothing = dict.fromkeys(("parameters", "spans", "flops", "bytes_moved"))
-    path = task.config["runtime"]["path"]  # as asked, where the cell did not live to say what it takes
-    row = {"path": path} | nothing | measured | cell.found | {"memory": memory}
+    backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
+    row = {"backend": backend} | nothing | measured | cell.found | {"memory": memory}
     return row | {"utilisation": utilisation(row)}
 
 
 def _line(row: dict) -> str:
-    name = f"length {row['length']:>6,}  {row['variant']}, {row['path']}"
+    name = f"length {row['length']:>6,}  {row['variant']}, {row['backend']}"
     if row["status"] != "measured":
         return f"{name}: {row['status']} ({row['reason']})"
     train, generate = row["time"]["train_ms"]["p50"], row["time"]["generate_ms"]["p50"]

@@ -32,6 +32,6 @@ def utilisation(row: dict) -> dict | None:
     step = (row["time"] or {}).get("train_ms")
     if peak is None or not step or not row["flops"]:
         return None
-    bytes_per_s = row["lanes"] * row["segment"] / step["p50"] * 1000
+    bytes_per_s = row["streams"] * row["segment"] / step["p50"] * 1000
     needed = TRAINING * row["flops"]["ideal_per_byte"] * bytes_per_s
     return {"flops_per_s": needed, "peak_flops_per_s": peak, "share": needed / peak}

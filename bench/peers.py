@@ -1,14 +1,14 @@
 """Entrants that do the same job, timed in turn: ``python -m bench.peers model=small context=512``.
 
 ``lineup=packages``: our variants beside the packages that a user would otherwise install, all with the same bytes in
-the same order, width, layers, heads, context, lanes, threads and precision, no dropout, no carried state, AdamW.
+the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried state, AdamW.
 ``lineup=layer``: a product-key memory alone, the package's and ours. ``lineup=targets`` and ``targets_cuda``: does cost
 follow what the mechanisms need? The cases of a fixed workload in steady state, each with what it must reach;
 ``only=[mixed,pkm_256]`` takes some of them.
 
-Whole training steps are timed. Before that gradients and causality of each entrant are checked, and ours must keep the
-contract; what fails is shown with the reason, and not timed. ``baselines/rivals.py`` says what the peers are. Speeds
-beside a yardstick that reaches less than 0.97 of x-transformers in the same run are void.
+Whole training steps are timed. Before that gradients and causality of each entry are checked, and ours must keep the
+contract; what fails is shown with the reason, and not timed. ``baselines/packages.py`` says what the peers are. Speeds
+beside a reference model that reaches less than 0.97 of x-transformers in the same run are void.
 
 Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
 """
@@ -27,7 +27,7 @@ from harness.compose.cli import run_command
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
 def main(cfg: DictConfig) -> None:
     from bench.baselines.cases import rows_of
-    from bench.baselines.lineup import FREE, PeerSettings, make_heats, typed_words
+    from bench.baselines.lineup import FREE, PeerSettings, make_comparisons, typed_words
     from bench.baselines.rounds import compete
     from bench.planning import own_keys
     from bench.progress import Steps
@@ -41,15 +41,17 @@ def main(cfg: DictConfig) -> None:
     judged = {word.partition("=")[0] for word in typed_words()} <= set(FREE)
     shown, interrupted = [], False
     with tempfile.TemporaryDirectory() as scratch:
-        heats = make_heats(settings, scratch=scratch)
-        with Steps(sum(len(heat.entries) * (1 + settings.rounds * heat.longer) for heat in heats)) as progress:
-            for heat in heats:
-                rounds = settings.rounds * heat.longer
+        comparisons = make_comparisons(settings, scratch=scratch)
+        with Steps(
+            sum(len(comparison.entries) * (1 + settings.rounds * comparison.longer) for comparison in comparisons)
+        ) as progress:
+            for comparison in comparisons:
+                rounds = settings.rounds * comparison.longer
                 try:
-                    compete(heat.entries, rounds=rounds, seconds=settings.seconds, progress=progress)
+                    compete(comparison.entries, rounds=rounds, seconds=settings.seconds, progress=progress)
                 except KeyboardInterrupt:
                     interrupted = True
-                shown += [file.append(row) for row in rows_of(heat, judged=judged, planned_rounds=rounds)]
+                shown += [file.append(row) for row in rows_of(comparison, judged=judged, planned_rounds=rounds)]
                 if interrupted:
                     break
     found = [row | {"read_from": str(file.path.parent)} for row in shown]

@@ -3,7 +3,7 @@
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressBar, TextColumn, TimeRemainingColumn
 
 
 class Steps:
@@ -17,7 +17,7 @@ class Steps:
         self._total, self._console = total, Console(highlight=False, soft_wrap=True)
         counted = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
         columns = (*counted, TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=self._console) if self._console.is_interactive else None
+        self._bar = ProgressBar(*columns, console=self._console) if self._console.is_interactive else None
 
     def doing(self, text: str) -> None:
         """What is worked on now; shown by a bar only."""
@@ -29,7 +29,7 @@ class Steps:
         if self._bar:
             self._bar.advance(self._bar.task_ids[0], steps)
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """One line of text, above the bar if there is one."""
         self._console.print(line, markup=False, highlight=False)
 

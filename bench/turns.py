@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.cells import Cell, CellError
 from bench.progress import Steps
+from bench.worker import Cell, CellError
 
 
 @dataclass(kw_only=True)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.contract import Out, Place, Position, State, Sublayer
+from variants.contract import LayerContext, Position, State, Sublayer, SublayerOutput
 
-Layers = list[dict[str, Callable[[Place], Sublayer]]]
+Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
 
 class ModelOut(NamedTuple):
@@ -24,13 +24,13 @@ class ModelOut(NamedTuple):
         logits: ``[B, T, V]``, float32 or wider.
         state: for the next segment of the same streams.
         loss: sum of the sublayers' own losses, scalar, nats per byte.
-        seen: sublayer name to its statistics; empty unless asked for.
+        stats: sublayer name to its statistics; empty unless asked for.
     """
 
     logits: Tensor
     state: State
     loss: Tensor
-    seen: dict[str, dict[str, Tensor]]
+    stats: dict[str, dict[str, Tensor]]
 
 
 class Residual(nn.Module):
@@ -40,10 +40,12 @@ class Residual(nn.Module):
         super().__init__()
         self.sublayer, self.norm, self.after = sublayer, norm, after
 
-    def forward(self, x: Tensor, state: State, start: Tensor, *, look: bool):
-        out = self.sublayer(x if self.after else self.norm(x), state, start, look=look)
+    def forward(self, x: Tensor, state: State, start: Tensor, *, collect_stats: bool):
+        out = self.sublayer(x if self.after else self.norm(x), state, start, collect_stats=collect_stats)
         y = self.norm(x + out.y) if self.after else x + out.y
-        return Out(y, out.state, out.loss, out.seen)  # compiled by torch 2.11, out._replace(..) comes back empty
+        return SublayerOutput(
+            y, out.state, out.loss, out.stats
+        )  # compiled by torch 2.11, out._replace(..) comes back empty
 
 
 class RMSNorm(nn.RMSNorm):
@@ -86,7 +88,7 @@ class LanguageModel(nn.Module):
 
     Args:
         layers: for each layer, the sublayers' names and what makes them, in order.
-        place: the run's common choices; ``layer`` is set here.
+        context: the run's common choices; ``layer`` is set here.
         vocabulary: V, symbols; the other keywords are keys of ``conf/model``.
         tied: whether the head's matrix is the embedding's.
         embedding_std, embedding_scale, embedding_dropout: deviation at first, factor and rate of the embedded bytes.
@@ -96,7 +98,7 @@ class LanguageModel(nn.Module):
     def __init__(
         self,
         layers: Layers,
-        place: Callable[[int], Place],
+        context: Callable[[int], LayerContext],
         *,
         vocabulary: int,
         norm: str = "rms",
@@ -112,14 +114,14 @@ class LanguageModel(nn.Module):
         norms = {"layer": nn.LayerNorm, "rms": RMSNorm}
         if norm not in norms:
             raise ValueError(f"model.norm={norm}: allowed are {', '.join(norms)}")
-        width = place(0).d_model
+        width = context(0).d_model
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.scale, self.dropout = embedding_scale, embedding_dropout
-        self.position: Position = place(0).position(0)
+        self.position: Position = context(0).position(0)
         self.layers = nn.ModuleList(
             nn.ModuleDict(
-                {name: Residual(make(place(i)), norms[norm](width), after=norm_after) for name, make in layer.items()}
+                {name: Residual(make(context(i)), norms[norm](width), after=norm_after) for name, make in layer.items()}
             )
             for i, layer in enumerate(layers)
         )
@@ -137,32 +139,34 @@ class LanguageModel(nn.Module):
             for name, residual in layer.items():
                 yield f"layers.{i}.{name}", residual.sublayer
 
-    def forward(self, tokens: Tensor, state: State = None, *, look: bool = False) -> ModelOut:
+    def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
         """Predict the byte after each of ``tokens`` (int64 ``[B, T]``), given the ``state`` of what came before."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
-        loss, after, seen = x.new_zeros((), dtype=torch.float32), [], {}
+        loss, after, stats = x.new_zeros((), dtype=torch.float32), [], {}
         residuals = [(f"layers.{i}.{name}", r) for i, layer in enumerate(self.layers) for name, r in layer.items()]
         for i, (name, residual) in enumerate(residuals):
-            x, own_state, own_loss, own_seen = residual(x, None if states is None else states[i], start, look=look)
+            x, own_state, own_loss, own_stats = residual(
+                x, None if states is None else states[i], start, collect_stats=collect_stats
+            )
             after.append(own_state)
             loss = loss if own_loss is None else loss + own_loss
-            seen |= {name: own_seen} if own_seen else {}
+            stats |= {name: own_stats} if own_stats else {}
         logits = self.head(self.norm(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return ModelOut(logits, (start + tokens.shape[1], tuple(after)), loss, seen)
+        return ModelOut(logits, (start + tokens.shape[1], tuple(after)), loss, stats)
 
     def project_(self) -> None:
         """Every sublayer's parameters back into their range."""
         for _, sublayer in self.sublayers():
             sublayer.project_()
 
-    def metrics(self, seen: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
+    def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
         """``"layers.0.attention.span"`` to numbers or lists of them, one a head, from summed statistics."""
         found = {}
         for name, sublayer in self.sublayers():
-            for key, value in sublayer.metrics(seen.get(name, {})).items():
+            for key, value in sublayer.metrics(stats.get(name, {})).items():
                 found[f"{name}.{key}"] = value.tolist() if isinstance(value, Tensor) else float(value)
         return found
 
@@ -196,10 +200,10 @@ class LanguageModel(nn.Module):
         return inside + counts["norms"] + counts["head"] + embedding
 
 
-def add_seen(total: dict[str, dict[str, Tensor]], seen: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def add_stats(total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
     """Statistics of two stretches of bytes together."""
-    names = total.keys() | seen.keys()
-    return {n: _add(total.get(n, {}), seen.get(n, {})) for n in sorted(names)}
+    names = total.keys() | stats.keys()
+    return {n: _add(total.get(n, {}), stats.get(n, {})) for n in sorted(names)}
 
 
 def _add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,9 +16,9 @@ from tests.reference.all_attention import persistent_vectors
 from tests.reference.attention import Mask
 from tests.reference.attention import attention as reference
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
-from variants.all_attention import HeadVectors
+from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.contract import Place, State
+from variants.contract import LayerContext, State
 from variants.position import Alibi, NoPosition, Relative, Rotary
 
 B, D = 2, 5
@@ -32,7 +32,7 @@ FRACTIONS = {"zero": 0.0, "whole": 0.25, "between": 0.37, "all": 1.0}
 class Case:
     """A sublayer and what it is fed: ``past`` bytes, then ``length`` bytes.
 
-    ``reach`` is fixed, dynamic, or a key of FRACTIONS: an adaptive span that begins there.
+    ``span`` is fixed, dynamic, or a key of FRACTIONS: an adaptive span that begins there.
     """
 
     length: int = 5
@@ -43,32 +43,32 @@ class Case:
     position: str = "none"
     cache: str = "kv"
     attend_self: bool = True
-    reach: str = "fixed"
+    spans: str = "fixed"
     ramp: int = 3
     persistent: int = 0
-    path: str = "plain"
+    backend: str = "plain"
     dropout: float = 0.0
 
-    def place(self, **changes) -> Place:
-        names = ("heads", "span", "attend_self", "cache", "path", "dropout")
+    def context(self, **changes) -> LayerContext:
+        names = ("heads", "span", "attend_self", "cache", "backend", "dropout")
         keywords = {name: getattr(self, name) for name in names}
-        scheme = lambda place, *, d_head: SCHEMES[self.position](place, d_head=d_head)  # noqa: E731
-        return Place(**{"d_model": D, "layer": 0, "n_layers": 1, "scheme": scheme} | keywords | changes)
+        scheme = lambda context, *, d_head: SCHEMES[self.position](context, d_head=d_head)  # noqa: E731
+        return LayerContext(**{"d_model": D, "layer": 0, "n_layers": 1, "scheme": scheme} | keywords | changes)
 
     def build(self, **keywords) -> Attention:
         """A sublayer in training mode whose weights depend on nothing but the seed."""
         torch.manual_seed(0)
         spans = {"fixed": None, "dynamic": partial(DynamicSpan, ramp=self.ramp, bias=-0.5)}
-        persistent = partial(HeadVectors, number=self.persistent) if self.persistent else None
+        persistent = partial(PersistentKV, number=self.persistent) if self.persistent else None
         attention = Attention(
-            self.place(),
+            self.context(),
             d_head=self.d_head,
-            reach=spans.get(self.reach, partial(AdaptiveSpan, ramp=self.ramp)),
+            span=spans.get(self.spans, partial(AdaptiveSpan, ramp=self.ramp)),
             persistent=persistent,
             **keywords,
         ).to(DOUBLE)
-        if self.reach in FRACTIONS:
-            first = list(FRACTIONS).index(self.reach)
+        if self.spans in FRACTIONS:
+            first = list(FRACTIONS).index(self.spans)
             set_fractions(attention, [list(FRACTIONS.values())[(first + h) % 4] for h in range(self.heads)])
         return attention
 
@@ -80,7 +80,7 @@ class Case:
 
 def set_fractions(attention: Attention, fractions: list[float]) -> None:
     with torch.no_grad():
-        attention.reach.fraction.copy_(torch.tensor(fractions, dtype=DOUBLE))
+        attention.span.fraction.copy_(torch.tensor(fractions, dtype=DOUBLE))
     attention.project_()
 
 
@@ -97,12 +97,12 @@ def run(attention: Attention, x: Tensor, past: Tensor) -> Tensor:
 
 def reference_mask(attention: Attention, *, widen: int = 0) -> Mask | None:
     """The soft mask as the reference has it; ``widen`` more input dimensions are not read."""
-    reach = attention.reach
-    if isinstance(reach, AdaptiveSpan):
-        return adaptive_mask(reach.fraction, span=reach.span, ramp=reach.ramp)
-    if isinstance(reach, DynamicSpan):
-        vectors = torch.cat([reach.gate.weight, torch.zeros(attention.heads, widen, dtype=DOUBLE)], dim=1)
-        return dynamic_mask(vectors, biases=reach.gate.bias, span=reach.span, ramp=reach.ramp)
+    spans = attention.span
+    if isinstance(spans, AdaptiveSpan):
+        return adaptive_mask(spans.fraction, span=spans.span, ramp=spans.ramp)
+    if isinstance(spans, DynamicSpan):
+        vectors = torch.cat([spans.gate.weight, torch.zeros(attention.heads, widen, dtype=DOUBLE)], dim=1)
+        return dynamic_mask(vectors, biases=spans.gate.bias, span=spans.span, ramp=spans.ramp)
     return None
 
 
@@ -131,7 +131,7 @@ def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str
         wv=wv,
         wo=wo,
         heads=attention.heads,
-        span=attention.reach.span,
+        span=attention.span.span,
         attend_self=attention.shift == 0,
         position=position,
         table=getattr(attention.position, "table", None),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 GIB = 2**30
 DATA = {"name": "file", "bytes": 4_000_000, "sha256": "ab" * 32}
-PROTOCOL = {"lanes": 8, "segment": 512, "span": 512, "bytes": None, "vocabulary": 256, "drop_newlines": False}
+PROTOCOL = {"streams": 8, "segment": 512, "span": 512, "bytes": None, "vocabulary": 256, "drop_newlines": False}
 WHERE = {
     "device": "A made-up CPU",
     "device_kind": "cpu",
@@ -29,7 +29,7 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
         "commit": "ef" * 20,
         "data": DATA,
         "protocol": PROTOCOL,
-        "path": "fused",
+        "backend": "fused",
         **WHERE,
     }
 
@@ -39,16 +39,18 @@ def times(middle_ms: float) -> dict:
     return {"p20": middle_ms * 0.95, "p50": middle_ms, "p80": middle_ms * 1.1, "n": 12}
 
 
-def cost_row(*, variant: str = "mhsa", length: int = 512, path: str = "fused", mode: str = "cold", **changes) -> dict:
+def cost_row(
+    *, variant: str = "mhsa", length: int = 512, backend: str = "fused", mode: str = "cold", **changes
+) -> dict:
     """One cell of ``bench.cost``: growth of a plain path is quadratic in ``length``, of the others linear."""
-    step_ms = length / 10 * (length / 256 if path == "plain" else 1)
+    step_ms = length / 10 * (length / 256 if backend == "plain" else 1)
     measured = {
         "mode": mode,
         "length": length,
         "segment": length,
         "span": length,
-        "lanes": 1,
-        "path": path,
+        "streams": 1,
+        "backend": backend,
         "status": "measured",  # or "out of memory", "failed": then reason says why and what follows is None
         "reason": None,
         "interleaved": True,
@@ -68,15 +70,15 @@ def cost_row(*, variant: str = "mhsa", length: int = 512, path: str = "fused", m
             "gradient_bytes": 3_422_720,
             "optimizer_bytes": 5_000_000,
             "state_bytes": 2 * 4 * 128 * 4 * length,
-            "train_peak_bytes": int(3e7 + (4e2 * length**2 if path == "plain" else 3e5 * length / 10)),
+            "train_peak_bytes": int(3e7 + (4e2 * length**2 if backend == "plain" else 3e5 * length / 10)),
             "inference_peak_bytes": int(1e7 + 1e4 * length),
             "growth_bytes_per_step": 0,
             "approximate": True,
         },
         "time": {
             "compile_s": None,
-            "train_ms": times(step_ms),  # one step: lanes x segment bytes
-            "evaluate_ms": times(step_ms / 3),  # one forward of lanes x segment bytes
+            "train_ms": times(step_ms),  # one step: streams x segment bytes
+            "evaluate_ms": times(step_ms / 3),  # one forward of streams x segment bytes
             "generate_ms": times(2.0),  # one byte of one stream, warm
         },
     }
@@ -90,7 +92,7 @@ def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.
         "package": "x-transformers",
         "package_version": "2.31.10",
         "job": "language model",  # or "product-key layer"
-        "lanes": 8,
+        "streams": 8,
         "segment": 256,
         "parameters": {"total": 3_000_000, "touched": 3_000_000},
         "checks": {"gradients": "ok", "causal": "ok"},  # or the reason of a failure
@@ -99,9 +101,9 @@ def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.
         "bytes_per_second": tokens_per_second,
         "time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)},
         "memory": {"train_peak_bytes": 2 * 10**8, "approximate": True},
-        "relative_to_yardstick": tokens_per_second / 10_000.0,
+        "relative_to_reference": tokens_per_second / 10_000.0,
         "void": None,  # or why the whole table is void
-        "path": "plain",
+        "backend": "plain",
     }
     return identity("peers", variant=name) | found | changes
 
@@ -116,15 +118,15 @@ def fit_row(*, variant: str = "mhsa", **changes) -> dict:
         "temporary": 1e7,
     }
     found = {
-        "lanes": 8,
+        "streams": 8,
         "segment": 512,
         "span": 512,
-        "path": "fused",
+        "backend": "fused",
         "device_memory_bytes": 24 * GIB,
         "predicted_peak_bytes": int(sum(split.values())),
         "split": split,
         "measured_peak_bytes": None,
-        "largest": {"lanes": 1024, "span": None},  # None: not asked for
+        "largest": {"streams": 1024, "span": None},  # None: not asked for
         "roofline": {"name": "H200", "peak_flops_per_s": 989e12, "bytes_per_s": 4.8e12, "train_ms": 1.0},
     }
     return identity("fit", variant=variant) | found | changes
@@ -136,9 +138,9 @@ def speed_row(*, case: str = "fixed", ratio: float = 0.5, **changes) -> dict:
         "case": case,
         "position": "rotary",
         "cache": "kv",
-        "path": "fused",
+        "backend": "fused",
         "ratio": ratio,
-        "relative_to": "yardstick",
+        "relative_to": "reference_model",
         "target": 0.4,
         "reached": ratio >= 0.4,
         "peak_bytes": 4 * 10**8,

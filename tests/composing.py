@@ -8,14 +8,14 @@ from omegaconf import DictConfig
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device import runtime
-from harness.loop.run import Run
+from harness.loop.train_state import TrainState
 from harness.plan.build import Plan, plan_run
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
 TINY = (
     *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=16"),
-    *("batch.lanes=2", "batch.segment=16", "runtime.device=cpu", "runtime.threads=1"),
+    *("batch.streams=2", "batch.segment=16", "runtime.device=cpu", "runtime.threads=1"),
 )
 
 
@@ -36,6 +36,6 @@ def recall() -> Corpus:
 
 def one_step(plan: Plan, corpus: Corpus) -> dict:
     """Build the run and take a training step on ``corpus``, whatever the plan's data are: a row of the record."""
-    run = Run(plan, corpus, runtime.start(plan.runtime))
+    run = TrainState(plan, corpus, runtime.start(plan.runtime))
     run.step()
     return run.train_row()

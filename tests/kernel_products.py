@@ -23,26 +23,26 @@ class Chunk(NamedTuple):
     far: int = 0
 
 
-def met(rows: int, past: int, columns: int, shift: int = 0) -> list[Chunk]:
+def met(rows: int, past: int, max_keys: int, shift: int = 0) -> list[Chunk]:
     """What the blocks of rows meet; vectors begin at the first key that any row of the segment sees."""
-    block, lanes = geometry(torch.float32)
-    first_seen, found = max(0, past - shift - columns + 1), []
+    block, streams = geometry(torch.float32)
+    first_seen, found = max(0, past - shift - max_keys + 1), []
     for first in range(0, rows, block):
         last = min(first + block, rows) - 1
         near = past + last - shift + 1  # behind the nearest key of the last row
-        far = max(first_seen, past + first - shift - columns + 1)
-        begin = far - (far - first_seen) % lanes
+        far = max(first_seen, past + first - shift - max_keys + 1)
+        begin = far - (far - first_seen) % streams
         for at in range(begin, near, CHUNK):
             real = min(CHUNK, near - at)
-            found.append(Chunk(at, real, up(real, lanes), past + first - shift - at))
+            found.append(Chunk(at, real, up(real, streams), past + first - shift - at))
     return found
 
 
 def always(rows: int, number: int) -> list[Chunk]:
     """The same of persistent vectors."""
-    block, lanes = geometry(torch.float32)
+    block, streams = geometry(torch.float32)
     sizes = [min(CHUNK, number - at) for at in range(0, number, CHUNK)]
-    return [Chunk(0, real, up(real, lanes)) for real in sizes] * (up(rows, block) // block)
+    return [Chunk(0, real, up(real, streams)) for real in sizes] * (up(rows, block) // block)
 
 
 def by_distance(chunk: Chunk, distances: int) -> int:
@@ -50,15 +50,15 @@ def by_distance(chunk: Chunk, distances: int) -> int:
 
     The table runs against the distances, with 64 places before it.
     """
-    block, lanes = geometry(torch.float32)
+    block, streams = geometry(torch.float32)
     first = distances - 1 - chunk.far + 64 - (block - 1)
-    return up(first % lanes + block - 1 + chunk.wide, lanes)
+    return up(first % streams + block - 1 + chunk.wide, streams)
 
 
 def forward(chunks: list[Chunk], width: int, *, distances: int | None = None) -> int:
     """Scores and values; with vectors for so many distances, scores by distance too."""
-    block, lanes = geometry(torch.float32)
-    total = sum(c.wide * width + c.real * up(width, lanes) for c in chunks)
+    block, streams = geometry(torch.float32)
+    total = sum(c.wide * width + c.real * up(width, streams) for c in chunks)
     if distances is not None:
         total += sum(by_distance(c, distances) * width for c in chunks)
     return 2 * block * total
@@ -66,8 +66,8 @@ def forward(chunks: list[Chunk], width: int, *, distances: int | None = None) ->
 
 def backward(chunks: list[Chunk], width: int, *, wanted: int = 0, distances: int | None = None) -> int:
     """Scores and rewards, gradients of queries, and of keys and values from key number ``wanted`` on."""
-    block, lanes = geometry(torch.float32)
-    whole, total = up(width, lanes), 0
+    block, streams = geometry(torch.float32)
+    whole, total = up(width, streams), 0
     for c in chunks:
         own = max(0, c.wide - max(0, wanted - c.at) // block * block)
         total += 2 * c.wide * width + c.real * whole + 2 * own * whole

@@ -15,30 +15,30 @@ from omegaconf import open_dict
 
 from harness.data import corpora
 from harness.device import runtime
-from harness.device.processes import ALONE, Processes
-from harness.loop.job import Job
+from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.prepare import prepare
 from harness.loop.run import Run
+from harness.loop.train_state import TrainState
 from harness.record.rows import RECORD, SUMMARY, read_rows, repeatable
 from tests.composing import CONF, plan
 from train import train
 
 SMALL = (
     *("model.d_model=16", "model.layers=2", "model.heads=2", "model.span=16", "model.default_bytes=1024"),
-    *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.lanes=4", "batch.segment=16"),
+    *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.streams=4", "batch.segment=16"),
     *("runtime.device=cpu", "runtime.threads=1", "record.every_steps=2", "record.figures=false"),
-    *("eval.lanes=3", "eval.segment=64", "eval.every=0.25", "eval.progress_bytes=200", "eval.bytes=400"),
+    *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.progress_bytes=200", "eval.bytes=400"),
     *("eval.context512=false", "checkpoint.every_seconds=null"),
 )
 MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
 VARIANTS = {
     "mhsa": ("variant=mhsa",),
-    "adaptive_span": ("variant=adaptive_span", "variant.attention.reach.ramp=4"),
+    "adaptive_span": ("variant=adaptive_span", "variant.attention.span.ramp=4"),
     "all_attention": ("variant=all_attention", "variant.attention.persistent.number=8"),
     "product_key_memory": ("variant=product_key_memory", *MEMORY),
 }
 SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
-MOVING = (*VARIANTS["adaptive_span"], "variant.attention.reach.initial=0.3", "variant.groups.spans.lr_scale=5.0")
+MOVING = (*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "variant.groups.spans.lr_scale=5.0")
 DROPOUT = ("model.dropout=0.1", "model.embedding_dropout=0.1")
 CARRY = ("batch.carry=true",)
 
@@ -69,13 +69,13 @@ def elsewhere(here: Path, monkeypatch) -> None:
     monkeypatch.chdir(here / "other")
 
 
-def make_run(*overrides: str) -> Run:
+def make_run(*overrides: str) -> TrainState:
     """A run that stands before its first step, without a folder."""
     plan_ = plan(*SMALL, *overrides)
-    return Run(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
+    return TrainState(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
 
 
-def make_job(*overrides: str, processes: Processes = ALONE) -> Job:
+def make_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
     """What ``python train.py`` prepares, in the current folder."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", overrides=[*SMALL, *overrides], return_hydra_config=True)
@@ -87,32 +87,32 @@ def make_job(*overrides: str, processes: Processes = ALONE) -> Job:
     return job
 
 
-def run_job(job: Job) -> dict:
+def run_job(job: Run) -> dict:
     """Train to the end, without W&B; returns the summary that was written."""
     with patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
         train(job)
     return json.loads((job.folder.path / SUMMARY).read_text())
 
 
-def whole_run(*overrides: str) -> tuple[Job, dict]:
+def whole_run(*overrides: str) -> tuple[Run, dict]:
     """A job run to its end, and its summary."""
     job = make_job(*overrides)
     return job, run_job(job)
 
 
-def rows_of(job: Job) -> list[dict]:
+def rows_of(job: Run) -> list[dict]:
     """What the record must have bit for bit, less the commit: somebody may commit between two runs."""
     rows = [repeatable(row) for row in read_rows(job.folder.path / RECORD)]
     return [{key: value for key, value in row.items() if key != "commit"} for row in rows]
 
 
-def after_step(job: Job, step: int, do: Callable[[], None]) -> Job:
+def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
     """Have ``do`` called right after the job's step of that number."""
     inner = job.step
 
     def stepping() -> float:
         before = inner()
-        if job.run.spent.steps == step:
+        if job.training.spent.steps == step:
             do()
         return before
 
@@ -120,7 +120,7 @@ def after_step(job: Job, step: int, do: Callable[[], None]) -> Job:
     return job
 
 
-def stop(job: Job, *, step: int) -> None:
+def stop(job: Run, *, step: int) -> None:
     """Train until SIGTERM comes during that step, and expect the exit that it asks for."""
     after_step(job, step, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
@@ -128,7 +128,7 @@ def stop(job: Job, *, step: int) -> None:
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-def crash(job: Job, *, step: int) -> None:
+def crash(job: Run, *, step: int) -> None:
     """Train until the process dies in that step, as it does when power fails: nothing is saved."""
 
     def die() -> None:

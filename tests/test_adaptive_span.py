@@ -24,9 +24,9 @@ from tests.attention_case import (
 )
 from tests.reference.adaptive_span import dynamic_fractions, span_loss
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan, bucket
-from variants.attention import Attention, FixedReach
+from variants.attention import Attention, FixedSpan
 
-PATHS = pytest.mark.parametrize("path", ["plain", "fused"])
+BACKENDS = pytest.mark.parametrize("backend", ["plain", "fused"])
 
 
 def test_bucket_by_hand():
@@ -47,62 +47,62 @@ def test_buckets_are_few():
 
 
 @pytest.mark.numeric
-@PATHS
+@BACKENDS
 @pytest.mark.parametrize("ramp", [1, 3, 20])
-def test_every_whole_span_matches_the_reference(path, ramp):
+def test_every_whole_span_matches_the_reference(backend, ramp):
     """z = 0, 1, .., 8 = S, one a head: at both kinks of the mask, in value and every gradient."""
-    case = Case(length=6, past=5, span=8, heads=9, ramp=ramp, reach="zero", path=path)
+    case = Case(length=6, past=5, span=8, heads=9, ramp=ramp, spans="zero", backend=backend)
     attention = case.build()
     set_fractions(attention, [n / 8 for n in range(9)])
-    assert (attention.reach(None) % 1 == 0).all()
+    assert (attention.span(None) % 1 == 0).all()
     past, x = case.stream()
     named = {"x": x} | dict(attention.named_parameters())
     assert_same(run(attention, x, past), by_reference(attention, x=x, past=past, position="none"), named=named)
-    (gradient,) = gradients(run(attention, x, past), [attention.reach.fraction])
+    (gradient,) = gradients(run(attention, x, past), [attention.span.fraction])
     assert gradient[0].abs() > 1e-6  # z = 0, where every head starts, can leave
 
 
 @pytest.mark.numeric
-@PATHS
+@BACKENDS
 @pytest.mark.parametrize("fraction", [1.0, 7 / 8])
-def test_a_span_of_all_is_a_fixed_span(path, fraction):
+def test_a_span_of_all_is_a_fixed_span(backend, fraction):
     """Fraction 1, and z = S - 1, whose mask is 1 on all S keys as well."""
-    case = Case(length=13, past=11, span=8, position="rotary", persistent=2, path=path)
-    attention = replace(case, reach="all").build()
+    case = Case(length=13, past=11, span=8, position="rotary", persistent=2, backend=backend)
+    attention = replace(case, spans="all").build()
     set_fractions(attention, [fraction] * 3)
     past, x = case.stream()
-    named = {"x": x} | {n: p for n, p in attention.named_parameters() if n != "reach.fraction"}
+    named = {"x": x} | {n: p for n, p in attention.named_parameters() if n != "span.fraction"}
     found = run(attention, x, past)
-    attention.reach = FixedReach(case.place())
+    attention.span = FixedSpan(case.context())
     assert_same(found, run(attention, x, past), named=named)
 
 
-def boundary(path: str, position: str) -> tuple[Attention, torch.Tensor, torch.Tensor]:
+def boundary(backend: str, position: str) -> tuple[Attention, torch.Tensor, torch.Tensor]:
     """Heads whose ramps end just before, on and after key 64, the first that a bucket of 64 leaves out."""
-    case = Case(length=3, past=75, span=200, ramp=16, reach="zero", position=position, path=path, persistent=2)
+    case = Case(length=3, past=75, span=200, ramp=16, spans="zero", position=position, backend=backend, persistent=2)
     attention = case.build()
     set_fractions(attention, [47.5 / 200, 48 / 200, 48.5 / 200])
     return attention, *case.stream()
 
 
 @pytest.mark.numeric
-@PATHS
+@BACKENDS
 @pytest.mark.parametrize("position", ["none", "alibi"])
-def test_trimming_keeps_the_far_end_of_the_ramp(path, position):
+def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
     """Weight 0 and still a gradient: the key at x = z + R is worth its own bucket."""
-    attention, past, x = boundary(path, position)
-    assert attention.reach(None).tolist() == [47.5, 48, 48.5]
-    assert attention.reach.columns == (64, 128, 128)
+    attention, past, x = boundary(backend, position)
+    assert attention.span(None).tolist() == [47.5, 48, 48.5]
+    assert attention.span.max_keys == (64, 128, 128)
     named = {"x": x} | dict(attention.named_parameters())
     trimmed = run(attention, x, past)
-    attention.reach.columns = (200, 200, 200)
+    attention.span.max_keys = (200, 200, 200)
     assert_same(trimmed, run(attention, x, past), named=named)
-    expected = gradients(trimmed, [attention.reach.fraction])[0]
-    attention.reach.columns = (64, 64, 128)  # one key fewer: the value is the same, the gradient is not
+    expected = gradients(trimmed, [attention.span.fraction])[0]
+    attention.span.max_keys = (64, 64, 128)  # one key fewer: the value is the same, the gradient is not
     short = run(attention, x, past)
     assert_near(short, trimmed)
-    if path == "fused":  # the plain path trims all heads alike
-        assert (gradients(short, [attention.reach.fraction])[0] - expected)[1].abs() > 1e-6
+    if backend == "fused":  # the plain path trims all heads alike
+        assert (gradients(short, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6
 
 
 @pytest.mark.numeric
@@ -112,24 +112,24 @@ def test_trimmed_spans_match_the_reference(position):
     attention, past, x = boundary("plain", position)
     table = getattr(attention.position, "table", attention.query.weight)
     expected = by_reference(attention, x=x, past=past, position=position)
-    assert_same(run(attention, x, past), expected, named={"x": x, "fraction": attention.reach.fraction, "table": table})
+    assert_same(run(attention, x, past), expected, named={"x": x, "fraction": attention.span.fraction, "table": table})
     if position == "relative":
         assert gradients(run(attention, x, past), [table])[0][65:].abs().max() == 0
 
 
 def adaptive(*, heads: int = 4, span: int = 512, **keywords) -> AdaptiveSpan:
-    return AdaptiveSpan(Case(heads=heads, span=span).place(), **keywords)
+    return AdaptiveSpan(Case(heads=heads, span=span).context(), **keywords)
 
 
 def test_project_brings_fractions_into_their_range():
-    reach = adaptive(ramp=8)
+    spans = adaptive(ramp=8)
     with torch.no_grad():
-        reach.fraction.copy_(torch.tensor([-0.3, 0.0, 0.5, 1.7]))
-    reach.project_()
-    once = reach.fraction.tolist(), reach.columns
+        spans.fraction.copy_(torch.tensor([-0.3, 0.0, 0.5, 1.7]))
+    spans.project_()
+    once = spans.fraction.tolist(), spans.max_keys
     assert once == ([0, 0, 0.5, 1], (64, 64, 384, 512))
-    reach.project_()
-    assert once == (reach.fraction.tolist(), reach.columns)
+    spans.project_()
+    assert once == (spans.fraction.tolist(), spans.max_keys)
 
 
 @pytest.mark.numeric
@@ -139,35 +139,35 @@ def test_project_brings_fractions_into_their_range():
     ramp=st.integers(1, 300),
 )
 def test_columns_cover_the_closed_ramp(fractions, span, ramp):
-    reach = adaptive(heads=3, span=span, ramp=ramp)
+    spans = adaptive(heads=3, span=span, ramp=ramp)
     with torch.no_grad():
-        reach.fraction.copy_(torch.tensor(fractions))
-    reach.project_()
-    for z, columns in zip(reach(None).tolist(), reach.columns, strict=True):
+        spans.fraction.copy_(torch.tensor(fractions))
+    spans.project_()
+    for z, max_keys in zip(spans(None).tolist(), spans.max_keys, strict=True):
         assert 0 <= z <= span
-        assert columns == span or z + ramp < columns
-        assert columns <= span
+        assert max_keys == span or z + ramp < max_keys
+        assert max_keys <= span
 
 
 @pytest.mark.numeric
 def test_initial_spans_and_columns():
-    assert adaptive().columns == (64,) * 4
-    reach = adaptive(initial=0.25, ramp=16)
-    assert reach.fraction.tolist() == [0.25] * 4
-    assert reach.columns == (192,) * 4  # 128 + 16 + 1
-    with pytest.raises(ValueError, match=r"reach\.ramp=0: the ramp is at least 1"):
+    assert adaptive().max_keys == (64,) * 4
+    spans = adaptive(initial=0.25, ramp=16)
+    assert spans.fraction.tolist() == [0.25] * 4
+    assert spans.max_keys == (192,) * 4  # 128 + 16 + 1
+    with pytest.raises(ValueError, match=r"span\.ramp=0: the ramp is at least 1"):
         adaptive(ramp=0)
-    with pytest.raises(ValueError, match=r"reach\.initial=1\.5: allowed are fractions .* 0 to 1"):
+    with pytest.raises(ValueError, match=r"span\.initial=1\.5: allowed are fractions .* 0 to 1"):
         adaptive(initial=1.5)
-    with pytest.raises(ValueError, match=r"reach\.ramp=0"):
-        DynamicSpan(Case().place(), ramp=0)
+    with pytest.raises(ValueError, match=r"span\.ramp=0"):
+        DynamicSpan(Case().context(), ramp=0)
 
 
 @pytest.mark.numeric
-@PATHS
+@BACKENDS
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_state_follows_the_longest_head_and_any_is_accepted(path, cache):
-    case = Case(length=150, span=200, reach="zero", ramp=8, cache=cache, path=path, position="rotary")
+def test_state_follows_the_longest_head_and_any_is_accepted(backend, cache):
+    case = Case(length=150, span=200, spans="zero", ramp=8, cache=cache, backend=backend, position="rotary")
     attention = case.build()
     _, x = case.stream()
     dim = 1 if cache == "hidden" else 2
@@ -193,13 +193,13 @@ def test_state_follows_the_longest_head_and_any_is_accepted(path, cache):
 
 @pytest.mark.numeric
 def test_loss_is_the_weighted_mean_span():
-    case = Case(reach="whole", heads=3, span=8)
+    case = Case(spans="whole", heads=3, span=8)
     attention = case.build()
     _, x = case.stream()
-    attention.reach.loss_weight = 0.01
+    attention.span.loss_weight = 0.01
     loss = attention(x).loss
     assert loss.item() == pytest.approx(0.01 * (8 * 0.25 + 8 * 0.37 + 8 * 1.0) / 3, abs=1e-8)
-    fractions = attention.reach.fraction
+    fractions = attention.span.fraction
     assert_same(loss, span_loss(fractions, span=8, weight=0.01), named={"fraction": fractions})
     assert attention.eval()(x).loss is None
     assert Case().build()(x).loss is None
@@ -207,11 +207,11 @@ def test_loss_is_the_weighted_mean_span():
 
 @pytest.mark.numeric
 def test_dynamic_loss_is_the_weighted_mean_over_bytes():
-    case = Case(reach="dynamic", heads=3, span=8)
+    case = Case(spans="dynamic", heads=3, span=8)
     attention = case.build()
     _, x = case.stream()
-    attention.reach.loss_weight = 0.01
-    gate = attention.reach.gate
+    attention.span.loss_weight = 0.01
+    gate = attention.span.gate
     fractions = dynamic_fractions(x, vectors=gate.weight, biases=gate.bias)
     named = {"x": x, "v": gate.weight, "b": gate.bias}
     assert_same(attention(x).loss, span_loss(fractions, span=8, weight=0.01), named=named)
@@ -220,7 +220,7 @@ def test_dynamic_loss_is_the_weighted_mean_over_bytes():
 
 @pytest.mark.numeric
 def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
-    attention = Case(reach="zero", span=8, heads=4).build()  # R = 3
+    attention = Case(spans="zero", span=8, heads=4).build()  # R = 3
     set_fractions(attention, [0.0, 0.25, 0.5, 1.0])
     found = attention.metrics({})
     assert found["span"].tolist() == [0, 2, 4, 8]
@@ -229,28 +229,28 @@ def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
 
 @pytest.mark.numeric
 def test_dynamic_metrics_are_means_over_bytes():
-    case = Case(reach="dynamic", span=8, heads=3, length=7)
+    case = Case(spans="dynamic", span=8, heads=3, length=7)
     attention = case.build()
     _, x = case.stream()
-    first = attention(x[:, :2], look=True)
-    second = attention(x[:, 2:], first.state, look=True)
-    seen = {name: first.seen[name] + second.seen[name] for name in first.seen}
-    gate = attention.reach.gate
+    first = attention(x[:, :2], collect_stats=True)
+    second = attention(x[:, 2:], first.state, collect_stats=True)
+    stats = {name: first.stats[name] + second.stats[name] for name in first.stats}
+    gate = attention.span.gate
     expected = 8 * dynamic_fractions(x, vectors=gate.weight, biases=gate.bias).mean(dim=(0, 1))
-    assert_near(attention.metrics(seen)["span"], expected)
-    assert_near(attention.metrics(seen)["span_with_ramp"], (expected + 3).clamp(max=8))
+    assert_near(attention.metrics(stats)["span"], expected)
+    assert_near(attention.metrics(stats)["span_with_ramp"], (expected + 3).clamp(max=8))
     assert attention.metrics({}) == {}
 
 
 @pytest.mark.numeric
 def test_dynamic_spans_start_at_the_sigmoid_of_the_bias():
-    reach = DynamicSpan(Case(span=1000).place(), bias=-4.0)
-    nn.init.zeros_(reach.gate.weight)
-    assert reach(torch.zeros(1, 1, D)).flatten().tolist() == pytest.approx([17.9862] * 3, abs=1e-3)
+    spans = DynamicSpan(Case(span=1000).context(), bias=-4.0)
+    nn.init.zeros_(spans.gate.weight)
+    assert spans(torch.zeros(1, 1, D)).flatten().tolist() == pytest.approx([17.9862] * 3, abs=1e-3)
 
 
 def test_ideal_flops_by_hand():
-    case = Case(reach="zero", span=6, heads=2, d_head=2, ramp=2)
+    case = Case(spans="zero", span=6, heads=2, d_head=2, ramp=2)
     attention = case.build()
     set_fractions(attention, [0.0, 2.5 / 6])
     matrices = 4 * 2 * (D * 4)
@@ -258,8 +258,8 @@ def test_ideal_flops_by_hand():
     assert attention.ideal_flops() == matrices + keys * (2 * 2 + 2 * 2)
     set_fractions(attention, [1.0, 1.0])
     assert attention.ideal_flops() == Case(span=6, heads=2).build().ideal_flops()
-    dynamic = Case(reach="dynamic", span=6, heads=2, d_head=2, ramp=2).build()
-    nn.init.zeros_(dynamic.reach.gate.bias)  # a span of 6 sigmoid(0) = 3 keys: x = 0 .. 4 have weight
+    dynamic = Case(spans="dynamic", span=6, heads=2, d_head=2, ramp=2).build()
+    nn.init.zeros_(dynamic.span.gate.bias)  # a span of 6 sigmoid(0) = 3 keys: x = 0 .. 4 have weight
     assert dynamic.ideal_flops() == matrices + 2 * 5 * (2 * 2 + 2 * 2) + 2 * D * 2
 
 
@@ -267,14 +267,14 @@ def test_ideal_flops_by_hand():
 def test_moving_spans_compile_nothing_anew(cache):
     """200 steps, most with columns never seen before: Dynamo recompiles a few times for lengths of the past, then never."""
     torch.manual_seed(0)
-    case = Case(heads=4, span=512, position="rotary", cache=cache, path="auto")
-    attention = Attention(case.place(), d_head=2, reach=partial(AdaptiveSpan, ramp=8))
+    case = Case(heads=4, span=512, position="rotary", cache=cache, backend="auto")
+    attention = Attention(case.context(), d_head=2, span=partial(AdaptiveSpan, ramp=8))
     torch.compiler.reset()
-    compiled, state, columns = torch.compile(attention, backend="eager"), None, set()
+    compiled, state, max_keys = torch.compile(attention, backend="eager"), None, set()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for step in range(200):
             set_fractions(attention, torch.rand(4).tolist())
-            columns.add(attention.reach.columns)
+            max_keys.add(attention.span.max_keys)
             x, at = torch.randn(B, 16, D), torch.full((B,), 16 * step)
             out = compiled(x, state, at)
             (out.y.sum() + out.loss).backward()
@@ -282,4 +282,4 @@ def test_moving_spans_compile_nothing_anew(cache):
                 assert_near(out.y, attention(x, state, at).y, tolerance=1e-5)
             state = out.state
     torch.compiler.reset()
-    assert len(columns) > 100
+    assert len(max_keys) > 100

@@ -29,7 +29,7 @@ def of_device(ended: Ended) -> list[str]:
 
 
 def test_variants_agree_and_what_cannot_run_is_refused(here, kept):  # noqa: F811
-    ended = check("-m", "variant=adaptive_span,dynamic_span", "agree.paths=[plain,fused]", *PLACE)
+    ended = check("-m", "variant=adaptive_span,dynamic_span", "agree.backends=[plain,fused]", *PLACE)
     assert ended.code == 0, ended.out + ended.err
     cases = [line for line in ended.out.splitlines() if ", float32, eager: " in line]
     assert [line.split()[0] for line in cases] == ["pass", "pass", "pass", "refused"]
@@ -44,7 +44,9 @@ def test_what_is_given_is_not_varied(here, kept):  # noqa: F811
         "agree.settings=[rotary-kv,relative-hidden,relative-kv]",
         "agree.precisions=[float32,bfloat16]",
     )
-    ended = check(*words, "position=alibi", "runtime.path=plain", "runtime.precision=float32", "model.attend_self=true")
+    ended = check(
+        *words, "position=alibi", "runtime.backend=plain", "runtime.precision=float32", "model.attend_self=true"
+    )
     labels = [line.partition(": ")[0] for line in of_device(ended)[:-1]]
     assert labels == [f"pass  alibi, {cache}, plain, float32, eager" for cache in ("kv", "hidden")]
 
@@ -59,7 +61,7 @@ def test_a_wrong_number_fails_though_the_contract_is_kept(here, monkeypatch, wro
         return y * {"value": 1.01, "not finite": torch.nan}.get(wrong, 1.0) if on_device else y
 
     monkeypatch.setattr(window, "attend", attend)
-    ended = check("variant=mhsa", "runtime.path=plain", *PLACE)
+    ended = check("variant=mhsa", "runtime.backend=plain", *PLACE)
     case, last = of_device(ended)
     assert ended.code == 1 and case.startswith("FAIL  rotary, kv, plain, float32, eager: ")
     assert {"gradient": "query.weight", "value": "at most 0.001", "not finite": "inf of "}[wrong] in case
@@ -67,7 +69,7 @@ def test_a_wrong_number_fails_though_the_contract_is_kept(here, monkeypatch, wro
 
 
 def test_no_device_is_compared_unasked(here, kept):  # noqa: F811
-    ended = call("bench/check.py", "variant=mhsa", "runtime.device=cpu", "runtime.path=plain", *PLACE)
+    ended = call("bench/check.py", "variant=mhsa", "runtime.device=cpu", "runtime.backend=plain", *PLACE)
     assert ended.code == 0 and ended.out.count("\n") == 2
 
 
@@ -85,5 +87,5 @@ def test_a_mistake_ends_with_2_before_anything_is_checked(here, words, message):
 
 
 def test_where_every_case_is_refused_the_command_was_a_mistake(here, kept):  # noqa: F811
-    ended = check("variant=dynamic_span", "agree.paths=[fused]", *PLACE)
-    assert ended.code == 2 and "runtime.path=fused cannot run with spans that depend on the input" in ended.err
+    ended = check("variant=dynamic_span", "agree.backends=[fused]", *PLACE)
+    assert ended.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in ended.err

@@ -25,7 +25,7 @@ from tests.attention_case import (
 )
 from tests.reference.feed_forward import feed_forward
 from variants.attention import Attention
-from variants.contract import Place
+from variants.contract import LayerContext
 from variants.kernels import triton_window, window_cpu
 from variants.position import NoPosition, Rotary
 
@@ -40,7 +40,7 @@ UGLY = {
     "position": list(SCHEMES),
     "cache": ["kv", "hidden"],
     "attend_self": [True, False],
-    "reach": ["fixed", "dynamic", *FRACTIONS],
+    "spans": ["fixed", "dynamic", *FRACTIONS],
     "persistent": [0, 3],
 }
 
@@ -59,10 +59,10 @@ def test_value_and_every_gradient(choice):
     inputs = named_inputs(attention, x)
     expected = by_reference(attention, x=x, past=past, position=case.position)
     assert_same(run(attention, x, past), expected, named=inputs)
-    for path in ("fused", "kernel"):
-        attention.wanted_path = path
-        if case.reach == "dynamic" or (path == "fused" and case.position == "relative"):
-            with pytest.raises(ValueError, match=rf"runtime\.path={path}.*allowed are auto, plain"):
+    for backend in ("fused", "kernel"):
+        attention.wanted_backend = backend
+        if case.spans == "dynamic" or (backend == "fused" and case.position == "relative"):
+            with pytest.raises(ValueError, match=rf"runtime\.backend={backend}.*allowed are auto, plain"):
                 run(attention, x, past)
         else:
             assert_same(run(attention, x, past), expected, named=inputs)
@@ -75,38 +75,40 @@ def test_value_and_every_gradient(choice):
 @pytest.mark.parametrize("past", [20, 100, 400])
 def test_heads_that_look_far_meet_more_of_the_past(cache, position, past, bias):
     """Spans of several buckets; a past shorter and longer than some of them."""
-    case = Case(length=21, past=past, span=300, heads=4, cache=cache, position=position, reach="zero")
+    case = Case(length=21, past=past, span=300, heads=4, cache=cache, position=position, spans="zero")
     attention = case.build(bias=bias)
     before, x = case.stream()
-    assert len(set(attention.reach.columns)) == 3
+    assert len(set(attention.span.max_keys)) == 3
     expected = run(attention, x, before)
-    attention.wanted_path = "kernel"
+    attention.wanted_backend = "kernel"
     assert_same(run(attention, x, before), expected, named=named_inputs(attention, x))
 
 
 @pytest.mark.cpu_kernel
 def test_inputs_of_the_past_are_projected_for_those_heads_that_look_so_far():
     """Of the hidden cache: 64, 128, 128 and 300 inputs instead of 4 x 300."""
-    case = Case(length=1, past=400, span=300, heads=4, cache="hidden", reach="zero", path="kernel")
+    case = Case(length=1, past=400, span=300, heads=4, cache="hidden", spans="zero", backend="kernel")
     attention = case.build().eval()
     before, x = case.stream()
     state = attention(before).state
     counts = []
-    for columns in (attention.reach.columns, (300,) * 4):
-        attention.reach.columns = columns
+    for max_keys in (attention.span.max_keys, (300,) * 4):
+        attention.span.max_keys = max_keys
         counts.append(count_flops(lambda: attention(x, state, starts(400))).total)
     spared = sum(300 - n for n in (64, 128, 128))  # keys and values of two streams
     assert counts[1] - counts[0] == 2 * 2 * B * spared * D * case.d_head
 
 
-@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+@pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_open_span_is_torch_multihead_attention(path, bias, heads):
+def test_open_span_is_torch_multihead_attention(backend, bias, heads):
     width, length = 6, 11
     torch.manual_seed(0)
-    place = Place(d_model=width, layer=0, n_layers=1, heads=heads, span=length, path=path, scheme=NoPosition)
-    ours = Attention(place, bias=bias).to(DOUBLE)
+    context = LayerContext(
+        d_model=width, layer=0, n_layers=1, heads=heads, span=length, backend=backend, scheme=NoPosition
+    )
+    ours = Attention(context, bias=bias).to(DOUBLE)
     theirs = nn.MultiheadAttention(width, heads, bias=bias, batch_first=True, dtype=DOUBLE)
     parts = (ours.query, ours.key, ours.value)
     with torch.no_grad():
@@ -133,9 +135,9 @@ def test_a_span_of_everything_equals_any_longer_one():
     assert not torch.allclose(run(case.build(), x, past), run(Case(span=12).build(), x, past))
 
 
-@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
-def test_what_sees_nothing_answers_zero(path):
-    case = Case(length=4, attend_self=False, path=path)
+@pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+def test_what_sees_nothing_answers_zero(backend):
+    case = Case(length=4, attend_self=False, backend=backend)
     past, x = case.stream()
     y = run(case.build(), x, past)
     assert y[:, 0].abs().max() == 0
@@ -143,11 +145,11 @@ def test_what_sees_nothing_answers_zero(path):
     assert all(g.isfinite().all() for g in gradients(y, [x]))
 
 
-@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+@pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_persistent_vectors_alone_are_a_softmax_feed_forward(path, heads):
+def test_persistent_vectors_alone_are_a_softmax_feed_forward(backend, heads):
     """A stream's first byte that does not see itself meets persistent vectors only."""
-    case = Case(length=1, attend_self=False, persistent=4, heads=heads, position="rotary", path=path)
+    case = Case(length=1, attend_self=False, persistent=4, heads=heads, position="rotary", backend=backend)
     attention = case.build()
     past, x = case.stream()
     keys, values = attention.persistent()
@@ -165,22 +167,22 @@ def test_persistent_vectors_alone_are_a_softmax_feed_forward(path, heads):
 @given(
     cuts=st.lists(st.integers(1, 69), max_size=6, unique=True).map(sorted),
     cache=st.sampled_from(["kv", "hidden"]),
-    reach=st.sampled_from(["fixed", "dynamic", *FRACTIONS]),
+    spans=st.sampled_from(["fixed", "dynamic", *FRACTIONS]),
     position=st.sampled_from(list(SCHEMES)),
     span=st.sampled_from([1, 7, 64, 100, 300]),
     attend_self=st.booleans(),
     persistent=st.sampled_from([0, 2]),
 )
-def test_segments_do_not_matter(cuts, cache, reach, position, span, attend_self, persistent):
+def test_segments_do_not_matter(cuts, cache, spans, position, span, attend_self, persistent):
     case = Case(
         length=70,
         span=span,
         cache=cache,
-        reach=reach,
+        spans=spans,
         position=position,
         attend_self=attend_self,
         persistent=persistent,
-        path="auto",
+        backend="auto",
     )
     attention = case.build()
     _, x = case.stream()
@@ -201,21 +203,23 @@ def lengths(state) -> list[int]:
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_on_the_cpus_kernel_every_head_carries_its_own_past(attend_self):
-    case = Case(length=400, span=300, heads=4, reach="zero", path="kernel", position="rotary", attend_self=attend_self)
+    case = Case(
+        length=400, span=300, heads=4, spans="zero", backend="kernel", position="rotary", attend_self=attend_self
+    )
     attention = case.build()
     _, x = case.stream()
     state = attention(x, None, starts(0)).state
-    assert attention.reach.columns == (64, 128, 128, 300)  # and a bucket more, where a step may lead
+    assert attention.span.max_keys == (64, 128, 128, 300)  # and a bucket more, where a step may lead
     assert lengths(state) == [n - 1 + (not attend_self) for n in (128, 192, 192, 300)]
     assert lengths(attention(x[:, :5], None, starts(0)).state) == [5] * 4
     more = torch.randn(B, 7, D, dtype=DOUBLE)
-    attention.wanted_path = "plain"
+    attention.wanted_backend = "plain"
     whole = attention(x, None, starts(0)).state
     assert whole[0].shape[2] == 299 + (not attend_self)
     expected = attention(more, whole, starts(400)).y
-    for path, carried in (("plain", state), ("fused", state), ("kernel", state), ("kernel", whole)):
-        attention.wanted_path = path
-        out = attention(more, carried, starts(400), look=True)
+    for backend, carried in (("plain", state), ("fused", state), ("kernel", state), ("kernel", whole)):
+        attention.wanted_backend = backend
+        out = attention(more, carried, starts(400), collect_stats=True)
         assert_near(out.y, expected)
         assert not any(k.requires_grad for k in out.state[0])
     assert lengths(out.state) == lengths(state)
@@ -223,24 +227,24 @@ def test_on_the_cpus_kernel_every_head_carries_its_own_past(attend_self):
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize(
-    "reach, options", [("zero", {"persistent": 2}), ("dynamic", {}), ("zero", {"position": "alibi"})]
+    "spans, options", [("zero", {"persistent": 2}), ("dynamic", {}), ("zero", {"position": "alibi"})]
 )
-def test_a_state_of_single_heads_is_met_by_the_other_paths(reach, options):
+def test_a_state_of_single_heads_is_met_by_the_other_paths(spans, options):
     """A run goes on from a checkpoint with another path."""
-    case = Case(**{"length": 9, "span": 300, "heads": 4, "reach": reach, "position": "relative"} | options)
+    case = Case(**{"length": 9, "span": 300, "heads": 4, "spans": spans, "position": "relative"} | options)
     attention = case.build()
     _, x = case.stream()
     past = torch.randn(B, 4, 350, case.d_head, dtype=DOUBLE)
     kept = [63, 150, 299, 299]
     single = tuple(tuple(past[:, h : h + 1, 350 - n :] for h, n in enumerate(kept)) for _ in range(2))
     whole = past[:, :, -299:], past[:, :, -299:]
-    attention.reach.columns = tuple(min(n + 1, 300) for n in kept)
+    attention.span.max_keys = tuple(min(n + 1, 300) for n in kept)
     named = named_inputs(attention, x)
     found = attention(x, single, starts(350))
-    if reach != "dynamic":
-        attention.wanted_path = "kernel"
+    if spans != "dynamic":
+        attention.wanted_backend = "kernel"
         assert_same(attention(x, single, starts(350)).y, found.y, named=named)
-        attention.wanted_path = "plain"
+        attention.wanted_backend = "plain"
         assert_same(found.y, attention(x, whole, starts(350)).y, named=named)
     else:  # every head looks over the whole window: fewer keys are fewer
         assert found.y.isfinite().all() and not torch.allclose(found.y, attention(x, whole, starts(350)).y)
@@ -248,15 +252,15 @@ def test_a_state_of_single_heads_is_met_by_the_other_paths(reach, options):
 
 @pytest.mark.cpu_kernel
 def test_a_span_that_grows_into_the_next_bucket_misses_nothing():
-    case = Case(length=400, span=300, heads=4, reach="zero", position="rotary")
+    case = Case(length=400, span=300, heads=4, spans="zero", position="rotary")
     found = []
-    for path in ("plain", "kernel"):
+    for backend in ("plain", "kernel"):
         attention = case.build()
-        attention.wanted_path = path
+        attention.wanted_backend = backend
         _, x = case.stream()
         state = attention(x, None, starts(0)).state
         set_fractions(attention, [0.3, 0.4, 0.4, 1.0])
-        assert attention.reach.columns == (128, 128, 128, 300)
+        assert attention.span.max_keys == (128, 128, 128, 300)
         found.append(attention(x[:, :9], state, starts(400)).y)
     assert_near(*found)
 
@@ -291,7 +295,7 @@ def test_a_past_of_any_length_is_accepted(cache):
 
 
 def test_streams_do_not_mix_and_the_future_is_unseen():
-    case = Case(length=9, past=4, reach="between", position="rotary", persistent=3, path="fused")
+    case = Case(length=9, past=4, spans="between", position="rotary", persistent=3, backend="fused")
     attention = case.build()
     past, x = case.stream()
     before = run(attention, x, past)
@@ -304,43 +308,43 @@ def test_streams_do_not_mix_and_the_future_is_unseen():
 
 
 def dropping(**changes) -> Case:
-    return Case(**{"length": 9, "position": "rotary", "dropout": 0.5, "path": "auto"} | changes)
+    return Case(**{"length": 9, "position": "rotary", "dropout": 0.5, "backend": "auto"} | changes)
 
 
 @pytest.mark.cpu_kernel
 def test_dropout_is_plain_in_training_and_fast_in_evaluation():
     attention = dropping().build()
     cpu = torch.device("cpu")
-    assert attention.path(cpu, training=True) == "plain"
-    assert attention.path(cpu, training=False) == "kernel"
-    assert dropping(dropout=0.0).build().path(cpu, training=True) == "kernel"
-    assert dropping(path="plain").build().path(cpu, training=False) == "plain"
+    assert attention.backend(cpu, training=True) == "plain"
+    assert attention.backend(cpu, training=False) == "kernel"
+    assert dropping(dropout=0.0).build().backend(cpu, training=True) == "kernel"
+    assert dropping(backend="plain").build().backend(cpu, training=False) == "plain"
     _, x = dropping().stream()
     without = dropping(dropout=0.0).build()(x).y
     assert not torch.allclose(attention(x).y, without)
     assert_near(attention.eval()(x).y, without)
-    assert_near(dropping(path="plain").build().eval()(x).y, without)
+    assert_near(dropping(backend="plain").build().eval()(x).y, without)
 
 
 def test_without_a_compiler_the_next_best_path_is_taken(monkeypatch):
     monkeypatch.setattr(window_cpu, "available", lambda: "no C++ compiler")
     cpu = torch.device("cpu")
-    assert dropping(dropout=0.0).build().path(cpu, training=True) == "fused"
-    assert dropping(dropout=0.0, position="relative").build().path(cpu, training=True) == "plain"
+    assert dropping(dropout=0.0).build().backend(cpu, training=True) == "fused"
+    assert dropping(dropout=0.0, position="relative").build().backend(cpu, training=True) == "plain"
     with pytest.raises(
-        ValueError, match=r"runtime\.path=kernel cannot run with no C\+\+.*allowed are auto, plain, fused"
+        ValueError, match=r"runtime\.backend=kernel cannot run with no C\+\+.*allowed are auto, plain, fused"
     ):
-        dropping(dropout=0.0, path="kernel").build().path(cpu, training=True)
+        dropping(dropout=0.0, backend="kernel").build().backend(cpu, training=True)
 
 
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_a_forward_pass_decides_its_path_once(monkeypatch, cache):
-    attention = Case(cache=cache, reach="between", persistent=2, path="auto").build()
-    decided, path = [], type(attention).path
-    monkeypatch.setattr(type(attention), "path", lambda *a, **b: decided.append(path(*a, **b)) or decided[-1])
+    attention = Case(cache=cache, spans="between", persistent=2, backend="auto").build()
+    decided, backend = [], type(attention).backend
+    monkeypatch.setattr(type(attention), "backend", lambda *a, **b: decided.append(backend(*a, **b)) or decided[-1])
     x, state = torch.randn(2, 16, attention.query.in_features, dtype=attention.query.weight.dtype), None
     for number in (1, 2):
-        state = attention(x, state, look=True).state
+        state = attention(x, state, collect_stats=True).state
         assert len(decided) == number
 
 
@@ -358,38 +362,38 @@ def test_dropout_is_the_seeds():
 
 def test_an_impossible_path_is_an_error():
     _, x = dropping().stream()
-    fused = dropping(path="fused").build()
-    with pytest.raises(ValueError, match=r"runtime\.path=fused.*model\.dropout=0\.5.*allowed are auto, plain"):
+    fused = dropping(backend="fused").build()
+    with pytest.raises(ValueError, match=r"runtime\.backend=fused.*model\.dropout=0\.5.*allowed are auto, plain"):
         fused(x)
     assert fused.eval()(x).y.isfinite().all()
     with pytest.raises(ValueError, match="bias depends on the query"):
-        dropping(path="fused", dropout=0.0, position="relative").build()(x)
-    relative = dropping(path="kernel", dropout=0.0, position="relative").build()
-    relative.position.vectors = lambda columns: None  # then no kernel knows how its bias comes about
+        dropping(backend="fused", dropout=0.0, position="relative").build()(x)
+    relative = dropping(backend="kernel", dropout=0.0, position="relative").build()
+    relative.position.vectors = lambda max_keys: None  # then no kernel knows how its bias comes about
     with pytest.raises(ValueError, match="bias depends on the query"):
         relative(x)
-    for path in ("fused", "kernel"):
+    for backend in ("fused", "kernel"):
         with pytest.raises(ValueError, match="spans that depend on the input"):
-            dropping(path=path, dropout=0.0, reach="dynamic").build()(x)
+            dropping(backend=backend, dropout=0.0, spans="dynamic").build()(x)
 
 
 def test_on_a_gpu_the_kernel_is_taken_only_when_asked_for(monkeypatch):
     gpu = torch.device("cuda")
     case = dropping(dropout=0.0)
-    assert case.build().path(gpu, training=True) == "plain"
-    asked = dropping(dropout=0.0, path="kernel").build()
+    assert case.build().backend(gpu, training=True) == "plain"
+    asked = dropping(dropout=0.0, backend="kernel").build()
     monkeypatch.setattr(triton_window, "available", lambda device, dtype, width: None)
-    assert asked.path(gpu, training=True) == "kernel"
+    assert asked.backend(gpu, training=True) == "kernel"
     monkeypatch.setattr(triton_window, "available", lambda device, dtype, width: f"head width {width}")
-    with pytest.raises(ValueError, match="runtime.path=kernel cannot run with head width"):
-        asked.path(gpu, training=True)
-    with pytest.raises(ValueError, match=r"runtime.path=fused cannot run with runtime.device=cuda"):
-        dropping(dropout=0.0, path="fused").build().path(gpu, training=True)
+    with pytest.raises(ValueError, match="runtime.backend=kernel cannot run with head width"):
+        asked.backend(gpu, training=True)
+    with pytest.raises(ValueError, match=r"runtime.backend=fused cannot run with runtime.device=cuda"):
+        dropping(dropout=0.0, backend="fused").build().backend(gpu, training=True)
 
 
 def test_bad_input_names_its_key():
     with pytest.raises(ValueError, match=r"model\.heads=3 must divide model\.d_model=5"):
-        Attention(Case().place())
+        Attention(Case().context())
     with pytest.raises(ValueError, match=r"model\.cache=both: allowed are kv, hidden"):
         Case(cache="both").build()
 
@@ -415,11 +419,13 @@ def test_ideal_flops_by_hand():
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("reach", ["fixed", "between"])
-def test_bfloat16_autocast_is_close_to_float32(reach):
+@pytest.mark.parametrize("spans", ["fixed", "between"])
+def test_bfloat16_autocast_is_close_to_float32(spans):
     """All paths, in value and gradient; the state it carries is bfloat16, and softmax and spans are not."""
-    for path in ("plain", "fused", "kernel"):
-        case = Case(length=40, heads=4, d_head=8, span=64, reach=reach, position="rotary", persistent=5, path=path)
+    for backend in ("plain", "fused", "kernel"):
+        case = Case(
+            length=40, heads=4, d_head=8, span=64, spans=spans, position="rotary", persistent=5, backend=backend
+        )
         attention = case.build().float()
         x = case.stream()[1].detach().float().requires_grad_()
         expected = attention(x)
@@ -433,9 +439,9 @@ def test_bfloat16_autocast_is_close_to_float32(reach):
             assert (mine - theirs).norm() <= 0.03 * theirs.norm(), name
 
 
-@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
-def test_a_stream_far_along_scores_the_same(path):
-    case = Case(length=9, heads=1, d_head=8, span=9, position="rotary", path=path)
+@pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+def test_a_stream_far_along_scores_the_same(backend):
+    case = Case(length=9, heads=1, d_head=8, span=9, position="rotary", backend=backend)
     attention = case.build().float()
     assert isinstance(attention.position, Rotary)
     _, x = case.stream()

@@ -2,29 +2,29 @@
 
 import pytest
 
-from harness.optim.budget import Budget, Progress, Schedule
+from harness.optim.budget import Budget, Schedule, Spent
 
 
 def test_default_bytes_apply_when_nothing_is_set():
     budget = Budget(default_bytes=1000)
     assert (budget.unit, budget.amount) == ("bytes", 1000)
-    assert budget.fraction(Progress(bytes=250, seconds=1e9, steps=10**9, flops=10**18)) == 0.25
+    assert budget.fraction(Spent(bytes=250, seconds=1e9, steps=10**9, flops=10**18)) == 0.25
 
 
 @pytest.mark.parametrize("unit", ["bytes", "seconds", "steps", "flops"])
 def test_fraction_and_done_follow_the_unit_that_is_set(unit):
     budget = Budget(**{unit: 8}, default_bytes=10**9)
     assert budget.unit == unit
-    assert budget.fraction(Progress()) == 0.0
-    assert budget.fraction(Progress(**{unit: 2})) == 0.25
-    assert not budget.done(Progress(**{unit: 7}))
-    assert budget.done(Progress(**{unit: 8}))
-    assert budget.fraction(Progress(**{unit: 20})) == 1.0
+    assert budget.fraction(Spent()) == 0.0
+    assert budget.fraction(Spent(**{unit: 2})) == 0.25
+    assert not budget.done(Spent(**{unit: 7}))
+    assert budget.done(Spent(**{unit: 8}))
+    assert budget.fraction(Spent(**{unit: 20})) == 1.0
 
 
 def test_progress_adds_every_unit():
-    total = Progress(bytes=1, seconds=0.5, steps=1, flops=10) + Progress(bytes=2, seconds=0.25, steps=1, flops=20)
-    assert total == Progress(bytes=3, seconds=0.75, steps=2, flops=30)
+    total = Spent(bytes=1, seconds=0.5, steps=1, flops=10) + Spent(bytes=2, seconds=0.25, steps=1, flops=20)
+    assert total == Spent(bytes=3, seconds=0.75, steps=2, flops=30)
 
 
 def test_two_budgets_are_an_error_that_names_the_keys():
@@ -43,7 +43,7 @@ def test_impossible_amounts_are_refused_by_key(unit, value):
 
 
 def test_whole_amounts_may_be_written_as_floats():
-    assert Budget(bytes=1e8, default_bytes=1).fraction(Progress(bytes=10**7)) == 0.1
+    assert Budget(bytes=1e8, default_bytes=1).fraction(Spent(bytes=10**7)) == 0.1
 
 
 def test_schedule_without_options_is_constant():

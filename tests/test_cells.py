@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cells import Cell, CellError
+from bench.worker import Cell, CellError
 
 MIB = 2**20
 

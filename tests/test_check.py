@@ -64,7 +64,7 @@ def quick(monkeypatch) -> list[Plan]:
 
 
 def combination(plan: Plan) -> tuple:
-    return plan.scheme.func.__name__, plan.model.cache, plan.model.attend_self, plan.runtime.path
+    return plan.scheme.func.__name__, plan.model.cache, plan.model.attend_self, plan.runtime.backend
 
 
 def test_every_combination_is_checked(here, quick):
@@ -97,7 +97,7 @@ def test_every_combination_is_checked(here, quick):
             (*ONE, "position.share=layer", "position=relative")[1:],
             {("Relative", "kv", True, p) for p in ("auto", "plain")},
         ),
-        (("position.base=100.0", *ONE[1:], "runtime.path=plain"), {("Rotary", "kv", True, "plain")}),
+        (("position.base=100.0", *ONE[1:], "runtime.backend=plain"), {("Rotary", "kv", True, "plain")}),
         (("recipe=adaptive_span_12",), {("Relative", "hidden", False, p) for p in ("auto", "plain")}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -116,8 +116,8 @@ def test_verbose_shows_what_is_kept(here, quick):
 
 def test_what_is_refused_is_said_and_is_no_pass(here, quick):
     words = ("variant=dynamic_span", "model.cache=kv", "model.attend_self=true")
-    ended = check(*words, "runtime.path=fused")
-    assert ended.code == 2 and "runtime.path=fused cannot run with spans that depend on the input" in ended.err
+    ended = check(*words, "runtime.backend=fused")
+    assert ended.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in ended.err
     assert not quick and not ended.out
     ended = check("variant=mhsa", *words[1:], "variant.attention.d_head=5")
     refused = [line for line in ended.out.splitlines() if line.startswith("refused")]
@@ -195,7 +195,7 @@ FAST = {"fused": fused, "kernel": window_cpu}
 def test_a_broken_fast_path_is_found(monkeypatch, path):
     right = FAST[path].attend
     monkeypatch.setattr(FAST[path], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
-    (finding,) = gate(plan("variant=adaptive_span", f"runtime.path={path}"))
+    (finding,) = gate(plan("variant=adaptive_span", f"runtime.backend={path}"))
     assert finding.promise == f"the {path} path equals the plain one"
     assert re.match(r"span 13, eval: layers\.0\.attention moved by [\d.e-]+ at byte \d+ of stream \d", finding.detail)
 
@@ -204,7 +204,7 @@ def test_heads_of_different_widths_are_compared(monkeypatch):
     """A break that only groups of heads have: the shorter are forgotten."""
     right = fused.groups
     monkeypatch.setattr(fused, "groups", lambda columns: right(columns)[-1:])
-    (finding,) = gate(plan("variant=adaptive_span", "runtime.path=fused"))
+    (finding,) = gate(plan("variant=adaptive_span", "runtime.backend=fused"))
     assert finding.promise == "the fused path equals the plain one" and finding.detail.startswith(
         "span 78, eval: layers."
     )
@@ -219,8 +219,8 @@ def test_the_gate_leaves_random_numbers_alone():
 
 
 def test_a_path_that_cannot_run_is_a_mistake():
-    with pytest.raises(ValueError, match="runtime.path=fused cannot run with spans that depend on the input"):
-        gate(plan("variant=dynamic_span", "runtime.path=fused"))
+    with pytest.raises(ValueError, match="runtime.backend=fused cannot run with spans that depend on the input"):
+        gate(plan("variant=dynamic_span", "runtime.backend=fused"))
 
 
 def kinds(plan: Plan) -> list[list[str]]:

@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from bench.fake import predict
-from bench.subject import full_state
+from bench.cost_worker import full_state
+from bench.fake_step import predict
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.device.runtime import start
 from tests import kernel_products
 from tests.composing import CONF, TINY, plan
 from variants.kernels import fused, window_cpu
-from variants.kernels.window import Past, Persistent, Window
+from variants.kernels.window import PastKV, Persistent, Window
 
 # The fused path: two products of each rectangle forward, five backward, and the ramps once more.
 
 
-def rectangles(rows: int, columns: int, chunk: int) -> int:
+def rectangles(rows: int, max_keys: int, chunk: int) -> int:
     """Pairs of one head whose ``chunk`` queries at a time meet all keys that any of them sees."""
     sizes = [min(chunk, rows - begin) for begin in range(0, rows, chunk)]
-    return sum(size * (columns - 1 + size) for size in sizes)
+    return sum(size * (max_keys - 1 + size) for size in sizes)
 
 
 def test_the_fused_path_with_gradients():
@@ -52,7 +52,7 @@ def test_the_kernel_with_gradients(rows, past, shift, width, old, vectors):
     extra = [torch.randn(2, 300, width, requires_grad=True) for _ in range(2)]
     z = torch.tensor([20.0, 500.5], requires_grad=True)
     distances = 640 if vectors else None
-    columns, p = (64, 640), torch.randn(640, width, requires_grad=True)
+    max_keys, p = (64, 640), torch.randn(640, width, requires_grad=True)
     forward = backward = 0
     for n in (37, 517):  # keys with a weight or a gradient, z + R and the nearest, not the whole buckets
         chunks = kernel_products.met(rows, past, n, shift)
@@ -62,9 +62,9 @@ def test_the_kernel_with_gradients(rows, past, shift, width, old, vectors):
         backward += 2 * kernel_products.backward(kernel_products.always(rows, 300), width)
 
     def attend():
-        window = Window(columns, shift, z, 16)
+        window = Window(max_keys, shift, z, 16)
         own = {"vectors": p if vectors else None, "persistent": Persistent(q, *extra)}
-        return window_cpu.attend(q, k, v, window, past=[Past((0, 1), *before)] if past else [], **own)
+        return window_cpu.attend(q, k, v, window, past=[PastKV((0, 1), *before)] if past else [], **own)
 
     assert count_flops(attend).total == forward
     assert count_flops(lambda: attend().sum().backward(), gradients=True).total == forward + backward
@@ -74,7 +74,14 @@ def test_the_kernel_with_gradients(rows, past, shift, width, old, vectors):
 @pytest.mark.parametrize("words", [(), ("variant=all_attention", "position=relative", "model.attend_self=false")])
 def test_what_a_kernel_is_expected_to_do_without_data(words):
     """``bench.fit`` asks before there are values: long windows, where little is rounded up."""
-    given = ("model.layers=1", "batch.lanes=2", "batch.carry=true", "model.cache=hidden", "runtime.device=cpu", *words)
+    given = (
+        "model.layers=1",
+        "batch.streams=2",
+        "batch.carry=true",
+        "model.cache=hidden",
+        "runtime.device=cpu",
+        *words,
+    )
     planned = plan("optim=adamw", *given)
     model = planned.make_model()
     inputs = torch.zeros(2, planned.batch.segment, dtype=torch.int64)
@@ -88,7 +95,7 @@ def test_what_a_kernel_is_expected_to_do_without_data(words):
 
 
 def test_the_backward_of_the_plain_path_is_twice_the_forward():
-    planned = plan(*TINY, "runtime.path=plain")
+    planned = plan(*TINY, "runtime.backend=plain")
     model, tokens = planned.make_model(), torch.randint(256, (2, 16))
     forward = count_flops(lambda: model(tokens))
     step = count_flops(lambda: model(tokens).logits.square().sum().backward(), gradients=True)
@@ -114,52 +121,52 @@ GATES = 2 * D * H
 READS = 2 * (2 * D * 6 + 2 * 9 * 6 + 2 * 5 * D)  # two heads: query, half-keys, values
 
 
-def attention(columns: tuple[int, ...], path: str) -> float:
+def attention(max_keys: tuple[int, ...], backend: str) -> float:
     """FLOPs per byte of scores and weighted values in warm state."""
-    if path == "plain":  # every query of the segment meets all keys that one of them sees, in every head alike
-        return H * 4 * K * (T + max(columns) - 1)
-    if path == "kernel":
-        return sum(kernel_products.forward(kernel_products.met(T, S - 1, n), K) for n in columns) / T
+    if backend == "plain":  # every query of the segment meets all keys that one of them sees, in every head alike
+        return H * 4 * K * (T + max(max_keys) - 1)
+    if backend == "kernel":
+        return sum(kernel_products.forward(kernel_products.met(T, S - 1, n), K) for n in max_keys) / T
     rows = {64: 64, 128: 128, 192: 128, S: 128}  # of a block, by its columns
-    return sum(4 * K * rectangles(T, n, rows[n]) / T for n in columns)
+    return sum(4 * K * rectangles(T, n, rows[n]) / T for n in max_keys)
 
 
-def persistent(path: str) -> float:
-    if path == "kernel":
+def persistent(backend: str) -> float:
+    if backend == "kernel":
         return H * kernel_products.forward(kernel_products.always(T, VECTORS), K) / T
     return H * 4 * K * VECTORS
 
 
 CLOSED_FORMS = {
-    "mhsa": lambda path: LAYERS * (PROJECTIONS + attention(WHOLE, path) + FEED_FORWARD),
-    "adaptive_span": lambda path: LAYERS * (PROJECTIONS + attention(SPANS[path], path) + FEED_FORWARD),
-    "replayed_spans": lambda path: LAYERS * (PROJECTIONS + attention(WHOLE, path) + FEED_FORWARD),
-    "dynamic_span": lambda path: LAYERS * (PROJECTIONS + GATES + attention(WHOLE, path) + FEED_FORWARD),
-    "all_attention": lambda path: LAYERS * (PROJECTIONS + attention(SPANS[path], path) + persistent(path)),
-    "all_attention_fixed": lambda path: LAYERS * (PROJECTIONS + attention(WHOLE, path) + persistent(path)),
-    "product_key_memory": lambda path: (
-        LAYERS * (PROJECTIONS + attention(WHOLE, path)) + (LAYERS - 1) * FEED_FORWARD + READS
+    "mhsa": lambda backend: LAYERS * (PROJECTIONS + attention(WHOLE, backend) + FEED_FORWARD),
+    "adaptive_span": lambda backend: LAYERS * (PROJECTIONS + attention(SPANS[backend], backend) + FEED_FORWARD),
+    "replayed_spans": lambda backend: LAYERS * (PROJECTIONS + attention(WHOLE, backend) + FEED_FORWARD),
+    "dynamic_span": lambda backend: LAYERS * (PROJECTIONS + GATES + attention(WHOLE, backend) + FEED_FORWARD),
+    "all_attention": lambda backend: LAYERS * (PROJECTIONS + attention(SPANS[backend], backend) + persistent(backend)),
+    "all_attention_fixed": lambda backend: LAYERS * (PROJECTIONS + attention(WHOLE, backend) + persistent(backend)),
+    "product_key_memory": lambda backend: (
+        LAYERS * (PROJECTIONS + attention(WHOLE, backend)) + (LAYERS - 1) * FEED_FORWARD + READS
     ),
-    "adaptive_span_memory": lambda path: (
-        LAYERS * (PROJECTIONS + attention(SPANS[path], path)) + (LAYERS - 1) * FEED_FORWARD + READS
+    "adaptive_span_memory": lambda backend: (
+        LAYERS * (PROJECTIONS + attention(SPANS[backend], backend)) + (LAYERS - 1) * FEED_FORWARD + READS
     ),
 }
 
 
-@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
-@pytest.mark.parametrize("variant", sorted(path.stem for path in (CONF / "variant").glob("*.yaml")))
-def test_every_variant_against_its_closed_form(variant, path):
+@pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+@pytest.mark.parametrize("variant", sorted(backend.stem for backend in (CONF / "variant").glob("*.yaml")))
+def test_every_variant_against_its_closed_form(variant, backend):
     memory = MEMORY if variant.endswith("memory") else ()
-    model = plan(*SIZES, *memory, f"variant={variant}", f"runtime.path={path}").make_model()
+    model = plan(*SIZES, *memory, f"variant={variant}", f"runtime.backend={backend}").make_model()
     for name, parameter in model.named_parameters():
-        if name.endswith(".reach.fraction"):
+        if name.endswith(".span.fraction"):
             parameter.data = torch.tensor(SPREAD)
     model.project_()
-    if variant == "dynamic_span" and path != "plain":
-        with pytest.raises(ValueError, match=f"runtime.path={path}"):
+    if variant == "dynamic_span" and backend != "plain":
+        with pytest.raises(ValueError, match=f"runtime.backend={backend}"):
             forward_flops_per_byte(model, segment=T)
         return
     flops = forward_flops_per_byte(model, segment=T, most_bytes=1000)
     assert flops.warm
-    assert flops.per_byte == pytest.approx(2 * D * V + CLOSED_FORMS[variant](path), rel=1e-9)
+    assert flops.per_byte == pytest.approx(2 * D * V + CLOSED_FORMS[variant](backend), rel=1e-9)
     assert model.ideal_flops() <= flops.per_byte

@@ -22,7 +22,7 @@ def forward(runtime: Runtime, model: torch.nn.Module):
 def test_a_compiled_variant_has_the_gradients_of_the_uncompiled_one(variant, cache, monkeypatch):
     monkeypatch.setattr(Runtime, "forward", forward)
     memory = MEMORY if "memory" in variant else ()
-    words = (f"variant={variant}", *memory, *PATHS[cache], *CARRY, "optim=adamw", "runtime.path=plain")
+    words = (f"variant={variant}", *memory, *PATHS[cache], *CARRY, "optim=adamw", "runtime.backend=plain")
     found = {}
     for compiled in (False, True):
         torch.compiler.reset()

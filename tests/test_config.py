@@ -71,7 +71,7 @@ def test_every_command_composes_and_those_that_train_take_a_step(corpus):
 def test_every_file_composes_builds_and_takes_a_step(file, corpus):
     tiny = [*TINY, "start.run=somewhere"] if file.endswith("_finetune") else TINY
     if file in ON_GPU:
-        tiny = [*tiny, "runtime.compile=false", "runtime.path=auto"]
+        tiny = [*tiny, "runtime.compile=false", "runtime.backend=auto"]
     if "product_key_memory_12" in file:
         tiny = [*tiny, "variant.memory.half_keys=8", "variant.memory.top_k=4"]
     row = one_step(plan(*chosen(file), *tiny), corpus)
@@ -138,8 +138,8 @@ def test_layers_have_their_own_lists():
 
 def test_a_model_may_have_as_many_parts_as_layers():
     made = plan("variant=adaptive_span", *TINY).make_model()
-    reaches = [module.reach for _, module in made.sublayers() if isinstance(module, Attention)]
-    assert len({id(reach) for reach in reaches}) == len(reaches) == 2
+    reaches = [module.span for _, module in made.sublayers() if isinstance(module, Attention)]
+    assert len({id(spans) for spans in reaches}) == len(reaches) == 2
 
 
 def test_numbers_are_read_as_the_types_that_they_mean():
@@ -175,7 +175,7 @@ BAD = [
     ("+optim.schedule.warmup=3", "optim.schedule.warmup=3", "warmup_steps"),
     ("+optim.default.betta=3", "optim.default.betta=3", "AdamW", "betas"),
     ("+optim.default.lr=3", "optim.default.lr=3", "betas"),
-    ("+variant.attention.ramp=3", "variant.attention.ramp=3", "Attention", "reach"),
+    ("+variant.attention.ramp=3", "variant.attention.ramp=3", "Attention", "span"),
     ("+position.bas=3", "position.bas=3", "Rotary", "base"),
     ("~position", "position: must be given"),
     ("~model.heads", "model.heads: must be given"),
@@ -208,7 +208,7 @@ BAD = [
     ("budget.bytes=1000 budget.steps=3", "budget.bytes=1000", "budget.steps=3", "at most one"),
     ("model.heads=3", "model.heads=3", "model.d_model=32", "divide"),
     ("model.d_model=6 position=rotary", "even", "not 3"),
-    ("batch.accumulate=3", "batch.accumulate=3", "batch.lanes=2"),
+    ("batch.accumulate=3", "batch.accumulate=3", "batch.streams=2"),
     ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
     # layers of a variant
     ("variant.layers=attention", "variant.layers=attention", "list", "feed_forward"),
@@ -231,8 +231,8 @@ BAD = [
     ("+variant.groups.x={match:'*',rate:1}", "variant.groups.x.rate", "lr_scale"),
     ("+variant.groups.x={match:'*',optimizer:adam}", "variant.groups.x.optimizer=adam", "_target_"),
     # parts of a sublayer
-    ("variant.attention.reach=3", "variant.attention.reach=3", "part", "null"),
-    ("variant.attention.reach={ramp:3}", "variant.attention.reach={'ramp': 3}", "part"),
+    ("variant.attention.span=3", "variant.attention.span=3", "part", "null"),
+    ("variant.attention.span={ramp:3}", "variant.attention.span={'ramp': 3}", "part"),
     ("variant=adaptive_span variant.attention=null", "variant.attention=None", "sublayers"),
     ("variant=all_attention variant.attention.persistent.number=0", "persistent.number=0", "at least 1"),
 ]

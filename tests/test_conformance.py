@@ -28,17 +28,17 @@ from tests.toys import (
     model_of,
 )
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
-from variants.all_attention import HeadVectors
+from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.conformance import CHECKS, Finding, check, learns
-from variants.contract import Out, Place
+from variants.contract import LayerContext, SublayerOutput
 from variants.feed_forward import FeedForward
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
 
 feed_forward = partial(FeedForward, hidden=None, activation="relu", bias=True, zero_init=False)
 adaptive = partial(AdaptiveSpan, ramp=3, initial=0.4)
 dynamic = partial(DynamicSpan, ramp=3, bias=0.0)
-vectors = partial(HeadVectors, number=5)
+vectors = partial(PersistentKV, number=5)
 
 
 def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8) -> list[Finding]:
@@ -48,10 +48,10 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8) -> list[Findin
     return findings
 
 
-# Every pair of position, cache and attend_self; reach, persistent vectors, dropout and path take turns.
+# Every pair of position, cache and attend_self; spans, persistent vectors, dropout and path take turns.
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    "scheme, cache, attend_self, reach, persistent, dropout, path",
+    "scheme, cache, attend_self, spans, persistent, dropout, backend",
     [
         (NoPosition, "kv", True, None, None, 0.0, "auto"),
         (NoPosition, "hidden", False, adaptive, None, 0.1, "auto"),
@@ -67,9 +67,9 @@ def assert_keeps(make: Callable[[], nn.Module], *, span: int = 8) -> list[Findin
         (Sinusoidal, "hidden", True, adaptive, None, 0.0, "plain"),
     ],
 )
-def test_attention(scheme, cache, attend_self, reach, persistent, dropout, path):
-    attention = partial(Attention, reach=reach, persistent=persistent)
-    common = {"cache": cache, "attend_self": attend_self, "dropout": dropout, "path": path}
+def test_attention(scheme, cache, attend_self, spans, persistent, dropout, backend):
+    attention = partial(Attention, span=spans, persistent=persistent)
+    common = {"cache": cache, "attend_self": attend_self, "dropout": dropout, "backend": backend}
     assert_keeps(model_of(attention, scheme=scheme, **common))
 
 
@@ -80,14 +80,14 @@ def test_window_of_one(attend_self):
 
     With vectors beside it: the weight of a single key is 1 and moves nothing.
     """
-    attention = partial(Attention, reach=partial(AdaptiveSpan, ramp=32), persistent=partial(HeadVectors, number=3))
+    attention = partial(Attention, span=partial(AdaptiveSpan, ramp=32), persistent=partial(PersistentKV, number=3))
     assert_keeps(model_of(attention, scheme=Rotary, span=1, layers=1, attend_self=attend_self), span=1)
 
 
 @pytest.mark.numeric
 def test_trimmed_spans():
     """Heads of different widths, and a past that is shorter than the span: columns come in steps of 64."""
-    attention = partial(Attention, reach=partial(AdaptiveSpan, ramp=4, initial=0.45))
+    attention = partial(Attention, span=partial(AdaptiveSpan, ramp=4, initial=0.45))
     make = model_of(attention, scheme=Rotary, layers=1, span=140)
     torch.manual_seed(4)
     assert_keeps(make, span=140)
@@ -158,14 +158,14 @@ def test_a_finding_names_mode_place_and_size():
 
 def test_an_exception_is_a_finding():
     class Raises(Gate):
-        def forward(self, x, state=None, start=None, *, look=False):
+        def forward(self, x, state=None, start=None, *, collect_stats=False):
             if x.shape[1] == 1:
                 raise IndexError("too short")
             return super().forward(x)
 
     class Narrow(Gate):
-        def forward(self, x, state=None, start=None, *, look=False):
-            return Out(super().forward(x).y[..., :1])
+        def forward(self, x, state=None, start=None, *, collect_stats=False):
+            return SublayerOutput(super().forward(x).y[..., :1])
 
     def unbuildable() -> nn.Module:
         raise ValueError("model.heads=3 must divide model.d_model=16")
@@ -180,12 +180,12 @@ def test_an_exception_is_a_finding():
 
 def test_a_model_that_does_not_learn_is_caught():
     class Deaf(LanguageModel):
-        def forward(self, tokens, state=None, *, look=False):
-            return super().forward(torch.zeros_like(tokens), state, look=look)
+        def forward(self, tokens, state=None, *, collect_stats=False):
+            return super().forward(torch.zeros_like(tokens), state, collect_stats=collect_stats)
 
     def make() -> LanguageModel:
-        place = partial(Place, d_model=16, n_layers=1, heads=2, span=5, scheme=NoPosition)
-        return Deaf([{"gate": Gate}], lambda i: place(layer=i), vocabulary=31)
+        context = partial(LayerContext, d_model=16, n_layers=1, heads=2, span=5, scheme=NoPosition)
+        return Deaf([{"gate": Gate}], lambda i: context(layer=i), vocabulary=31)
 
     finding = learns(make, vocabulary=31, steps=60)
     assert not finding.passed and finding.detail.endswith("after 60 steps")

@@ -14,7 +14,7 @@ QUICK = ("rounds=1", "seconds=0.01")
 TOY = """import time
 import torch
 from torch import nn
-from variants.contract import Out, Sublayer
+from variants.contract import Sublayer, SublayerOutput
 
 KEPT = []
 
@@ -25,12 +25,12 @@ class Toy(Sublayer):
         self.sleep_s, self.kept_bytes = sleep_s, kept_bytes
         self.inner = nn.Linear(place.d_model, place.d_model)
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         if x.shape[1] == 64:  # not where the contract is checked
             time.sleep(self.sleep_s)
             if self.training:
                 KEPT.append(torch.ones(self.kept_bytes, dtype=torch.uint8))
-        return Out(self.inner(x))
+        return SublayerOutput(self.inner(x))
 """
 
 
@@ -54,13 +54,13 @@ def side_by_side(tmp_path_factory) -> list[dict]:
 
 
 def test_every_cell_has_a_row_that_can_stand_alone(side_by_side):
-    cells = [(row["length"], row["variant"], row["path"]) for row in side_by_side]
+    cells = [(row["length"], row["variant"], row["backend"]) for row in side_by_side]
     assert cells == [(n, v, p) for n in (64, 256) for v in ("mhsa", "adaptive_span") for p in ("plain", "kernel")]
     for row in side_by_side:
         assert refusal(row) is None
         assert row["status"] == "measured" and row["interleaved"]
         assert row["span"] == row["segment"] == row["length"] == row["config"]["model"]["span"]
-        assert row["config"]["runtime"]["path"] in ("plain", "auto")
+        assert row["config"]["runtime"]["backend"] in ("plain", "auto")
         assert row["utilisation"] is None  # of a CPU no peak is known
 
 
@@ -72,14 +72,16 @@ def test_costs_are_there_and_in_order(side_by_side):
         assert row["bytes_moved"]["step"] > 0 and row["bytes_moved"]["optimizer"] > 0
         assert "_softmax" in flops["unknown"] or "exp" in flops["unknown"] or "mul" in flops["unknown"]
         assert memory["gradient_bytes"] == memory["parameter_bytes"] == 4 * row["parameters"]["total"]
-        if row["length"] == 256 and row["path"] == "plain":  # elsewhere a toy's peak is within the noise of a process
+        if (
+            row["length"] == 256 and row["backend"] == "plain"
+        ):  # elsewhere a toy's peak is within the noise of a process
             assert memory["train_peak_bytes"] > memory["inference_peak_bytes"] > 2 * 256**2 * 4
         for kind in ("train_ms", "evaluate_ms", "generate_ms"):
             assert 0 < row["time"][kind]["p20"] <= row["time"][kind]["p50"] <= row["time"][kind]["p80"]
 
 
 def test_the_state_is_as_long_as_the_window_and_the_square_is_in_the_plain_rows(side_by_side):
-    mhsa = {(row["length"], row["path"]): row for row in side_by_side if row["variant"] == "mhsa"}
+    mhsa = {(row["length"], row["backend"]): row for row in side_by_side if row["variant"] == "mhsa"}
     for length in (64, 256):
         # keys and values of S - 1 bytes in 2 layers of width 32, and the stream's position
         assert mhsa[length, "plain"]["memory"]["state_bytes"] == 2 * 2 * (length - 1) * 32 * 4 + 8
@@ -88,15 +90,15 @@ def test_the_state_is_as_long_as_the_window_and_the_square_is_in_the_plain_rows(
 
 
 def test_a_warm_stream_keeps_its_segment(here):
-    (cold,) = rows_of(cost("lengths=[128]", "paths=[plain]"))
-    (warm,) = rows_of(cost("lengths=[128]", "paths=[plain]", "mode=stream", "batch.segment=32", "lanes=2"))
-    assert (warm["segment"], warm["span"], warm["lanes"], warm["mode"]) == (32, 128, 2, "stream")
-    attention = {row["mode"]: row["flops"]["step"] / row["segment"] / row["lanes"] for row in (cold, warm)}
+    (cold,) = rows_of(cost("lengths=[128]", "backends=[plain]"))
+    (warm,) = rows_of(cost("lengths=[128]", "backends=[plain]", "mode=stream", "batch.segment=32", "streams=2"))
+    assert (warm["segment"], warm["span"], warm["streams"], warm["mode"]) == (32, 128, 2, "stream")
+    attention = {row["mode"]: row["flops"]["step"] / row["segment"] / row["streams"] for row in (cold, warm)}
     assert attention["stream"] > attention["cold"]  # 159 keys for each segment against 128
 
 
 def test_out_of_memory_is_a_row(here):
-    rows = rows_of(cost("lengths=[32,2048]", "paths=[plain]", "memory_limit_gib=0.15"))
+    rows = rows_of(cost("lengths=[32,2048]", "backends=[plain]", "memory_limit_gib=0.15"))
     assert [row["status"] for row in rows] == ["measured", "out of memory"]
     assert "allocate" in rows[1]["reason"]
     assert rows[1]["time"]["train_ms"] is None and refusal(rows[1]) is None
@@ -112,7 +114,7 @@ def write_toy(*, sleep_s: float = 0.0, kept_bytes: int = 0) -> tuple[str, ...]:
     for name, text in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
-    return ("-cd", "my_conf", "trust=[my_toy]", "variant=toy", "lengths=[64]", "paths=[plain]")
+    return ("-cd", "my_conf", "trust=[my_toy]", "variant=toy", "lengths=[64]", "backends=[plain]")
 
 
 def test_a_slow_variant_is_caught_by_its_own_row(here):
@@ -137,7 +139,7 @@ def test_a_checkpoint_is_measured_at_its_learned_spans(here):
     assert train("variant=adaptive_span", "model.span=64", "data=recall", "data.bytes=60000").code == 0
     (folder,) = run_folders(Path("outputs"))
     summary = json.loads((folder / "summary.json").read_text())
-    rows = rows_of(call("bench/cost.py", *QUICK, f"checkpoint={folder}", "lengths=[64,128]", "paths=[auto]"))
+    rows = rows_of(call("bench/cost.py", *QUICK, f"checkpoint={folder}", "lengths=[64,128]", "backends=[auto]"))
     assert [row["span"] for row in rows] == [64, 128]
     assert all(row["spans"] == pytest.approx(summary["spans"]) for row in rows)
     assert all(row["config"]["model"] == rows[0]["config"]["model"] for row in rows)
@@ -151,7 +153,7 @@ def test_a_checkpoint_is_measured_at_its_learned_spans(here):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("paths=[nope]",), ("paths=['nope']", "auto, plain, fused, kernel")),
+        (("backends=[nope]",), ("backends=['nope']", "auto, plain, fused, kernel")),
         (("lengths=[0]",), ("lengths=[0]", "above 0")),
         (("lengths=[]",), ("lengths=[]",)),
         (("mode=warm",), ("mode=warm", "cold, stream")),

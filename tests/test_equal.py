@@ -116,9 +116,9 @@ def test_each_swept_key_is_a_column_and_keys_that_move_together_are_one(tmp_path
 def test_classes_are_named_and_what_a_variant_is_made_of_is_not_swept(tmp_path):
     rotary, alibi = ({"_target_": f"variants.position.{name}"} for name in ("Rotary", "Alibi"))
     configs = [
-        {"variant": {"name": "mhsa", "attention": {"reach": None}}, "position": rotary | {"base": 1e4}},
-        {"variant": {"name": "mhsa", "attention": {"reach": None}}, "position": rotary | {"base": 2e4}},
-        {"variant": {"name": "adaptive_span", "attention": {"reach": {"ramp": 32}}}, "position": alibi},
+        {"variant": {"name": "mhsa", "attention": {"span": None}}, "position": rotary | {"base": 1e4}},
+        {"variant": {"name": "mhsa", "attention": {"span": None}}, "position": rotary | {"base": 2e4}},
+        {"variant": {"name": "adaptive_span", "attention": {"span": {"ramp": 32}}}, "position": alibi},
     ]
     for seed, config in enumerate(configs):
         write_run(tmp_path, variant=config["variant"]["name"], seed=seed, config=config)
@@ -129,11 +129,11 @@ def test_classes_are_named_and_what_a_variant_is_made_of_is_not_swept(tmp_path):
 
 def test_a_key_inside_a_variant_is_a_column_where_it_was_swept(tmp_path):
     for seed, ramp in enumerate((16, 32)):
-        config = {"variant": {"name": "adaptive_span", "attention": {"reach": {"ramp": ramp}}}}
+        config = {"variant": {"name": "adaptive_span", "attention": {"span": {"ramp": ramp}}}}
         write_run(tmp_path, variant="adaptive_span", seed=seed, config=config)
-    write_run(tmp_path, config={"variant": {"name": "mhsa", "attention": {"reach": None}}})
+    write_run(tmp_path, config={"variant": {"name": "mhsa", "attention": {"span": None}}})
     names, rows, _ = swept(tmp_path)
-    assert names == ["variant.attention.reach.ramp"] and sorted(map(tuple, rows)) == [("",), ("16",), ("32",)]
+    assert names == ["variant.attention.span.ramp"] and sorted(map(tuple, rows)) == [("",), ("16",), ("32",)]
 
 
 def test_many_swept_keys_are_numbered_rows(tmp_path):

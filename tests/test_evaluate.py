@@ -17,13 +17,13 @@ from tests.runs import MEMORY, make_job, restored, stop, whole_run  # noqa: F401
 
 ROOT = CONF.parent
 CPU = ("runtime.device=cpu", "runtime.threads=1")
-SPANS = ("variant=adaptive_span", "variant.attention.reach.ramp=4", "variant.attention.reach.initial=0.5")
-SPANS += ("variant.attention.reach.loss_weight=0", "model.head_zero_init=false", "budget.steps=6")
+SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.5")
+SPANS += ("variant.attention.span.loss_weight=0", "model.head_zero_init=false", "budget.steps=6")
 MIXED = (
     "variant=adaptive_span_memory",
     *MEMORY,
-    "variant.attention.reach.initial=0.5",
-    "variant.attention.reach.ramp=4",
+    "variant.attention.span.initial=0.5",
+    "variant.attention.span.ramp=4",
 )
 
 
@@ -68,10 +68,10 @@ def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
     run, _ = trained
     before = len((run / EVALUATIONS).read_text().splitlines()) if (run / EVALUATIONS).exists() else 0
     whole = evaluated(run, "split=test")
-    other = evaluated(run, "split=test", "eval.lanes=1", "eval.segment=7")
+    other = evaluated(run, "split=test", "eval.streams=1", "eval.segment=7")
     assert len((run / EVALUATIONS).read_text().splitlines()) == before + 2
-    protocol = {"lanes": 3, "segment": 64, "span": 16, "bytes": None, "vocabulary": 256, "drop_newlines": False}
-    assert whole["protocol"] == protocol and other["protocol"] == protocol | {"lanes": 1, "segment": 7}
+    protocol = {"streams": 3, "segment": 64, "span": 16, "bytes": None, "vocabulary": 256, "drop_newlines": False}
+    assert whole["protocol"] == protocol and other["protocol"] == protocol | {"streams": 1, "segment": 7}
     assert whole["bytes"] == other["bytes"] == 999 and whole["split"] == "test"
     assert "*" not in capsys.readouterr().out  # nothing was capped
     assert whole["bits_per_byte"] != other["bits_per_byte"]
@@ -102,10 +102,10 @@ def test_spans_that_grew_are_scored_over_all_of_their_keys(tmp_path):
     )
     path = job.folder.path / checkpoint.FOLDER / checkpoint.BEST
     best = checkpoint.load(path)
-    best["model"]["layers.0.attention.sublayer.reach.fraction"].fill_(0.7)
+    best["model"]["layers.0.attention.sublayer.span.fraction"].fill_(0.7)
     checkpoint.save_best(job.folder.path, best)
-    job.run.take_weights(best["model"])
-    expected = job.run.score("valid", limit=None).bits_per_byte
+    job.training.take_weights(best["model"])
+    expected = job.training.score("valid", limit=None).bits_per_byte
     assert evaluated(job.folder.path)["bits_per_byte"] == expected
 
 
@@ -128,12 +128,12 @@ def test_mixtures_and_an_unfinished_run(tmp_path):
     ("overrides", "words"),
     [
         (("split=trian",), "split=trian: allowed are train, valid, test"),
-        (("eval.lanes=0",), "eval.lanes=0"),
-        (("eval.lanes=many",), "eval.lanes=many: must be int or null"),
+        (("eval.streams=0",), "eval.streams=0"),
+        (("eval.streams=many",), "eval.streams=many: must be int or null"),
         (("eval.segment=0",), "eval.segment=0"),
         (("eval.span=0",), "eval.span=0: allowed are 1 to inf"),
         (("eval.bytes=-5",), "eval.bytes=-5: must be at least 2"),
-        (("eval.lanes=5000",), "eval.lanes=5000: allowed is 1 to 999"),
+        (("eval.streams=5000",), "eval.streams=5000: allowed is 1 to 999"),
     ],
 )
 def test_bad_input_appends_nothing(trained, overrides, words):

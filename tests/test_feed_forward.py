@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.feed_forward import feed_forward as reference
-from variants.contract import Place
+from variants.contract import LayerContext
 from variants.feed_forward import ACTIVATIONS, FeedForward
 
 pytestmark = pytest.mark.numeric
@@ -16,10 +16,12 @@ DOUBLE = torch.float64
 
 
 def build(**changes) -> FeedForward:
-    place = Place(d_model=6, layer=0, n_layers=1, heads=2, span=4, dropout=changes.pop("dropout", 0.0), scheme=None)
+    context = LayerContext(
+        d_model=6, layer=0, n_layers=1, heads=2, span=4, dropout=changes.pop("dropout", 0.0), scheme=None
+    )
     keywords = {"hidden": 5, "activation": "relu", "bias": True, "zero_init": False} | changes
     torch.manual_seed(0)
-    return FeedForward(place, **keywords).to(DOUBLE)
+    return FeedForward(context, **keywords).to(DOUBLE)
 
 
 def random_x() -> Tensor:

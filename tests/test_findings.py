@@ -9,33 +9,33 @@ from tests import toys
 from tests.toys import PATHS, Gate, LeaksInEvaluation, Sums, findings_of, model_of
 from variants.attention import Attention
 from variants.conformance import agree
-from variants.contract import Out
+from variants.contract import SublayerOutput
 
 PLACE = r"layers\.0\.part0 moved by [\d.e+-]+ at byte \d+ of stream \d"
 
 
 class MixesInTraining(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x + 1e-4 * x.mean(dim=0) if self.training else x)
 
 
 class NanInBfloat16(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         y = super().forward(x).y
         if y.dtype == torch.bfloat16 and self.training:
             y = torch.cat([y[:, :2], y[:, 2:] / 0], dim=1)
-        return Out(y)
+        return SublayerOutput(y)
 
 
 class NanAlone(Gate):
     """Divides by what a single byte does not have."""
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(super().forward(x).y / min(1, x.shape[1] - 1))
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(super().forward(x).y / min(1, x.shape[1] - 1))
 
 
 class Frees(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         if self.training and x.shape[1] > 8:
             raise RuntimeError("out of room")
         return super().forward(x)
@@ -95,7 +95,7 @@ def test_a_leak_in_one_mode_is_no_leak_in_the_other():
 class OffInValue(Sums):
     factor = 1 + 1e-7
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         out = super().forward(x, state)
         return out._replace(y=out.y * self.factor)
 
@@ -103,7 +103,7 @@ class OffInValue(Sums):
 class OffInGradient(Sums):
     """The same value, three quarters of the gradient."""
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         out = super().forward(x, state)
         return out._replace(y=0.75 * out.y + 0.25 * out.y.detach())
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench import fit
-from bench.fake import CAUSES, predict
-from bench.ledger import Ledger
+from bench.fake_step import CAUSES, predict
+from bench.memory_tracker import Ledger
 from harness.count.flops import count_flops
 from harness.count.memory import optimizer_bytes, parameter_bytes
 from tests.bench_rows import fit_row
@@ -28,20 +28,20 @@ from harness.count.memory import PeakMemory
 from harness.loop.step import Trainer
 from tests.composing import plan
 
-def steps(made, number, *, lanes, state=None):
+def steps(made, number, *, streams, state=None):
     model, batch = made.make_model(), made.batch
     trainer = Trainer(model, made.make_optimizers(model), runtime.start(made.runtime))
     for _ in range(number):
         yield trainer
-        inputs, targets = (torch.randint(256, (lanes, batch.segment)) for _ in range(2))
+        inputs, targets = (torch.randint(256, (streams, batch.segment)) for _ in range(2))
         state = trainer.step(inputs, targets, state, fraction=0.5)[1]
         state = state if batch.carry else None
 
 def measure(case):
     made = plans[case]
-    list(steps(made, 1, lanes=1))  # loads what libraries need
+    list(steps(made, 1, streams=1))  # loads what libraries need
     meter = PeakMemory(torch.device("cpu"))
-    for number, trainer in enumerate(steps(made, 2, lanes=made.batch.lanes)):
+    for number, trainer in enumerate(steps(made, 2, streams=made.batch.streams)):
         if number == 1:
             meter.reset()
     return meter.read().bytes
@@ -52,15 +52,15 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  #
 """
 VARIANTS = ("mhsa", "adaptive_span", "all_attention", "product_key_memory")
 SEGMENTS = {"plain": 256, "fused": 512, "kernel": 512}
-LANES = {"plain": (10, 8, 5, 10), "fused": (11, 11, 12, 11), "kernel": (12, 12, 17, 11)}
+STREAMS = {"plain": (10, 8, 5, 10), "fused": (11, 11, 12, 11), "kernel": (12, 12, 17, 11)}
 """By variant: a step takes little more than the 100 MiB beside which an allocator's own blocks are small."""
 CASES = {
-    f"{variant}, {path}": (
-        *(*ON_CPU, f"variant={variant}", f"runtime.path={path}"),
-        *("model.layers=2", f"batch.segment={segment}", f"batch.lanes={lanes}"),
+    f"{variant}, {backend}": (
+        *(*ON_CPU, f"variant={variant}", f"runtime.backend={backend}"),
+        *("model.layers=2", f"batch.segment={segment}", f"batch.streams={streams}"),
     )
-    for path, segment in SEGMENTS.items()
-    for variant, lanes in zip(VARIANTS, LANES[path], strict=True)
+    for backend, segment in SEGMENTS.items()
+    for variant, streams in zip(VARIANTS, STREAMS[backend], strict=True)
 }
 CASES["mhsa, carried"] = (*CASES["mhsa, kernel"], "batch.carry=true")
 
@@ -141,9 +141,9 @@ def test_split_has_the_closed_forms():
 
 
 def test_flops_are_three_forwards_and_the_updates():
-    own = plan(*ON_CPU, *TINY, "runtime.path=plain", "optim=adamw")
+    own = plan(*ON_CPU, *TINY, "runtime.backend=plain", "optim=adamw")
     model, b = own.make_model(), own.batch
-    tokens = torch.zeros(b.lanes, b.segment, dtype=torch.int64)
+    tokens = torch.zeros(b.streams, b.segment, dtype=torch.int64)
     forward = count_flops(lambda: model(tokens)).total
     step = sum(work.flops * calls for work, calls in predict(own).work.items())
     assert step == pytest.approx(3 * forward, rel=0.03)
@@ -159,21 +159,21 @@ def test_roofline_takes_the_longer_of_arithmetic_and_traffic():
     assert max(flops, moved) / 1e9 < both < (flops + moved) / 1e9
 
 
-def test_spans_grow_the_peak_and_lanes_scale_it():
-    own = plan(*ON_CPU, *TINY, "runtime.path=plain", "batch.carry=true")
-    one, two, three = (predict(own, lanes=lanes).peak_bytes for lanes in (10, 20, 30))
+def test_spans_grow_the_peak_and_streams_scale_it():
+    own = plan(*ON_CPU, *TINY, "runtime.backend=plain", "batch.carry=true")
+    one, two, three = (predict(own, streams=streams).peak_bytes for streams in (10, 20, 30))
     assert three - two == pytest.approx(two - one, rel=0.02)
     assert predict(own, span=64).peak_bytes > predict(own).peak_bytes
     assert predict(own, segment=32).segment == 32
-    with pytest.raises(ValueError, match="batch.lanes=0"):
-        predict(own, lanes=0)
+    with pytest.raises(ValueError, match="batch.streams=0"):
+        predict(own, streams=0)
 
 
 def test_on_a_gpu_dropout_keeps_a_byte_an_element():
-    own = plan(*TINY[:-2], "model.dropout=0.1", "batch.segment=64", "model.span=64", "batch.lanes=32")
+    own = plan(*TINY[:-2], "model.dropout=0.1", "batch.segment=64", "model.span=64", "batch.streams=32")
     cpu, cuda = (predict(own, kind=kind) for kind in ("cpu", "cuda"))
-    assert cuda.path == "plain" and cuda.split["library"] > 0
-    scores = 32 * 2 * 64 * 64  # lanes, heads, segment, keys
+    assert cuda.backend == "plain" and cuda.split["library"] > 0
+    scores = 32 * 2 * 64 * 64  # streams, heads, segment, keys
     masks = 2 * (4 - 1) * scores  # of two layers; a float on a CPU
     assert cpu.split["activations"] - cuda.split["activations"] > masks
 
@@ -215,19 +215,19 @@ def run_fit(*words: str):
 
 
 def test_the_command_prints_a_table_and_writes_a_row(here):
-    ended = run_fit("variant=adaptive_span", "device_memory=1GiB", "hardware=h100_sxm", "largest=[lanes]")
+    ended = run_fit("variant=adaptive_span", "device_memory=1GiB", "hardware=h100_sxm", "largest=[streams]")
     assert ended.code == 0, ended.err
     row = json.loads(next(here.rglob("rows.jsonl")).read_text(encoding="utf-8"))
     told = {line.partition("  ")[0]: line.partition("  ")[2].split() for line in ended.out.splitlines()}
     assert told["variant"][0] == "adaptive_span" and told["activations, MiB"] and told["predicted peak, MiB"]
     assert (told["device memory, MiB"][0], told["fits"][0]) == ("1,024", "yes")
-    assert told["most lanes"][0] == f"{row['largest']['lanes']:,}" and "H100" in told["roofline"]
+    assert told["most streams"][0] == f"{row['largest']['streams']:,}" and "H100" in told["roofline"]
     assert fit_row().keys() <= row.keys()
     assert fit_row()["roofline"].keys() == row["roofline"].keys()
-    assert row["kind"] == "fit" and row["device_kind"] == "cuda" and row["path"] == "plain"
-    largest = row["largest"]["lanes"]
+    assert row["kind"] == "fit" and row["device_kind"] == "cuda" and row["backend"] == "plain"
+    largest = row["largest"]["streams"]
     own = plan(*TINY[:-2], "variant=adaptive_span")
-    peaks = [predict(own, lanes=lanes, kind="cuda").peak_bytes for lanes in (largest, largest + 1)]
+    peaks = [predict(own, streams=streams, kind="cuda").peak_bytes for streams in (largest, largest + 1)]
     assert peaks[0] <= GIB < peaks[1]
 
 
@@ -242,8 +242,8 @@ def test_the_command_prints_a_table_and_writes_a_row(here):
         (("peak_tflops=-1",), "peak_tflops=-1"),
         (("hardware=null", "device_memory=1GB", "peak_tflops=3"), "bandwidth_gbs=null"),
         (("runtime.compile=true",), "runtime.compile=true"),
-        (("runtime.path=fused",), "runtime.path=fused"),
-        (("runtime.path=kernel",), "runtime.path=kernel"),
+        (("runtime.backend=fused",), "runtime.backend=fused"),
+        (("runtime.backend=kernel",), "runtime.backend=kernel"),
     ],
 )
 def test_a_mistake_is_one_message(here, words, message):

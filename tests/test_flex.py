@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.baselines.rivals import RIVALS, Memory, Sizes
-from bench.baselines.yardstick import WindowAttention, WindowYardstick, Yardstick
+from bench.baselines.packages import PACKAGES, Memory, Sizes
+from bench.baselines.reference_model import ReferenceModel, WindowAttention, WindowModel
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from variants.kernels.window import visible
@@ -16,9 +16,9 @@ SIZES = Sizes(vocabulary=256, d_model=32, layers=2, heads=2, context=24, persist
 
 @pytest.mark.numeric
 @torch.no_grad()  # torch has no backward pass of it on a CPU
-def test_a_window_as_wide_as_the_context_is_the_yardstick():
-    whole = RIVALS["flex-window"].arguments(SIZES) | {"window": 24}
-    flex, plain = WindowYardstick(**whole), Yardstick(**RIVALS["yardstick"].arguments(SIZES))
+def test_a_window_as_wide_as_the_context_is_the_reference_model():
+    whole = PACKAGES["flex-window"].arguments(SIZES) | {"window": 24}
+    flex, plain = WindowModel(**whole), ReferenceModel(**PACKAGES["reference_model"].arguments(SIZES))
     plain.load_state_dict(flex.state_dict())
     tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
     assert torch.allclose(flex(tokens), plain(tokens), atol=1e-4)
@@ -26,7 +26,7 @@ def test_a_window_as_wide_as_the_context_is_the_yardstick():
 
 @pytest.mark.numeric
 def test_a_query_sees_its_window_and_no_more():
-    model = RIVALS["flex-window"].build(SIZES, RIVALS["flex-window"].arguments(SIZES))
+    model = PACKAGES["flex-window"].build(SIZES, PACKAGES["flex-window"].arguments(SIZES))
     q, k, v = torch.randn(3, 2, 2, 24, 16, generator=torch.Generator().manual_seed(0))
     seen = visible(24, 24, 7, shift=0, device=q.device)
     found = WindowAttention(32, heads=2).attend(q, k, v, model.mask(24, q.device))

@@ -44,7 +44,7 @@ def test_the_hash_covers_what_can_change_a_number_and_nothing_else():
     same = ("outputs=there", "force=true", "reuse=config", "record.every_steps=7", "record.wandb.mode=disabled")
     same += ("checkpoint.every_steps=3", "checkpoint.keep=5")
     assert {hash_of(override) for override in same} == {hash_of()}
-    other = ("seed=1", "model.span=17", "optim.lr=0.1", "batch.lanes=3", "eval.lanes=2", "eval.bytes=300")
+    other = ("seed=1", "model.span=17", "optim.lr=0.1", "batch.streams=3", "eval.streams=2", "eval.bytes=300")
     other += (
         "runtime.precision=bfloat16",
         "runtime.threads=2",
@@ -59,12 +59,12 @@ def test_edited_source_never_returns_an_old_number(monkeypatch, capsys):
     job, _ = whole_run("budget.steps=3")
     monkeypatch.setattr("harness.source.digest", lambda trust: "e" * 64)
     edited = make_job("budget.steps=3")
-    assert edited.run is not None and edited.folder.path.name != job.folder.path.name
+    assert edited.training is not None and edited.folder.path.name != job.folder.path.name
     capsys.readouterr()
     run_job(edited)
     assert f"the source changed since outputs/{job.folder.path.name}: this is a new run" in capsys.readouterr().out
     accepted = make_job("budget.steps=3", "reuse=config")
-    assert accepted.run is None and accepted.earlier["source"] == "e" * 64
+    assert accepted.training is None and accepted.earlier["source"] == "e" * 64
     monkeypatch.setattr("harness.source.digest", lambda trust: "f" * 64)
     assert make_job("budget.steps=3", "reuse=config").earlier["source"] == "e" * 64  # the newest of any source
     with pytest.raises(ValueError, match="reuse=nothing: allowed are source, config"):
@@ -115,7 +115,7 @@ def test_the_same_path_with_other_data_is_refused(tmp_path):
     Path("some.bin").write_bytes(content[::-1])
     with pytest.raises(ValueError, match="data.sha256 was"):
         make_job(*given)
-    assert make_job(*given, "force=true").run is not None
+    assert make_job(*given, "force=true").training is not None
 
 
 def test_a_run_that_another_process_finished_meanwhile_is_returned(capsys):

@@ -18,11 +18,11 @@ ROOT = front_page.ROOT
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = PAGE.partition(BEGIN)[2].partition(END)[0]
 CLAIM = re.compile(r"(?<![\w.-])[01]\.\d+|\d\s*(?:times|×|x|%|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
-SIZES = {"d_model": 256, "heads": 8, "layers": 4, "span": 1024}, {"lanes": 8, "segment": 256, "carry": True}
+SIZES = {"d_model": 256, "heads": 8, "layers": 4, "span": 1024}, {"streams": 8, "segment": 256, "carry": True}
 CONFIG = {"variant": {"attention": {"persistent": None}}, "model": SIZES[0], "batch": SIZES[1]}
 SIDE = {"name": "x-transformers", "package": "x-transformers", "version": "9.9", "optimizer": "fused AdamW"}
 SIDE |= {"parameters": 1234567, "training_flops_per_byte": 2.5e6}
-ROW = {"ratio_of": "speeds", "second": None, "spans": None, "interrupted": False, "yardstick_in_judge": None}
+ROW = {"ratio_of": "speeds", "second": None, "spans": None, "interrupted": False, "reference_in_check": None}
 ROW = speed_row(config=CONFIG, peak_reached=True, **ROW)
 
 
@@ -56,7 +56,7 @@ def test_no_speed_is_claimed_elsewhere_in_the_readme():
 
 
 def test_no_case_is_missing_among_the_rows():
-    cases = [(case.name, position) for heat, cases in lineup("targets") for case, position, _ in cases]
+    cases = [(case.name, position) for comparison, cases in lineup("targets") for case, position, _ in cases]
     for path, rows in front_page.tables(ROOT).items():
         if rows[0]["device_kind"] == "cpu":
             asked = {
@@ -79,19 +79,28 @@ def test_a_verdict_is_read_off_the_numbers(tmp_path):
 
 
 def test_what_is_not_known_or_void_or_failed_is_no_number(tmp_path):
-    slow = ROW | {"void": "the yardstick is slow", "ratio": 0.987}
+    slow = ROW | {"void": "the reference model is slow", "ratio": 0.987}
     page = page_of(tmp_path, ROW, slow, ROW | {"ratio": None, "reason": "x: a | b"})
-    assert page.count("| - | - | - |") == 3 and "| the yardstick is slow |" in page and "0.987" not in page
+    assert page.count("| - | - | - |") == 3 and "| the reference model is slow |" in page and "0.987" not in page
     assert r"| x: a \| b |" in page
 
 
 def test_both_sides_are_shown_and_how_strong_the_judge_is(tmp_path):
-    judge = {"relative_to": "x-transformers", "yardstick_in_judge": 1.25, "ratio": 1.1, "ratio_range": [1.0, 1.2]}
-    page = page_of(tmp_path, ROW | judge | {"entrant": SIDE | {"optimizer": "Adam", "parameters": 9}, "opponent": SIDE})
-    assert "`x-transformers` 9.9, itself 0.800 of the yardstick: ours is 0.880 of the yardstick" in page
+    sanity_check = {
+        "relative_to": "x-transformers",
+        "reference_in_check": 1.25,
+        "ratio": 1.1,
+        "ratio_range": [1.0, 1.2],
+    }
+    page = page_of(
+        tmp_path, ROW | sanity_check | {"entry": SIDE | {"optimizer": "Adam", "parameters": 9}, "opponent": SIDE}
+    )
+    assert "`x-transformers` 9.9, itself 0.800 of the reference model: ours is 0.880 of the reference model" in page
     assert "| 1.100, 1.000 to 1.200 (≥ 0.4 reached) |" in page
     assert "| 9 / 1,234,567 | 2.5 M | Adam / fused AdamW |" in page
-    assert "not measured beside the yardstick" in page_of(tmp_path, ROW | judge | {"yardstick_in_judge": None})
+    assert "not measured beside the reference model" in page_of(
+        tmp_path, ROW | sanity_check | {"reference_in_check": None}
+    )
 
 
 def test_every_machine_has_a_table_and_changes_that_were_not_committed_are_said(tmp_path):

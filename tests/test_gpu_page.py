@@ -19,7 +19,7 @@ from bench.agreement import AgreementSettings
 from bench.baselines.settings import PeerSettings
 from bench.check import OWN as CHECK_KEYS
 from bench.cost import CostSettings
-from bench.fake import build
+from bench.fake_step import build
 from bench.fit import OWN as FIT_KEYS
 from bench.planning import own_keys
 from harness.plan.build import Plan, plan_run
@@ -36,7 +36,7 @@ KEYS = {verb: tuple(kind.__dataclass_fields__) for verb, kind in SETTINGS.items(
 KEYS |= {"check": CHECK_KEYS, "fit": FIT_KEYS}
 VARIANTS = {path.stem for path in (CONF / "variant").glob("*.yaml")}
 NOT_COMPOSED = ("pip", "pytest", "bench.report")
-SMALL = (*TINY, "budget.seconds=null", "eval.lanes=2", "runtime.path=auto", "runtime.precision=float32")
+SMALL = (*TINY, "budget.seconds=null", "eval.streams=2", "runtime.backend=auto", "runtime.precision=float32")
 SMALL += ("runtime.compile=false",)
 SMALL_MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.d_query=8")
 LEARNED = [[float(100 * head) for head in range(8)]] * 12
@@ -102,7 +102,7 @@ def distinct(commands: list[list[str]]) -> list[list[str]]:
 def on_gpu(plan: Plan) -> None:
     """Every sublayer takes a path that a GPU has."""
     model = build(plan)
-    assert {s.path(torch.device("cuda"), training=True) for _, s in model.sublayers()} <= {"plain", "kernel"}
+    assert {s.backend(torch.device("cuda"), training=True) for _, s in model.sublayers()} <= {"plain", "kernel"}
 
 
 def test_every_training_is_possible_on_a_gpu(tmp_path):
@@ -111,7 +111,7 @@ def test_every_training_is_possible_on_a_gpu(tmp_path):
     for job in distinct(trainings(learned(tmp_path, LEARNED))):
         plan = plan_run(compose_config(*job), sweeping=True)
         assert plan.runtime.device == "cuda" and plan.model.dropout == 0, job
-        key = (plan.variant, plan.model, plan.runtime.path, json.dumps(plan.config["variant"]))
+        key = (plan.variant, plan.model, plan.runtime.backend, json.dumps(plan.config["variant"]))
         if key not in built:
             built.add(key)
             on_gpu(plan)
@@ -132,8 +132,8 @@ def test_every_other_command_composes_and_is_possible_on_a_gpu(tmp_path):
             assert parse(AgreementSettings, own["agree"], key="agree").run is None
         if verb == "peers":
             assert not {word.partition("=")[0] for word in words} & set(own["held"]), words
-        for variant, path in itertools.product(own.get("variants") or [None], own.get("paths") or [None]):
-            chosen = [f"variant={variant}"] * (variant is not None) + [f"runtime.path={path}"] * (path is not None)
+        for variant, path in itertools.product(own.get("variants") or [None], own.get("backends") or [None]):
+            chosen = [f"variant={variant}"] * (variant is not None) + [f"runtime.backend={path}"] * (path is not None)
             cfg = compose_config(*words, *chosen, name=verb)
             own_keys(cfg, *KEYS[verb])
             cfg.model.dropout = 0.0 if verb == "peers" else cfg.model.dropout  # of its job, and may not be typed
@@ -166,9 +166,9 @@ def test_the_leaderboard_is_of_one_size_and_its_controls_train_as_long(tmp_path)
     assert all(36e6 < build(plan).touched_parameters() < 42e6 for plan in plans[:4])
     replayed, uniform = plans[4:6]
     spans = [
-        sublayer.reach.metrics({})["span"].tolist()
+        sublayer.span.metrics({})["span"].tolist()
         for _, sublayer in build(replayed).sublayers()
-        if hasattr(sublayer, "reach")
+        if hasattr(sublayer, "span")
     ]
     assert replayed.variant == "replayed_spans" and spans == [pytest.approx(own) for own in LEARNED]
     assert uniform.variant == "mhsa" and uniform.model.span == 350

@@ -14,7 +14,7 @@ import torch
 from harness.compose import sweep
 from harness.device import machine, runtime
 from harness.device.runtime import StopSignal
-from harness.loop.run import Run
+from harness.loop.train_state import TrainState
 from harness.plan.settings import RuntimeSettings
 from harness.record import folder
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
@@ -34,7 +34,14 @@ with open(folder / "log", "a") as log:
         time.sleep(0.01)
     print("given", leased.index, time.monotonic(), file=log, flush=True)
 """
-AUTO = {"device": "auto", "precision": "float32", "compile": False, "path": "auto", "threads": 1, "deterministic": True}
+AUTO = {
+    "device": "auto",
+    "precision": "float32",
+    "compile": False,
+    "backend": "auto",
+    "threads": 1,
+    "deterministic": True,
+}
 
 
 def taking(folder: Path, **streams) -> subprocess.Popen:
@@ -115,7 +122,7 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
     """What a job finds is what it would find as the first of its process."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     usual, found = runtime._THREADS, []
-    start = Run.step
+    start = TrainState.step
 
     def step(self, *wishes) -> tuple:
         found.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.rand(()).item()))
@@ -123,7 +130,7 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
             torch.set_num_threads(usual + 2)
         return start(self, *wishes)
 
-    monkeypatch.setattr(Run, "step", step)
+    monkeypatch.setattr(TrainState, "step", step)
     words = ("model.dropout=0.1", "runtime.threads=null", "budget.steps=1")
     assert train("-m", *MADE, "runtime.deterministic=false,true", *words).code == 0
     assert train("-m", *MADE, "runtime.deterministic=true", *words, "outputs=alone").code == 0

@@ -20,9 +20,9 @@ from harness.count.memory import (
 )
 from harness.model import LanguageModel
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
-from variants.all_attention import HeadVectors
+from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.contract import Out, Place, Sublayer
+from variants.contract import LayerContext, Sublayer, SublayerOutput
 from variants.feed_forward import FeedForward
 from variants.kernels import fused
 from variants.kernels.window import Window
@@ -33,30 +33,30 @@ D, H, K, V, HIDDEN, VECTORS = 16, 4, 4, 32, 24, 5
 MIB = 2**20
 
 
-def feed_forward(place: Place) -> FeedForward:
+def feed_forward(place: LayerContext) -> FeedForward:
     return FeedForward(place, hidden=HIDDEN, activation="relu", bias=True, zero_init=False)
 
 
-def memory_table(place: Place, *, sparse: bool = False) -> ProductKeyMemory:
+def memory_table(place: LayerContext, *, sparse: bool = False) -> ProductKeyMemory:
     sizes = {"half_keys": 8, "top_k": 4, "heads": 2, "d_query": 6}
     choices = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sparse": sparse}
     return ProductKeyMemory(place, **sizes, **choices)
 
 
 def build(
-    *makers, span: int = 24, path: str = "auto", shift: int = 0, cache: str = "kv", scheme=Rotary
+    *makers, span: int = 24, backend: str = "auto", shift: int = 0, cache: str = "kv", scheme=Rotary
 ) -> LanguageModel:
     """One layer with a sublayer from each of ``makers``."""
     torch.manual_seed(0)
-    common = {"heads": H, "span": span, "attend_self": not shift, "path": path, "cache": cache, "scheme": scheme}
+    common = {"heads": H, "span": span, "attend_self": not shift, "backend": backend, "cache": cache, "scheme": scheme}
     layer = {f"part{i}": make for i, make in enumerate(makers)}
-    return LanguageModel([layer], lambda i: Place(d_model=D, layer=i, n_layers=1, **common), vocabulary=V)
+    return LanguageModel([layer], lambda i: LayerContext(d_model=D, layer=i, n_layers=1, **common), vocabulary=V)
 
 
 def spread_spans(model: LanguageModel, fractions: list[float]) -> None:
     """Heads with different learned spans."""
     for _, sublayer in model.sublayers():
-        sublayer.reach.fraction.data = torch.tensor(fractions)
+        sublayer.span.fraction.data = torch.tensor(fractions)
     model.project_()
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_registered_for_others():
 @pytest.mark.parametrize("segment", [1, 7, 64])
 def test_plain_attention_and_feed_forward(segment, shift):
     span = 24
-    model = build(Attention, feed_forward, span=span, path="plain", shift=shift)
+    model = build(Attention, feed_forward, span=span, backend="plain", shift=shift)
     keys = segment + span - 1 + shift  # every query meets all of them, seen or not
     expected = HEAD + PROJECTIONS + 4 * H * keys * K + 2 * 2 * D * HIDDEN
     assert per_byte(model, segment) == expected
@@ -166,22 +166,22 @@ def test_plain_attention_and_feed_forward(segment, shift):
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("segment", [1, 7, 100])
 def test_fused_attention(segment, shift):
-    model = build(Attention, span=40, path="fused", shift=shift)
+    model = build(Attention, span=40, backend="fused", shift=shift)
     expected = HEAD + PROJECTIONS + H * band(segment, 40, 40) / segment
     assert per_byte(model, segment) == pytest.approx(expected, rel=1e-12)
 
 
 def test_fused_attention_goes_by_each_heads_span():
-    model = build(partial(Attention, reach=partial(AdaptiveSpan, ramp=8)), span=200, path="fused")
+    model = build(partial(Attention, span=partial(AdaptiveSpan, ramp=8)), span=200, backend="fused")
     spread_spans(model, [0.0, 0.25, 0.5, 1.0])  # 9, 59, 109 and 200 keys, in buckets of 64, 64, 128 and 200
     heads = [band(150, 64, 64), band(150, 64, 64), band(150, 128, 128), band(150, 200, 128)]
     assert per_byte(model, 150) == pytest.approx(HEAD + PROJECTIONS + sum(heads) / 150, rel=1e-12)
 
 
-@pytest.mark.parametrize("path", ["plain", "fused"])
-def test_persistent_vectors(path):
-    model = build(partial(Attention, persistent=partial(HeadVectors, number=VECTORS)), path=path)
-    without = per_byte(build(Attention, path=path), 7)
+@pytest.mark.parametrize("backend", ["plain", "fused"])
+def test_persistent_vectors(backend):
+    model = build(partial(Attention, persistent=partial(PersistentKV, number=VECTORS)), backend=backend)
+    without = per_byte(build(Attention, backend=backend), 7)
     assert per_byte(model, 7) == pytest.approx(without + 4 * H * VECTORS * K, rel=1e-12)
 
 
@@ -195,7 +195,7 @@ def test_product_key_memory():
 
 def test_hidden_cache_projects_the_past_again():
     segment, past = 7, 23
-    model = build(Attention, path="plain", cache="hidden")
+    model = build(Attention, backend="plain", cache="hidden")
     keys = segment + past
     projections = 2 * 2 * D * D * (1 + keys / segment)  # queries and output; keys and values
     assert per_byte(model, segment) == pytest.approx(HEAD + projections + 4 * H * keys * K, rel=1e-12)
@@ -204,11 +204,11 @@ def test_hidden_cache_projects_the_past_again():
 SPREAD = [0.0, 0.3, 0.6, 1.0]
 KINDS = {
     "fixed": Attention,
-    "adaptive": partial(Attention, reach=partial(AdaptiveSpan, ramp=8)),
-    "dynamic": partial(Attention, reach=partial(DynamicSpan, ramp=8)),
-    "all_attention": partial(Attention, persistent=partial(HeadVectors, number=VECTORS)),
+    "adaptive": partial(Attention, span=partial(AdaptiveSpan, ramp=8)),
+    "dynamic": partial(Attention, span=partial(DynamicSpan, ramp=8)),
+    "all_attention": partial(Attention, persistent=partial(PersistentKV, number=VECTORS)),
     "adaptive_all_attention": partial(
-        Attention, reach=partial(AdaptiveSpan, ramp=8), persistent=partial(HeadVectors, number=VECTORS)
+        Attention, span=partial(AdaptiveSpan, ramp=8), persistent=partial(PersistentKV, number=VECTORS)
     ),
     "memory": memory_table,
     "feed_forward": feed_forward,
@@ -216,11 +216,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize("scheme", [Rotary, Relative])
-@pytest.mark.parametrize("path", ["plain", "auto"])
+@pytest.mark.parametrize("backend", ["plain", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_mechanism_needs_more_than_is_executed(kind, path, scheme):
+def test_no_mechanism_needs_more_than_is_executed(kind, backend, scheme):
     for span in (20, 100):
-        model = build(KINDS[kind], span=span, path=path, scheme=scheme, shift=1)
+        model = build(KINDS[kind], span=span, backend=backend, scheme=scheme, shift=1)
         if kind.startswith("adaptive"):
             spread_spans(model, SPREAD)
         for segment in (1, 7, 64):
@@ -228,7 +228,7 @@ def test_no_mechanism_needs_more_than_is_executed(kind, path, scheme):
 
 
 def test_the_run_is_not_disturbed():
-    model = build(partial(Attention, reach=partial(AdaptiveSpan, ramp=8)), memory_table, feed_forward)
+    model = build(partial(Attention, span=partial(AdaptiveSpan, ramp=8)), memory_table, feed_forward)
     model.train()
     model.norm.eval()  # one module in another mode than the rest
     modes = [module.training for module in model.modules()]
@@ -249,12 +249,12 @@ def test_the_run_is_not_disturbed():
 class Growing(Sublayer):
     """Keeps everything it has seen."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: LayerContext):
         super().__init__()
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         state = x if state is None else torch.cat([state, x], dim=1)
-        return Out(torch.zeros_like(x) + (x @ state.mT).sum(), state)
+        return SublayerOutput(torch.zeros_like(x) + (x @ state.mT).sum(), state)
 
 
 def test_a_state_that_never_stops_growing_is_not_called_warm():
@@ -366,5 +366,5 @@ def test_on_cuda():
     assert meter.read() == (50 * MIB, False)
     del kept
     model = build(Attention, feed_forward)
-    on_cpu = forward_flops_per_byte(build(Attention, feed_forward, path="plain"), segment=7, most_bytes=1000)
+    on_cpu = forward_flops_per_byte(build(Attention, feed_forward, backend="plain"), segment=7, most_bytes=1000)
     assert forward_flops_per_byte(model.to(device), segment=7, most_bytes=1000).per_byte == on_cpu.per_byte

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.model import LanguageModel, add_seen
+from harness.model import LanguageModel, add_stats
 from tests.composing import plan
 from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
@@ -189,16 +189,16 @@ def test_embedding_dropout_is_reproducible_and_in_training_only():
     assert torch.equal(logits(model, seed=1, training=True), logits(model, seed=1, training=True))
     assert not torch.equal(logits(model, seed=1, training=True), logits(model, seed=2, training=True))
     assert torch.equal(logits(model, seed=1, training=False), logits(plain, seed=2, training=False))
-    seen = []
-    model.layers[0]["attention"].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    stats = []
+    model.layers[0]["attention"].register_forward_pre_hook(lambda module, given: stats.append(given[0]))
     logits(model, seed=1, training=True)
     whole = model.embedding(tokens)
-    assert torch.equal(seen[0][seen[0] != 0], 2 * whole[seen[0] != 0])
-    assert 0.3 < (seen[0] == 0).double().mean() < 0.7
+    assert torch.equal(stats[0][stats[0] != 0], 2 * whole[stats[0] != 0])
+    assert 0.3 < (stats[0] == 0).double().mean() < 0.7
 
 
 def test_statistics_add():
     one = {"a": {"bytes": torch.tensor(2.0)}, "b": {"x": torch.ones(2)}}
     other = {"a": {"bytes": torch.tensor(3.0)}}
-    total = add_seen(add_seen({}, one), other)
+    total = add_stats(add_stats({}, one), other)
     assert total["a"]["bytes"] == 5 and torch.equal(total["b"]["x"], torch.ones(2))

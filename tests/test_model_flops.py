@@ -14,7 +14,7 @@ H100 = {"device": "NVIDIA H100 80GB HBM3", "device_kind": "cuda", "precision": "
 
 
 def gpu_row(**changes) -> dict:
-    return cost_row(length=512, **(H100 | {"lanes": 64, "segment": 512} | changes))
+    return cost_row(length=512, **(H100 | {"streams": 64, "segment": 512} | changes))
 
 
 def test_the_share_by_hand():
@@ -50,7 +50,7 @@ def test_the_table_shows_it():
     row = gpu_row()
     rows = [row | {"utilisation": {"flops_per_s": 4e14, "peak_flops_per_s": 989e12, "share": 0.404}}]
     console = Console(record=True, width=150)
-    rows.append(gpu_row(path="plain", utilisation=None))
+    rows.append(gpu_row(backend="plain", utilisation=None))
     print_table(for_terminal(cost_tables(rows)[0]), console=console)
     text = console.export_text()
     assert "40.4" in text and "of the peak, %" in text and "989 TFLOP/s" in text and "Model-FLOPs utilisation" in text

@@ -11,7 +11,7 @@ import torch
 
 from tests.attention_case import assert_near
 from variants.kernels import native, product_search, window_cpu
-from variants.kernels.window import Past, Persistent, Window
+from variants.kernels.window import PastKV, Persistent, Window
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.cpu_kernel
@@ -126,7 +126,7 @@ def mixed() -> list[torch.Tensor]:
         e, w = (torch.randn(3, 5, 5, dtype=dtype, generator=generator) for _ in range(2))
         p, z = torch.randn(30, 5, dtype=dtype, generator=generator), torch.tensor([0.0, 3.5, 21.0], dtype=dtype)
         leaves = [x.requires_grad_() for x in (q, k, v, u, *before, e, w, p, z)]
-        past = [Past((0, 1, 2), *before)]
+        past = [PastKV((0, 1, 2), *before)]
         given = {"past": past, "vectors": p, "persistent": Persistent(u, e, w)}
         y = window_cpu.attend(q, k, v, Window((30,) * 3, 1, z, 8), **given)
         slots, sums = product_search.search(torch.randn(4, 9, 21, dtype=dtype, generator=generator), 6)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.optim.groups import Group
 from harness.optim.muon import orthogonalize, product_dtype
 from harness.optim.optimizers import ClippedAdagrad, Muon
+from harness.optim.parameter_groups import Group
 
 pytestmark = pytest.mark.numeric
 

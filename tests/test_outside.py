@@ -12,7 +12,7 @@ from tests.command import MADE, ROOT, TINY, Ended, empty_folder, run_folders, tr
 from tests.patience import PATIENCE_SECONDS
 
 MIXER = """from torch import nn
-from variants.contract import Out, Sublayer
+from variants.contract import Sublayer, SublayerOutput
 
 class Mixer(Sublayer):
     def __init__(self, place, *, width: int = 16):
@@ -20,8 +20,8 @@ class Mixer(Sublayer):
         self.gate, self.into = nn.Linear(place.d_model, width), nn.Linear(place.d_model, width)
         self.out = nn.Linear(width, place.d_model)
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(self.out(self.gate(x).sigmoid() * self.into(x)))
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(self.out(self.gate(x).sigmoid() * self.into(x)))
 """
 SUBLAYER = "_target_: {module}.Mixer\n_partial_: true\nwidth: 24\n"
 VARIANT = """defaults:

@@ -1,4 +1,4 @@
-"""``python -m bench.peers``: the yardstick, the checks before the clock, the fairness of the table, and what a user sees."""
+"""``python -m bench.peers``: the reference model, the checks before the clock, the fairness of the table, and what a user sees."""
 
 import json
 from functools import partial
@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
-from bench.baselines import rivals
-from bench.baselines.cases import Heat, rows_of
-from bench.baselines.entrants import LanguageEntrant
+from bench.baselines import packages
+from bench.baselines.cases import Comparison, rows_of
+from bench.baselines.entry_workers import LanguageWorker
+from bench.baselines.packages import INSTALL, PACKAGES, Memory, Peer, Sizes, touched_parameters, version
 from bench.baselines.proof import OK, Probe, passed, prove
-from bench.baselines.rivals import INSTALL, RIVALS, Memory, Rival, Sizes, touched_parameters, version
+from bench.baselines.reference_model import ReferenceModel
 from bench.baselines.rounds import Entry, ratio, verdict
 from bench.baselines.settings import PeerSettings
-from bench.baselines.yardstick import Yardstick
 from bench.measure import percentiles
 from bench.report.tables_peers import peer_tables
 from harness.record.table import print_table
@@ -34,14 +34,14 @@ TINY = (
         "model.layers=2",
         "model.heads=2",
         "context=16",
-        "batch.lanes=2",
+        "batch.streams=2",
         "batches=3",
         "persistent=8",
     ),
     *("memory.half_keys=32", "memory.top_k=4", "memory.heads=2", "memory.d_query=8", "rounds=2", "seconds=0.01"),
     *("runtime.device=cpu", "runtime.threads=1", "data.bytes=20000"),
 )
-PEERS = [name for name, rival in RIVALS.items() if name != "yardstick" and rival.device is None]
+PEERS = [name for name, peer in PACKAGES.items() if name != "reference_model" and peer.device is None]
 
 
 def proved(model: nn.Module) -> dict[str, str]:
@@ -84,18 +84,18 @@ def missing(_sizes, _arguments):
     raise AssertionError("what is not installed is not built")
 
 
-def test_the_yardstick_has_the_closed_forms_parameters_and_passes():
-    model = Yardstick(**YARD)
+def test_the_reference_model_has_the_closed_forms_parameters_and_passes():
+    model = ReferenceModel(**YARD)
     V, D, T, layers = (YARD[name] for name in ("vocabulary", "d_model", "longest", "layers"))
     closed_form = 2 * V * D + T * D + layers * (12 * D * D + 4 * D) + 2 * D
     assert sum(p.numel() for p in model.parameters()) == closed_form
     assert proved(model) == {"gradients": OK, "causal": OK}
 
 
-def test_a_yardstick_that_sees_the_future_would_be_found(monkeypatch):
+def test_a_reference_model_that_sees_the_future_would_be_found(monkeypatch):
     plainly = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, is_causal: plainly(q, k, v))
-    assert "evaluation: another input at" in proved(Yardstick(**YARD))["causal"]
+    assert "evaluation: another input at" in proved(ReferenceModel(**YARD))["causal"]
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_what_a_spoilt_toy_breaks_is_named(fault, check, reason):
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_computes_the_job_and_is_what_it_is_said_to_be(name):
-    rival = RIVALS[name]
-    need(version(rival.package), f"{rival.package}: {INSTALL}")
+    peer = PACKAGES[name]
+    need(version(peer.package), f"{peer.package}: {INSTALL}")
     torch.manual_seed(0)
-    model = rival.build(SIZES, rival.arguments(SIZES))
+    model = peer.build(SIZES, peer.arguments(SIZES))
     assert model(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 256)
     total = sum(p.numel() for p in model.parameters())
     assert 0 < touched_parameters(model) < total
@@ -134,21 +134,21 @@ def entry(name: str, *rounds: list[float], bytes_per_step: int = 100) -> Entry:
     made = Entry(
         name=name,
         job="language model",
-        make=LanguageEntrant,
+        make=LanguageWorker,
         task=None,
         package="torch",
-        reference="yardstick",
+        reference="reference_model",
         bytes_per_step=bytes_per_step,
-        identity=identity("peers", variant=name) | {"config": {"batch": {"lanes": 4, "segment": 25}}},
+        identity=identity("peers", variant=name) | {"config": {"batch": {"streams": 4, "segment": 25}}},
     )
     made.checks, made.rounds = {"gradients": OK, "causal": OK}, list(rounds)
-    made.facts = {"parameters": {"total": 5, "touched": 5}, "path": "plain"}
+    made.facts = {"parameters": {"total": 5, "touched": 5}, "backend": "plain"}
     made.facts["memory"] = {"train_peak_bytes": 2**20, "approximate": True}
     return made
 
 
-def heat(*entries: Entry, judge: str | None = "x-transformers") -> Heat:
-    return Heat(entries=list(entries), judge=judge)
+def comparison(*entries: Entry, sanity_check: str | None = "x-transformers") -> Comparison:
+    return Comparison(entries=list(entries), sanity_check=sanity_check)
 
 
 def printed(rows: list[dict]) -> str:
@@ -161,29 +161,29 @@ def printed(rows: list[dict]) -> str:
 
 def test_speeds_are_compared_within_a_round():
     slow_weather = [20.0, 20.0, 22.0]
-    yardstick = entry("yardstick", [10.0, 10.0], slow_weather, [10.0])
-    assert ratio(entry("half", [20.0], [40.0], [20.0]), yardstick) == pytest.approx(0.5)
-    assert ratio(entry("small", [20.0], [40.0], [20.0], bytes_per_step=50), yardstick) == pytest.approx(0.25)
-    assert ratio(entry("none"), yardstick) is None
+    reference_model = entry("reference_model", [10.0, 10.0], slow_weather, [10.0])
+    assert ratio(entry("half", [20.0], [40.0], [20.0]), reference_model) == pytest.approx(0.5)
+    assert ratio(entry("small", [20.0], [40.0], [20.0], bytes_per_step=50), reference_model) == pytest.approx(0.25)
+    assert ratio(entry("none"), reference_model) is None
     found = percentiles([1.0, 2.0, 3.0, 4.0, 5.0]).as_dict()
     assert found == pytest.approx({"p20": 1.8, "p50": 3, "p80": 4.2, "n": 5})
 
 
 @pytest.mark.parametrize(("ms", "void"), [(10.0, False), (10.4, True)])
-def test_a_slow_yardstick_makes_the_table_void(ms, void):
-    yardstick, judge = entry("yardstick", [ms]), entry("x-transformers", [10.0])
-    rows = rows_of(heat(yardstick, judge, entry("mhsa", [5.0])), judged=True, planned_rounds=1)
+def test_a_slow_reference_model_makes_the_table_void(ms, void):
+    reference_model, sanity_check = entry("reference_model", [ms]), entry("x-transformers", [10.0])
+    rows = rows_of(comparison(reference_model, sanity_check, entry("mhsa", [5.0])), judged=True, planned_rounds=1)
     assert [row["void"] is not None for row in rows] == [void] * 3
     assert all("0.97" in row["void"] for row in rows if void)
     assert ("VOID" in printed(rows)) == void
-    assert rows[2]["relative_to_yardstick"] == pytest.approx(ms / 5.0)
+    assert rows[2]["relative_to_reference"] == pytest.approx(ms / 5.0)
 
 
 def test_without_its_judge_a_table_is_unjudged():
     failed = entry("x-transformers")
     failed.fail("no")
-    rows = rows_of(heat(entry("yardstick", [1.0]), failed), judged=True, planned_rounds=1)
-    assert rows[0]["void"] is None and rows[0]["yardstick_in_judge"] is None
+    rows = rows_of(comparison(entry("reference_model", [1.0]), failed), judged=True, planned_rounds=1)
+    assert rows[0]["void"] is None and rows[0]["reference_in_check"] is None
     shown = printed(rows)
     assert "UNJUDGED" in shown and "x-transformers: failed (no)" in shown
     assert "not measured" in verdict(failed, None)[1]
@@ -191,16 +191,16 @@ def test_without_its_judge_a_table_is_unjudged():
 
 @pytest.mark.parametrize(("slowest_ms", "disturbed"), [(1.4, False), (1.6, True)])
 def test_a_busy_machine_is_remarked_upon(slowest_ms, disturbed):
-    shaken = entry("yardstick", [1.0, 1.0, slowest_ms, slowest_ms])
-    rows = rows_of(heat(shaken), judged=True, planned_rounds=1)
-    assert ("DISTURBED: steps of yardstick" in printed(rows)) == disturbed
+    shaken = entry("reference_model", [1.0, 1.0, slowest_ms, slowest_ms])
+    rows = rows_of(comparison(shaken), judged=True, planned_rounds=1)
+    assert ("DISTURBED: steps of reference_model" in printed(rows)) == disturbed
 
 
 def test_an_interrupted_run_keeps_what_is_complete():
-    entries = [entry("yardstick", [1.0], [1.0]), entry("mhsa", [1.0]), entry("later")]
-    rows = rows_of(heat(*entries), judged=True, planned_rounds=2)
+    entries = [entry("reference_model", [1.0], [1.0]), entry("mhsa", [1.0]), entry("later")]
+    rows = rows_of(comparison(*entries), judged=True, planned_rounds=2)
     assert [(row["name"], row["rounds"], row["interrupted"]) for row in rows] == [
-        ("yardstick", 2, False),
+        ("reference_model", 2, False),
         ("mhsa", 1, True),
     ]
 
@@ -224,28 +224,28 @@ def rows_in(folder) -> list[dict]:
 
 def test_a_table_from_the_command_line(here, monkeypatch):  # noqa: F811
     toys = {
-        "leaking": Rival(package="torch", path="plain", arguments=rivals.yardstick_arguments, build=leaking),
-        "missing": Rival(
-            package="no-such-package-here", path="plain", arguments=rivals.yardstick_arguments, build=missing
+        "leaking": Peer(package="torch", backend="plain", arguments=packages.reference_arguments, build=leaking),
+        "missing": Peer(
+            package="no-such-package-here", backend="plain", arguments=packages.reference_arguments, build=missing
         ),
     }
-    for name, rival in toys.items():
-        monkeypatch.setitem(RIVALS, name, rival)
+    for name, peer in toys.items():
+        monkeypatch.setitem(PACKAGES, name, peer)
     ended = call("bench/peers.py", *TINY, "variants=[product_key_memory]", "peers=[leaking,missing]")
     assert ended.code == 0, ended.err
     rows = {row["name"]: row for row in rows_in(here)}
-    assert list(rows) == ["yardstick", "leaking", "missing", "product_key_memory"]
+    assert list(rows) == ["reference_model", "leaking", "missing", "product_key_memory"]
     assert all(set(peer_row()) <= set(row) for row in rows.values())
-    for name in ("yardstick", "product_key_memory"):
+    for name in ("reference_model", "product_key_memory"):
         row = rows[name]
         assert row["status"] == "measured" and row["reason"] is None and passed(row["checks"])
         assert row["bytes_per_second"] > 0 and row["time"]["train_ms"]["n"] >= 4 and row["rounds"] == 2
-        assert row["memory"]["train_peak_bytes"] > 0 and row["relative_to_yardstick"] > 0
-    assert rows["yardstick"]["relative_to_yardstick"] == 1
+        assert row["memory"]["train_peak_bytes"] > 0 and row["relative_to_reference"] > 0
+    assert rows["reference_model"]["relative_to_reference"] == 1
     assert rows["product_key_memory"]["checks"]["contract"] == OK
     assert rows["product_key_memory"]["config"]["variant"]["memory"]["half_keys"] == MEMORY.half_keys
-    assert rows["yardstick"]["config"]["variant"]["arguments"]["longest"] == 16
-    assert rows["yardstick"]["config_hash"] != rows["product_key_memory"]["config_hash"]
+    assert rows["reference_model"]["config"]["variant"]["arguments"]["longest"] == 16
+    assert rows["reference_model"]["config_hash"] != rows["product_key_memory"]["config_hash"]
     leak, absent = rows["leaking"], rows["missing"]
     assert leak["status"] == "failed" and "moved the output at" in leak["reason"]
     assert leak["bytes_per_second"] is None and leak["rounds"] == 0 and not passed(leak["checks"])
@@ -259,12 +259,12 @@ def test_the_layer_alone(here):  # noqa: F811
     ended = call("bench/peers.py", *words, "data.bytes=20000")
     assert ended.code == 0, ended.err
     *package, ours = rows_in(here)
-    assert ours["status"] == "measured" and passed(ours["checks"]) and ours["lanes"] * ours["segment"] == 32
+    assert ours["status"] == "measured" and passed(ours["checks"]) and ours["streams"] * ours["segment"] == 32
     assert {row["job"] for row in (*package, ours)} == {"product-key layer, 8^2 slots"}
     if version("product-key-memory") is None:
-        assert {row["reason"] for row in package} == {INSTALL} and ours["relative_to_yardstick"] is None
+        assert {row["reason"] for row in package} == {INSTALL} and ours["relative_to_reference"] is None
     else:
-        assert {row["status"] for row in package} == {"measured"} and ours["relative_to_yardstick"] > 0
+        assert {row["status"] for row in package} == {"measured"} and ours["relative_to_reference"] > 0
         apart = package[0]["parameters"]["total"] / ours["parameters"]["total"]
         assert apart == pytest.approx(1, abs=0.05)  # a bias and the norms' weights
 

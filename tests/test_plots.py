@@ -60,12 +60,15 @@ def runs(folder, *, seeds=(0, 1), variants=("mhsa", "adaptive_span", "product_ke
 
 def everything(folder) -> Found:
     lengths = [
-        cost_row(variant=v, length=n, path=p) for v in ("mhsa", "mine") for n in (256, 512) for p in ("plain", "fused")
+        cost_row(variant=v, length=n, backend=p)
+        for v in ("mhsa", "mine")
+        for n in (256, 512)
+        for p in ("plain", "fused")
     ]
-    failed = {"status": "failed", "reason": "not causal", "bytes_per_second": None, "relative_to_yardstick": None}
+    failed = {"status": "failed", "reason": "not causal", "bytes_per_second": None, "relative_to_reference": None}
     return found(
         runs=runs(folder),
-        costs=[*lengths, cost_row(length=1024, path="plain", **OUT)],
+        costs=[*lengths, cost_row(length=1024, backend="plain", **OUT)],
         peers=[
             peer_row(),
             peer_row(name="mhsa", tokens_per_second=12_000.0),
@@ -153,7 +156,7 @@ def changed(run, **changes):
         {"data": {"name": "file", "bytes": 4_000_000, "sha256": "99" * 32}},
         {
             "protocol": {
-                "lanes": 1,
+                "streams": 1,
                 "segment": 512,
                 "span": 512,
                 "bytes": None,
@@ -185,7 +188,7 @@ def test_time_and_memory_of_two_machines_are_apart_but_their_bits_and_flops_toge
         assert shared in first and own not in first and len(rest) == 2
         assert all(own in words and shared not in words for words in rest)
         assert sum("Another" in words for words in rest) == 1
-    costs = [cost_row(), cost_row(device="Another"), cost_row(mode="stream"), cost_row(lanes=4)]
+    costs = [cost_row(), cost_row(device="Another"), cost_row(mode="stream"), cost_row(streams=4)]
     assert len(set(names(of(draw_all(found(costs=costs)), "cost")))) == 4
     fits, peers = [fit_row(), fit_row(threads=4)], [peer_row(), peer_row(precision="bf16"), peer_row(job="other")]
     drawings = draw_all(found(fits=fits, peers=peers))
@@ -284,8 +287,8 @@ def cost_axes(figures, costs, panel=0):
 
 
 def test_cost_lines_are_told_apart_by_path_and_what_ran_out_is_a_cross(figures):
-    costs = [cost_row(length=n, path=p) for n in (256, 512, 1024) for p in ("plain", "fused")]
-    ax, _ = cost_axes(figures, [*costs, cost_row(length=2048, path="plain", **OUT)])
+    costs = [cost_row(length=n, backend=p) for n in (256, 512, 1024) for p in ("plain", "fused")]
+    ax, _ = cost_axes(figures, [*costs, cost_row(length=2048, backend="plain", **OUT)])
     lines = {
         line.get_linestyle(): line.get_ydata()
         for line in ax.lines
@@ -321,7 +324,7 @@ def test_when_everything_ran_out_or_failed_the_figure_says_so(figures):
 
 
 def test_peers_that_failed_have_their_reason_and_void_tables_are_printed_over(figures):
-    failed = {"status": "failed", "bytes_per_second": None, "relative_to_yardstick": None, "time": None}
+    failed = {"status": "failed", "bytes_per_second": None, "relative_to_reference": None, "time": None}
     peers = [
         peer_row(),
         peer_row(name="slow", tokens_per_second=5_000.0),
@@ -332,13 +335,13 @@ def test_peers_that_failed_have_their_reason_and_void_tables_are_printed_over(fi
     assert "failed: $ not causal" in words and "3.00 M parameters" in words and "VOID" not in words
     widths = sorted(bar.get_width() for bar in figures[drawing.name].axes[0].patches)
     assert widths == [0.5, 1.0]
-    (drawing,) = of(draw_all(found(peers=[peer | {"void": "too slow a yardstick"} for peer in peers])), "peers")
-    assert "VOID" in texts(figures[drawing.name]) and "too slow a yardstick" in drawing.caption
+    (drawing,) = of(draw_all(found(peers=[peer | {"void": "too slow a reference model"} for peer in peers])), "peers")
+    assert "VOID" in texts(figures[drawing.name]) and "too slow a reference model" in drawing.caption
 
 
 def test_ranges_of_speed_come_from_those_of_time():
     low, high = plots_bars._range(
-        {"relative_to_yardstick": 2.0, "time": {"train_ms": {"p20": 8.0, "p50": 10.0, "p80": 20.0}}}
+        {"relative_to_reference": 2.0, "time": {"train_ms": {"p20": 8.0, "p50": 10.0, "p80": 20.0}}}
     )
     assert (low, high) == (1.0, 2.5)
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from harness.data import corpora
-from harness.data.lanes import share
+from harness.data.streams import share
 from harness.device import runtime
-from harness.device.processes import ALONE, Processes, joined
+from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.runtime import Runtime, StopSignal
-from harness.loop.job import Job
 from harness.loop.run import Run
 from harness.loop.step import Score, score_stream, score_windows
+from harness.loop.train_state import TrainState
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests.composing import plan
@@ -44,7 +44,7 @@ from train import train
 pytestmark = pytest.mark.numeric
 
 STEPS = 50
-PRICED = "variant.attention.reach.loss_weight=0.001"
+PRICED = "variant.attention.span.loss_weight=0.001"
 DIVIDED = {
     "mhsa, accumulated": ("variant=mhsa", *CARRY, "batch.accumulate=2"),
     "moving spans": (*MOVING, PRICED, *CARRY, "model.cache=hidden", "position=relative", "optim=adamw"),
@@ -54,12 +54,12 @@ DIVIDED = {
 LEARNS = ("model.head_zero_init=false", f"budget.steps={STEPS}")
 
 
-def in_float64(run: Run) -> Run:
+def in_float64(run: TrainState) -> TrainState:
     """The run, exact enough to compare: in float32 optimizers follow rounding, which every CPU does in its own way."""
     return in_precision(run, "float64")
 
 
-def in_precision(run: Run, name: str) -> Run:
+def in_precision(run: TrainState, name: str) -> TrainState:
     """The run without bfloat16, which Muon has where the processor multiplies it in AMX tiles."""
     run.model.to(getattr(torch, name))
     for group in (g for optimizer in run.optimizers.optimizers.values() for g in optimizer.param_groups):
@@ -68,16 +68,16 @@ def in_precision(run: Run, name: str) -> Run:
     return run
 
 
-def divided_run(processes: Processes, *overrides: str) -> Run:
+def divided_run(processes: ProcessGroup, *overrides: str) -> TrainState:
     plan_ = plan(*SMALL, *overrides)
-    return Run(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
+    return TrainState(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
 
 
-def digest(run: Run) -> str:
+def digest(run: TrainState) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())).hexdigest()
 
 
-def trained(run: Run) -> dict:
+def trained(run: TrainState) -> dict:
     """Bits of every step, a digest of the parameters and the spans after each, and where it all ends."""
     bits, digests, fractions = [], [], []
     spans = [p for name, p in run.model.named_parameters() if name.endswith("fraction")]
@@ -92,7 +92,7 @@ def trained(run: Run) -> dict:
         "digests": digests,
         "fractions": torch.tensor(fractions, dtype=torch.float64),
         "nats": score.nats,
-        "metrics": run.model.metrics(score.seen),
+        "metrics": run.model.metrics(score.stats),
         "model": run.model.state_dict(),
         "state": len(run.state[0]) if run.state else None,
         "gradient_bytes": run.trainer.gradient_bytes,
@@ -100,7 +100,7 @@ def trained(run: Run) -> dict:
     }
 
 
-def first_bits(run: Run) -> list[float]:
+def first_bits(run: TrainState) -> list[float]:
     """Bits of the first steps, in which rounding has not grown yet."""
     bits = []
     for _ in range(3):
@@ -162,15 +162,15 @@ def test_the_span_loss_counts_once_and_spans_stay_in_range(two):
 
 # Scoring, gradients and what processes tell each other, by three of them
 
-OF_THREE = (*VARIANTS["product_key_memory"], "batch.lanes=6", "model.head_zero_init=false")
+OF_THREE = (*VARIANTS["product_key_memory"], "batch.streams=6", "model.head_zero_init=false")
 
 
 def parts_of_three() -> dict:
     with joined() as processes:
         run = in_float64(divided_run(processes, *OF_THREE))
         split = run.corpus.splits["valid"][:200]
-        scored = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, look=True)
-        found = {"scores": {lanes: tuple(scored(lanes=lanes)) for lanes in (1, 2, 3, 7)}}
+        scored = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True)
+        found = {"scores": {streams: tuple(scored(streams=streams)) for streams in (1, 2, 3, 7)}}
         whole = run.corpus.splits["valid"]
         found["windows"] = score_windows(run.model, whole, runtime=run.runtime, batch=1).nats
         found["draws"] = torch.rand(2).tolist()
@@ -187,14 +187,14 @@ def parts_of_three() -> dict:
         processes.average_gradients_(parameters)
         found["gradients"] = [p.grad if p.grad is None else p.grad.to_dense() for p in parameters]
         found["sparse"] = parameters[1].grad.is_sparse, parameters[1].grad.is_coalesced()
-        found["lanes"] = run.stream.batch(0, part=processes.part)[0]
+        found["streams"] = run.stream.batch(0, part=processes.shard)[0]
         found["seconds"] = timed(processes)
         return found
 
 
-def timed(processes: Processes) -> tuple[float, int]:
+def timed(processes: ProcessGroup) -> tuple[float, int]:
     """A budget of seconds, with clocks that do not agree."""
-    run = divided_run(processes, "batch.lanes=6", "budget.seconds=0.3")
+    run = divided_run(processes, "batch.streams=6", "budget.seconds=0.3")
     run.step()
     time.sleep(0.1 * processes.rank)
     while not run.finished:
@@ -206,15 +206,17 @@ def test_three_processes_divide_and_sum(here):
     ranks = launch(parts_of_three, number=3)
     alone = in_float64(make_run(*OF_THREE))
     split, first = alone.corpus.splits["valid"][:200], ranks[0]
-    for lanes in (1, 2, 3, 7):
-        expected = score_stream(alone.model, split, runtime=alone.runtime, lanes=lanes, segment=7, look=True)
-        nats, seen = first["scores"][lanes]
+    for streams in (1, 2, 3, 7):
+        expected = score_stream(
+            alone.model, split, runtime=alone.runtime, streams=streams, segment=7, collect_stats=True
+        )
+        nats, seen = first["scores"][streams]
         torch.testing.assert_close(nats, expected.nats, rtol=0, atol=2e-6)  # nats are kept in float32
         assert Score(nats, seen).bits_per_byte == pytest.approx(expected.bits_per_byte, abs=1e-7)
-        for name, own in expected.seen.items():
+        for name, own in expected.stats.items():
             torch.testing.assert_close(seen[name], own)
         assert any("usage_count" in own for own in seen.values())
-        assert all(torch.equal(nats, other["scores"][lanes][0]) for other in ranks)
+        assert all(torch.equal(nats, other["scores"][streams][0]) for other in ranks)
     windows = score_windows(alone.model, alone.corpus.splits["valid"], runtime=alone.runtime, batch=1).nats
     torch.testing.assert_close(first["windows"], windows, rtol=0, atol=2e-6)
     assert len({tuple(found["draws"]) for found in ranks}) == 3
@@ -227,7 +229,7 @@ def test_three_processes_divide_and_sum(here):
     torch.testing.assert_close(thirds, torch.full((3, 2), 0.2))
     for other in ranks[1:]:
         assert all(map(torch.equal, first["gradients"][:3], other["gradients"][:3]))
-    assert torch.equal(torch.cat([found["lanes"] for found in ranks]), alone.stream.batch(0)[0])
+    assert torch.equal(torch.cat([found["streams"] for found in ranks]), alone.stream.batch(0)[0])
     assert len({found["seconds"] for found in ranks}) == 1 and first["seconds"][0] >= 0.3
 
 
@@ -253,16 +255,16 @@ def divided_job(
         with joined() as processes:
             job = make_job(*overrides, processes=processes)
             if exact:
-                in_float64(job.run)
+                in_float64(job.training)
             if stop_at and processes.rank == signalled:
                 after_step(job, stop_at, receive)
             train(job)
     except SystemExit as ended:
-        return ended.code, job.run.spent.steps, digest(job.run)
-    return 0, job.run.spent.steps, digest(job.run)
+        return ended.code, job.training.spent.steps, digest(job.training)
+    return 0, job.training.spent.steps, digest(job.training)
 
 
-RESUMED = (*MOVING, *CARRY, *DROPOUT, "batch.lanes=6", "budget.steps=11", "checkpoint.every_steps=4")
+RESUMED = (*MOVING, *CARRY, *DROPOUT, "batch.streams=6", "budget.steps=11", "checkpoint.every_steps=4")
 
 
 def record() -> list[dict]:
@@ -290,9 +292,9 @@ def test_three_processes_that_were_stopped_go_on_bit_for_bit(here, monkeypatch):
 def test_two_processes_are_resumed_by_one_and_one_by_two(here, monkeypatch):
     given = ("variant=mhsa", *CARRY, "position=relative", "budget.steps=13", "model.head_zero_init=false")
 
-    def exact_job() -> Job:
+    def exact_job() -> Run:
         job = make_job(*given)
-        in_float64(job.run)
+        in_float64(job.training)
         return job
 
     run_job(exact_job())
@@ -319,25 +321,29 @@ def test_two_processes_are_resumed_by_one_and_one_by_two(here, monkeypatch):
 
 def test_what_cannot_be_divided_is_refused():
     refused = {
-        ("batch.lanes=4", "batch.accumulate=3"): "batch.accumulate=3: each of 2 processes has 2 of batch.lanes=4",
-        ("batch.lanes=5",): "batch.lanes=5: 2 processes .* multiples of 2",
+        ("batch.streams=4", "batch.accumulate=3"): "batch.accumulate=3: each of 2 processes has 2 of batch.streams=4",
+        ("batch.streams=5",): "batch.streams=5: 2 processes .* multiples of 2",
         (*VARIANTS["product_key_memory"], "variant.memory.query_norm=batch"): "layers.0.memory has BatchNorm1d",
     }
     for words, message in refused.items():
         with pytest.raises(ValueError, match=message):
-            divided_run(Processes(rank=1, number=2, local_rank=1, local_number=2), *words)
+            divided_run(ProcessGroup(rank=1, world_size=2, local_rank=1, local_world_size=2), *words)
 
 
 def test_alone_nothing_is_done():
     run = make_run()
     before = copy.deepcopy(run.model.state_dict())
-    ALONE.copy_first_(run.model)
-    ALONE.average_gradients_(run.model.parameters())
-    assert ALONE.gather_values(3) == [3] and ALONE.from_first(lambda: 4) == 4 and ALONE.exchange([1, 2]) == [[1, 2]]
+    SINGLE.copy_first_(run.model)
+    SINGLE.average_gradients_(run.model.parameters())
+    assert (
+        SINGLE.gather_values(3) == [3]
+        and SINGLE.on_main(lambda: 4) == 4
+        and SINGLE.all_gather_numbers([1, 2]) == [[1, 2]]
+    )
     assert all(map(torch.equal, before.values(), run.model.state_dict().values()))
-    with pytest.raises(OSError, match="gone"), ALONE.together():
+    with pytest.raises(OSError, match="gone"), SINGLE.fail_together():
         raise OSError("gone")
-    assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).processes is ALONE
+    assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).processes is SINGLE
 
 
 def test_a_signal_waits_for_the_others():
@@ -358,7 +364,7 @@ def test_gpus_are_one_for_each_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    second = Processes(rank=3, number=4, local_rank=1, local_number=2)
+    second = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)
     for name in ("auto", "cuda"):
         settings = plan(f"runtime.device={name}").runtime
         assert runtime.start(settings, processes=second).device == torch.device("cuda:1")
@@ -367,4 +373,4 @@ def test_gpus_are_one_for_each_process(monkeypatch):
     with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
         runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)
     with pytest.raises(ValueError, match="3 processes and 2 CUDA devices"):
-        runtime.start(plan().runtime, processes=Processes(rank=0, number=3, local_rank=0, local_number=3))
+        runtime.start(plan().runtime, processes=ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3))

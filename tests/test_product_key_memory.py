@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.reference.product_key_memory import best_slots
 from tests.reference.product_key_memory import product_key_memory as reference
-from variants.contract import Place
+from variants.contract import LayerContext
 from variants.kernels import product_search
 from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search
 
@@ -20,7 +20,7 @@ DOUBLE = torch.float64
 B, T, D = 2, 3, 5  # streams, bytes, width
 
 
-def build(place: Place | None = None, seed: int | None = 0, **changes) -> ProductKeyMemory:
+def build(context: LayerContext | None = None, seed: int | None = 0, **changes) -> ProductKeyMemory:
     keywords = {
         "half_keys": 7,
         "top_k": 5,
@@ -33,14 +33,14 @@ def build(place: Place | None = None, seed: int | None = 0, **changes) -> Produc
     }
     if seed is not None:
         torch.manual_seed(seed)
-    memory = ProductKeyMemory(place or make_place(), **keywords | changes).to(DOUBLE)
+    memory = ProductKeyMemory(context or make_context(), **keywords | changes).to(DOUBLE)
     for parameter in memory.norm.parameters():  # not at 1 and 0, where a mistake in their use would not show
         torch.nn.init.normal_(parameter, mean=0.5)
     return memory
 
 
-def make_place(**changes) -> Place:
-    return Place(**{"d_model": D, "layer": 0, "n_layers": 2, "heads": 1, "span": 4, "scheme": None} | changes)
+def make_context(**changes) -> LayerContext:
+    return LayerContext(**{"d_model": D, "layer": 0, "n_layers": 2, "heads": 1, "span": 4, "scheme": None} | changes)
 
 
 def random_x(streams: int = B, length: int = T) -> Tensor:
@@ -88,8 +88,8 @@ def test_value_and_every_gradient_in_blocks(monkeypatch, at_once):
 
 def test_a_row_that_no_byte_reads_has_no_gradient():
     memory = build()
-    out = memory(random_x(), look=True)
-    unread = out.seen["usage_count"] == 0
+    out = memory(random_x(), collect_stats=True)
+    unread = out.stats["usage_count"] == 0
     assert unread.any() and not unread.all()
     out.y.sum().backward()
     assert torch.equal(memory.values.grad.abs().sum(1) == 0, unread)
@@ -229,7 +229,7 @@ def test_layers_differ_and_follow_the_seed():
 
 
 def test_initial_scale():
-    memory = build(make_place(d_model=100), half_keys=40, d_query=16)
+    memory = build(make_context(d_model=100), half_keys=40, d_query=16)
     assert math.isclose(memory.values.std().item(), 0.1, rel_tol=0.02)
     assert memory.keys.abs().max() <= 8**-0.5
     query = torch.randn(2000, 16, dtype=DOUBLE)
@@ -239,11 +239,11 @@ def test_initial_scale():
 
 def test_sharing_of_values():
     pool = {}
-    places = [make_place(layer=layer, pool=pool) for layer in range(2)]
-    first, second = (build(place, seed=None, share="network") for place in places)
+    places = [make_context(layer=layer, pool=pool) for layer in range(2)]
+    first, second = (build(context, seed=None, share="network") for context in places)
     assert first.values is second.values
     assert first.keys is not second.keys
-    assert build(make_place(), share="network").values is not first.values
+    assert build(make_context(), share="network").values is not first.values
     assert build(places[1], half_keys=6, share="network").values.shape == (36, D)
     assert build(places[1]).values is not first.values
     x = random_x()
@@ -259,16 +259,16 @@ def test_sharing_of_values():
 def test_usage_by_hand():
     memory = build(half_keys=2, top_k=2, heads=1)
     slots, weights = torch.tensor([[0, 1], [0, 3]]), torch.tensor([[0.75, 0.25], [1.0, 0.0]])
-    seen = memory.usage(slots, weights)
-    assert seen["usage_count"].tolist() == [2, 1, 0, 1]
-    assert seen["usage_weight"].tolist() == [1.75, 0.25, 0.0, 0.0]
-    metrics = memory.metrics(seen)
+    stats = memory.usage(slots, weights)
+    assert stats["usage_count"].tolist() == [2, 1, 0, 1]
+    assert stats["usage_weight"].tolist() == [1.75, 0.25, 0.0, 0.0]
+    metrics = memory.metrics(stats)
     assert metrics["usage_percent"] == 50
     assert metrics["usage_bytes"] == 2
     assert math.isclose(metrics["kl_count_nats"], math.log(4) + 0.5 * math.log(0.5) + 0.5 * math.log(0.25))
     expected = math.log(4) + 0.875 * math.log(0.875) + 0.125 * math.log(0.125)
     assert math.isclose(metrics["kl_weighted_nats"], expected)
-    doubled = {name: 2 * number for name, number in seen.items()}
+    doubled = {name: 2 * number for name, number in stats.items()}
     assert memory.metrics(doubled) == metrics | {"usage_bytes": 4}
     assert memory.metrics({}) == {}
     assert "kl_weighted_nats" not in memory.metrics(memory.usage(slots, torch.zeros(2, 2)))
@@ -276,15 +276,15 @@ def test_usage_by_hand():
 
 def test_usage_adds_over_bytes_and_looking_changes_nothing():
     memory, x = build(), random_x()
-    out = memory(x, look=True)
-    parts = [memory(part, look=True).seen for part in x.split(1, dim=1)]
-    for name, total in out.seen.items():
+    out = memory(x, collect_stats=True)
+    parts = [memory(part, collect_stats=True).stats for part in x.split(1, dim=1)]
+    for name, total in out.stats.items():
         torch.testing.assert_close(sum(part[name] for part in parts), total)
         assert not total.requires_grad
-    assert out.seen["usage_count"].sum() == B * T * 3 * 5
-    assert math.isclose(out.seen["usage_weight"].sum().item(), B * T * 3)
+    assert out.stats["usage_count"].sum() == B * T * 3 * 5
+    assert math.isclose(out.stats["usage_weight"].sum().item(), B * T * 3)
     assert torch.equal(out.y, memory(x).y)
-    assert memory(x).seen is None
+    assert memory(x).stats is None
 
 
 def test_flops_and_touched_parameters():
@@ -295,11 +295,11 @@ def test_flops_and_touched_parameters():
     assert crowded.touched_parameters() == sum(p.numel() for p in crowded.parameters())
 
 
-@pytest.mark.parametrize("look", [False, True])
-def test_no_shape_depends_on_the_data(look):
+@pytest.mark.parametrize("collect_stats", [False, True])
+def test_no_shape_depends_on_the_data(collect_stats):
     """On the meta device there is no data: a shape taken from it, or a number read from it, raises."""
     memory = build().to("meta")
-    out = memory(torch.zeros(B, T, D, device="meta", dtype=DOUBLE), look=look)
+    out = memory(torch.zeros(B, T, D, device="meta", dtype=DOUBLE), collect_stats=collect_stats)
     out.y.sum().backward()
     assert memory.values.grad.shape == (49, D)
 

@@ -22,7 +22,7 @@ START = "start.run=somewhere"
 V = 205
 FLAGS = (
     *("model.layers", "model.d_model", "model.heads", "model.span", "batch.segment", "model.dropout"),
-    *("variant.attention.reach.loss_weight", "budget.steps", "optim.schedule.warmup_steps", "batch.accumulate"),
+    *("variant.attention.span.loss_weight", "budget.steps", "optim.schedule.warmup_steps", "batch.accumulate"),
 )
 SPANS = {  # experiments/*.sh of facebookresearch/adaptive-span: flags in this order, then the width of the feed-forward
     "adaptive_span_8": ((8, 256, 4, 1024, 256, 0.0, 2e-6, 150_000, 8_000, 1), 1024),
@@ -103,9 +103,9 @@ def test_flags_are_those_of_the_scripts(name):
     assert tuple(OmegaConf.select(cfg, key) for key in FLAGS) == flags
     key = "variant.feed_forward.hidden" if name in SPANS else "variant.attention.persistent.number"
     assert OmegaConf.select(cfg, key) == width
-    assert (cfg.batch.lanes, cfg.optim.lr, cfg.optim.default.clip) == (64, 0.07, 0.03)
+    assert (cfg.batch.streams, cfg.optim.lr, cfg.optim.default.clip) == (64, 0.07, 0.03)
     assert (cfg.optim.schedule.decay, cfg.optim.clip, cfg.optim.matrices) == ("constant", None, None)
-    assert (cfg.eval.lanes, cfg.eval.segment, cfg.eval.bytes) == (8, cfg.batch.segment, None)
+    assert (cfg.eval.streams, cfg.eval.segment, cfg.eval.bytes) == (8, cfg.batch.segment, None)
 
 
 @pytest.mark.parametrize("name", SPANS | PERSISTENT)
@@ -119,10 +119,10 @@ def test_the_model_is_the_span_papers(name):
     for _, residual in ((n, r) for layer in model.layers for n, r in layer.items()):
         assert residual.after and isinstance(residual.norm, nn.LayerNorm)
         sublayer = residual.sublayer
-        if hasattr(sublayer, "reach"):
-            assert isinstance(sublayer.position, Relative) and isinstance(sublayer.reach, AdaptiveSpan)
+        if hasattr(sublayer, "span"):
+            assert isinstance(sublayer.position, Relative) and isinstance(sublayer.span, AdaptiveSpan)
             assert sublayer.query.bias is None and sublayer.shift == 1
-            assert sublayer.reach.ramp == 32 and not sublayer.reach.fraction.any()
+            assert sublayer.span.ramp == 32 and not sublayer.span.fraction.any()
             tables.add(sublayer.position.table)
             spans += 1
         else:
@@ -211,4 +211,4 @@ def test_spans_learn_at_the_rate_of_the_rest(name):
     """The default recipe moves spans three times as fast; the papers have one rate and start at 0."""
     config = compose_config(f"recipe={name}")
     assert config.variant.groups.spans.lr_scale == 1.0
-    assert config.variant.attention.reach.initial == 0.0
+    assert config.variant.attention.span.initial == 0.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from harness.loop.progress import Progress
+from harness.loop.progress import ProgressBar
 from harness.record.closing_table import print_closing_table
 from harness.record.figures import draw_figures, draw_spans
 from harness.record.rows import SUMMARY_KEYS, Record, find_comparable, plain, read_rows, repeatable, write_summary
@@ -86,7 +86,7 @@ def make_summary(**changes):
         "variant": "adaptive_span",
         "status": "finished",
         "data": {"name": "stdlib", "fallback_for": "enwik8", "bytes": 10_485_760, "sha256": "0123456789abcdef" * 4},
-        "protocol": {"lanes": 16},
+        "protocol": {"streams": 16},
         "budget": {"bytes": 7_654_321},
         "parameters": {"total": 858_112, "touched": 858_000},
         "bytes_seen": 7_654_321,
@@ -98,7 +98,7 @@ def make_summary(**changes):
         "capped": {"valid": 65_536},
         "flops_per_byte": {"executed": 2_112_345, "ideal": 1_404_000},
         "memory": {"peak_bytes": 312 * 2**20, "approximate": True, "state_bytes": 3 * 2**30},
-        "path": "plain",
+        "backend": "plain",
         "precision": "float32",
         "device": "cpu",
         "seed": 0,
@@ -173,7 +173,7 @@ def test_find_comparable_takes_only_what_is_equal(tmp_path):
     put("unscored", valid_bits_per_byte=None)
     put("older", source="bb", valid_bits_per_byte=2.0)
     put("longer", budget={"bytes": 1})
-    put("protocol", protocol={"lanes": 8})
+    put("protocol", protocol={"streams": 8})
     put("whole", capped={})
     put("data", data=mine["data"] | {"sha256": "f" * 64})
     (tmp_path / "latest").symlink_to(tmp_path / "better")
@@ -230,10 +230,10 @@ def test_figures_are_pictures_of_the_rows(tmp_path):
 
 def test_progress_in_a_log_is_plain_lines_at_intervals():
     console = Console(file=io.StringIO(), width=80, soft_wrap=True)
-    with Progress(every_seconds=3600, console=console) as progress:
+    with ProgressBar(every_seconds=3600, console=console) as progress:
         assert not progress.due
         progress.evaluated(split="valid", bits_per_byte=2.51234, bytes_seen=1_000_000, capped=True)
-    with Progress(every_seconds=0, console=console) as progress:
+    with ProgressBar(every_seconds=0, console=console) as progress:
         assert progress.due
         progress.update(fraction=0.5, bytes_seen=2_000_000, bits_per_byte=2.4567, bytes_per_second=41234.5)
         progress.update(fraction=0.75, bytes_seen=3_000_000, bits_per_byte=2.4, bytes_per_second=40000.0)
@@ -246,8 +246,8 @@ def test_progress_in_a_log_is_plain_lines_at_intervals():
 
 def test_progress_on_a_terminal_is_a_bar():
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
-    with Progress(console=console) as progress:
+    with ProgressBar(console=console) as progress:
         progress.update(fraction=0.25, bytes_seen=1, bits_per_byte=2.5, bytes_per_second=1000.0)
-        progress.say("[red]a line[/red]")
+        progress.print("[red]a line[/red]")
     text = console.file.getvalue()
     assert "25%" in text and "2.500 bits/byte" in text and "1,000 bytes/s" in text and "[red]a line[/red]" in text

@@ -8,11 +8,11 @@ from tests.runs import VARIANTS, make_job, make_run, own_folder, restored, whole
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]
-GIVEN = ("variant=replayed_spans", "variant.attention.reach.ramp=4", f"variant.attention.reach.spans={SPANS}")
+GIVEN = ("variant=replayed_spans", "variant.attention.span.ramp=4", f"variant.attention.span.spans={SPANS}")
 
 
 def reaches(model) -> list:
-    return [sublayer.reach for _, sublayer in model.sublayers() if isinstance(sublayer, Attention)]
+    return [sublayer.span for _, sublayer in model.sublayers() if isinstance(sublayer, Attention)]
 
 
 @pytest.mark.numeric
@@ -20,8 +20,8 @@ def test_they_see_what_learned_spans_of_the_same_length_see():
     fixed, learned = make_run(*GIVEN).model, make_run(*VARIANTS["adaptive_span"]).model
     learned.load_state_dict(fixed.state_dict())  # the buffer has the parameter's name
     learned.project_()
-    assert [reach.metrics({})["span"].tolist() for reach in reaches(fixed)] == SPANS
-    assert [reach.columns for reach in reaches(fixed)] == [reach.columns for reach in reaches(learned)]
+    assert [spans.metrics({})["span"].tolist() for spans in reaches(fixed)] == SPANS
+    assert [spans.max_keys for spans in reaches(fixed)] == [spans.max_keys for spans in reaches(learned)]
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     for _, sublayer in (*fixed.sublayers(), *learned.sublayers()):
         for parameter in sublayer.parameters():  # projections that start at zero hide the windows
@@ -38,13 +38,13 @@ def test_training_leaves_them_alone_and_charges_nothing():
     assert run.model.train()(tokens).loss == 0
     for _ in range(3):
         run.step()
-    assert [reach.metrics({})["span"].tolist() for reach in reaches(run.model)] == SPANS
+    assert [spans.metrics({})["span"].tolist() for spans in reaches(run.model)] == SPANS
 
 
 @pytest.mark.numeric
 def test_whole_spans_with_a_ramp_of_one_are_a_hard_window():
-    words = ("variant=replayed_spans", "variant.attention.reach.ramp=1")
-    soft = plan(*TINY, *words, "variant.attention.reach.spans=[[7,7],[7,7]]").make_model()
+    words = ("variant=replayed_spans", "variant.attention.span.ramp=1")
+    soft = plan(*TINY, *words, "variant.attention.span.spans=[[7,7],[7,7]]").make_model()
     hard = plan(*TINY, "variant=mhsa", "model.span=8").make_model()
     for other in (soft, hard):
         torch.manual_seed(0)
@@ -55,31 +55,31 @@ def test_whole_spans_with_a_ramp_of_one_are_a_hard_window():
 
 
 def test_a_finished_run_hands_over_its_weights_with_its_spans(here):
-    job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=4", "variant.attention.reach.initial=0.4")
-    learned = [reach.fraction.tolist() for reach in reaches(job.run.model)]
+    job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=4", "variant.attention.span.initial=0.4")
+    learned = [spans.fraction.tolist() for spans in reaches(job.training.model)]
     follower = make_job(
-        "variant=replayed_spans", "variant.attention.reach.ramp=4", f"start.run={job.folder.path}", "budget.steps=2"
-    ).run
-    newest = [reach.fraction.tolist() for reach in reaches(follower.model)]
+        "variant=replayed_spans", "variant.attention.span.ramp=4", f"start.run={job.folder.path}", "budget.steps=2"
+    ).training
+    newest = [spans.fraction.tolist() for spans in reaches(follower.model)]
     follower.step()
-    assert newest == learned == [reach.fraction.tolist() for reach in reaches(follower.model)]
+    assert newest == learned == [spans.fraction.tolist() for spans in reaches(follower.model)]
     assert not any(name.endswith("fraction") for name, _ in follower.model.named_parameters())
 
 
 def test_spans_that_are_given_are_kept_beside_another_run_s_weights(here):
     """The configuration of the run says them, and so does its row."""
-    job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.reach.initial=0.4")
-    model = make_job(*GIVEN, f"start.run={job.folder.path}", "budget.steps=2").run.model
-    assert [reach.metrics({})["span"].tolist() for reach in reaches(model)] == SPANS
-    assert torch.equal(model.embedding.weight, job.run.model.embedding.weight)
+    job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
+    model = make_job(*GIVEN, f"start.run={job.folder.path}", "budget.steps=2").training.model
+    assert [spans.metrics({})["span"].tolist() for spans in reaches(model)] == SPANS
+    assert torch.equal(model.embedding.weight, job.training.model.embedding.weight)
 
 
 @pytest.mark.parametrize("spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"])
 def test_a_mistake_names_the_key_and_what_is_allowed(spans):
     with pytest.raises(
-        ValueError, match=r"variant\.attention.*reach\.spans=.*(2 lists.*2 spans|from 0 to model\.span=16)"
+        ValueError, match=r"variant\.attention.*span\.spans=.*(2 lists.*2 spans|from 0 to model\.span=16)"
     ):
-        plan(*TINY, "variant=replayed_spans", f"variant.attention.reach.spans={spans}").make_model()
+        plan(*TINY, "variant=replayed_spans", f"variant.attention.span.spans={spans}").make_model()
 
 
 def test_half_keys_that_are_frozen_stay_as_they_start():

@@ -58,7 +58,7 @@ def test_means_over_seeds_the_best_first_and_compressors_beside(tmp_path):
     for words in (
         "4,000,000 bytes",
         "sha256 abab",
-        "lanes, segment 512",
+        "streams, segment 512",
         "budget.bytes=2,000,000",
         "differ in: variant",
     ):
@@ -73,7 +73,7 @@ def test_means_over_seeds_the_best_first_and_compressors_beside(tmp_path):
     [
         {"data": {"name": "file", "bytes": 4_000_000, "sha256": "99" * 32}},
         {"protocol": PROTOCOL | {"vocabulary": 205}},
-        {"protocol": PROTOCOL | {"lanes": 1}},
+        {"protocol": PROTOCOL | {"streams": 1}},
         {"budget": {"bytes": 3_000_000}},
         {"budget": {"steps": 2_000_000}},
         {"capped": {"test": 10_000}},
@@ -116,7 +116,7 @@ def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, ch
     assert not {"training peak, MiB", "bytes/s", "training, s"} & set(headings(found["runs-1"]))
     assert any(next(iter(changes)) in note for note in found["runs-1"].notes)
     for name in ("costs-1-1", "costs-1-2"):
-        assert len(found[name].rows) == 1 and {"path", "training peak, MiB"} <= set(headings(found[name]))
+        assert len(found[name].rows) == 1 and {"backend", "training peak, MiB"} <= set(headings(found[name]))
     assert found["costs-1-1"].caption != found["costs-1-2"].caption
 
 
@@ -205,14 +205,14 @@ def test_a_diverged_run_is_shown_and_named(tmp_path):
 def test_costs_by_ground_and_mode_with_the_newest_of_equal_cells(tmp_path):
     slow = cost_row()
     slow["time"]["train_ms"]["p50"] = 1000.0
-    write_rows(tmp_path, [slow, cost_row(path="plain")], name="20261119-000000-cost")
+    write_rows(tmp_path, [slow, cost_row(backend="plain")], name="20261119-000000-cost")
     write_rows(tmp_path, [cost_row(), cost_row(length=256), cost_row(mode="stream"), cost_row(device="Another")])
     found = tables(tmp_path)
     assert len([name for name in found if name.endswith("-parts")]) == 3
     sizes = sorted(len(table.rows) for name, table in found.items() if not name.endswith("-parts"))
     assert sizes == [1, 1, 3]
     main_table = next(table for table in found.values() if len(table.rows) == 3)
-    assert column(main_table, "path") == ["fused", "fused", "plain"]
+    assert column(main_table, "backend") == ["fused", "fused", "plain"]
     assert column(main_table, "length, bytes") == ["256", "512", "512"]
     assert column(main_table, "step, ms") == ["25.60", "51.20", "102.40"]
     assert column(main_table, "training, bytes/s")[1] == "10,000"
@@ -238,13 +238,13 @@ def test_what_ran_out_of_memory_is_a_row_and_a_leak_is_flagged(tmp_path):
 
 def test_peers_of_different_calls_do_not_mix_and_void_ones_say_so(tmp_path):
     write_rows(tmp_path, [peer_row(), peer_row(job="product-key layer")], name="20261120-000000-peers")
-    reason = "the yardstick is slow"
+    reason = "the reference model is slow"
     failed = peer_row(name="bad", status="failed", reason="not causal", bytes_per_second=None, time=None)
     write_rows(tmp_path, [peer_row(void=reason), failed], name="20261121-000000-peers")
     found = tables(tmp_path)
     assert sorted(found) == ["peers-1", "peers-2", "peers-3"]
     assert not found["peers-1"].title.startswith("VOID") and found["peers-3"].title.startswith("VOID")
-    assert column(found["peers-3"], "of the yardstick") == ["VOID", "VOID"]
+    assert column(found["peers-3"], "of the reference model") == ["VOID", "VOID"]
     assert column(found["peers-3"], "bytes/s") == ["10,000", "failed"]
     assert f"VOID: {reason}." in found["peers-3"].notes and "bad: failed (not causal)." in found["peers-3"].notes
 
@@ -252,12 +252,12 @@ def test_peers_of_different_calls_do_not_mix_and_void_ones_say_so(tmp_path):
 def test_predictions_are_split_by_cause_and_checked_where_measured(tmp_path):
     write_rows(tmp_path, [fit_row(), fit_row(variant="all_attention", measured_peak_bytes=10**8)])
     found = tables(tmp_path)["fit-1"]
-    assert column(found, "activations, MiB") == ["76.3", "76.3"] and column(found, "most lanes") == ["1,024", "1,024"]
+    assert column(found, "activations, MiB") == ["76.3", "76.3"] and column(found, "most streams") == ["1,024", "1,024"]
     assert sorted(column(found, "error, %")) == ["", "+1.8"] and column(found, "fits") == ["yes", "yes"]
 
 
 def test_speeds_stand_beside_their_targets_and_void_ones_are_no_numbers(tmp_path):
-    reason = "the yardstick is slow"
+    reason = "the reference model is slow"
     write_rows(tmp_path, [speed_row(), speed_row(case="zero", ratio=0.3)], name="20261120-120000-speed")
     write_rows(tmp_path, [speed_row(void=reason)], name="20261120-130000-speed")
     good, void = all_tables(gather([tmp_path]))

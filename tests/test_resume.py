@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.loop.job import Job
+from harness.loop.run import Run
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests.forked import exit_code, run, started
@@ -39,8 +39,8 @@ SPARSE = (
 )
 
 
-def spans(job: Job) -> list[float]:
-    return [span for layer in job.run.model.layers for span in layer["attention"].sublayer.reach.fraction.tolist()]
+def spans(job: Run) -> list[float]:
+    return [span for layer in job.training.model.layers for span in layer["attention"].sublayer.span.fraction.tolist()]
 
 
 RESUMED = {
@@ -63,7 +63,7 @@ def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch):
     elsewhere(here, monkeypatch)
     stop(make_job(*given), step=5)  # between two train rows, and after a validation that made best.pt
     resumed = make_job(*given)
-    assert resumed.folder.checkpoint is not None and resumed.run.spent.steps == 0
+    assert resumed.folder.checkpoint is not None and resumed.training.spent.steps == 0
     again = run_job(resumed)
     assert rows_of(resumed) == rows_of(whole)
     assert again["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
@@ -81,7 +81,7 @@ def test_resume_across_turns_and_many_stops(here, monkeypatch):
     for step in (1, 8, 9, 20):
         stop(make_job(*given), step=step)
     resumed, _ = whole_run(*given)
-    assert whole.run.stream.steps_per_turn == 8
+    assert whole.training.stream.steps_per_turn == 8
     assert rows_of(resumed) == rows_of(whole)
 
 
@@ -133,7 +133,7 @@ def test_a_finished_run_is_returned_and_force_redoes_it():
     job, summary = whole_run("budget.steps=5")
     (job.folder.path / "evaluations.jsonl").write_text("of the run that was\n")
     again = make_job("budget.steps=5")
-    assert again.run is None and again.earlier_result() == summary["valid_bits_per_byte"]
+    assert again.training is None and again.earlier_result() == summary["valid_bits_per_byte"]
     forced, same = whole_run("budget.steps=5", "force=true")
     assert forced.folder.path == job.folder.path and same["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
     assert not (job.folder.path / "evaluations.jsonl").exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.loop.run import Run
 from harness.loop.step import Trainer
+from harness.loop.train_state import TrainState
 from harness.record import checkpoint
 from harness.record.rows import SUMMARY_KEYS
 from tests.runs import (
@@ -83,19 +83,19 @@ def test_state_is_carried_until_the_turn_ends(carry, cold):
 
 
 def test_weights_bring_the_columns_that_their_spans_need():
-    run = make_run("variant=adaptive_span", "model.span=256", "variant.attention.reach.initial=0.0")
-    reach = run.model.layers[0]["attention"].sublayer.reach
+    run = make_run("variant=adaptive_span", "model.span=256", "variant.attention.span.initial=0.0")
+    spans = run.model.layers[0]["attention"].sublayer.span
     weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    weights["layers.0.attention.sublayer.reach.fraction"].fill_(0.5)
-    assert reach.columns == (64, 64)
+    weights["layers.0.attention.sublayer.span.fraction"].fill_(0.5)
+    assert spans.max_keys == (64, 64)
     run.take_weights(weights)
-    assert reach.columns == (192, 192)
+    assert spans.max_keys == (192, 192)
 
 
 # The best weights
 
 
-def spoil(run: Run) -> None:
+def spoil(run: TrainState) -> None:
     """Make the weights worse than they were."""
     with torch.no_grad():
         run.model.head.weight.add_(5 * torch.randn_like(run.model.head.weight))
@@ -107,7 +107,7 @@ def test_valid_chooses_the_best_weights(stopped):
     if stopped:
         stop(make_job(*given), step=7)
     job = make_job(*given)
-    after_step(job, 8, lambda: spoil(job.run))
+    after_step(job, 8, lambda: spoil(job.training))
     summary = run_job(job)
     rows = [row for row in rows_of(job) if row["kind"] == "valid"]
     on_the_way = [row["bits_per_byte"] for row in rows[:-1]]
@@ -126,7 +126,7 @@ def test_a_run_that_diverges_keeps_its_best_weights():
 
     def diverge() -> None:
         with torch.no_grad():
-            job.run.model.head.weight.fill_(torch.nan)
+            job.training.model.head.weight.fill_(torch.nan)
 
     after_step(job, 6, diverge)
     summary = run_job(job)
@@ -134,17 +134,17 @@ def test_a_run_that_diverges_keeps_its_best_weights():
     assert bits[0] is not None and bits[2:4] == [None, None]
     assert summary["best_bytes_seen"] == 4 * 64 and summary["valid_bits_per_byte"] == bits[-1] < 8
     lost = make_job("budget.steps=8", "seed=1")
-    after_step(lost, 1, lambda: lost.run.model.head.weight.data.fill_(torch.nan))
+    after_step(lost, 1, lambda: lost.training.model.head.weight.data.fill_(torch.nan))
     assert run_job(lost)["valid_bits_per_byte"] is None  # and it says so instead of failing
 
 
 def test_costs_and_spans_are_those_of_the_weights_that_are_scored():
-    job = make_job(*VARIANTS["adaptive_span"], "variant.attention.reach.initial=0.3", "budget.steps=8")
+    job = make_job(*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "budget.steps=8")
 
     def shrink() -> None:
-        spoil(job.run)
-        for layer in job.run.model.layers:
-            layer["attention"].sublayer.reach.fraction.data.zero_()
+        spoil(job.training)
+        for layer in job.training.model.layers:
+            layer["attention"].sublayer.span.fraction.data.zero_()
 
     summary = run_job(after_step(job, 8, shrink))
     judge = make_run(*VARIANTS["adaptive_span"])
@@ -156,7 +156,7 @@ def test_costs_and_spans_are_those_of_the_weights_that_are_scored():
 # Budgets
 
 
-def steps_of(*overrides: str) -> tuple[Run, list[float]]:
+def steps_of(*overrides: str) -> tuple[TrainState, list[float]]:
     """A run to the end of its budget, and the rate of each step relative to the peak."""
     run, rates = make_run("optim=adamw", *overrides), []
     while not run.finished:
@@ -206,10 +206,10 @@ def test_budget_of_seconds_counts_steps_alone_and_survives_a_stop(monkeypatch):
         clock["now"] += 0.25  # twice a step: a step takes a quarter of a second
         return clock["now"]
 
-    monkeypatch.setattr("harness.loop.run.time.perf_counter", tick)
+    monkeypatch.setattr("harness.loop.train_state.time.perf_counter", tick)
     stop(make_job("budget.seconds=2"), step=3)
     job, summary = whole_run("budget.seconds=2")
-    assert job.run.spent.steps == 8 and summary["seconds"] == 2.0
+    assert job.training.spent.steps == 8 and summary["seconds"] == 2.0
     assert summary["budget"] == {"seconds": 2.0}
 
 
@@ -244,7 +244,7 @@ def test_a_tuning_job_never_scores_test():
 
 
 @pytest.mark.parametrize("key", ["eval.bytes=3", "eval.progress_bytes=3", "eval.bytes=1"])
-def test_a_split_too_short_for_its_lanes_ends_before_training(key):
-    with pytest.raises(ValueError, match="eval.lanes=3"):
+def test_a_split_too_short_for_its_streams_ends_before_training(key):
+    with pytest.raises(ValueError, match="eval.streams=3"):
         make_job(key)
     assert not Path("outputs").exists()

@@ -9,17 +9,17 @@ from rich.console import Console
 
 from bench import front_page
 from bench.baselines import entries as entries_module
-from bench.baselines.cases import MB, Heat, rows_of
-from bench.baselines.entrants import OurModel, Task, TrainerLoop, set_spans
+from bench.baselines.cases import MB, Comparison, rows_of
 from bench.baselines.entries import first_batches
-from bench.baselines.lineup import cases_of, heat_settings
+from bench.baselines.entry_workers import OurModel, Task, TrainerLoop, set_spans
+from bench.baselines.lineup import cases_of, comparison_settings
 from bench.baselines.proof import OK, passed
 from bench.baselines.rounds import Entry
 from bench.baselines.settings import Case, PeerSettings
+from bench.cost_worker import full_state
 from bench.planning import own_keys
 from bench.report.tables_peers import speed_tables
 from bench.rows import refusal
-from bench.subject import full_state
 from harness.device.runtime import Runtime
 from harness.plan.settings import parse
 from harness.record.table import print_table
@@ -28,7 +28,7 @@ from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, compose_config, plan, recall
 
-SIZES = ("model.d_model=32", "model.heads=2", "model.layers=2", "batch.segment=16", "batch.lanes=2", "model.span=64")
+SIZES = ("model.d_model=32", "model.heads=2", "model.layers=2", "batch.segment=16", "batch.streams=2", "model.span=64")
 SMALL = (
     *(*SIZES, "sizes.spans=[8,40]", "sizes.long_span=96", "sizes.one_open=[32,96]", "sizes.long_context=32"),
     *(
@@ -72,17 +72,19 @@ def _global_settings_of_torch_come_back():
 
 
 def lineup(name: str, *words: str) -> list[tuple[str | None, list[tuple[Case, str | None, list[str]]]]]:
-    """Of each heat of a lineup its judge, and its cases with their positions and their entrants' words."""
+    """Of each comparison of a lineup its judge, and its cases with their positions and their entries' words."""
     cfg = compose_config(f"lineup={name}", *words, name="peers")
     settings = parse(PeerSettings, own_keys(cfg, *PeerSettings.__dataclass_fields__), key="")
     found = []
-    for heat, entries in heat_settings(settings):
+    for comparison, entries in comparison_settings(settings):
         cases = []
-        for case in cases_of(heat, entries):
-            typed = f"{heat.words} {entries[case.entrant].words}".split()
-            (position,) = [None] if heat.layer else [w.partition("=")[2] for w in typed if w.startswith("position=")]
+        for case in cases_of(comparison, entries):
+            typed = f"{comparison.words} {entries[case.entry].words}".split()
+            (position,) = (
+                [None] if comparison.layer else [w.partition("=")[2] for w in typed if w.startswith("position=")]
+            )
             cases.append((case, position, typed))
-        found.append((heat.judge, cases))
+        found.append((comparison.sanity_check, cases))
     return found
 
 
@@ -92,7 +94,7 @@ def case(name: str, position: str | None = None) -> Case:
 
 
 def test_the_cases_and_what_they_must_reach():
-    # speed in the yardstick's, and half of the published implementation's peak above the bare process in MB
+    # speed in the reference model's, and half of the published implementation's peak above the bare process in MB
     asked = {
         "fixed": (0.22, 0.55, 615.5),
         "zero": (0.85, 0.95, 288.0),
@@ -100,9 +102,9 @@ def test_the_cases_and_what_they_must_reach():
         "persistent": (0.45, 0.9, 1108.5),
     }
     variants = {"fixed": "mhsa", "zero": "adaptive_span", "mixed": "adaptive_span", "persistent": "all_attention"}
-    (judge, workload), *_ = lineup("targets")
-    assert judge == "x-transformers"
-    assert {c.name for c, _, _ in workload if c.reference == "yardstick"} == set(asked)
+    (sanity_check, workload), *_ = lineup("targets")
+    assert sanity_check == "x-transformers"
+    assert {c.name for c, _, _ in workload if c.reference == "reference_model"} == set(asked)
     for name, (relative, rotary, peak) in asked.items():
         for position, cache, target in (("relative", "hidden", relative), ("rotary", "kv", rotary)):
             found = case(name, position)
@@ -127,7 +129,7 @@ def test_the_workload_is_the_one_of_the_targets():
     assert set(PeerSettings.__dataclass_fields__) <= set(cfg)
     assert {"d_model": 256, "heads": 8, "layers": 4, "span": 1024}.items() <= dict(cfg.model).items()
     assert (
-        dict(cfg.batch) == {"lanes": 8, "segment": 256, "carry": True, "accumulate": 1} and cfg.data.vocabulary == 205
+        dict(cfg.batch) == {"streams": 8, "segment": 256, "carry": True, "accumulate": 1} and cfg.data.vocabulary == 205
     )
     assert list(cfg.sizes.spans) == [16, 16, 24, 32, 48, 64, 200, 900] and cfg.persistent == 512
     assert list(cfg.sizes.one_open) == [32] * 7 + [4096] and cfg.sizes.long_span == 4096
@@ -136,7 +138,7 @@ def test_the_workload_is_the_one_of_the_targets():
     assert list(cfg.sizes.half_keys) == [128, 256, 512] and cfg.runtime.threads == 2
     cfg = compose_config("lineup=targets_cuda", name="peers")
     assert {"d_model": 512, "heads": 8, "layers": 12, "span": 8192}.items() <= dict(cfg.model).items()
-    assert {"lanes": 64, "segment": 512}.items() <= dict(cfg.batch).items() and cfg.data.vocabulary == 205
+    assert {"streams": 64, "segment": 512}.items() <= dict(cfg.batch).items() and cfg.data.vocabulary == 205
     assert sum(cfg.sizes.spans) / 8 == 314 and cfg.sizes.short_span == 512
 
 
@@ -148,8 +150,8 @@ def test_a_model_keeps_its_spans_and_a_full_past(position, cache):
         entrant.train()
         lengths.append({tuple(part.shape) for part in parts(entrant.state)})
         for _, sublayer in entrant.model.sublayers():
-            if hasattr(sublayer, "reach"):
-                assert sublayer.reach.metrics({})["span"].tolist() == pytest.approx(SPANS)
+            if hasattr(sublayer, "span"):
+                assert sublayer.span.metrics({})["span"].tolist() == pytest.approx(SPANS)
     assert lengths[0] == lengths[1] == lengths[2]
     fixed = OurModel(task("mhsa", spans=None))
     fixed.train()
@@ -167,7 +169,7 @@ def test_spans_that_reach_beyond_the_segment_are_proved_within_it():
 
 
 def test_only_learned_spans_can_be_set():
-    with pytest.raises(ValueError, match="no sublayer's reach has a learned fraction"):
+    with pytest.raises(ValueError, match="no sublayer's span has a learned fraction"):
         set_spans(plan("variant=mhsa", *TINY).make_model(), SPANS)
 
 
@@ -184,8 +186,8 @@ def test_the_trainer_takes_the_runs_own_step_and_writes_rows(tmp_path):
         entrant.train()
     (record,) = tmp_path.glob("*/record.jsonl")
     rows = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3] and entrant.run.spent.steps == 3
-    assert rows[-1]["learning_rate"] == 0 and entrant.run.state[0].tolist() == [
+    assert [row["step"] for row in rows] == [1, 2, 3] and entrant.training.spent.steps == 3
+    assert rows[-1]["learning_rate"] == 0 and entrant.training.state[0].tolist() == [
         80,
         80,
     ]  # 48 of the past, then two steps
@@ -206,12 +208,12 @@ def entry(name: str, *rounds: list[float], peak_bytes: int = 10**6) -> Entry:
         identity=identity("speed", variant=name),
     )
     made.checks, made.rounds = {"gradients": OK}, list(rounds)
-    made.facts = {"path": "fused", "memory": {"train_peak_bytes": peak_bytes, "approximate": True}}
+    made.facts = {"backend": "fused", "memory": {"train_peak_bytes": peak_bytes, "approximate": True}}
     return made
 
 
-def judged(heat: Heat, *, targets_apply: bool = True) -> dict:
-    (row,) = rows_of(heat, judged=targets_apply, planned_rounds=1)
+def judged(comparison: Comparison, *, targets_apply: bool = True) -> dict:
+    (row,) = rows_of(comparison, judged=targets_apply, planned_rounds=1)
     assert refusal(row) is None
     return row
 
@@ -228,21 +230,25 @@ def printed(row: dict) -> str:
 def test_a_speed_is_to_be_at_least_its_target(ms, reached):
     fixed = case("fixed", "rotary")
     peak = round(fixed.peak_mb * MB) + (not reached)
-    entries = [entry("yardstick", [10.0]), entry("x-transformers", [10.0]), entry(fixed.entrant, [ms], peak_bytes=peak)]
-    heat = Heat(entries=entries, cases=[fixed], judge="x-transformers")
-    row = judged(heat)
+    entries = [
+        entry("reference_model", [10.0]),
+        entry("x-transformers", [10.0]),
+        entry(fixed.entry, [ms], peak_bytes=peak),
+    ]
+    comparison = Comparison(entries=entries, cases=[fixed], sanity_check="x-transformers")
+    row = judged(comparison)
     assert row["ratio"] == pytest.approx(10 / ms) and row["target"] == 0.55
     assert row["reached"] is reached and row["peak_reached"] is reached and row["peak_bytes"] == peak
-    assert row["yardstick_in_judge"] == 1 and row["void"] is None
+    assert row["reference_in_check"] == 1 and row["void"] is None
     assert ("MISSED" in printed(row)) is not reached
-    row = judged(heat, targets_apply=False)
+    row = judged(comparison, targets_apply=False)
     assert row["reached"] is None and row["peak_reached"] is None
 
 
-def test_a_slow_yardstick_judges_nothing():
+def test_a_slow_reference_model_judges_nothing():
     fixed = case("fixed", "rotary")
-    entries = [entry("yardstick", [10.4]), entry("x-transformers", [10.0]), entry(fixed.entrant, [10.0])]
-    row = judged(Heat(entries=entries, cases=[fixed], judge="x-transformers"))
+    entries = [entry("reference_model", [10.4]), entry("x-transformers", [10.0]), entry(fixed.entry, [10.0])]
+    row = judged(Comparison(entries=entries, cases=[fixed], sanity_check="x-transformers"))
     assert row["reached"] is None and "0.97" in row["void"]
     assert "VOID" in printed(row)
 
@@ -251,14 +257,14 @@ def test_a_slow_yardstick_judges_nothing():
 def test_a_busy_machine_is_remarked_upon(slowest_ms, disturbed):
     match = case("mhsa_256")
     shaken = entry("x-transformers", [1.0, 1.0, slowest_ms, slowest_ms])
-    row = judged(Heat(entries=[shaken, entry("mhsa_256", [1.0])], cases=[match]))
+    row = judged(Comparison(entries=[shaken, entry("mhsa_256", [1.0])], cases=[match]))
     assert ("DISTURBED: steps of mhsa_256" in printed(row)) is disturbed
 
 
 @pytest.mark.parametrize(("one_ms", "all_ms", "reached"), [(24, 100, True), (26, 100, False), (24, 120, False)])
 def test_one_open_head_is_to_cost_little_and_all_open_as_much_as_a_window(one_ms, all_ms, reached):
     entries = [entry("one open", [one_ms]), entry("all open", [all_ms]), entry("mhsa", [100])]
-    row = judged(Heat(entries=entries, cases=[case("one_open")]))
+    row = judged(Comparison(entries=entries, cases=[case("one_open")]))
     assert row["ratio"] == pytest.approx(one_ms / all_ms) and row["reached"] is reached
     assert row["second"]["ratio"] == pytest.approx(all_ms / 100)
 
@@ -266,8 +272,8 @@ def test_one_open_head_is_to_cost_little_and_all_open_as_much_as_a_window(one_ms
 @pytest.mark.parametrize(("peak_bytes", "reached"), [(700, True), (701, False)])
 def test_a_peak_may_be_bounded_by_the_references(peak_bytes, reached):
     memory = case("pkm_128")
-    entries = [entry(memory.reference, [30.0], peak_bytes=1000), entry(memory.entrant, [10.0], peak_bytes=peak_bytes)]
-    row = judged(Heat(entries=entries, cases=[memory]))
+    entries = [entry(memory.reference, [30.0], peak_bytes=1000), entry(memory.entry, [10.0], peak_bytes=peak_bytes)]
+    row = judged(Comparison(entries=entries, cases=[memory]))
     assert row["ratio"] == pytest.approx(3) and row["reached"] and row["peak_reached"] is reached
     assert row["position"] is row["cache"] is None
 
@@ -276,10 +282,10 @@ def test_what_failed_has_a_row_with_the_reason_and_what_was_not_timed_has_none()
     match = case("mhsa_256")
     broken = entry("x-transformers")
     broken.fail("not installed")
-    row = judged(Heat(entries=[broken, entry("mhsa_256", [1.0])], cases=[match]))
+    row = judged(Comparison(entries=[broken, entry("mhsa_256", [1.0])], cases=[match]))
     assert row["ratio"] is row["reached"] is None and row["reason"] == "x-transformers: not installed"
-    heat = Heat(entries=[entry("x-transformers"), entry("mhsa_256", [1.0])], cases=[match])
-    assert rows_of(heat, judged=True, planned_rounds=1) == []
+    comparison = Comparison(entries=[entry("x-transformers"), entry("mhsa_256", [1.0])], cases=[match])
+    assert rows_of(comparison, judged=True, planned_rounds=1) == []
 
 
 # The command
@@ -299,7 +305,7 @@ def test_rows_from_the_command_line_are_added_to_the_file(here):  # noqa: F811
         assert refusal(row) is None and row["kind"] == "speed" and row["status"] == "measured", row["reason"]
         assert row["ratio_range"][0] == row["ratio"] == row["ratio_range"][1]  # of one round
         assert row["opponent"]["name"] == row["relative_to"] and row["opponent"]["package"] == "torch"
-        for side in (row["entrant"], row["opponent"]):
+        for side in (row["entry"], row["opponent"]):
             assert side["optimizer"] == "fused AdamW" and side["parameters"] > 0 and side["training_flops_per_byte"] > 0
         assert row["ratio"] > 0 and row["peak_bytes"] > 0 and row["reached"] is None and row["spans"] == [8, 40]
         assert row["config"]["data"]["vocabulary"] == 205 and row["config"]["model"]["span"] == 64
@@ -323,32 +329,34 @@ def untimed(monkeypatch) -> list[Entry]:
 
 
 def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkeypatch):  # noqa: F811
-    heats = []
-    monkeypatch.setattr("bench.baselines.cases.rows_of", lambda heat, **_: heats.append(heat) or [])
+    comparisons = []
+    monkeypatch.setattr("bench.baselines.cases.rows_of", lambda comparison, **_: comparisons.append(comparison) or [])
     ended = call("bench/peers.py", *SMALL)
     assert ended.code == 0 and "nothing was measured" in ended.out, ended.err
     assert [one.name for one in untimed] == [
-        *("yardstick", "x-transformers", "fixed relative", "fixed rotary", "zero relative", "zero rotary"),
+        *("reference_model", "x-transformers", "fixed relative", "fixed rotary", "zero relative", "zero rotary"),
         *("mixed relative", "mixed rotary", "persistent relative", "persistent rotary", "mhsa_256"),
         *("one open", "all open", "mhsa", "product-key-memory 8^2 fused adamw"),
         *("product-key-memory 8^2 adam", "product_key_memory 8^2"),
-        *("yardstick", "x-transformers", "mhsa_1024", "bare loop", "trainer"),
+        *("reference_model", "x-transformers", "mhsa_1024", "bare loop", "trainer"),
     ]
-    against = {case.name: case.reference for heat in heats for case in heat.cases}
+    against = {case.name: case.reference for comparison in comparisons for case in comparison.cases}
     assert against == {
-        **dict.fromkeys(("fixed", "zero", "mixed", "persistent"), "yardstick"),
+        **dict.fromkeys(("fixed", "zero", "mixed", "persistent"), "reference_model"),
         **dict.fromkeys(("mhsa_256", "mhsa_1024"), "x-transformers"),
         **{"one_open": "all open", "trainer": "bare loop", "pkm_8": "product-key-memory 8^2 fused adamw"},
         "pkm_8_adam": "product-key-memory 8^2 adam",
     }
-    judges = [heat.judge for heat in heats if heat.cases[-1].reference == "x-transformers"]
+    judges = [
+        comparison.sanity_check for comparison in comparisons if comparison.cases[-1].reference == "x-transformers"
+    ]
     assert judges == ["x-transformers"] * 2
     by_name = {one.name: one for one in untimed}
     assert by_name["one open"].task.spans == (32, 96) and by_name["all open"].task.spans == (96, 96)
     assert by_name["mhsa"].task.config["model"]["span"] == 96 and by_name["zero rotary"].task.spans == (0, 0)
     assert by_name["persistent rotary"].task.config["variant"]["attention"]["persistent"]["number"] == 8
-    assert by_name["mhsa_1024"].task.config["batch"] | {"lanes": 0} == {
-        **{"lanes": 0, "segment": 32, "carry": False, "accumulate": 1}
+    assert by_name["mhsa_1024"].task.config["batch"] | {"streams": 0} == {
+        **{"streams": 0, "segment": 32, "carry": False, "accumulate": 1}
     }
     (here / "scratch").mkdir()
     for one in untimed:
@@ -370,7 +378,7 @@ def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  #
     assert [one.name for one in untimed] == [f"{v} {p}" for p in SETTINGS for v in ("mhsa", "adaptive_span")]
     for one in untimed:
         asked = one.task.config["runtime"]
-        assert [asked[key] for key in ("device", "path", "precision", "compile")] == [
+        assert [asked[key] for key in ("device", "backend", "precision", "compile")] == [
             "cuda",
             "kernel",
             "bfloat16",
@@ -391,7 +399,7 @@ def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  #
         (["model.span=64"], ["spans of mixed relative=", "from 0 to 64"]),
         (["sizes.widht=3"], ["sizes.widht", "width"]),
         (["position=alibi"], ["position=alibi", "every case"]),
-        (["heats=[{job: a, reference: b, wrods: c}]"], ["heats.0.wrods=c", "words"]),
+        (["comparisons=[{job: a, reference: b, wrods: c}]"], ["comparisons.0.wrods=c", "words"]),
         (["variant=mhsa"], ["variant=mhsa", "every case"]),
         (["rows=."], ["rows=.", "folder"]),
         (["rows=file/rows.jsonl"], ["rows=file/rows.jsonl", "is a file"]),
@@ -408,7 +416,9 @@ def test_a_mistake_ends_with_2_before_anything_runs(here, untimed, words, parts,
 
 def test_other_sizes_are_not_judged(here, untimed, monkeypatch):  # noqa: F811
     said = []
-    monkeypatch.setattr("bench.baselines.cases.rows_of", lambda heat, judged, planned_rounds: said.append(judged) or [])
-    for words in (["rounds=2", "rows=x.jsonl"], ["batch.lanes=2"], ["optim.lr=1"], ["runtime.path=plain"]):
+    monkeypatch.setattr(
+        "bench.baselines.cases.rows_of", lambda comparison, judged, planned_rounds: said.append(judged) or []
+    )
+    for words in (["rounds=2", "rows=x.jsonl"], ["batch.streams=2"], ["optim.lr=1"], ["runtime.backend=plain"]):
         assert call("bench/peers.py", "lineup=targets", "only=[trainer]", *words).code == 0
     assert said == [True, False, False, False]

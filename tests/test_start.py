@@ -32,11 +32,11 @@ def test_a_larger_budget_goes_on_with_everything():
     extended = make_job(
         *("variant=mhsa", *CARRY, "budget.steps=10", f"start.run={start.folder.path}", "start.take=everything")
     )
-    assert extended.run.spent.steps == 6 and extended.run.spent.bytes == before["bytes_seen"]
-    assert extended.run.spent.flops == before["training_flops"]
-    assert extended.run.optimizers.steps == 6 and extended.run.state is not None
+    assert extended.training.spent.steps == 6 and extended.training.spent.bytes == before["bytes_seen"]
+    assert extended.training.spent.flops == before["training_flops"]
+    assert extended.training.optimizers.steps == 6 and extended.training.state is not None
     theirs = checkpoint.load(checkpoint.newest(start.folder.path))
-    assert all(torch.equal(p, theirs["model"][name]) for name, p in extended.run.model.state_dict().items())
+    assert all(torch.equal(p, theirs["model"][name]) for name, p in extended.training.model.state_dict().items())
     summary = run_job(extended)
     assert summary["steps"] == 10 and extended.folder.path != start.folder.path
     assert rows_of(extended)[0]["kind"] == "provenance"
@@ -58,7 +58,7 @@ def test_everything_is_the_run_that_had_the_larger_budget_from_the_start(here, m
 def test_everything_takes_moments_and_the_new_runs_rates():
     start, _ = whole_run("optim=adamw", "budget.steps=6")
     given = ("budget.steps=9", f"start.run={start.folder.path}", "start.take=everything")
-    run = make_job("optim=adamw", *given, "optim.lr=0.0003", "optim.default.weight_decay=0.5").run
+    run = make_job("optim=adamw", *given, "optim.lr=0.0003", "optim.default.weight_decay=0.5").training
     assert run.optimizers.optimizers["default"].param_groups[0]["weight_decay"] == 0.5
     run.step()
     assert run.optimizers.optimizers["default"].param_groups[0]["lr"] < 0.0003
@@ -66,7 +66,7 @@ def test_everything_takes_moments_and_the_new_runs_rates():
 
 
 def test_weights_begin_a_new_schedule(six_steps):
-    run = make_job("budget.steps=4", "optim.lr=0.001", f"start.run={six_steps}", "model.dropout=0.1").run
+    run = make_job("budget.steps=4", "optim.lr=0.001", f"start.run={six_steps}", "model.dropout=0.1").training
     theirs = checkpoint.load(checkpoint.newest(six_steps))["model"]
     assert all(torch.equal(p, theirs[name]) for name, p in run.model.state_dict().items())
     assert run.spent.steps == 0 and run.optimizers.steps == 0 and run.state is None
@@ -91,7 +91,7 @@ def test_a_run_that_began_from_another_resumes_as_any(six_steps, here, monkeypat
         (("model.heads=4",), "start.run=.*model.heads was 2, is 4"),  # shapes alone do not tell
         (("position=alibi",), "start.run=.*position._target_ was variants.position.Rotary, is"),
         (("start.take=everything", "model.layers=1"), "start.run=.*model.layers was 2, is 1"),
-        (("start.take=everything", "batch.lanes=2"), "start.run=.*batch.lanes was 4, is 2"),
+        (("start.take=everything", "batch.streams=2"), "start.run=.*batch.streams was 4, is 2"),
         (("start.take=everything", "seed=1"), "start.run=.*seed was 0, is 1"),
         (("start.take=everything", "data.bytes=30000"), "start.run=.*data.sha256 was"),
         (("start.take=everything", "optim=adamw"), "start.run=.*optim matrices was"),

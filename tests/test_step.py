@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.data.corpora import score_lanes
+from harness.data.corpora import score_streams
 from harness.data.recall import recall_floor
 from harness.device.runtime import Runtime
 from harness.loop.step import Score, Trainer, score_context, score_stream, score_windows
@@ -16,7 +16,7 @@ from harness.optim.optimizers import Optimizers, assign
 from tests.runs import MEMORY, VARIANTS, make_run, restored  # noqa: F401 - a fixture
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
-MOVING = ("variant=adaptive_span", "variant.attention.reach.ramp=4", "variant.attention.reach.initial=0.3")
+MOVING = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")
 LEARNS = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
 
 
@@ -53,7 +53,7 @@ def one_step(model, batch, *, lr: float, parts: int = 1) -> Tensor:
 @pytest.mark.parametrize("parts", [1, 3])
 def test_auxiliary_losses_are_in_the_gradient_and_never_in_the_number(parts):
     weight, heads, span, lr = 0.01, 2, 16, 0.5
-    loss = "variant.attention.reach.loss_weight"
+    loss = "variant.attention.span.loss_weight"
     runs = [make_run(*MOVING, "model.head_zero_init=false", f"{loss}={w}") for w in (0.0, weight)]
     batch = runs[0].stream.batch(0)
     scores = [run.score("valid", limit=200).bits_per_byte for run in runs]
@@ -61,7 +61,7 @@ def test_auxiliary_losses_are_in_the_gradient_and_never_in_the_number(parts):
     logits = make_run(*MOVING, "model.head_zero_init=false").model(batch[0]).logits
     assert nats[0] == pytest.approx(F.cross_entropy(logits.transpose(1, 2), batch[1]).item(), abs=1e-6)
     assert nats[0] == nats[1] and scores[0] == scores[1]
-    fractions = [run.model.layers[0]["attention"].sublayer.reach.fraction for run in runs]
+    fractions = [run.model.layers[0]["attention"].sublayer.span.fraction for run in runs]
     expected = torch.full((heads,), lr * weight * span / heads)  # weight times the mean of span * fraction
     torch.testing.assert_close(fractions[0] - fractions[1], expected, rtol=0, atol=1e-6)
 
@@ -80,15 +80,15 @@ def test_a_step_sees_the_state_that_is_carried(parts):
 
 
 def test_parameters_are_back_in_their_range_after_every_step():
-    run = make_run("variant=adaptive_span", "variant.attention.reach.loss_weight=10", "model.span=256", "optim.lr=0.1")
-    reach = run.model.layers[0]["attention"].sublayer.reach
+    run = make_run("variant=adaptive_span", "variant.attention.span.loss_weight=10", "model.span=256", "optim.lr=0.1")
+    spans = run.model.layers[0]["attention"].sublayer.span
     with torch.no_grad():
-        reach.fraction.fill_(0.5)
+        spans.fraction.fill_(0.5)
     run.model.project_()
-    assert reach.columns == (192, 192)
+    assert spans.max_keys == (192, 192)
     for _ in range(8):
         run.step()
-    assert reach.fraction.tolist() == [0.0, 0.0] and reach.columns == (64, 64)
+    assert spans.fraction.tolist() == [0.0, 0.0] and spans.max_keys == (64, 64)
 
 
 def test_bfloat16_is_finite_and_keeps_float32_parameters():
@@ -113,7 +113,7 @@ def test_a_compiled_step_is_the_eager_one():
     with inductor.patch(known):
         for run in runs:
             run.step()
-    assert runs[1].path == f"{runs[0].path}, compiled"
+    assert runs[1].backend == f"{runs[0].backend}, compiled"
     for (name, one), other in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
     assert runs[0].train_row()["bits_per_byte"] == pytest.approx(runs[1].train_row()["bits_per_byte"], abs=1e-4)
@@ -152,23 +152,25 @@ def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 4])  # 101 pairs: lanes of 33 and 34, of 25 and 26
-def test_stream_is_every_lane_byte_by_byte(model, lanes):
+@pytest.mark.parametrize("streams", [1, 3, 4])  # 101 pairs: streams of 33 and 34, of 25 and 26
+def test_stream_is_every_stream_byte_by_byte(model, streams):
     split = some_bytes(102)
-    expected = [n for lane in score_lanes(101, lanes) for n in byte_by_byte(model, split, first=lane[0], end=lane[1])]
+    expected = [
+        n for stream in score_streams(101, streams) for n in byte_by_byte(model, split, first=stream[0], end=stream[1])
+    ]
     for segment in (1, 7, 26, 64):
-        score = score_stream(model, split, runtime=CPU, lanes=lanes, segment=segment)
+        score = score_stream(model, split, runtime=CPU, streams=streams, segment=segment)
         assert len(score.nats) == 101
         torch.testing.assert_close(score.nats.double(), torch.tensor(expected).double(), rtol=0, atol=1e-5)
         assert score.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / 101, abs=1e-6)
 
 
 def test_statistics_are_of_the_scored_bytes_alone(model):
-    for lanes, segment, filling in ((4, 64, 0), (4, 7, 0), (3, 64, 1)):  # 100 pairs; three lanes of 33, 33 and 34
-        score = score_stream(model, some_bytes(101), runtime=CPU, lanes=lanes, segment=segment, look=True)
-        assert score.seen["layers.0.memory"]["bytes"] == 100 + filling * (lanes - 1)
-        assert score.seen["layers.0.memory"]["usage_count"].sum() == (100 + filling * (lanes - 1)) * 2 * 4
-    assert not score_stream(model, some_bytes(101), runtime=CPU, lanes=4, segment=9).seen
+    for streams, segment, filling in ((4, 64, 0), (4, 7, 0), (3, 64, 1)):  # 100 pairs; three streams of 33, 33 and 34
+        score = score_stream(model, some_bytes(101), runtime=CPU, streams=streams, segment=segment, collect_stats=True)
+        assert score.stats["layers.0.memory"]["bytes"] == 100 + filling * (streams - 1)
+        assert score.stats["layers.0.memory"]["usage_count"].sum() == (100 + filling * (streams - 1)) * 2 * 4
+    assert not score_stream(model, some_bytes(101), runtime=CPU, streams=4, segment=9).stats
 
 
 def test_blocks_sum_to_the_total():
@@ -218,7 +220,7 @@ def test_context_of_a_split_shorter_than_the_window(model):
 
 @pytest.mark.parametrize("variant", ["adaptive_span", "product_key_memory"])
 def test_a_trained_model_stays_above_the_floor_of_recall(variant):
-    given = ("data.distances=[3]", "batch.lanes=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
+    given = ("data.distances=[3]", "batch.streams=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
     run = make_run(*VARIANTS[variant], *given, "model.d_model=32", "model.span=8", "data.bytes=60000")
     while not run.finished:
         run.step()

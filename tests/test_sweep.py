@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.compose import sweep
-from harness.loop.run import Run
+from harness.loop.train_state import TrainState
 from harness.record.rows import read_rows, repeatable
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.forked import exit_code, started
@@ -86,7 +86,7 @@ def test_a_job_of_other_source_runs_anew_and_the_status_says_so(here, monkeypatc
 
 
 def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
-    step, failed = Run.step, []
+    step, failed = TrainState.step, []
 
     def failing(self, *wishes) -> tuple:
         if self.plan.seed == 1 and self.spent.steps == 2:
@@ -96,7 +96,7 @@ def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
         return step(self, *wishes)
 
     with monkeypatch.context() as broken:
-        broken.setattr(Run, "step", failing)
+        broken.setattr(TrainState, "step", failing)
         ended = train("-m", *MADE, "seed=0,1,2", "checkpoint.every_steps=1")
     assert ended.code == 1 and ended.err.count("Traceback") == 1 and "in failing" in ended.err
     assert "error (in the job " in ended.err and "wandb.group" not in ended.err
@@ -120,13 +120,13 @@ def test_a_job_that_cannot_be_built_is_recorded_too(here, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("harness.loop.run.Run.__init__", broken)
+        patched.setattr("harness.loop.train_state.TrainState.__init__", broken)
         assert train("-m", *MADE, "seed=0").code == 1
     (run,) = run_folders(here / "outputs")
     assert summaries(here / "outputs")[run.name]["error"] == "MemoryError:"
     assert train("-m", *MADE, "seed=0").code == 0 and not (run / "failed.txt").exists()
     with monkeypatch.context() as patched:
-        patched.setattr("harness.loop.run.Run.__init__", broken)
+        patched.setattr("harness.loop.train_state.TrainState.__init__", broken)
         assert train(*MADE, "force=true").code == 1
     assert summaries(here / "outputs")[run.name]["status"] == "finished", "an earlier result was lost"
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from harness.plan.instantiate import keywords, resolve
 from variants.adaptive_span import AdaptiveSpan
-from variants.attention import Attention, Reach
-from variants.contract import Out, Part, Position, Sublayer
+from variants.attention import Attention, AttentionSpan
+from variants.contract import Part, Position, Sublayer, SublayerOutput
 
 MINE = ("tests.test_targets",)
 
@@ -25,7 +25,7 @@ class Mine(Sublayer):
 
     def __init__(
         self,
-        place,
+        context,
         *,
         needed: int,
         rate: float = 1.0,
@@ -39,25 +39,25 @@ class Mine(Sublayer):
         anything: Any = None,
         bare=None,
         part: Callable[..., Part] | None = None,
-        reach: Callable[..., Reach] | None = None,
+        span: Callable[..., AttentionSpan] | None = None,
     ):
         super().__init__()
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(x)
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(x)
 
 
-class NoPlace(Sublayer):
+class NoContext(Sublayer):
     """Has no constructor of its own."""
 
 
 class BadAnnotation(Sublayer):
-    def __init__(self, place, *, size: "NoSuchType" = 1):  # noqa: F821
+    def __init__(self, context, *, size: "NoSuchType" = 1):  # noqa: F821
         super().__init__()
 
 
 class Greedy(Sublayer):
-    def __init__(self, place, **options):
+    def __init__(self, context, **options):
         super().__init__()
 
 
@@ -75,11 +75,11 @@ def made(given, kind=Sublayer, trust=MINE):
 
 
 def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
-    part = made(node(d_head=4, bias=True, reach=node(AdaptiveSpan, ramp=8)))
+    part = made(node(d_head=4, bias=True, span=node(AdaptiveSpan, ramp=8)))
     assert isinstance(part, functools.partial) and part.func is Attention
     assert part.keywords["d_head"] == 4 and part.keywords["bias"] is True
-    reach = part.keywords["reach"]
-    assert isinstance(reach, functools.partial) and (reach.func, reach.keywords) == (AdaptiveSpan, {"ramp": 8})
+    spans = part.keywords["span"]
+    assert isinstance(spans, functools.partial) and (spans.func, spans.keywords) == (AdaptiveSpan, {"ramp": 8})
 
 
 @pytest.mark.parametrize(
@@ -130,24 +130,26 @@ def test_a_class_must_be_defined_where_trust_reaches(monkeypatch):
 def test_every_layer_makes_its_own(value):
     with pytest.raises(ValueError, match=rf"variant\.attention\._partial_={value}: must be true"):
         made({**node(), "_partial_": value})
-    with pytest.raises(ValueError, match=r"variant\.attention\.reach\._partial_=None"):
-        made(node(reach={"_target_": "variants.adaptive_span.AdaptiveSpan"}))
+    with pytest.raises(ValueError, match=r"variant\.attention\.span\._partial_=None"):
+        made(node(span={"_target_": "variants.adaptive_span.AdaptiveSpan"}))
 
 
 def test_only_parts_that_fit_are_taken():
     assert made(node(Mine, needed=1, part=node(AdaptiveSpan))).keywords["part"].func is AdaptiveSpan
     assert made(node(Mine, needed=1, bare=node(AdaptiveSpan))).keywords["bare"].func is AdaptiveSpan
-    vectors = node("variants.all_attention.HeadVectors", number=3)
-    with pytest.raises(ValueError, match=r"attention\.reach\._target_=.*HeadVectors: .* variants\.attention\.Reach"):
-        made(node(reach=vectors))
-    with pytest.raises(ValueError, match=r"attention\.reach\._target_=variants\.attention\.Attention: .*Reach"):
-        made(node(reach=node()))
+    vectors = node("variants.all_attention.PersistentKV", number=3)
+    with pytest.raises(
+        ValueError, match=r"attention\.span\._target_=.*PersistentKV: .* variants\.attention\.AttentionSpan"
+    ):
+        made(node(span=vectors))
+    with pytest.raises(ValueError, match=r"attention\.span\._target_=variants\.attention\.Attention: .*AttentionSpan"):
+        made(node(span=node()))
     with pytest.raises(ValueError, match=r"attention\.d_head=.*must be int or null"):
         made(node(d_head=vectors))
-    with pytest.raises(ValueError, match=r"attention\.reach=\{'ramp': 3\}: must be a part with _target_"):
-        made(node(reach={"ramp": 3}))
-    with pytest.raises(ValueError, match=r"attention\.reach=3: must be a part with _target_.* or null"):
-        made(node(reach=3))
+    with pytest.raises(ValueError, match=r"attention\.span=\{'ramp': 3\}: must be a part with _target_"):
+        made(node(span={"ramp": 3}))
+    with pytest.raises(ValueError, match=r"attention\.span=3: must be a part with _target_.* or null"):
+        made(node(span=3))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_only_parts_that_fit_are_taken():
         ("anything", [1], (1,)),
         ("anything", {"a": 1}, {"a": 1}),
         ("bare", "x", "x"),
-        ("reach", None, None),
+        ("span", None, None),
     ],
 )
 def test_values_are_taken_as_annotated(name, value, expected):
@@ -203,7 +205,7 @@ def test_other_values_are_refused_by_key(name, value, allowed):
 
 
 def test_keywords_are_the_schema():
-    assert list(keywords(Attention, key="k")) == ["d_head", "bias", "zero_init", "reach", "persistent"]
+    assert list(keywords(Attention, key="k")) == ["d_head", "bias", "zero_init", "span", "persistent"]
     assert [name for name, (_, required) in keywords(Mine, key="k").items() if required] == ["needed"]
     assert "lr" not in keywords(torch.optim.AdamW, key="k")
     assert "betas" in keywords(torch.optim.AdamW, key="k")
@@ -211,8 +213,8 @@ def test_keywords_are_the_schema():
         ValueError, match=r"variant\.attention\.size=3: no such key of Attention; allowed are d_head, bias"
     ):
         made(node(size=3))
-    with pytest.raises(ValueError, match=r"variant\.attention\.place=3: no such key"):
-        made(node(place=3))
+    with pytest.raises(ValueError, match=r"variant\.attention\.context=3: no such key"):
+        made(node(context=3))
     with pytest.raises(ValueError, match=r"variant\.attention\._args_=\(\): no such key"):
         made(node(_args_=()))
     with pytest.raises(ValueError, match=r"variant\.attention\.needed: Mine needs it"):
@@ -222,8 +224,8 @@ def test_keywords_are_the_schema():
 
 
 def test_a_constructor_that_cannot_be_called_is_named():
-    with pytest.raises(ValueError, match=r"tests\.test_targets\.NoPlace must take a Place first"):
-        made(node(NoPlace))
+    with pytest.raises(ValueError, match=r"tests\.test_targets\.NoContext must take a LayerContext first"):
+        made(node(NoContext))
     with pytest.raises(ValueError, match=r"tests\.test_targets\.BadAnnotation: name 'NoSuchType' is not defined"):
         made(node(BadAnnotation))
 

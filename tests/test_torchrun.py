@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.device.launch import Launch, check_launch, read_launch
 from harness.device.processes import joined
+from harness.device.torchrun import Launch, check_launch, read_launch
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests import command
@@ -42,7 +42,7 @@ def without_wandb(monkeypatch):
 
 
 REFUSED = {
-    ("batch.lanes=3",): ("batch.lanes=3", "2 processes", "multiples of 2"),
+    ("batch.streams=3",): ("batch.streams=3", "2 processes", "multiples of 2"),
     ("-m", "seed=0,1"): ("-m: a sweep", "torchrun"),
     ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
     ("model.widht=3",): ("model.widht=3", "d_model"),
@@ -150,7 +150,7 @@ def failing(how: str) -> tuple[str, int, str]:
         try:
             train(job)
         except RuntimeError as error:
-            return type(error).__name__, job.run.spent.steps, str(error)
+            return type(error).__name__, job.training.spent.steps, str(error)
         except PowerFailure:
             os._exit(1)  # as the command does
 
@@ -170,13 +170,13 @@ def failure(*overrides: str) -> tuple[str, bool, int]:
 
     job = None
     with joined() as processes:
-        checkpoint.save = fail if processes.first else checkpoint.save
+        checkpoint.save = fail if processes.is_main else checkpoint.save
         try:
             job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=processes)
             train(job)
         except (OSError, RuntimeError, ValueError) as error:
-            steps = job.run.spent.steps if job else 0
-            return f"{type(error).__name__}: {error}", getattr(error, "said", False), steps
+            steps = job.training.spent.steps if job else 0
+            return f"{type(error).__name__}: {error}", getattr(error, "already_printed", False), steps
 
 
 def test_a_failure_of_all_is_said_by_one():

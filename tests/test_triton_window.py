@@ -67,11 +67,11 @@ def small_blocks(interpreted, monkeypatch):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call: T new keys after ``past`` old ones, heads that see ``columns``, spans ``z`` or a hard window."""
+    """A call: T new keys after ``past`` old ones, heads that see ``max_keys``, spans ``z`` or a hard window."""
 
     T: int = 20
     past: int = 0
-    columns: tuple[int, ...] = (24, 24)
+    max_keys: tuple[int, ...] = (24, 24)
     shift: int = 0
     z: tuple[float, ...] | None = None
     ramp: int = 5
@@ -81,7 +81,7 @@ class Case:
     width: int = 16
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        heads, rows = len(self.columns), self.T
+        heads, rows = len(self.max_keys), self.T
         shapes = {
             "q": (self.streams, rows, heads, self.width),
             "k": (self.streams, rows + self.past, heads, self.width),
@@ -93,19 +93,19 @@ class Case:
         random = torch.Generator().manual_seed(0)
         found = {name: torch.randn(shape, generator=random).transpose(-2, -3) for name, shape in shapes.items()}
         if self.added == "vectors":
-            found["p"] = torch.randn(max(self.columns), self.width, generator=random)
+            found["p"] = torch.randn(max(self.max_keys), self.width, generator=random)
         found = {name: x if name in ("v", "m_v") else x * self.width**-0.25 for name, x in found.items()}
         found = {name: x.to(DEVICE, dtype) for name, x in found.items()}
         return found if self.z is None else found | {"z": torch.tensor(self.z, device=DEVICE)}
 
     def attend(self, inputs: dict[str, Tensor], *, plain: bool) -> Tensor:
-        seen = Window(self.columns, self.shift, inputs.get("z"), self.ramp)
+        seen = Window(self.max_keys, self.shift, inputs.get("z"), self.ramp)
         persistent = Persistent(*(inputs[name] for name in ("extra_q", "m_k", "m_v"))) if self.persistent else None
         q, k, v = (inputs[name] for name in "qkv")
         added: dict[str, Tensor] = {}
         if self.added == "bias":
             added["bias"] = torch.randn(
-                len(self.columns), max(self.columns), generator=torch.Generator().manual_seed(1)
+                len(self.max_keys), max(self.max_keys), generator=torch.Generator().manual_seed(1)
             )
             added["bias"] = added["bias"].to(DEVICE, inputs["q"].dtype if plain else torch.float32)
         if self.added == "vectors":
@@ -131,18 +131,18 @@ UGLY = {
     "one byte": Case(T=1),
     "one byte that sees nothing": Case(T=1, shift=1, z=(0.0, 3.5), persistent=3),
     "one byte after a long past": Case(T=1, past=40, z=(2.5, 19.0), added="vectors"),
-    "a segment longer than the window": Case(T=37, columns=(9, 9), added="bias"),
-    "whole blocks": Case(T=32, past=16, columns=(48, 48)),
-    "a past longer than the window": Case(T=19, past=50, columns=(17, 17), shift=1),
-    "spans none and all": Case(T=35, past=9, columns=(8, 40), z=(0.0, 40.0), ramp=7),
-    "uneven heads, out of order": Case(T=33, past=30, columns=(16, 50, 30), z=(3.3, 47.6, 20.0), ramp=3, shift=1),
-    "columns wider than spans": Case(T=20, past=40, columns=(60, 60), z=(1.5, 20.25)),
-    "a ramp wider than blocks": Case(T=20, past=40, columns=(60, 60), z=(0.0, 18.5), ramp=40),
-    "blind first rows and a bias": Case(T=18, columns=(20, 20), shift=1, z=(0.5, 20.0), added="bias"),
-    "vectors": Case(T=21, past=14, columns=(16, 33), z=(6.0, 30.5), added="vectors", shift=1),
-    "vectors, hard, streams": Case(T=17, columns=(20, 20), added="vectors", streams=3),
+    "a segment longer than the window": Case(T=37, max_keys=(9, 9), added="bias"),
+    "whole blocks": Case(T=32, past=16, max_keys=(48, 48)),
+    "a past longer than the window": Case(T=19, past=50, max_keys=(17, 17), shift=1),
+    "spans none and all": Case(T=35, past=9, max_keys=(8, 40), z=(0.0, 40.0), ramp=7),
+    "uneven heads, out of order": Case(T=33, past=30, max_keys=(16, 50, 30), z=(3.3, 47.6, 20.0), ramp=3, shift=1),
+    "columns wider than spans": Case(T=20, past=40, max_keys=(60, 60), z=(1.5, 20.25)),
+    "a ramp wider than blocks": Case(T=20, past=40, max_keys=(60, 60), z=(0.0, 18.5), ramp=40),
+    "blind first rows and a bias": Case(T=18, max_keys=(20, 20), shift=1, z=(0.5, 20.0), added="bias"),
+    "vectors": Case(T=21, past=14, max_keys=(16, 33), z=(6.0, 30.5), added="vectors", shift=1),
+    "vectors, hard, streams": Case(T=17, max_keys=(20, 20), added="vectors", streams=3),
     "persistent and everything": Case(
-        T=18, past=5, columns=(12, 23), z=(4.5, 16.0), persistent=19, added="vectors", shift=1, streams=2
+        T=18, past=5, max_keys=(12, 23), z=(4.5, 16.0), persistent=19, added="vectors", shift=1, streams=2
     ),
 }
 
@@ -168,7 +168,7 @@ def test_gradient_of_spans_at_kinks(small_blocks, added):
     """At whole spans, and one rounding beside them: on which side z + R is, when it is rounded, decides."""
     whole = torch.tensor([1.0, 5.0, 14.0])
     z = torch.cat([whole, torch.nextafter(whole, whole + 1), torch.nextafter(whole, whole - 1)])
-    case = Case(T=18, columns=(20,) * len(z), z=tuple(z.tolist()), ramp=3, added=added)
+    case = Case(T=18, max_keys=(20,) * len(z), z=tuple(z.tolist()), ramp=3, added=added)
     case.compare(like=torch.float32, tolerance=2e-5)
 
 
@@ -176,25 +176,25 @@ def test_gradient_of_spans_at_kinks(small_blocks, added):
 @needs_triton
 def test_a_ramp_may_begin_anywhere_in_a_block(small_blocks):
     """The last key of a block without a mask has m = 1 and no gradient of the span: not even that of a kink."""
-    Case(T=16, past=48, columns=(64,) * 16, z=tuple(map(float, range(30, 46))), ramp=3).compare(tolerance=2e-5)
+    Case(T=16, past=48, max_keys=(64,) * 16, z=tuple(map(float, range(30, 46))), ramp=3).compare(tolerance=2e-5)
 
 
 @pytest.mark.numeric
 @needs_triton
 def test_each_head_has_its_own_hard_window(small_blocks):
     """The plain path has one window for all heads; so head by head."""
-    case = Case(T=33, past=12, columns=(5, 40))
+    case = Case(T=33, past=12, max_keys=(5, 40))
     inputs = case.inputs(torch.float32)
     y = case.attend(inputs, plain=False)
-    for h, columns in enumerate(case.columns):
+    for h, max_keys in enumerate(case.max_keys):
         one = [inputs[name][:, h : h + 1].double() for name in "qkv"]
-        assert_near(y[:, h : h + 1].double(), window.attend(*one, Window((columns,))), tolerance=2e-5)
+        assert_near(y[:, h : h + 1].double(), window.attend(*one, Window((max_keys,))), tolerance=2e-5)
 
 
 @pytest.mark.numeric
 @needs_triton
 def test_huge_scores_do_not_overflow(small_blocks):
-    case = Case(T=18, columns=(6, 18), shift=1, z=(1.5, 17.5), ramp=2, persistent=3)
+    case = Case(T=18, max_keys=(6, 18), shift=1, z=(1.5, 17.5), ramp=2, persistent=3)
     inputs = {name: x * (3e3 if name in ("q", "extra_q") else 1) for name, x in case.inputs(torch.float32).items()}
     inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     y = case.attend(inputs, plain=False)
@@ -209,9 +209,9 @@ def test_what_it_cannot_do_is_refused(small_blocks):
         attend(q, k, v, Window((4, 4), z=torch.zeros(1, 2, 4, device=DEVICE), ramp=2))
     with pytest.raises(ValueError, match="one of them"):
         attend(q, k, v, Window((4, 4)), vectors=q[0, 0], bias=q.new_zeros(2, 4))
-    with pytest.raises(ValueError, match="3 distances: window.columns needs 4"):
+    with pytest.raises(ValueError, match="3 distances: window.max_keys needs 4"):
         attend(q, k, v, Window((4, 4)), vectors=q[0, 0, :3])
-    with pytest.raises(ValueError, match="runtime.path=kernel cannot run with head width 24"):
+    with pytest.raises(ValueError, match="runtime.backend=kernel cannot run with head width 24"):
         attend(*(torch.cat([x, x[..., :8]], -1) for x in (q, k, v)), Window((4, 4)))
 
 
@@ -242,7 +242,7 @@ from variants.kernels import _triton_kernels as kernels
 
 given = {"K": 16, "BLOCK": 16, "ALL": False, "PRECISION": "ieee", "table": None}
 pointers = dict.fromkeys(("g", "q", "k", "v", "y", "dq", "vectors", "dk", "dv"), "*bf16")
-pointers |= dict.fromkeys(("lse", "delta", "dz", "far", "dvectors"), "*fp32") | dict.fromkeys(("columns", "order"), "*i32")
+pointers |= dict.fromkeys(("lse", "delta", "dz", "far", "dvectors"), "*fp32") | dict.fromkeys(("max_keys", "order"), "*i32")
 for name in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
     kernel = getattr(kernels, name)
     constants = {n: given[n] for n in kernel.arg_names if n in given}
@@ -281,7 +281,9 @@ def test_compiled_kernel_is_the_plain_path(width, T, dtype, added):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_two_runs_agree_to_the_bit():
-    case = Case(T=300, past=512, columns=(128, 700), z=(64.5, 640.0), ramp=32, persistent=64, added="vectors", width=64)
+    case = Case(
+        T=300, past=512, max_keys=(128, 700), z=(64.5, 640.0), ramp=32, persistent=64, added="vectors", width=64
+    )
     inputs = {name: x.detach().requires_grad_() for name, x in case.inputs(torch.bfloat16).items()}
     one, other = (gradients(case.attend(inputs, plain=False).cpu(), list(inputs.values())) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

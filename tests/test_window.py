@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.attention_case import DOUBLE, assert_near, assert_same, gradients
 from variants.adaptive_span import bucket
 from variants.kernels import fused, window, window_cpu
-from variants.kernels.window import Past, Persistent, Window, skew, soft_mask, visible
+from variants.kernels.window import PastKV, Persistent, Window, skew, soft_mask, visible
 from variants.position import alibi_slopes
 
 pytestmark = pytest.mark.numeric
@@ -24,14 +24,14 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
     parts = [range(half), range(half, q.shape[1])] if half else [range(1)]
     before = []
     for heads in parts if past else ():
-        begin = max(0, past - max(window.columns[h] for h in heads) + 1 - window.shift)
-        before.append(Past(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in (k, v))))
+        begin = max(0, past - max(window.max_keys[h] for h in heads) + 1 - window.shift)
+        before.append(PastKV(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in (k, v))))
     return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], window, past=before, **added)
 
 
 ATTEND = {"plain": window.attend, "fused": fused.attend, "kernel": kernel}
-FAST = pytest.mark.parametrize("path", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
-PATHS = pytest.mark.parametrize(
+FAST = pytest.mark.parametrize("backend", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+BACKENDS = pytest.mark.parametrize(
     "attend", [window.attend, fused.attend, pytest.param(kernel, marks=pytest.mark.cpu_kernel)], ids=list(ATTEND)
 )
 
@@ -62,27 +62,27 @@ def test_skew_by_hand():
 @given(
     rows=st.integers(1, 9),
     past=st.integers(0, 12),
-    columns=st.integers(1, 15),
+    max_keys=st.integers(1, 15),
     shift=st.integers(0, 1),
     outer=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_skew_and_visible_are_the_loop(rows, past, columns, shift, outer):
+def test_skew_and_visible_are_the_loop(rows, past, max_keys, shift, outer):
     keys = rows + past
-    band = normal(*((2, 3) if outer else ()), rows, columns).detach()
+    band = normal(*((2, 3) if outer else ()), rows, max_keys).detach()
     expected = torch.zeros(*band.shape[:-1], keys, dtype=DOUBLE)
     seen = torch.zeros(rows, keys, dtype=torch.bool)
     for t in range(rows):
-        for x in range(columns):
+        for x in range(max_keys):
             j = past + t - shift - x
             if j >= 0:
                 expected[..., t, j] = band[..., t, x]
                 seen[t, j] = True
     assert torch.equal(skew(band, keys, shift=shift), expected)
-    assert torch.equal(visible(rows, keys, columns, shift=shift, device=band.device), seen)
+    assert torch.equal(visible(rows, keys, max_keys, shift=shift, device=band.device), seen)
 
 
-@PATHS
+@BACKENDS
 def test_renormalised_mask_is_a_bias_of_its_logarithm(attend):
     """m exp(s) / sum m exp(s) = softmax(s + log m), the identity that the fused path rests on."""
     q, k, v = normal(1, 2, 6, 4), normal(1, 2, 9, 4, seed=1), normal(1, 2, 9, 4, seed=2)
@@ -96,7 +96,7 @@ def test_renormalised_mask_is_a_bias_of_its_logarithm(attend):
     assert_same(attend(q, k, v, Window((9, 9), z=z, ramp=3)), expected, named={"q": q, "k": k, "v": v})
 
 
-@PATHS
+@BACKENDS
 def test_past_beyond_the_window_is_not_read(attend):
     q, k, v = normal(1, 2, 3, 4), normal(1, 2, 20, 4, seed=1), normal(1, 2, 20, 4, seed=2)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_past_beyond_the_window_is_not_read(attend):
         assert attend(q, k, v, Window(seen, shift)).isfinite().all()
 
 
-@PATHS
+@BACKENDS
 def test_huge_scores_do_not_overflow(attend):
     q, k, v = 1e4 * normal(1, 1, 6, 4), normal(1, 1, 6, 4, seed=1), normal(1, 1, 6, 4, seed=2)
     z = torch.tensor([1.5], dtype=DOUBLE, requires_grad=True)
@@ -134,7 +134,7 @@ def test_edges_at_every_place_of_a_chunk(soft):
         expected = window.attend(q, k, v, seen)
     else:
         seen, parts = Window(tuple(spans)), zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), spans, strict=True)
-        expected = torch.cat([window.attend(*one, Window((columns,))) for *one, columns in parts], dim=1)
+        expected = torch.cat([window.attend(*one, Window((max_keys,))) for *one, max_keys in parts], dim=1)
     assert_same(kernel(q, k, v, seen), expected, named=named)
 
 
@@ -186,37 +186,37 @@ class Draw:
     seen: Window
     bias: Tensor | None
 
-    def attend(self, path: str, **changes) -> Tensor:
+    def attend(self, backend: str, **changes) -> Tensor:
         persistent = Persistent(*(self.inputs[n] for n in ("extra_q", "m_k", "m_v"))) if "m_k" in self.inputs else None
         q, k, v = (self.inputs[name] for name in "qkv")
         added = {"bias": self.bias}
         if (vectors := self.inputs.get("p")) is not None:
-            added = {"vectors": vectors} if path == "kernel" else {"bias": q @ vectors.T}
-        return ATTEND[path](q, k, v, self.seen._replace(**changes), **added, persistent=persistent)
+            added = {"vectors": vectors} if backend == "kernel" else {"bias": q @ vectors.T}
+        return ATTEND[backend](q, k, v, self.seen._replace(**changes), **added, persistent=persistent)
 
 
 @st.composite
-def draws(draw, dtype: torch.dtype = DOUBLE, *, path: str = "kernel") -> Draw:
+def draws(draw, dtype: torch.dtype = DOUBLE, *, backend: str = "kernel") -> Draw:
     """Heads of several bucket sizes, segments longer than a chunk of queries, pasts shorter and longer than windows."""
     heads, width = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 16]))
     rows, past = draw(st.sampled_from([1, 2, 31, 33, 127, 129, 200, 300])), draw(st.sampled_from([0, 1, 40, 300]))
     span = draw(st.sampled_from([1, 9, 64, 150, 290]))
     z, ramp = None, draw(st.sampled_from([1, 4, 33]))
-    columns = (span,) * heads
+    max_keys = (span,) * heads
     if draw(st.booleans()):
         whole = st.integers(0, span)
         spans = draw(st.lists(whole | st.floats(0, span, width=32), min_size=heads, max_size=heads))
         z = torch.tensor(spans, dtype=dtype, requires_grad=True)
-        columns = tuple(min(span, bucket(int(n) + ramp + 1)) for n in spans)
+        max_keys = tuple(min(span, bucket(int(n) + ramp + 1)) for n in spans)
     batch = draw(st.integers(1, 2))
     shapes = {"q": (batch, heads, rows, width), "k": (batch, heads, rows + past, width)}
     shapes["v"] = shapes["k"]
     if draw(st.booleans()):
         number = draw(st.sampled_from([1, 40]))
         shapes |= {"extra_q": shapes["q"], "m_k": (heads, number, width), "m_v": (heads, number, width)}
-    kind = draw(st.sampled_from(["nothing", "bias", *(["vectors"] if path == "kernel" else [])]))
+    kind = draw(st.sampled_from(["nothing", "bias", *(["vectors"] if backend == "kernel" else [])]))
     if kind == "vectors":
-        shapes["p"] = (max(columns), width)
+        shapes["p"] = (max(max_keys), width)
     seed = draw(st.integers(0, 99))
     inputs = {
         n: normal(*shape, seed=seed + i).detach().to(dtype).requires_grad_()
@@ -224,46 +224,46 @@ def draws(draw, dtype: torch.dtype = DOUBLE, *, path: str = "kernel") -> Draw:
     }
     bias = None
     if kind == "bias":
-        bias = (-alibi_slopes(heads)[:, None] * torch.arange(max(columns))).to(dtype)
-    return Draw(inputs | ({} if z is None else {"z": z}), Window(columns, draw(st.integers(0, 1)), z, ramp), bias)
+        bias = (-alibi_slopes(heads)[:, None] * torch.arange(max(max_keys))).to(dtype)
+    return Draw(inputs | ({} if z is None else {"z": z}), Window(max_keys, draw(st.integers(0, 1)), z, ramp), bias)
 
 
 @FAST
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_fast_path_is_plain(path, data):
-    drawn = data.draw(draws(path=path))
-    assert_same(drawn.attend(path), drawn.attend("plain"), named=drawn.inputs)
+def test_a_fast_path_is_plain(backend, data):
+    drawn = data.draw(draws(backend=backend))
+    assert_same(drawn.attend(backend), drawn.attend("plain"), named=drawn.inputs)
 
 
-@pytest.mark.parametrize("path", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+@pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_trimmed_columns_are_all_that_matter(path, data):
+def test_trimmed_columns_are_all_that_matter(backend, data):
     """Keys beyond z + R change nothing, the gradient of z included."""
-    drawn = data.draw(draws(path=path).filter(lambda drawn: drawn.seen.z is not None))
-    whole = (max(drawn.seen.columns),) * len(drawn.seen.columns)
-    assert_same(drawn.attend(path), drawn.attend(path, columns=whole), named=drawn.inputs)
+    drawn = data.draw(draws(backend=backend).filter(lambda drawn: drawn.seen.z is not None))
+    whole = (max(drawn.seen.max_keys),) * len(drawn.seen.max_keys)
+    assert_same(drawn.attend(backend), drawn.attend(backend, max_keys=whole), named=drawn.inputs)
 
 
 @FAST
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_fast_path_is_plain_in_float32_too(path, data):
-    drawn = data.draw(draws(torch.float32, path=path))
-    assert_same(drawn.attend(path), drawn.attend("plain"), named=drawn.inputs, tolerance=2e-4)
+def test_a_fast_path_is_plain_in_float32_too(backend, data):
+    drawn = data.draw(draws(torch.float32, backend=backend))
+    assert_same(drawn.attend(backend), drawn.attend("plain"), named=drawn.inputs, tolerance=2e-4)
 
 
 @FAST
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
-def test_bfloat16_is_close_to_float32(path, data):
+def test_bfloat16_is_close_to_float32(backend, data):
     """Inputs are bfloat16; spans and bias are float32, as under autocast."""
-    drawn = data.draw(draws(torch.bfloat16, path=path))
+    drawn = data.draw(draws(torch.bfloat16, backend=backend))
     z = drawn.seen.z
     drawn.seen = drawn.seen._replace(z=None if z is None else z.detach().float().requires_grad_())
     drawn.bias = None if drawn.bias is None else drawn.bias.float()
-    found = drawn.attend(path)
+    found = drawn.attend(backend)
     drawn.inputs = {name: x.float() for name, x in drawn.inputs.items()}
     assert found.dtype == torch.bfloat16
     # Parts are rounded to 8 bits before they are added.
@@ -280,12 +280,12 @@ def test_the_softmax_is_no_bfloat16():
 
 def test_groups_and_chunks_meet_every_visible_key_once():
     assert fused.groups((64, 128, 64)) == [(64, [0, 2]), (128, [1])]
-    for rows, keys, columns, shift in ((300, 300, 200, 0), (300, 450, 64, 1), (1, 5, 3, 0), (33, 33, 1, 1)):
+    for rows, keys, max_keys, shift in ((300, 300, 200, 0), (300, 450, 64, 1), (1, 5, 3, 0), (33, 33, 1, 1)):
         met = torch.zeros(rows, keys)
-        for begin, end, low, high in fused.chunks(rows, keys, columns, shift):
+        for begin, end, low, high in fused.chunks(rows, keys, max_keys, shift):
             met[begin:end, low:high] += 1
         assert met.max() <= 1
-        assert met[visible(rows, keys, columns, shift=shift, device=met.device)].min() == 1
+        assert met[visible(rows, keys, max_keys, shift=shift, device=met.device)].min() == 1
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
@@ -297,7 +297,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
     return weights / weights.sum(-1, keepdim=True) @ v
 
 
-@PATHS
+@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ramp", [1, 3, 32])
 def test_gradient_of_spans_at_kinks_is_that_of_clamp(attend, ramp, dtype):

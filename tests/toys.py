@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from harness.model import LanguageModel
 from variants.attention import Attention
 from variants.conformance import Finding, check
-from variants.contract import Out, Place, State, Sublayer
+from variants.contract import LayerContext, State, Sublayer, SublayerOutput
 from variants.position import NoPosition, Rotary
 from variants.product_key_memory import ProductKeyMemory
 
@@ -49,7 +49,12 @@ memory = partial(
 
 
 def model_of(
-    *sublayers: Callable[[Place], Sublayer], scheme=NoPosition, layers: int = 2, span: int = 8, heads: int = 2, **place
+    *sublayers: Callable[[LayerContext], Sublayer],
+    scheme=NoPosition,
+    layers: int = 2,
+    span: int = 8,
+    heads: int = 2,
+    **context,
 ) -> Callable[[], LanguageModel]:
     """Makes a model of width 16 whose layers have these sublayers."""
 
@@ -57,9 +62,9 @@ def model_of(
         pool = {}
         layer = {f"part{i}": sublayer for i, sublayer in enumerate(sublayers)}
 
-        def at(i: int) -> Place:
+        def at(i: int) -> LayerContext:
             common = {"d_model": 16, "n_layers": layers, "heads": heads, "span": span, "scheme": scheme, "pool": pool}
-            return Place(layer=i, **common, **place)
+            return LayerContext(layer=i, **common, **context)
 
         return LanguageModel([layer] * layers, at, vocabulary=31)
 
@@ -71,15 +76,17 @@ def findings_of(make: Callable[[], nn.Module]) -> dict[str, Finding]:
 
 
 class Gate(Sublayer):
-    """An outsider in ten lines: no state, ``Out(y)`` only."""
+    """An outsider in ten lines: no state, ``SublayerOutput(y)`` only."""
 
-    def __init__(self, place: Place):
+    def __init__(self, context: LayerContext):
         super().__init__()
-        self.gate = nn.Linear(place.d_model, place.d_model)
-        self.value = nn.Linear(place.d_model, place.d_model)
+        self.gate = nn.Linear(context.d_model, context.d_model)
+        self.value = nn.Linear(context.d_model, context.d_model)
 
-    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
-        return Out(self.gate(x).sigmoid() * self.value(x))
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
+        return SublayerOutput(self.gate(x).sigmoid() * self.value(x))
 
 
 class Sums(Gate):
@@ -87,12 +94,12 @@ class Sums(Gate):
 
     decay = 0.5
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         kept, sums = x.new_zeros(len(x), x.shape[2]) if state is None else state.to(x.dtype), []
         for now in self.value(x).unbind(1):
             kept = self.decay * kept + now
             sums.append(kept)
-        return Out(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(kept))
+        return SublayerOutput(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(kept))
 
     def carry(self, kept: Tensor) -> Tensor:
         return kept.detach()
@@ -101,7 +108,7 @@ class Sums(Gate):
 class Forgets(Sums):
     """Carries state and does not read it."""
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x, None, start)
 
 
@@ -110,38 +117,38 @@ class Stateless(Sums):
 
     limits = frozenset({"segments"})
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x)._replace(state=None)
 
 
 class Peeks(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x.roll(-1, dims=1))
 
 
 class LeaksInEvaluation(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x if self.training else x + 1e-4 * x.roll(-1, dims=1))
 
 
 class PeeksInTraining(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x + 1e-4 * x.mean(dim=1, keepdim=True) if self.training else x)
 
 
 class BatchNormUndeclared(ProductKeyMemory):
-    def __init__(self, place: Place):
-        super().__init__(place, **memory.keywords | {"query_norm": "batch"})
+    def __init__(self, context: LayerContext):
+        super().__init__(context, **memory.keywords | {"query_norm": "batch"})
         self.limits = frozenset()
 
 
 class Mixes(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x + 1e-4 * x.mean(dim=0))
 
 
 class ForgetsInTraining(Sums):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x, None if self.training else state)
 
 
@@ -154,7 +161,7 @@ class ForgetsOneKey(Attention):
 
 
 class IgnoresThePast(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x)._replace(state=x[:, -1].detach())
 
 
@@ -166,23 +173,23 @@ class Attached(Sums):
 class StreamsLast(Sums):
     """Dimension 0 of the state is width."""
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         out = super().forward(x, None if state is None else state.T)
         return out._replace(state=out.state.T)
 
 
 class OverwritesState(Sums):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         out = super().forward(x, state)
         return out if state is None else out._replace(state=state.copy_(out.state))
 
 
 class Counts(Gate):
-    def __init__(self, place: Place):
-        super().__init__(place)
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
         self.register_buffer("count", torch.zeros(()), persistent=False)
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         self.count += x.shape[1]
         return super().forward(x)
 
@@ -192,8 +199,8 @@ class Remembers(Gate):
 
     last = 0.0
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        out = Out(super().forward(x).y + self.last)
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        out = SublayerOutput(super().forward(x).y + self.last)
         self.last = x.mean().item()
         return out
 
@@ -201,8 +208,8 @@ class Remembers(Gate):
 class SizedState(Sums):
     """Its state is as wide as a parameter says, and an older one is not understood."""
 
-    def __init__(self, place: Place):
-        super().__init__(place)
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
         self.fraction = nn.Parameter(torch.full((), 0.5))
         self.project_()
 
@@ -210,9 +217,9 @@ class SizedState(Sums):
         self.fraction.data.clamp_(0.1, 1)
         self.size = round(10 * self.fraction.item())
 
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         out = super().forward(x, None if state is None else state.view(len(x), self.size, -1)[:, 0])
-        return Out(out.y * self.fraction, out.state.repeat(1, self.size))
+        return SublayerOutput(out.y * self.fraction, out.state.repeat(1, self.size))
 
 
 class Shrinks(Gate):
@@ -223,94 +230,94 @@ class Shrinks(Gate):
 class Illegal(Gate):
     """A root of a parameter that nothing keeps positive, although there is a ``project_``."""
 
-    def __init__(self, place: Place):
-        super().__init__(place)
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
         self.root = nn.Parameter(torch.ones(()))
 
     def project_(self) -> None:
         self.root.data.clamp_(max=2)
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(super().forward(x).y * self.root.sqrt())
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(super().forward(x).y * self.root.sqrt())
 
 
 class Dead(Gate):
-    def __init__(self, place: Place):
-        super().__init__(place)
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
         self.unused = nn.Parameter(torch.ones(3))
 
 
 class CutOff(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(self.gate(x).sigmoid().detach() * self.value(x))
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(self.gate(x).sigmoid().detach() * self.value(x))
 
 
 class Shares(Gate):
     scale = nn.Parameter(torch.ones(()))
 
-    def __init__(self, place: Place):
-        super().__init__(place)
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
         self.register_parameter("own", Shares.scale)
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(super().forward(x).y * self.own)
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(super().forward(x).y * self.own)
 
 
 class SharesBuffer(Gate):
     table = torch.ones(16)
 
-    def __init__(self, place: Place):
-        super().__init__(place)
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
         self.register_buffer("own", SharesBuffer.table)
 
 
 class NotSaved(Gate):
-    def __init__(self, place: Place):
-        super().__init__(place)
-        self.scale = torch.randn(place.d_model)
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
+        self.scale = torch.randn(context.d_model)
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(super().forward(x).y * self.scale)
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(super().forward(x).y * self.scale)
 
 
 class LossAlways(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x)._replace(loss=self.gate.weight.square().mean())
 
 
 class NegativeLoss(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x)._replace(loss=-self.gate.weight.square().mean() if self.training else None)
 
 
 class Means(Gate):
     """A mean does not add."""
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return super().forward(x)._replace(seen={"mean": x.detach().mean()} if look else None)
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return super().forward(x)._replace(stats={"mean": x.detach().mean()} if collect_stats else None)
 
 
 class AttachedSeen(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
         y = super().forward(x).y
-        return Out(y, seen={"sum": y.sum()} if look else None)
+        return SublayerOutput(y, stats={"sum": y.sum()} if collect_stats else None)
 
 
 class LooksTwice(Gate):
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(super().forward(x).y * (2 if look else 1))
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(super().forward(x).y * (2 if collect_stats else 1))
 
 
 class NanMetric(Gate):
-    def metrics(self, seen):
+    def metrics(self, stats):
         return {"share": float("nan")}
 
 
 class OneType(Gate):
     """Autocast gives bfloat16 to ``lerp`` beside float32."""
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(self.value(x).lerp(x, 0.5) * self.gate(x))
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(self.value(x).lerp(x, 0.5) * self.gate(x))
 
 
 class NoFlops(Gate):
@@ -325,8 +332,8 @@ class Invents(Gate):
 class Overflows(Gate):
     """Finite in float64 only."""
 
-    def forward(self, x, state=None, start=None, *, look=False):
-        return Out(super().forward(x).y * 1e50 * 1e-50)
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(super().forward(x).y * 1e50 * 1e-50)
 
 
 class Cautious(Gate):
@@ -336,8 +343,8 @@ class Cautious(Gate):
 class FloatAngles(Rotary):
     """Angles of absolute positions, in float32 always or in the type of the input."""
 
-    def __init__(self, place: Place, *, d_head: int, follow: bool = False):
-        super().__init__(place, d_head=d_head)
+    def __init__(self, context: LayerContext, *, d_head: int, follow: bool = False):
+        super().__init__(context, d_head=d_head)
         self.follow = follow
 
     def rotate(self, x, start):

@@ -14,17 +14,17 @@ It is computed over the whole window; what it could save appears in ``ideal_flop
 import torch
 from torch import Tensor, nn
 
-from variants.attention import Reach
-from variants.contract import Place
+from variants.attention import AttentionSpan
+from variants.contract import LayerContext
 
 
-def bucket(columns: int) -> int:
+def bucket(max_keys: int) -> int:
     """Round up, so that moving spans make few shapes: to 64 below 256, above by a quarter to a half of the size."""
-    step = max(64, 2 ** (columns.bit_length() - 2))
-    return -(-columns // step) * step
+    step = max(64, 2 ** (max_keys.bit_length() - 2))
+    return -(-max_keys // step) * step
 
 
-class AdaptiveSpan(Reach):
+class AdaptiveSpan(AttentionSpan):
     """A learned span for each head.
 
     Args:
@@ -33,11 +33,11 @@ class AdaptiveSpan(Reach):
         initial: fraction of S at which every head starts, in [0, 1].
     """
 
-    def __init__(self, place: Place, *, ramp: int = 32, loss_weight: float = 2e-6, initial: float = 0.0):
-        super().__init__(place)
+    def __init__(self, context: LayerContext, *, ramp: int = 32, loss_weight: float = 2e-6, initial: float = 0.0):
+        super().__init__(context)
         _check(ramp, initial)
         self.ramp, self.loss_weight = ramp, loss_weight
-        self.fraction = nn.Parameter(torch.full((place.heads,), float(initial)))
+        self.fraction = nn.Parameter(torch.full((context.heads,), float(initial)))
         self.project_()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ class AdaptiveSpan(Reach):
         self.fraction.clamp_(0, 1)
         # The far end of the closed ramp, x = z + R, has weight 0 and still a gradient: it is kept.
         far = (self.fraction * self.span + self.ramp).floor()  # rounded as in soft_mask
-        self.columns = tuple(min(self.span, bucket(int(x) + 1)) for x in far.tolist())
+        self.max_keys = tuple(min(self.span, bucket(int(x) + 1)) for x in far.tolist())
 
     def carried(self) -> tuple[int, ...]:
-        return tuple(min(self.span, bucket(n + 1)) for n in self.columns)  # a step moves a span into the next bucket
+        return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # a step moves a span into the next bucket
 
     @torch.no_grad()
     def set_span(self, span: int) -> None:
@@ -62,7 +62,7 @@ class AdaptiveSpan(Reach):
         super().set_span(span)
         self.project_()
 
-    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         z = (self.fraction * self.span).detach()
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
 
@@ -71,7 +71,7 @@ class AdaptiveSpan(Reach):
         return (self.fraction.detach() * self.span + self.ramp).ceil().clamp(max=self.span).mean().item()
 
 
-class DynamicSpan(Reach):
+class DynamicSpan(AttentionSpan):
     """A span for each head and query, from the sublayer's input.
 
     Args:
@@ -81,11 +81,11 @@ class DynamicSpan(Reach):
 
     fusable = False
 
-    def __init__(self, place: Place, *, ramp: int = 32, loss_weight: float = 2e-6, bias: float = -4.0):
-        super().__init__(place)
+    def __init__(self, context: LayerContext, *, ramp: int = 32, loss_weight: float = 2e-6, bias: float = -4.0):
+        super().__init__(context)
         _check(ramp, 0.0)
-        self.ramp, self.loss_weight, self.unit = ramp, loss_weight, place.span
-        self.gate = nn.Linear(place.d_model, place.heads)
+        self.ramp, self.loss_weight, self.unit = ramp, loss_weight, context.span
+        self.gate = nn.Linear(context.d_model, context.heads)
         nn.init.constant_(self.gate.bias, bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ class DynamicSpan(Reach):
     def loss(self, z: Tensor) -> Tensor:
         return self.loss_weight * z.mean()
 
-    def seen(self, z: Tensor) -> dict[str, Tensor]:
+    def stats(self, z: Tensor) -> dict[str, Tensor]:
         return {"span_sum": z.double().sum(dim=(0, 2))}
 
-    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        if "span_sum" not in seen:
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        if "span_sum" not in stats:
             return {}
-        z = seen["span_sum"] / seen["bytes"]
+        z = stats["span_sum"] / stats["bytes"]
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
 
     def keys_per_byte(self) -> float:
@@ -116,6 +116,6 @@ class DynamicSpan(Reach):
 
 def _check(ramp: int, initial: float) -> None:
     if ramp < 1:
-        raise ValueError(f"reach.ramp={ramp}: the ramp is at least 1 key long")
+        raise ValueError(f"span.ramp={ramp}: the ramp is at least 1 key long")
     if not 0 <= initial <= 1:
-        raise ValueError(f"reach.initial={initial}: allowed are fractions of the span, from 0 to 1")
+        raise ValueError(f"span.initial={initial}: allowed are fractions of the span, from 0 to 1")

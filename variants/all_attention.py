@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from variants.attention import PersistentVectors
-from variants.contract import Place
+from variants.contract import LayerContext
 
 
-class HeadVectors(PersistentVectors):
+class PersistentKV(PersistentVectors):
     """N persistent key-value vectors for each head of one layer.
 
     Args:
         number: N, at least 1; None for 2 D, as in the paper's 18-layer model.
     """
 
-    def __init__(self, place: Place, *, d_head: int, number: int | None = None):
+    def __init__(self, context: LayerContext, *, d_head: int, number: int | None = None):
         super().__init__()
-        number = 2 * place.d_model if number is None else number
+        number = 2 * context.d_model if number is None else number
         if number < 1:
             raise ValueError(f"persistent.number={number}: at least 1; for 2 D null, for none set persistent to null")
         self.number, self.d_head = number, d_head
-        self.key = nn.Parameter(torch.randn(place.heads, number, d_head) * d_head**-0.5)
-        self.value = nn.Parameter(torch.randn(place.heads, number, d_head) * number**-0.5)
+        self.key = nn.Parameter(torch.randn(context.heads, number, d_head) * d_head**-0.5)
+        self.value = nn.Parameter(torch.randn(context.heads, number, d_head) * number**-0.5)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.key * self.d_head**0.5, self.value * self.number**0.5

@@ -4,7 +4,7 @@
 
 (1706.03762, 3.2). Projections, cache, positions and the softmax over a window are here; a mechanism is a part of it:
 
-- ``reach`` says how far a head looks: ``FixedReach`` (all S), or a learned span (``adaptive_span.py``);
+- ``span`` says how far a head looks: ``FixedSpan`` (all S), or a learned span (``adaptive_span.py``);
 - ``persistent`` adds key-value vectors to the same softmax (``all_attention.py``).
 
 Past keys and values (``cache: kv``) or past inputs (``cache: hidden``, Transformer-XL's, 1901.02860, 3.2) are carried,
@@ -20,25 +20,25 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants.context import Keys, before, by_part, last
-from variants.contract import Out, Part, Place, State, Sublayer
+from variants.context import VisibleKeys, before, by_part, last
+from variants.contract import LayerContext, Part, State, Sublayer, SublayerOutput
 from variants.kernels import fused, triton_window, window, window_cpu
-from variants.kernels.window import Past, Persistent, Window
+from variants.kernels.window import PastKV, Persistent, Window
 
 
-class Reach(Part):
+class AttentionSpan(Part):
     """How far each head looks. The base class looks S keys back, everywhere, with a hard edge.
 
-    ``columns`` are decided in ``project_`` and rounded up, so that a forward pass never waits for a parameter's value.
+    ``max_keys`` are decided in ``project_`` and rounded up, so that a forward pass never waits for a parameter's value.
     """
 
     ramp: int = 0
     fusable: bool = True
 
-    def __init__(self, place: Place):
+    def __init__(self, context: LayerContext):
         super().__init__()
-        self.span, self.heads = place.span, place.heads
-        self.columns: tuple[int, ...] = (place.span,) * place.heads
+        self.span, self.heads = context.span, context.heads
+        self.max_keys: tuple[int, ...] = (context.span,) * context.heads
 
     def forward(self, x: Tensor) -> Tensor | None:
         """Spans z in keys for the sublayer's input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard window."""
@@ -49,22 +49,22 @@ class Reach(Part):
         return None
 
     def project_(self) -> None:
-        """Parameters into their range, and ``columns`` from them."""
+        """Parameters into their range, and ``max_keys`` from them."""
 
-    def seen(self, z: Tensor | None) -> dict[str, Tensor]:
+    def stats(self, z: Tensor | None) -> dict[str, Tensor]:
         """Statistics of one segment that add."""
         return {}
 
-    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         return {}
 
     def carried(self) -> tuple[int, ...]:
         """Keys that may be visible at the next segment, for each head, after an optimizer step between."""
-        return self.columns
+        return self.max_keys
 
     def set_span(self, span: int) -> None:
         """Look ``span`` keys back from now on."""
-        self.span, self.columns = span, (span,) * self.heads
+        self.span, self.max_keys = span, (span,) * self.heads
 
     def keys_per_byte(self) -> float:
         """Visible keys of a warm query, the mean over heads."""
@@ -75,7 +75,7 @@ class Reach(Part):
         return 0
 
 
-FixedReach = Reach
+FixedSpan = AttentionSpan
 
 
 class PersistentVectors(Part):
@@ -91,56 +91,58 @@ class Attention(Sublayer):
     """Causal multi-head attention over a window of the past.
 
     Args:
-        place: heads, span, cache, positions and dropout of the run.
+        context: heads, span, cache, positions and dropout of the run.
         d_head: head width K, or None for D / H.
         bias: whether the four projections have biases.
         zero_init: start W_o at zero, so that the sublayer starts as the identity.
-        reach: makes the ``Reach``; None for a fixed span.
+        span: makes the ``AttentionSpan``; None for a fixed span.
         persistent: makes the ``PersistentVectors``; None for none.
     """
 
     def __init__(
         self,
-        place: Place,
+        context: LayerContext,
         *,
         d_head: int | None = None,
         bias: bool = False,
         zero_init: bool = False,
-        reach: Callable[[Place], Reach] | None = None,
+        span: Callable[[LayerContext], AttentionSpan] | None = None,
         persistent: Callable[..., PersistentVectors] | None = None,
     ):
         super().__init__()
-        if d_head is None and place.d_model % place.heads:
-            raise ValueError(f"model.heads={place.heads} must divide model.d_model={place.d_model}")
+        if d_head is None and context.d_model % context.heads:
+            raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
         if d_head is not None and d_head < 1:
             raise ValueError(f"d_head={d_head}: must be at least 1, or null")
-        if place.cache not in ("kv", "hidden"):
-            raise ValueError(f"model.cache={place.cache}: allowed are kv, hidden")
-        self.heads, self.d_head = place.heads, d_head or place.d_model // place.heads
+        if context.cache not in ("kv", "hidden"):
+            raise ValueError(f"model.cache={context.cache}: allowed are kv, hidden")
+        self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
         inner = self.heads * self.d_head
-        self.query = nn.Linear(place.d_model, inner, bias=bias)
-        self.key = nn.Linear(place.d_model, inner, bias=bias)
-        self.value = nn.Linear(place.d_model, inner, bias=bias)
-        self.output = nn.Linear(inner, place.d_model, bias=bias)
+        self.query = nn.Linear(context.d_model, inner, bias=bias)
+        self.key = nn.Linear(context.d_model, inner, bias=bias)
+        self.value = nn.Linear(context.d_model, inner, bias=bias)
+        self.output = nn.Linear(inner, context.d_model, bias=bias)
         if zero_init:
             nn.init.zeros_(self.output.weight)
-        self.position = place.position(self.d_head)
-        self.reach = (reach or FixedReach)(place)
-        self.persistent = persistent(place, d_head=self.d_head) if persistent else None
-        self.shift = 0 if place.attend_self else 1
-        self.cache, self.dropout, self.wanted_path = place.cache, place.dropout, place.path
+        self.position = context.position(self.d_head)
+        self.span = (span or FixedSpan)(context)
+        self.persistent = persistent(context, d_head=self.d_head) if persistent else None
+        self.shift = 0 if context.attend_self else 1
+        self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
 
-    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
         if start is None:
             start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        z = self.reach(x)
+        z = self.span(x)
         plain_q, k, v = self._project(x, self.query, self.key, self.value)
         own = [self.position.rotate(k, start), v]
         q = self.position.rotate(plain_q, start)
         persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
-        y, state, seen = self._over_window(x, q, own, state, start, z, persistent, look=look)
+        y, state, stats = self._over_window(x, q, own, state, start, z, persistent, collect_stats=collect_stats)
         out = self.output(rearrange(y, "B H T K -> B T (H K)"))
-        return Out(out, state, self.reach.loss(z) if self.training else None, seen)
+        return SublayerOutput(out, state, self.span.loss(z) if self.training else None, stats)
 
     def _project(self, x: Tensor, *linears: nn.Linear, heads: list[int] | None = None) -> list[Tensor]:
         """``[B, H, T, K]`` of all or some heads by each of the maps, queries scaled: one product with all matrices."""
@@ -169,52 +171,56 @@ class Attention(Sublayer):
         z: Tensor | None,
         persistent: Persistent | None,
         *,
-        look: bool,
+        collect_stats: bool,
     ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``look``."""
-        reach = Window(self.reach.columns, self.shift, z, self.reach.ramp)
-        path = self.path(x.device, training=self.training)
-        keys, state = self._context(x, own, state, start, reach.past(), path)
-        y = self._attend(path, q, keys, reach, persistent)
+        """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``collect_stats``."""
+        span = Window(self.span.max_keys, self.shift, z, self.span.ramp)
+        backend = self.backend(x.device, training=self.training)
+        keys, state = self._context(x, own, state, start, span.past(), backend)
+        y = self._attend(backend, q, keys, span, persistent)
         with torch.no_grad():
-            seen = self._look(path, q, keys, reach, persistent) if look else None
-        return y, state, seen
+            stats = self._look(backend, q, keys, span, persistent) if collect_stats else None
+        return y, state, stats
 
     def _context(
-        self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int, path: str
-    ) -> tuple[Keys, State]:
+        self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int, backend: str
+    ) -> tuple[VisibleKeys, State]:
         """Keys and values, and what to carry: the last ``past`` of them, or of the inputs that they are made of."""
-        apart = self._parts(past) if (path, x.device.type) == ("kernel", "cpu") else [(past, None)]
+        apart = self._parts(past) if (backend, x.device.type) == ("kernel", "cpu") else [(past, None)]
         if self.cache == "hidden":
             old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(x.dtype)
             parts = [] if old is None else [self._again(old, start, *part) for part in apart]
-            return Keys(*own, parts), last(past, 1, old, x)
-        keys = Keys(*own, before(state, past, own[0].dtype))
-        kept = [n - 1 + self.shift for n in self.reach.carried()]
+            return VisibleKeys(*own, parts), last(past, 1, old, x)
+        keys = VisibleKeys(*own, before(state, past, own[0].dtype))
+        kept = [n - 1 + self.shift for n in self.span.carried()]
         return keys, keys.last_by_head(kept) if len(keys.past) > 1 or len(apart) > 1 else keys.last(past)
 
     def _parts(self, past: int) -> list[tuple[int, list[int] | None]]:
         """Heads, or None for all, and how many past keys they can meet: the CPU's kernel wants no more than these."""
-        groups = fused.groups(self.reach.columns)
-        return [(past, None)] if len(groups) == 1 else [(columns - 1 + self.shift, heads) for columns, heads in groups]
+        groups = fused.groups(self.span.max_keys)
+        return (
+            [(past, None)] if len(groups) == 1 else [(max_keys - 1 + self.shift, heads) for max_keys, heads in groups]
+        )
 
-    def _again(self, old: Tensor, start: Tensor, past: int, heads: list[int] | None) -> Past:
+    def _again(self, old: Tensor, start: Tensor, past: int, heads: list[int] | None) -> PastKV:
         """Keys and values of some heads from the last ``past`` of the inputs before position ``start``."""
         old = old[:, max(0, old.shape[1] - past) :]
         k, v = self._project(old, self.key, self.value, heads=heads)
-        return Past(tuple(heads or range(self.heads)), self.position.rotate(k, start - old.shape[1]), v)
+        return PastKV(tuple(heads or range(self.heads)), self.position.rotate(k, start - old.shape[1]), v)
 
-    def _attend(self, path: str, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None) -> Tensor:
-        columns = max(reach.columns)
-        vectors = self.position.vectors(columns) if path == "kernel" else None
-        same = {"bias": self.position.bias(q, columns) if vectors is None else None, "persistent": persistent}
-        if path == "kernel" and q.device.type == "cpu":
-            return window_cpu.attend(q, keys.k, keys.v, reach, past=keys.past, vectors=vectors, **same)
+    def _attend(
+        self, backend: str, q: Tensor, keys: VisibleKeys, span: Window, persistent: Persistent | None
+    ) -> Tensor:
+        max_keys = max(span.max_keys)
+        vectors = self.position.vectors(max_keys) if backend == "kernel" else None
+        same = {"bias": self.position.bias(q, max_keys) if vectors is None else None, "persistent": persistent}
+        if backend == "kernel" and q.device.type == "cpu":
+            return window_cpu.attend(q, keys.k, keys.v, span, past=keys.past, vectors=vectors, **same)
         ways = {"kernel": partial(triton_window.attend, vectors=vectors), "fused": fused.attend}
         ways["plain"] = partial(window.attend, dropout=self.dropout if self.training else 0.0)
-        return by_part(ways[path], q, keys, reach, **same)
+        return by_part(ways[backend], q, keys, span, **same)
 
-    def path(self, device: torch.device, *, training: bool) -> str:
+    def backend(self, device: torch.device, *, training: bool) -> str:
         """The first of these that computes the same here, or the one that was asked for; ValueError where that cannot be.
 
         - ``kernel``: our own, for this CPU (``window_cpu.py``) or for a GPU (``triton_window.py``);
@@ -222,63 +228,63 @@ class Attention(Sublayer):
         - ``plain``: ``window.py``, and on a GPU the one that is taken unasked.
         """
         # The GPU's kernel has run in Triton's interpreter only: until a device has checked it, nobody gets it unasked.
-        if self.wanted_path == "plain" or (self.wanted_path == "auto" and device.type != "cpu"):
+        if self.wanted_backend == "plain" or (self.wanted_backend == "auto" and device.type != "cpu"):
             return "plain"
         obstacles = {name: self._obstacles(name, device, training=training) for name in ("kernel", "fused")}
-        if self.wanted_path == "auto":
+        if self.wanted_backend == "auto":
             return next((name for name, found in obstacles.items() if not found), "plain")
-        if found := obstacles[self.wanted_path]:
+        if found := obstacles[self.wanted_backend]:
             allowed = ["auto", "plain", *(name for name, found in obstacles.items() if not found)]
             raise ValueError(
-                f"runtime.path={self.wanted_path} cannot run with {', '.join(found)}: allowed are {', '.join(allowed)}"
+                f"runtime.backend={self.wanted_backend} cannot run with {', '.join(found)}: allowed are {', '.join(allowed)}"
             )
-        return self.wanted_path
+        return self.wanted_backend
 
-    def _obstacles(self, path: str, device: torch.device, *, training: bool) -> list[str]:
+    def _obstacles(self, backend: str, device: torch.device, *, training: bool) -> list[str]:
         """Why a path cannot run."""
-        by_vectors = path == "kernel" and self.position.vectors(1) is not None
+        by_vectors = backend == "kernel" and self.position.vectors(1) is not None
         found = {
             f"model.dropout={self.dropout}": training and self.dropout > 0,
-            "spans that depend on the input": not self.reach.fusable,
+            "spans that depend on the input": not self.span.fusable,
             "a position scheme whose bias depends on the query": not (self.position.constant_bias or by_vectors),
-            f"runtime.device={device.type}": path == "fused" and device.type != "cpu",
+            f"runtime.device={device.type}": backend == "fused" and device.type != "cpu",
         }
         reasons = [name for name, stands in found.items() if stands]
-        if path == "fused":
+        if backend == "fused":
             return reasons
         missing = triton_window.available(device, torch.float32, self.d_head) if device.type != "cpu" else None
         missing = window_cpu.available() if device.type == "cpu" else missing
         return [*reasons, missing] if missing else reasons
 
     def _look(
-        self, path: str, q: Tensor, keys: Keys, reach: Window, persistent: Persistent | None
+        self, backend: str, q: Tensor, keys: VisibleKeys, span: Window, persistent: Persistent | None
     ) -> dict[str, Tensor]:
-        seen = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.reach.seen(reach.z)
+        stats = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.span.stats(span.z)
         if persistent is not None:
             # The same attend path, fed with ones on persistent vectors and zeros on the context.
             ones = persistent._replace(v=torch.ones_like(persistent.v))
-            mass = self._attend(path, q, keys.without_values(), reach, ones)[..., 0]
-            seen["persistent_mass"] = mass.double().sum(dim=(0, 2))
-        return seen
+            mass = self._attend(backend, q, keys.without_values(), span, ones)[..., 0]
+            stats["persistent_mass"] = mass.double().sum(dim=(0, 2))
+        return stats
 
     def project_(self) -> None:
-        self.reach.project_()
+        self.span.project_()
 
     def set_span(self, span: int) -> None:
         if span < 1 or span > self.position.longest:
             raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
-        self.reach.set_span(span)
+        self.span.set_span(span)
 
-    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        found = dict(self.reach.metrics(seen))
-        if "persistent_mass" in seen:
-            found["persistent_mass"] = seen["persistent_mass"] / seen["bytes"]
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        found = dict(self.span.metrics(stats))
+        if "persistent_mass" in stats:
+            found["persistent_mass"] = stats["persistent_mass"] / stats["bytes"]
         return found
 
     def ideal_flops(self) -> int:
-        columns = self.reach.keys_per_byte()
-        per_head = 4 * columns * self.d_head + self.position.ideal_flops(columns)
+        max_keys = self.span.keys_per_byte()
+        per_head = 4 * max_keys * self.d_head + self.position.ideal_flops(max_keys)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
         linears = (self.query, self.key, self.value, self.output)
-        return round(2 * sum(m.weight.numel() for m in linears) + self.heads * per_head) + self.reach.ideal_flops()
+        return round(2 * sum(m.weight.numel() for m in linears) + self.heads * per_head) + self.span.ideal_flops()

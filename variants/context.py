@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from variants.contract import State
-from variants.kernels.window import Past, Persistent, Window
+from variants.kernels.window import PastKV, Persistent, Window
 
 
-class Keys(NamedTuple):
+class VisibleKeys(NamedTuple):
     """What queries meet: keys and values of the segment ``[B, H, T, K]``, and before it those of the past, if any."""
 
     k: Tensor
     v: Tensor
-    past: list[Past]
+    past: list[PastKV]
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """One after the other, ``[B, H, P + T, K]``, where the past is in one part."""
@@ -28,8 +28,10 @@ class Keys(NamedTuple):
         (only,) = self.past
         return torch.cat([only.k, self.k], dim=2), torch.cat([only.v, self.v], dim=2)
 
-    def without_values(self) -> "Keys":
-        return Keys(self.k, torch.zeros_like(self.v), [part._replace(v=torch.zeros_like(part.v)) for part in self.past])
+    def without_values(self) -> "VisibleKeys":
+        return VisibleKeys(
+            self.k, torch.zeros_like(self.v), [part._replace(v=torch.zeros_like(part.v)) for part in self.past]
+        )
 
     def last(self, number: int) -> State:
         """The state of the last ``number`` keys, where the past is in one part."""
@@ -49,14 +51,14 @@ class Keys(NamedTuple):
         return tuple(zip(*found, strict=True))
 
 
-def before(state: State, past: int, dtype: torch.dtype) -> list[Past]:
+def before(state: State, past: int, dtype: torch.dtype) -> list[PastKV]:
     """The parts of a state of keys and values, no more than the last ``past`` of each."""
     if state is None:
         return []
     keys, values = ((part,) if isinstance(part, Tensor) else part for part in state)
     heads = [tuple(range(keys[0].shape[1]))] if len(keys) == 1 else [(h,) for h in range(len(keys))]
     parts = zip(heads, keys, values, strict=True)
-    return [Past(own, *(x[:, :, max(0, x.shape[2] - past) :].to(dtype) for x in pair)) for own, *pair in parts]
+    return [PastKV(own, *(x[:, :, max(0, x.shape[2] - past) :].to(dtype) for x in pair)) for own, *pair in parts]
 
 
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
 
 
 def by_part(
-    attend: Callable[..., Tensor], q: Tensor, keys: Keys, window: Window, *, bias: Tensor | None, persistent
+    attend: Callable[..., Tensor], q: Tensor, keys: VisibleKeys, window: Window, *, bias: Tensor | None, persistent
 ) -> Tensor:
     """``attend``, which wants a past of one length, for each part of the past; arguments as there.
 
@@ -80,13 +82,13 @@ def by_part(
     found = []
     for part in keys.past:
         own = list(part.heads)
-        columns = tuple(window.columns[h] for h in own)
+        max_keys = tuple(window.max_keys[h] for h in own)
         z = window.z if window.z is None else window.z[own] if window.z.dim() == 1 else window.z[:, own]
-        added = bias if bias is None else bias[..., : max(columns)]
+        added = bias if bias is None else bias[..., : max(max_keys)]
         added = added if added is None else added[own] if added.dim() == 2 else added[:, own]
         beside = persistent and Persistent(persistent.q[:, own], persistent.k[own], persistent.v[own])
-        k, v = Keys(keys.k[:, own], keys.v[:, own], [part]).whole()
-        found.append(attend(q[:, own], k, v, window._replace(columns=columns, z=z), bias=added, persistent=beside))
+        k, v = VisibleKeys(keys.k[:, own], keys.v[:, own], [part]).whole()
+        found.append(attend(q[:, own], k, v, window._replace(max_keys=max_keys, z=z), bias=added, persistent=beside))
     order = [h for part in keys.past for h in part.heads]
     assert order == sorted(order), "parts are single heads in their order"
     return torch.cat(found, dim=1)

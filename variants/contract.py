@@ -21,7 +21,7 @@ State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward refe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LayerContext:
     """Where a sublayer is put, and what all attention sublayers of a run have in common.
 
     Args:
@@ -32,7 +32,7 @@ class Place:
         attend_self: whether a position attends to itself; the span papers say no.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
-        path: ``plain`` PyTorch, ``fused`` (torch's flash attention), ``kernel`` (ours), or ``auto`` for the fastest that computes
+        backend: ``plain`` PyTorch, ``fused`` (torch's flash attention), ``kernel`` (ours), or ``auto`` for the fastest that computes
             the same here.
         scheme: makes the run's position scheme for one sublayer.
         pool: objects shared by several layers; a dictionary that lives while the model is built.
@@ -46,7 +46,7 @@ class Place:
     attend_self: bool = True
     cache: str = "kv"
     dropout: float = 0.0
-    path: str = "auto"
+    backend: str = "auto"
     scheme: Callable[..., "Position"]
     pool: dict = field(default_factory=dict, repr=False, compare=False)
 
@@ -61,20 +61,20 @@ class Place:
         return self.pool[cls, key]
 
 
-class Out(NamedTuple):
+class SublayerOutput(NamedTuple):
     """What a sublayer returns.
 
     Attributes:
         y: ``[B, T, D]``, to be added to the residual stream.
         state: what the next segment of the same streams needs; detached.
         loss: scalar, nats per byte, already weighted; used in training only, never part of reported bits.
-        seen: statistics that add over bytes, segments and ranks; filled only when ``look`` is true.
+        stats: statistics that add over bytes, segments and ranks; filled only when ``collect_stats`` is true.
     """
 
     y: Tensor
     state: State = None
     loss: Tensor | None = None
-    seen: dict[str, Tensor] | None = None
+    stats: dict[str, Tensor] | None = None
 
 
 class Sublayer(nn.Module):
@@ -87,22 +87,24 @@ class Sublayer(nn.Module):
 
     limits: frozenset[str] = frozenset()
 
-    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
         """Map one segment.
 
         Args:
             x: ``[B, T, D]``, T >= 1.
             state: what an earlier forward of the same streams returned, or None where they begin.
             start: int64 ``[B]``, stream position of ``x[:, 0]``; None means zeros.
-            look: also return statistics.
+            collect_stats: also return statistics.
         """
         raise NotImplementedError
 
     def project_(self) -> None:
         """Bring parameters back into their legal range. Idempotent; after init, load and every optimizer step."""
 
-    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Named numbers (or small tensors, one entry a head) from summed statistics; ``seen`` may be empty."""
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        """Named numbers (or small tensors, one entry a head) from summed statistics; ``stats`` may be empty."""
         return {}
 
     def set_span(self, span: int) -> None:
@@ -111,7 +113,7 @@ class Sublayer(nn.Module):
         A mechanism without a span ignores it. ValueError naming ``eval.span`` where it cannot.
         """
 
-    def path(self, device: torch.device, *, training: bool) -> str:
+    def backend(self, device: torch.device, *, training: bool) -> str:
         """The code that would run there: ``plain``, ``fused``, ... ValueError where what was asked for cannot run."""
         return "plain"
 
@@ -143,9 +145,9 @@ class Position(nn.Module):
     longest: float = math.inf
     """Most visible keys that the scheme has positions for."""
     constant_bias: bool = True
-    """Whether ``bias`` is None or a constant ``[H, columns]``, so that kernels may take it as such."""
+    """Whether ``bias`` is None or a constant ``[H, max_keys]``, so that kernels may take it as such."""
 
-    def __init__(self, place: Place, *, d_head: int):
+    def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__()
 
     def embed(self, x: Tensor, start: Tensor) -> Tensor:
@@ -156,19 +158,19 @@ class Position(nn.Module):
         """Queries or keys ``x [B, H, T, K]`` at stream positions ``start [B]`` and on, turned by their position."""
         return x
 
-    def vectors(self, columns: int) -> Tensor | None:
-        """``[columns, K]`` where ``bias`` is ``q @ vectors.T``, one for each distance, so that kernels may take it as such."""
+    def vectors(self, max_keys: int) -> Tensor | None:
+        """``[max_keys, K]`` where ``bias`` is ``q @ vectors.T``, one for each distance, so that kernels may take it as such."""
         return None
 
-    def bias(self, q: Tensor, columns: int) -> Tensor | None:
-        """What to add to scaled scores: a constant ``[H, columns]``, or ``[B, H, T, columns]``, or None for nothing.
+    def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
+        """What to add to scaled scores: a constant ``[H, max_keys]``, or ``[B, H, T, max_keys]``, or None for nothing.
 
         Column x belongs to the visible key number x, counted from the nearest. ``q [B, H, T, K]`` are scaled queries.
         """
         return None
 
-    def ideal_flops(self, columns: float) -> float:
-        """Forward FLOPs per byte and head of ``bias`` at ``columns`` visible keys."""
+    def ideal_flops(self, max_keys: float) -> float:
+        """Forward FLOPs per byte and head of ``bias`` at ``max_keys`` visible keys."""
         return 0.0
 
 

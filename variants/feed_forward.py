@@ -13,7 +13,7 @@ block has 1.5 times the parameters; 2/3 of the width of another activation makes
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.contract import Out, Place, State, Sublayer
+from variants.contract import LayerContext, State, Sublayer, SublayerOutput
 
 
 def squared_relu(h: Tensor) -> Tensor:
@@ -33,30 +33,32 @@ class FeedForward(Sublayer):
     """Two linear maps with an activation between.
 
     Args:
-        place: gives the width D and the dropout rate.
+        context: gives the width D and the dropout rate.
         hidden: width that the second matrix reads; None means 4*D.
         activation: one of ``ACTIVATIONS``.
         zero_init: start the second matrix and its bias at zero, so that the block adds nothing at first. The first
             matrix then gets no gradient in the first step.
     """
 
-    def __init__(self, place: Place, *, hidden: int | None, activation: str, bias: bool, zero_init: bool):
+    def __init__(self, context: LayerContext, *, hidden: int | None, activation: str, bias: bool, zero_init: bool):
         super().__init__()
         if hidden is None:
-            hidden = 4 * place.d_model
+            hidden = 4 * context.d_model
         if hidden < 1:
             raise ValueError(f"hidden={hidden}: allowed are integers from 1, or null for 4 times the width")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation}: allowed are {', '.join(ACTIVATIONS)}")
         self.activate = ACTIVATIONS[activation]
-        self.dropout = place.dropout
-        self.enter = nn.Linear(place.d_model, 2 * hidden if activation == "swiglu" else hidden, bias=bias)
-        self.leave = nn.Linear(hidden, place.d_model, bias=bias)
+        self.dropout = context.dropout
+        self.enter = nn.Linear(context.d_model, 2 * hidden if activation == "swiglu" else hidden, bias=bias)
+        self.leave = nn.Linear(hidden, context.d_model, bias=bias)
         if zero_init:
             for parameter in self.leave.parameters():
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
         """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state and makes no statistics."""
         activations = self.activate(self.enter(x))  # [B, T, hidden]
-        return Out(self.leave(F.dropout(activations, self.dropout, self.training)))
+        return SublayerOutput(self.leave(F.dropout(activations, self.dropout, self.training)))

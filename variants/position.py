@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from variants.contract import Place, Position
+from variants.contract import LayerContext, Position
 
 
 def rotary_frequencies(d_head: int, base: float, *, device: torch.device | None = None) -> Tensor:
@@ -48,8 +48,8 @@ class Rotary(Position):
         base: of the geometric sequence of frequencies.
     """
 
-    def __init__(self, place: Place, *, d_head: int, base: float = 10000.0):
-        super().__init__(place, d_head=d_head)
+    def __init__(self, context: LayerContext, *, d_head: int, base: float = 10000.0):
+        super().__init__(context, d_head=d_head)
         if d_head % 2:
             raise ValueError(f"position=rotary needs an even head width (model.d_model / model.heads), not {d_head}")
         if base <= 0:
@@ -105,37 +105,37 @@ class Relative(Position):
 
     constant_bias = False
 
-    def __init__(self, place: Place, *, d_head: int, share: str = "network", std: float = 1.0):
-        super().__init__(place, d_head=d_head)
+    def __init__(self, context: LayerContext, *, d_head: int, share: str = "network", std: float = 1.0):
+        super().__init__(context, d_head=d_head)
         if share not in ("network", "layer"):
             raise ValueError(f"position.share={share}: allowed are network, layer")
 
         def make() -> nn.Parameter:
-            return nn.Parameter(torch.randn(place.span, d_head) * std)
+            return nn.Parameter(torch.randn(context.span, d_head) * std)
 
-        self.longest = place.span
+        self.longest = context.span
         if d_head:
-            self.table = place.shared(Relative, d_head, make) if share == "network" else make()  # [S, K]
+            self.table = context.shared(Relative, d_head, make) if share == "network" else make()  # [S, K]
 
-    def vectors(self, columns: int) -> Tensor:
-        return self.table[:columns]
+    def vectors(self, max_keys: int) -> Tensor:
+        return self.table[:max_keys]
 
-    def bias(self, q: Tensor, columns: int) -> Tensor:
-        return q @ self.vectors(columns).T.to(q.dtype)
+    def bias(self, q: Tensor, max_keys: int) -> Tensor:
+        return q @ self.vectors(max_keys).T.to(q.dtype)
 
-    def ideal_flops(self, columns: float) -> float:
-        return 2 * columns * self.table.shape[1]
+    def ideal_flops(self, max_keys: float) -> float:
+        return 2 * max_keys * self.table.shape[1]
 
 
 class Alibi(Position):
     """Scores lose slope_h for every visible key between."""
 
-    def __init__(self, place: Place, *, d_head: int):
-        super().__init__(place, d_head=d_head)
-        self.register_buffer("slopes", alibi_slopes(place.heads), persistent=False)
+    def __init__(self, context: LayerContext, *, d_head: int):
+        super().__init__(context, d_head=d_head)
+        self.register_buffer("slopes", alibi_slopes(context.heads), persistent=False)
 
-    def bias(self, q: Tensor, columns: int) -> Tensor:
-        bias = -self.slopes[:, None] * torch.arange(columns, device=self.slopes.device)
+    def bias(self, q: Tensor, max_keys: int) -> Tensor:
+        bias = -self.slopes[:, None] * torch.arange(max_keys, device=self.slopes.device)
         return bias.to(torch.promote_types(q.dtype, torch.float32))
 
 

@@ -27,7 +27,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from variants.contract import Out, Place, State, Sublayer
+from variants.contract import LayerContext, State, Sublayer, SublayerOutput
 from variants.kernels import product_search
 from variants.kernels.table import read, read_uncompiled
 
@@ -135,7 +135,7 @@ class ProductKeyMemory(Sublayer):
     In training mode, ``query_norm: batch`` breaks all three promises; in evaluation mode it keeps them.
 
     Args:
-        place: gives the width D; with ``share: network``, the table that the other layers use.
+        context: gives the width D; with ``share: network``, the table that the other layers use.
         half_keys: C, half-keys in each of the two sets of a head; the table has C*C slots.
         top_k: slots that a head reads per byte, from 1 to ``half_keys``; from 2 with softmax, since a softmax over
             one score is constant and neither keys nor queries would learn.
@@ -149,7 +149,7 @@ class ProductKeyMemory(Sublayer):
 
     def __init__(
         self,
-        place: Place,
+        context: LayerContext,
         *,
         half_keys: int,
         top_k: int,
@@ -166,11 +166,11 @@ class ProductKeyMemory(Sublayer):
         check_choice("activation", activation, ("softmax", "relu"))
         check_choice("share", share, ("layer", "network"))
         self.half_keys, self.top_k, self.heads, self.d_query = half_keys, top_k, heads, d_query
-        self.activation, self.sparse, self.wanted_path = activation, sparse, place.path
+        self.activation, self.sparse, self.wanted_backend = activation, sparse, context.backend
 
         if query_norm == "batch":
             self.limits = frozenset({"causal_in_training", "streams_apart", "segments"})
-        self.query = nn.Linear(place.d_model, heads * d_query, bias=query_norm != "batch")
+        self.query = nn.Linear(context.d_model, heads * d_query, bias=query_norm != "batch")
         self.norm_width = heads * d_query if query_norm == "batch" else d_query
         norms = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}
         self.norm = norms[query_norm](self.norm_width)
@@ -179,27 +179,29 @@ class ProductKeyMemory(Sublayer):
         self.keys = nn.Parameter(torch.empty(heads, 2, half_keys, d_query // 2).uniform_(-bound, bound))
 
         def make_values() -> nn.Parameter:
-            return nn.Parameter(torch.randn(half_keys**2, place.d_model) * place.d_model**-0.5)
+            return nn.Parameter(torch.randn(half_keys**2, context.d_model) * context.d_model**-0.5)
 
         # A parameter, not the weight of a linear map: an optimizer's rule for matrices must not take it for one.
-        size = ("values", half_keys, place.d_model)
-        self.values = place.shared(ProductKeyMemory, size, make_values) if share == "network" else make_values()
+        size = ("values", half_keys, context.d_model)
+        self.values = context.shared(ProductKeyMemory, size, make_values) if share == "network" else make_values()
         self.register_buffer("pairs", candidate_pairs(top_k=top_k, half_keys=half_keys), persistent=False)
 
-    def forward(self, x: Tensor, state: State = None, start: Tensor | None = None, *, look: bool = False) -> Out:
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
         """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
         query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
-        kernel = self.path(x.device, training=self.training) == "kernel"
+        kernel = self.backend(x.device, training=self.training) == "kernel"
         slots, sums = choose(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs, kernel=kernel)
         weights = sums.softmax(-1) if self.activation == "softmax" else sums.relu()
         slots, weights = slots.flatten(1), weights.flatten(1)  # [n, H top_k]
         y = (read_uncompiled if self.sparse else read)(self.values, slots, weights, sparse=self.sparse)
-        return Out(y.view_as(x), seen=self.usage(slots, weights.detach()) if look else None)
+        return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)
 
-    def path(self, device: torch.device, *, training: bool) -> str:
+    def backend(self, device: torch.device, *, training: bool) -> str:
         """``kernel`` where a CPU has the search in C++; an attention that was asked to be it says what is missing."""
-        ours = device.type == "cpu" and self.wanted_path in ("auto", "kernel") and product_search.available() is None
+        ours = device.type == "cpu" and self.wanted_backend in ("auto", "kernel") and product_search.available() is None
         return "kernel" if ours else "plain"
 
     def usage(self, slots: Tensor, weights: Tensor) -> dict[str, Tensor]:
@@ -213,7 +215,7 @@ class ProductKeyMemory(Sublayer):
             "bytes": torch.tensor(slots.shape[0], device=slots.device),
         }
 
-    def metrics(self, seen: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Share of slots in use, and divergence of the use from an even one, over ``usage_bytes`` bytes.
 
         Returns:
@@ -221,15 +223,15 @@ class ProductKeyMemory(Sublayer):
             kl_weighted_nats, kl_count_nats: ln M + sum p ln p, p the share of weight or of reads that a slot has: 0 is
                 perfectly even, ln M is all in one slot; the first is left out where all weights are 0 (relu).
         """
-        if not seen:
+        if not stats:
             return {}
         numbers = {
-            "usage_percent": 100 * (seen["usage_weight"] > 0).double().mean().item(),
-            "kl_count_nats": nats_from_even(seen["usage_count"]),
-            "usage_bytes": float(seen["bytes"]),
+            "usage_percent": 100 * (stats["usage_weight"] > 0).double().mean().item(),
+            "kl_count_nats": nats_from_even(stats["usage_count"]),
+            "usage_bytes": float(stats["bytes"]),
         }
-        if seen["usage_weight"].any():
-            numbers["kl_weighted_nats"] = nats_from_even(seen["usage_weight"])
+        if stats["usage_weight"].any():
+            numbers["kl_weighted_nats"] = nats_from_even(stats["usage_weight"])
         return numbers
 
     def ideal_flops(self) -> int:

@@ -12,7 +12,7 @@ span, with its other weights: ``variant=replayed_spans start.run=FOLDER``. Spans
 import torch
 
 from variants.adaptive_span import AdaptiveSpan
-from variants.contract import Place
+from variants.contract import LayerContext
 
 
 class ReplayedSpans(AdaptiveSpan):
@@ -23,13 +23,13 @@ class ReplayedSpans(AdaptiveSpan):
         spans: in keys, from 0 to S: a list for each layer with a number for each head, or null for S everywhere.
     """
 
-    def __init__(self, place: Place, *, ramp: int = 32, spans: tuple[tuple[float, ...], ...] | None = None):
-        super().__init__(place, ramp=ramp, loss_weight=0.0, initial=1.0)
+    def __init__(self, context: LayerContext, *, ramp: int = 32, spans: tuple[tuple[float, ...], ...] | None = None):
+        super().__init__(context, ramp=ramp, loss_weight=0.0, initial=1.0)
         if spans is not None:
-            _check(spans, place)
-        own = [place.span] * place.heads if spans is None else spans[place.layer]
+            _check(spans, context)
+        own = [context.span] * context.heads if spans is None else spans[context.layer]
         del self.fraction
-        self.register_buffer("fraction", torch.tensor(own, dtype=torch.float32) / place.span)
+        self.register_buffer("fraction", torch.tensor(own, dtype=torch.float32) / context.span)
         self.given = None if spans is None else self.fraction.clone()
         self.project_()
 
@@ -43,12 +43,12 @@ class ReplayedSpans(AdaptiveSpan):
         return None
 
 
-def _check(spans: tuple, place: Place) -> None:
+def _check(spans: tuple, context: LayerContext) -> None:
     layers = [list(own) if isinstance(own, list | tuple) else None for own in spans]
-    if len(layers) != place.n_layers or any(own is None or len(own) != place.heads for own in layers):
+    if len(layers) != context.n_layers or any(own is None or len(own) != context.heads for own in layers):
         raise ValueError(
-            f"reach.spans={spans}: must be {place.n_layers} lists, one a layer, of {place.heads} spans each"
+            f"span.spans={spans}: must be {context.n_layers} lists, one a layer, of {context.heads} spans each"
         )
     for span in (span for own in layers for span in own):
-        if isinstance(span, bool) or not isinstance(span, int | float) or not 0 <= span <= place.span:
-            raise ValueError(f"reach.spans={spans}: spans are numbers from 0 to model.span={place.span}")
+        if isinstance(span, bool) or not isinstance(span, int | float) or not 0 <= span <= context.span:
+            raise ValueError(f"span.spans={spans}: spans are numbers from 0 to model.span={context.span}")

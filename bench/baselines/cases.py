@@ -1,66 +1,68 @@
-"""What is read off a heat of entrants timed in turn: a row for every one, or for every case with its target."""
+"""What is read off a comparison of entries timed in turn: a row for every one, or for every case with its target."""
 
 from dataclasses import dataclass, field
 from statistics import median
 
-from bench.baselines.rivals import YARDSTICK
+from bench.baselines.packages import REFERENCE_MODEL
 from bench.baselines.rounds import MEASURED, Entry, ratio, ratios, verdict
 from bench.baselines.settings import Case
-from bench.cells import FAILED
 from bench.measure import percentiles
+from bench.worker import FAILED
 
 MB = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heat:
+class Comparison:
     """Entries that are timed in turn.
 
     Attributes:
         entries: their names differ.
         cases: what is read off them; where there are none, each has a row of its own.
         longer: times as many rounds as the others.
-        judge: name of the peer that must find the yardstick fair, where a yardstick is there.
+        sanity_check: name of the peer that must find the reference model fair, where a reference model is there.
     """
 
     entries: list[Entry]
     cases: list[Case] = field(default_factory=list)
     longer: int = 1
-    judge: str | None = None
+    sanity_check: str | None = None
 
 
-def rows_of(heat: Heat, *, judged: bool, planned_rounds: int) -> list[dict]:
+def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> list[dict]:
     """A row for every entry that has failed or been timed; or for every case whose entries have.
 
-    ``reached`` and ``peak_reached`` of a case are None where there is nothing to say: not measured, a yardstick that
+    ``reached`` and ``peak_reached`` of a case are None where there is nothing to say: not measured, a reference model that
     its judge finds slow (``void`` says so), or sizes that are not those of the targets (not ``judged``).
 
     Args:
         judged: whether the targets are for what was measured.
         planned_rounds: of each entry.
     """
-    named = {entry.name: entry for entry in heat.entries}
-    in_judge, slow = verdict(named[YARDSTICK], named.get(heat.judge)) if heat.judge else (None, None)
+    named = {entry.name: entry for entry in comparison.entries}
+    in_judge, slow = (
+        verdict(named[REFERENCE_MODEL], named.get(comparison.sanity_check)) if comparison.sanity_check else (None, None)
+    )
     found = []
-    for one in heat.cases or heat.entries:
-        entries = [named[name] for name in one.names] if heat.cases else [one]
+    for one in comparison.cases or comparison.entries:
+        entries = [named[name] for name in one.names] if comparison.cases else [one]
         if not all(entry.complete for entry in entries):
             continue
         failed = [entry for entry in entries if entry.reason]
-        void = slow if one.reference == YARDSTICK else None
+        void = slow if one.reference == REFERENCE_MODEL else None
         rounds = min(len(entry.rounds) for entry in entries)
         row = {
             **entries[0].identity,
-            "path": entries[0].facts.get("path", "plain"),
+            "backend": entries[0].facts.get("backend", "plain"),
             "checks": entries[0].checks,
             "relative_to": one.reference,
-            "status": (FAILED if heat.cases else one.status) if failed else MEASURED,
+            "status": (FAILED if comparison.cases else one.status) if failed else MEASURED,
             "void": void,
-            "yardstick_in_judge": in_judge,
+            "reference_in_check": in_judge,
             "rounds": rounds,
             "interrupted": not failed and rounds < planned_rounds,
         }
-        if heat.cases:
+        if comparison.cases:
             row["judged"], row["reason"] = (
                 judged,
                 "; ".join(f"{entry.name}: {entry.reason}" for entry in failed) or None,
@@ -79,25 +81,25 @@ def _entry(entry: Entry, reference: Entry, *, measured: bool) -> dict:
         "job": entry.job,
         "package": entry.package,
         "package_version": entry.version,
-        "lanes": batch["lanes"],
+        "streams": batch["streams"],
         "segment": batch["segment"],
         "parameters": entry.facts.get("parameters"),
         "bytes_per_second": entry.bytes_per_step / step["p50"] * 1000 if measured else None,
         "time": {"train_ms": step} if measured else None,
         "memory": entry.facts.get("memory") if measured else None,
-        "relative_to_yardstick": ratio(entry, reference) if measured else None,
+        "relative_to_reference": ratio(entry, reference) if measured else None,
     }
 
 
 def _case(case: Case, named: dict[str, Entry], *, measured: bool, judged: bool) -> dict:
-    entrant, reference, times = named[case.entrant], named[case.reference], case.at_most is not None
+    entry, reference, times = named[case.entry], named[case.reference], case.at_most is not None
     target, limit = case.at_most if times else case.at_least, case.peak_mb and case.peak_mb * MB
     found, around, second, kept, peak = None, None, None, None, None
     if measured:
-        each = ratios(reference, entrant) if times else ratios(entrant, reference)
+        each = ratios(reference, entry) if times else ratios(entry, reference)
         found, around = median(each), [min(each), max(each)]
         kept = found <= target if times else found >= target
-        peak = entrant.facts["memory"]["train_peak_bytes"]
+        peak = entry.facts["memory"]["train_peak_bytes"]
         if case.peak_share:
             limit = case.peak_share * reference.facts["memory"]["train_peak_bytes"]
         if case.second:
@@ -107,11 +109,11 @@ def _case(case: Case, named: dict[str, Entry], *, measured: bool, judged: bool) 
             kept = kept and value <= most
     return {
         "case": case.name,
-        **entrant.setting,
+        **entry.setting,
         "ratio": found,
         "ratio_range": around,
         "ratio_of": "times" if times else "speeds",
-        "entrant": _side(entrant),
+        "entry": _side(entry),
         "opponent": _side(reference),
         "target": target,
         "reached": kept if judged else None,

@@ -1,6 +1,6 @@
 """Entries of ``bench.peers``, each with the provenance of its row, before anything is started.
 
-An entrant is the configuration of a training run, what was typed with further words, as a variant of ours or in the
+An entry is the configuration of a training run, what was typed with further words, as a variant of ours or in the
 sizes of a peer.
 """
 
@@ -10,16 +10,16 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from bench.baselines.entrants import OurModel, PeerModel, Task, TrainerLoop
+from bench.baselines.entry_workers import OurModel, PeerModel, Task, TrainerLoop
 from bench.baselines.layers import OurLayer, PeerLayer
-from bench.baselines.rivals import LAYERS, RIVALS, YARDSTICK, Memory, Sizes
+from bench.baselines.packages import LAYERS, PACKAGES, REFERENCE_MODEL, Memory, Sizes
 from bench.baselines.rounds import Entry
-from bench.baselines.settings import EntrySettings, HeatSettings, PeerSettings
+from bench.baselines.settings import ComparisonSettings, EntrySettings, PeerSettings
 from bench.planning import bench_plan, own_keys, provenance, recompose, typed_command
 from harness.data import corpora
-from harness.data.corpora import Corpus, Lanes
+from harness.data.corpora import Corpus, Streams
 from harness.device import runtime
-from harness.loop.run import path_of
+from harness.loop.train_state import backend_of
 from harness.plan.build import Plan, plan_run
 from harness.plan.settings import checked, parse
 from harness.record import folder
@@ -46,49 +46,58 @@ class EntryMaker:
 
     Args:
         kind: of their rows.
-        scratch: a folder for what entrants write.
+        scratch: a folder for what entries write.
     """
 
     def __init__(self, *, kind: str, scratch: str):
         self.kind, self.scratch, self._planned = kind, scratch, {}
 
-    def entry(self, name: str, asked: EntrySettings, heat: HeatSettings) -> Entry:
-        """An entrant that has not begun."""
-        plan, sizes, batches, corpus = self._plan(*heat.words.split(), *asked.words.split())
+    def entry(self, name: str, asked: EntrySettings, comparison: ComparisonSettings) -> Entry:
+        """An entry that has not begun."""
+        plan, sizes, batches, corpus = self._plan(*comparison.words.split(), *asked.words.split())
         here = runtime.start(plan.runtime)
         identity = provenance(plan, kind=self.kind, corpus=corpus, runtime=here, command=typed_command("peers"))
         setting = {"position": None, "cache": None, "spans": None}
-        task = {"config": plan.config, "trusted": plan.trust, "batches": batches, "layer": heat.layer}
-        task |= {"proof_positions": heat.proof_positions, "scratch": self.scratch}
+        task = {"config": plan.config, "trusted": plan.trust, "batches": batches, "layer": comparison.layer}
+        task |= {"proof_positions": comparison.proof_positions, "scratch": self.scratch}
         if asked.peer is None:
-            path_of(plan.make_model(), here)  # both complain
-            make = OurLayer if heat.layer else TrainerLoop if asked.trainer else OurModel
+            backend_of(plan.make_model(), here)  # both complain
+            make = OurLayer if comparison.layer else TrainerLoop if asked.trainer else OurModel
             task |= {"spans": _spans(name, asked, plan)}
-            if not heat.layer:
+            if not comparison.layer:
                 scheme = plan.config["position"]["_target_"].rpartition(".")[2].lower()
                 setting = {"position": scheme, "cache": plan.model.cache, "spans": task["spans"]}
             own = {"package": OURS, "gate": (Gate, plan.config, plan.trust)}
         else:
-            rival = (LAYERS if heat.layer else RIVALS)[asked.peer]
-            if rival.device not in (None, here.device.type):
-                fit = [n for n, other in RIVALS.items() if other.device in (None, here.device.type) and n != YARDSTICK]
-                where = f"takes part on runtime.device={rival.device} only; on {here.device.type} allowed are"
+            peer = (LAYERS if comparison.layer else PACKAGES)[asked.peer]
+            if peer.device not in (None, here.device.type):
+                fit = [
+                    n
+                    for n, other in PACKAGES.items()
+                    if other.device in (None, here.device.type) and n != REFERENCE_MODEL
+                ]
+                where = f"takes part on runtime.device={peer.device} only; on {here.device.type} allowed are"
                 raise ValueError(f"peers=[{name}]: {where} {', '.join(fit)}")
-            make = PeerLayer if heat.layer else PeerModel
-            task |= {"rival": rival, "sizes": sizes, "optimizer": asked.optimizer}
+            make = PeerLayer if comparison.layer else PeerModel
+            task |= {"peer": peer, "sizes": sizes, "optimizer": asked.optimizer}
             built = {
                 "name": name,
-                "package": rival.package,
-                "arguments": rival.arguments(sizes),
+                "package": peer.package,
+                "arguments": peer.arguments(sizes),
                 "sizes": asdict(sizes),
             }
             config = identity["config"] | {
                 "variant": built | {"optimizer": asked.optimizer}
             }  # for a variant, what was built
             identity |= {"variant": name, "config": config, "config_hash": folder.config_hash(config)}
-            own = {"package": rival.package}
-        bytes_per_step = plan.batch.lanes * plan.batch.segment
-        same = {"job": heat.job, "reference": heat.reference, "bytes_per_step": bytes_per_step, "identity": identity}
+            own = {"package": peer.package}
+        bytes_per_step = plan.batch.streams * plan.batch.segment
+        same = {
+            "job": comparison.job,
+            "reference": comparison.reference,
+            "bytes_per_step": bytes_per_step,
+            "identity": identity,
+        }
         return Entry(name=name, make=make, task=Task(**task), setting=setting, **same, **own)
 
     def _plan(self, *words: str) -> tuple[Plan, Sizes, Tensor, Corpus]:
@@ -132,6 +141,6 @@ def _spans(name: str, asked: EntrySettings, plan: Plan) -> tuple[int, ...] | Non
 def first_batches(plan: Plan, corpus: Corpus, *, number: int) -> Tensor:
     """The first batches of the training stream, uint8 ``[number, B, T + 1]``: inputs and the byte after them."""
     b = plan.batch
-    lanes = Lanes(corpus.splits["train"], lanes=b.lanes, segment=b.segment, seed=plan.seed, carry=False)
-    pairs = [lanes.batch(position) for position in range(number)]
+    streams = Streams(corpus.splits["train"], streams=b.streams, segment=b.segment, seed=plan.seed, carry=False)
+    pairs = [streams.batch(position) for position in range(number)]
     return torch.stack([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in pairs]).byte()

@@ -3,21 +3,21 @@
 import torch
 from torch import Tensor
 
-from bench.baselines.entrants import PROOF_STREAMS, Entrant, Task
+from bench.baselines.entry_workers import PROOF_STREAMS, EntryWorker, Task
 from bench.baselines.proof import Probe
-from bench.subject import MIDDLE
+from bench.cost_worker import MIDDLE
 
 PROOF_POSITIONS = 64
 
 
-class OurLayer(Entrant):
+class OurLayer(EntryWorker):
     """One sublayer of a variant alone, on fixed inputs and a fixed gradient of its output, which is what it costs
     inside any network; with the optimizers that a training run gives it."""
 
     def __init__(self, task: Task):
         super().__init__(task)
         generator, b = torch.Generator().manual_seed(self.plan.seed), self.plan.batch
-        pair = torch.randn(2, b.lanes, b.segment, self.plan.model.d_model, generator=generator)
+        pair = torch.randn(2, b.streams, b.segment, self.plan.model.d_model, generator=generator)
         self.x, self.gradient = pair.to(self.device)  # [B, T, D] each
         self.x.requires_grad_()
         self.make()
@@ -54,8 +54,8 @@ class OurLayer(Entrant):
             model=self.model, outputs=self.call, inputs=self.x.detach()[few], loss=lambda y: (y * weight).sum()
         )
 
-    def path(self) -> str:
-        return self.model.path(self.device, training=True)
+    def backend(self) -> str:
+        return self.model.backend(self.device, training=True)
 
 
 class PeerLayer(OurLayer):
@@ -71,5 +71,5 @@ class PeerLayer(OurLayer):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def path(self) -> str:
-        return self.task.rival.path
+    def backend(self) -> str:
+        return self.task.peer.backend

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
-from bench.baselines.cases import Heat
+from bench.baselines.cases import Comparison
 from bench.baselines.entries import EntryMaker
-from bench.baselines.rivals import RIVALS, YARDSTICK
-from bench.baselines.settings import Case, EntrySettings, HeatSettings, PeerSettings
+from bench.baselines.packages import PACKAGES, REFERENCE_MODEL
+from bench.baselines.settings import Case, ComparisonSettings, EntrySettings, PeerSettings
 from harness.plan.settings import check_keys, checked, parse
 
 EACH = "<each>"
@@ -15,11 +15,11 @@ FREE = ("lineup", "rows", "only", "rounds", "seconds", "outputs")
 """Keys that leave a lineup's workload as it is, which its targets are for; any other costs the verdicts."""
 
 
-def make_heats(settings: PeerSettings, *, scratch: str) -> list[Heat]:
-    """The heats of the lineup, or those that have the cases of ``only``.
+def make_comparisons(settings: PeerSettings, *, scratch: str) -> list[Comparison]:
+    """The comparisons of the lineup, or those that have the cases of ``only``.
 
     Args:
-        scratch: a folder for what entrants write.
+        scratch: a folder for what entries write.
 
     Raises:
         ValueError: naming the key, the value and what is allowed.
@@ -28,19 +28,25 @@ def make_heats(settings: PeerSettings, *, scratch: str) -> list[Heat]:
         if (key := word.lstrip("+~").partition("=")[0]) in settings.held:
             raise ValueError(f"{word}: cannot be chosen in this lineup; {settings.held[key]}")
     _check(settings)
-    asked = [(heat, entries, cases_of(heat, entries)) for heat, entries in heat_settings(settings)]
+    asked = [
+        (comparison, entries, cases_of(comparison, entries)) for comparison, entries in comparison_settings(settings)
+    ]
     allowed = list(dict.fromkeys(case.name for _, _, cases in asked for case in cases))
     if settings.only is not None and (not settings.only or set(map(str, settings.only)) - set(allowed)):
         raise ValueError(f"only={settings.only}: must be a list of {', '.join(allowed) or 'cases'}, or null for all")
-    maker, heats = EntryMaker(kind="speed" if allowed else "peers", scratch=scratch), []
-    for heat, entries, cases in asked:
+    maker, comparisons = EntryMaker(kind="speed" if allowed else "peers", scratch=scratch), []
+    for comparison, entries, cases in asked:
         cases = [case for case in cases if settings.only is None or case.name in settings.only]
-        needed = {name for case in cases for name in case.names} | ({YARDSTICK, heat.judge} if cases else set())
+        needed = {name for case in cases for name in case.names} | (
+            {REFERENCE_MODEL, comparison.sanity_check} if cases else set()
+        )
         chosen = {name: entry for name, entry in entries.items() if name in needed or not allowed}
         if chosen:
-            made = [maker.entry(name, entry, heat) for name, entry in chosen.items()]
-            heats.append(Heat(entries=made, cases=cases, longer=heat.longer, judge=heat.judge))
-    return heats
+            made = [maker.entry(name, entry, comparison) for name, entry in chosen.items()]
+            comparisons.append(
+                Comparison(entries=made, cases=cases, longer=comparison.longer, sanity_check=comparison.sanity_check)
+            )
+    return comparisons
 
 
 def typed_words() -> list[str]:
@@ -50,24 +56,32 @@ def typed_words() -> list[str]:
     return list(HydraConfig.get().overrides.task)
 
 
-def heat_settings(settings: PeerSettings) -> Iterator[tuple[HeatSettings, dict[str, EntrySettings]]]:
-    """Every heat of the configuration with all its entrants."""
-    for number, node in enumerate(settings.heats):
+def comparison_settings(settings: PeerSettings) -> Iterator[tuple[ComparisonSettings, dict[str, EntrySettings]]]:
+    """Every comparison of the configuration with all its entries."""
+    for number, node in enumerate(settings.comparisons):
         text = json.dumps(node)
         for each in node["each"] if isinstance(node, dict) and node.get("each") is not None else [None]:
-            heat = _parsed(HeatSettings, json.loads(text.replace(EACH, str(each))), key=f"heats.{number}")
-            nodes = {name: {"peer": name} for name in [YARDSTICK] * (heat.judge is not None) + (heat.peers or [])}
-            nodes |= {name: {"words": f"variant={name}"} for name in heat.variants or []}
-            nodes |= heat.entries or {}
-            yield heat, {name: _parsed(EntrySettings, own, key=f"heats.{number}.{name}") for name, own in nodes.items()}
+            comparison = _parsed(
+                ComparisonSettings, json.loads(text.replace(EACH, str(each))), key=f"comparisons.{number}"
+            )
+            nodes = {
+                name: {"peer": name}
+                for name in [REFERENCE_MODEL] * (comparison.sanity_check is not None) + (comparison.peers or [])
+            }
+            nodes |= {name: {"words": f"variant={name}"} for name in comparison.variants or []}
+            nodes |= comparison.entries or {}
+            yield (
+                comparison,
+                {name: _parsed(EntrySettings, own, key=f"comparisons.{number}.{name}") for name, own in nodes.items()},
+            )
 
 
-def cases_of(heat: HeatSettings, entries: dict[str, EntrySettings]) -> list[Case]:
-    """What is to be reached in a heat."""
+def cases_of(comparison: ComparisonSettings, entries: dict[str, EntrySettings]) -> list[Case]:
+    """What is to be reached in a comparison."""
     found = []
-    for entrant, entry in entries.items():
-        for name, node in (entry.cases or {}).items():
-            own = {"name": name, "entrant": entrant, "reference": heat.reference}
+    for entry, settings in entries.items():
+        for name, node in (settings.cases or {}).items():
+            own = {"name": name, "entry": entry, "reference": comparison.reference}
             case = _parsed(Case, own | node, key=f"cases.{name}")
             if (case.at_least is None) == (case.at_most is None):
                 raise ValueError(f"cases.{name}={node}: must have one of at_least and at_most")
@@ -84,7 +98,7 @@ def _parsed(cls: type, node: object, *, key: str):
 
 
 def _check(settings: PeerSettings) -> None:
-    allowed = [name for name in RIVALS if name != YARDSTICK]
+    allowed = [name for name in PACKAGES if name != REFERENCE_MODEL]
     for key in ("peers", "variants"):
         names = getattr(settings, key) or []
         if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):

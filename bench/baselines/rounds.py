@@ -1,7 +1,7 @@
-"""Several entrants against each other: each is proved in a process that is thrown away, weighed in a fresh one that
+"""Several entries against each other: each is proved in a process that is thrown away, weighed in a fresh one that
 stays alive, and timed there in turn with the others.
 
-Speeds are compared within a round: a ratio is the median over rounds of the reference's step time over the entrant's.
+Speeds are compared within a round: a ratio is the median over rounds of the reference's step time over the entry's.
 """
 
 from collections.abc import Callable
@@ -9,20 +9,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
+from bench.baselines.packages import INSTALL, version
 from bench.baselines.proof import OK, passed
-from bench.baselines.rivals import INSTALL, version
-from bench.cells import FAILED, Cell
 from bench.progress import Steps
 from bench.turns import Asked, in_turn
+from bench.worker import FAILED, Cell
 
 MEASURED = "measured"
 FAIR = 0.97
-"""Least speed of the yardstick, in that of the peer that judges it."""
+"""Least speed of the reference model, in that of the peer that judges it."""
 
 
 @dataclass(kw_only=True)
 class Entry(Asked):
-    """An entrant, and what became of it. A peer that is not installed has failed already."""
+    """An entry, and what became of it. A peer that is not installed has failed already."""
 
     job: str  # what it trains, in one phrase
     make: Callable  # what its cell makes, from the task
@@ -71,7 +71,7 @@ def compete(entries: list[Entry], *, rounds: int, seconds: float, progress: Step
                 progress.doing(f"{entry.name}: memory")
                 entry.cell = stack.enter_context(Cell(entry.make, entry.task))
                 entry.facts = entry.ask("weigh") or {}
-            progress.say(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "checked"))
+            progress.print(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "checked"))
             progress.advance(1 + rounds if entry.status else 1)
         for entry, found in in_turn(entries, "round", seconds, rounds=rounds, progress=progress):
             entry.rounds += [found] if found else []
@@ -104,15 +104,18 @@ def ratios(entry: Entry, reference: Entry) -> list[float]:
     return [b / a for a, b in zip(own, theirs, strict=False)]  # an interrupted round has fewer
 
 
-def verdict(yardstick: Entry, judge: Entry | None) -> tuple[float | None, str | None]:
-    """Speed of the yardstick in the judging peer's, and why the whole table is void, or None.
+def verdict(reference_model: Entry, sanity_check: Entry | None) -> tuple[float | None, str | None]:
+    """Speed of the reference model in the judging peer's, and why the whole table is void, or None.
 
     A judge that was not measured judges nothing: the ratio is then None, and the table is shown as unjudged.
     """
-    if not yardstick.rounds:
-        reason = yardstick.reason or "interrupted before its first round"
-        return None, f"the {yardstick.name} was not measured: {reason}"
-    found = None if judge is None else ratio(yardstick, judge)
+    if not reference_model.rounds:
+        reason = reference_model.reason or "interrupted before its first round"
+        return None, f"the {reference_model.name} was not measured: {reason}"
+    found = None if sanity_check is None else ratio(reference_model, sanity_check)
     if found is not None and found < FAIR:
-        return found, f"the {yardstick.name} reaches only {found:.3f} of {judge.name} in this run; {FAIR} is needed"
+        return (
+            found,
+            f"the {reference_model.name} reaches only {found:.3f} of {sanity_check.name} in this run; {FAIR} is needed",
+        )
     return found, None

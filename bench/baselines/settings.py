@@ -1,4 +1,4 @@
-"""The keys of ``conf/peers.yaml``, and of a heat, an entrant and a case in ``conf/lineup``."""
+"""The keys of ``conf/peers.yaml``, and of a comparison, an entry and a case in ``conf/lineup``."""
 
 from dataclasses import dataclass
 
@@ -20,32 +20,32 @@ class PeerSettings:
     memory: dict
     sizes: dict
     held: dict
-    heats: list
+    comparisons: list
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeatSettings:
+class ComparisonSettings:
     """Who is timed in turn with whom. What has a default may be left out, here and below."""
 
     job: str  # what all train, for the table
-    reference: str  # the entrant that all are compared with, where a case names no other
-    words: str = ""  # of a training run, for all entrants; later ones win
-    each: list | None = None  # the heat is repeated with each of these in place of <each>
-    judge: str | None = None  # the peer that must find the yardstick fair, which then takes part, too
-    peers: list | None = None  # entrants that need no more than their name
+    reference: str  # the entry that all are compared with, where a case names no other
+    words: str = ""  # of a training run, for all entries; later ones win
+    each: list | None = None  # the comparison is repeated with each of these in place of <each>
+    sanity_check: str | None = None  # the peer that must find the reference model fair, which then takes part, too
+    peers: list | None = None  # entries that need no more than their name
     variants: list | None = None  # the same
     entries: dict | None = None  # the others by name: EntrySettings
     layer: str | None = None  # the sublayer, as its variant calls it, that is measured alone; null for the whole model
-    longer: int = 1  # times as many rounds as other heats
+    longer: int = 1  # times as many rounds as other comparisons
     proof_positions: int | None = None  # bytes of a segment that are enough to prove it; null for all
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntrySettings:
-    """An entrant."""
+    """An entry."""
 
     peer: str | None = None  # null for a variant of ours
-    words: str = ""  # after the heat's
+    words: str = ""  # after the comparison's
     spans: list | None = None  # bytes that each head of a layer sees, or one number for all; null: as they start
     trainer: bool = False  # whether the trainer's loop is timed instead of its bare step
     optimizer: str = "fused adamw"  # of a peer, or adam, as the documentation of a product-key memory has it
@@ -54,10 +54,10 @@ class EntrySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What an entrant must reach: ``at_least`` so many times the reference's speed, or ``at_most`` its time."""
+    """What an entry must reach: ``at_least`` so many times the reference's speed, or ``at_most`` its time."""
 
     name: str
-    entrant: str
+    entry: str
     reference: str
     at_least: float | None = None
     at_most: float | None = None
@@ -68,4 +68,4 @@ class Case:
     @property
     def names(self) -> list[str]:
         """The entrant, its reference, and whoever else it needs, each once."""
-        return list(dict.fromkeys([self.entrant, self.reference, *(self.second or ())[:2]]))
+        return list(dict.fromkeys([self.entry, self.reference, *(self.second or ())[:2]]))

@@ -95,12 +95,14 @@ SIZES = (
     ),
     BYTES,
 )
-PATH = words("path", "Which code ran: plain PyTorch, fused, compiled, an own kernel.", lambda of: of.newest["path"])
+BACKEND = words(
+    "backend", "Which code ran: plain PyTorch, fused, compiled, an own kernel.", lambda of: of.newest["backend"]
+)
 SECONDS = Column("training, s", "Seconds in training steps, scoring apart.", lambda of: fixed(of("seconds"), digits=1))
 PEAK = _memory("training peak, MiB", "peak_bytes", "Highest memory of training (MiB = 2^20 bytes); ~ is approximate.")
 STATE = _memory("carried state, MiB", "state_bytes", "What one stream carries from segment to segment.")
 COSTS = (
-    PATH,
+    BACKEND,
     SECONDS,
     _count("bytes/s", "Bytes predicted in training per second of it.", "bytes_per_second"),
     PEAK,

@@ -27,7 +27,7 @@ RATE = "optim.lr"
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
-BESIDE = ("path", "checkpoint", "source")
+BESIDE = ("backend", "checkpoint", "source")
 """What makes another arm beside the configuration."""
 SHORT_LABEL = 2
 """So many differences fit beside a dot; more than that are numbered."""
@@ -120,7 +120,7 @@ def comparable(run: RunRow) -> str:
     data = row["config"].get("data")
     held |= {"sha256": row["data"]["sha256"], "split": data.get("split") if isinstance(data, dict) else None}
     if "seconds" in row["budget"]:
-        held |= {"ground": ground(row), "path": row["path"]}
+        held |= {"ground": ground(row), "backend": row["backend"]}
     return json.dumps(held, sort_keys=True)
 
 
@@ -205,7 +205,7 @@ def differences(rows: Sequence[dict], *, without: Sequence[str] = ()) -> str:
 
 
 def _with_path(row: dict, *, without: Sequence[str]) -> dict[str, object]:
-    return settings_of(row, without=without) | ({} if "path" in without else {"path": row["path"]})
+    return settings_of(row, without=without) | ({} if "backend" in without else {"backend": row["backend"]})
 
 
 def _differing(settings: Sequence[dict[str, object]]) -> list[str]:

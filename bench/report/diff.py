@@ -9,7 +9,7 @@ from bench.report.gather import RunRow, provenance_of, run_folders
 from bench.rows import GROUND
 from harness.record.rows import RECORD
 
-BESIDE = ("source", "commit", "path", *GROUND)
+BESIDE = ("source", "commit", "backend", *GROUND)
 """What a row knows of a run beside its configuration and its data."""
 MOST_CANDIDATES = 20
 

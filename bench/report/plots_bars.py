@@ -1,4 +1,4 @@
-"""Horizontal bars: speed of peers beside the yardstick, and predicted peak memory by cause.
+"""Horizontal bars: speed of peers beside the reference model, and predicted peak memory by cause.
 
 What failed stays in the picture with its reason instead of a bar, and a table that is void is printed over.
 """
@@ -42,10 +42,10 @@ FAR = 2.5
 
 
 def draw_peers(peers: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
-    """Bytes per second relative to the yardstick; one drawing for each job on equal ground, void ones apart."""
+    """Bytes per second relative to the reference model; one drawing for each job on equal ground, void ones apart."""
 
     def same(row: dict) -> tuple:
-        return ground(row), row["job"], row["lanes"], row["segment"], row["data"]["sha256"], str(row.get("void"))
+        return ground(row), row["job"], row["streams"], row["segment"], row["data"]["sha256"], str(row.get("void"))
 
     return [_peers(rows, look=look, name=f"peers-{tag(found)}") for found, rows in grouped(peers, key=same).items()]
 
@@ -53,12 +53,12 @@ def draw_peers(peers: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
 def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     first, void = rows[0], rows[0].get("void")
     title = f"Training speed of peers: {first['job']}"
-    subtitle = f"{machine_words(first)}; {first['lanes']} x {first['segment']} bytes a step\n{data_words(rows)}"
-    rows = sorted(rows, key=lambda row: (number(row, "relative_to_yardstick") or 0.0, row["name"]))
+    subtitle = f"{machine_words(first)}; {first['streams']} x {first['segment']} bytes a step\n{data_words(rows)}"
+    rows = sorted(rows, key=lambda row: (number(row, "relative_to_reference") or 0.0, row["name"]))
     figure, (ax,) = panels(1, 1, width=9.5, height=1.9 + 0.42 * len(rows), title=title, subtitle=subtitle)
-    longest = max((_range(row)[1] for row in rows if number(row, "relative_to_yardstick")), default=1.0)
+    longest = max((_range(row)[1] for row in rows if number(row, "relative_to_reference")), default=1.0)
     for place, row in enumerate(rows):
-        speed = number(row, "relative_to_yardstick")
+        speed = number(row, "relative_to_reference")
         if speed is None:
             reason = textwrap.shorten(_without_bar(row), 90, placeholder=" ...")
             ax.text(0.015 * longest, place, reason, **_BESIDE | {"color": VERMILLION, "style": "italic"})
@@ -72,7 +72,7 @@ def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     ax.set(
         xlim=(0, 1.5 * max(longest, 1)),
         ylim=(-0.6, len(rows) - 0.4),
-        xlabel="bytes per second relative to the yardstick (dashed)",
+        xlabel="bytes per second relative to the reference model (dashed)",
     )
     ax.set_yticks(range(len(rows)), [_peer_label(row) for row in rows])
     ax.grid(axis="y", visible=False)
@@ -80,7 +80,7 @@ def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
         style = {"fontsize": 60, "rotation": 15, "weight": "bold", "ha": "center", "va": "center"}
         ax.text(0.5, 0.5, "VOID", transform=ax.transAxes, color=VERMILLION, alpha=0.35, zorder=10, **style)
     caption = (
-        "Bytes per second of the same training step, as a multiple of the yardstick's in the same run; whiskers from the "
+        "Bytes per second of the same training step, as a multiple of the reference model's in the same run; whiskers from the "
         "20th to the 80th percentile, parameters and bytes per second beside. A peer that failed a check or crashed has its "
         "reason instead of a bar." + (f" VOID: {void}." if void else "")
     )
@@ -89,7 +89,7 @@ def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
 
 def _range(row: dict) -> tuple[float, float]:
     """The 20th and 80th percentile of the speed, from those of the step time; the speed itself where it has none."""
-    speed = number(row, "relative_to_yardstick") or 0.0
+    speed = number(row, "relative_to_reference") or 0.0
     slow, middle, fast = (number(row, "time", "train_ms", name) for name in ("p80", "p50", "p20"))
     if not (slow and middle and fast):
         return speed, speed
@@ -98,13 +98,13 @@ def _range(row: dict) -> tuple[float, float]:
 
 def _without_bar(row: dict) -> str:
     if row["status"] == "measured":
-        return f"measured at {number(row, 'bytes_per_second') or 0:,.0f} B/s, without a yardstick"
+        return f"measured at {number(row, 'bytes_per_second') or 0:,.0f} B/s, without a reference model"
     return f"{row['status']}: {row.get('reason') or 'no reason given'}"
 
 
 def _beside(row: dict) -> str:
     total, speed = number(row, "parameters", "total"), number(row, "bytes_per_second")
-    words = [f"{row['relative_to_yardstick']:.2f}x"]
+    words = [f"{row['relative_to_reference']:.2f}x"]
     words += [f"{total / 1e6:.2f} M parameters"] if total is not None else []
     words += [f"{speed:,.0f} B/s"] if speed is not None else []
     return ", ".join(words)
@@ -180,7 +180,7 @@ def _draw_devices(ax: Axes, rows: list[dict], *, peaks: list[float], divisor: fl
 
 
 def _fit_label(row: dict) -> str:
-    return f"{row['variant']}, {row['path']}\n{row['lanes']} x {row['segment']} bytes, span {row['span']}"
+    return f"{row['variant']}, {row['backend']}\n{row['streams']} x {row['segment']} bytes, span {row['span']}"
 
 
 def _patch(cause: str) -> Patch:

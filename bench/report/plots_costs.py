@@ -1,6 +1,6 @@
 """Cost against length of context, on logarithmic axes: time, memory, FLOPs and latency of ``bench.cost``.
 
-One drawing for each ground, mode, number of streams and data digest. Line style is ``path``; what ran out of memory is a
+One drawing for each ground, mode, number of streams and data digest. Line style is ``backend``; what ran out of memory is a
 cross at the upper edge. Thin grey slopes show growth with the length and with its square.
 """
 
@@ -27,7 +27,7 @@ from bench.rows import ground
 from harness.record.drawing import GREY, INK, panels
 from harness.record.table import Drawing
 
-LENGTHS = ("model.span", "batch.segment", "batch.carry", "runtime.path")
+LENGTHS = ("model.span", "batch.segment", "batch.carry", "runtime.backend")
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
 MOST_TICKS = 9
 OUT = "out of memory"
@@ -60,7 +60,7 @@ MEASURES = (
 def draw_costs(costs: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
     """One drawing for each group of rows whose cost may be compared."""
 
-    found = grouped(costs, key=lambda row: (ground(row), row["mode"], row["lanes"], row["data"]["sha256"]))
+    found = grouped(costs, key=lambda row: (ground(row), row["mode"], row["streams"], row["data"]["sha256"]))
     return [_costs(rows, look=look, name=f"cost-{same[1]}-{tag(same)}") for same, rows in found.items()]
 
 
@@ -70,13 +70,13 @@ def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     title = f"Cost against length of context: {_mode(first)}"
     size = {"width": 10.5, "height": 8.6}
     figure, axes = panels(2, 2, title=title, subtitle=f"{machine_words(first)}\n{data_words(rows)}", **size)
-    by_path = grouped(rows, key=lambda row: row["path"])
-    lines = [line for found in by_path.values() for line in arms(found, without=LENGTHS)]
-    paths = {path: LINES[index % len(LINES)] for index, path in enumerate(by_path)}
+    by_backend = grouped(rows, key=lambda row: row["backend"])
+    lines = [line for found in by_backend.values() for line in arms(found, without=LENGTHS)]
+    backends = {backend: LINES[index % len(LINES)] for index, backend in enumerate(by_backend)}
     lengths = sorted({row["length"] for row in rows})
     for ax, measure in zip(axes, MEASURES, strict=True):
-        _draw_measure(ax, lines, measure=measure, paths=paths, look=look, lengths=lengths)
-    handles = [entry(f"{line.label}, {_path(line)}", **_style(line, paths=paths, look=look)) for line in lines]
+        _draw_measure(ax, lines, measure=measure, backends=backends, look=look, lengths=lengths)
+    handles = [entry(f"{line.label}, {_backend(line)}", **_style(line, backends=backends, look=look)) for line in lines]
     handles.append(entry("ideal FLOPs", color=GREY, marker="o", fillstyle="none"))
     if any(row["status"] == OUT for row in rows):
         handles.append(entry(OUT, color=GREY, marker="x", markersize=7))
@@ -86,30 +86,30 @@ def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
 
 
 def _mode(row: dict) -> str:
-    streams = f"{row['lanes']} stream{'s' if row['lanes'] > 1 else ''}"
+    streams = f"{row['streams']} stream{'s' if row['streams'] > 1 else ''}"
     if row["mode"] == "cold":
         return f"segment = span = L, {streams}, no past"
     return f"span = L, segment of {row['segment']} bytes, {streams}, warm"
 
 
-def _path(line: Arm) -> str:
-    return line.members[0]["path"]
+def _backend(line: Arm) -> str:
+    return line.members[0]["backend"]
 
 
-def _style(line: Arm, *, paths: dict[str, str], look: dict[str, Look]) -> dict:
+def _style(line: Arm, *, backends: dict[str, str], look: dict[str, Look]) -> dict:
     chosen = look[line.variant]
-    return {"color": chosen.colour, "marker": chosen.marker, "linestyle": paths[_path(line)], "linewidth": 1.4}
+    return {"color": chosen.colour, "marker": chosen.marker, "linestyle": backends[_backend(line)], "linewidth": 1.4}
 
 
 def _draw_measure(
-    ax: Axes, lines: list[Arm], *, measure: Measure, paths: dict[str, str], look: dict[str, Look], lengths: list[int]
+    ax: Axes, lines: list[Arm], *, measure: Measure, backends: dict[str, str], look: dict[str, Look], lengths: list[int]
 ) -> None:
     rows = [row for line in lines for row in line.members]
     drawn = (measure.keys, measure.ideal) if measure.ideal else (measure.keys,)
     values = [value for row in rows for keys in drawn if (value := number(row, *keys))]
     divisor, unit = memory_unit(max(values, default=0)) if measure.is_memory else (1, "")
     for line in lines:
-        _draw_line(ax, line, measure=measure, divisor=divisor, style=_style(line, paths=paths, look=look))
+        _draw_line(ax, line, measure=measure, divisor=divisor, style=_style(line, backends=backends, look=look))
     shown = [value / divisor for value in values]
     ax.set_xscale("log", base=2)
     ax.set_xlim(lengths[0] / 1.35, lengths[-1] * 1.35)
@@ -168,7 +168,7 @@ def _draw_crosses(ax: Axes, lines: list[Arm], *, look: dict[str, Look]) -> None:
         ax.plot(lengths, [height] * len(lengths), **style, transform=ax.get_xaxis_transform(), clip_on=False, zorder=5)
         place = {"xycoords": ax.get_xaxis_transform(), "xytext": (-6, 0), "textcoords": "offset points"}
         place |= {"ha": "right", "va": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
-        ax.annotate(f"{lengths[0]}, {_path(line)}", (lengths[0], height), **place, fontsize=7.5, color=INK)
+        ax.annotate(f"{lengths[0]}, {_backend(line)}", (lengths[0], height), **place, fontsize=7.5, color=INK)
 
 
 def _caption(rows: list[dict]) -> str:

@@ -25,9 +25,17 @@ from harness.record.cells import (
 )
 from harness.record.table import Cell, Column, Table, tabulate
 
-OF_A_CELL = ("model.span", "batch.segment", "batch.lanes", "batch.carry", "batch.accumulate", "runtime.path", "path")
+OF_A_CELL = (
+    "model.span",
+    "batch.segment",
+    "batch.streams",
+    "batch.carry",
+    "batch.accumulate",
+    "runtime.backend",
+    "backend",
+)
 """Keys of a configuration that ``bench.cost`` itself sets for each cell."""
-OF_A_PREDICTION = ("model.span", "batch.segment", "batch.lanes", "runtime.path", "path")
+OF_A_PREDICTION = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend")
 """Keys of a configuration that have columns of their own in a table of predictions."""
 MODES = {
     "cold": "segment = span = length, no carried state",
@@ -74,7 +82,7 @@ def _timed(kind: str, place: int, *, digits: int = 2) -> Callable[[dict], Cell]:
 
 def _per_second(row: dict) -> Cell:
     step_ms = number(row, "time", "train_ms", "p50") if row["status"] == "measured" else None
-    return whole(row["lanes"] * row["segment"] / step_ms * 1000 if step_ms else None)
+    return whole(row["streams"] * row["segment"] / step_ms * 1000 if step_ms else None)
 
 
 def _peak(key: str) -> Callable[[dict], Cell]:
@@ -108,7 +116,7 @@ def _fits(row: dict) -> Cell:
 
 def _bound_per_second(row: dict) -> Cell:
     least_ms = number(row, "roofline", "train_ms")
-    return whole(row["lanes"] * row["segment"] / least_ms * 1000 if least_ms else None)
+    return whole(row["streams"] * row["segment"] / least_ms * 1000 if least_ms else None)
 
 
 DIFFERING = "What was measured, and in what it differs from others of its name."
@@ -122,16 +130,16 @@ COUNTED = "Counted in the training step itself, forward and backward, without th
 percent = partial(fixed, digits=1)
 WHAT = (
     _words("variant", lambda row: text(row["label"]), DIFFERING),
-    _words("path", lambda row: text(row["path"]), RAN),
+    _words("backend", lambda row: text(row["backend"]), RAN),
 )
 LENGTH = (*WHAT, _column("length, bytes", _at(whole, "length"), "Span; in cold mode also the segment."))
 SPEED = (
     *LENGTH,
     _column("step, ms", _timed("train_ms", 0), STEP),
     _words("step, 20 to 80%", _timed("train_ms", 1), "Percentiles of the same, in ms."),
-    _column("training, bytes/s", _per_second, "Lanes times segment over the median step."),
+    _column("training, bytes/s", _per_second, "Streams times segment over the median step."),
     _column("of the peak, %", _at(percent, "utilisation", "share", scale=100), USED),
-    _column("evaluate, ms", _timed("evaluate_ms", 0), "Median of one forward of lanes times segment bytes."),
+    _column("evaluate, ms", _timed("evaluate_ms", 0), "Median of one forward of streams times segment bytes."),
     _words("evaluate, 20 to 80%", _timed("evaluate_ms", 1)),
     _column("one byte, ms", _timed("generate_ms", 0, digits=3), "Median of generating one of one stream, warm."),
     _words("one byte, 20 to 80%", _timed("generate_ms", 1, digits=3)),
@@ -163,7 +171,7 @@ PARTS = (
 )
 SIZES = (
     *WHAT,
-    _column("lanes", _at(whole, "lanes")),
+    _column("streams", _at(whole, "streams")),
     _column("segment, bytes", _at(whole, "segment")),
     _column("span, bytes", _at(whole, "span")),
     _column("predicted peak, MiB", _at(mib, "predicted_peak_bytes"), "Of a training step (MiB = 2^20 bytes)."),
@@ -173,15 +181,17 @@ SIZES = (
 LIMITS = (
     _column("device memory, MiB", _at(mib, "device_memory_bytes"), "What has to hold the peak."),
     _words("fits", _fits, "Whether the predicted peak does."),
-    _column("most lanes", _at(whole, "largest", "lanes"), "The largest batch that fits at this span; sought to 2^20."),
-    _column("longest span", _at(whole, "largest", "span"), "The longest that fits at these lanes; sought to 2^20."),
+    _column(
+        "most streams", _at(whole, "largest", "streams"), "The largest batch that fits at this span; sought to 2^20."
+    ),
+    _column("longest span", _at(whole, "largest", "span"), "The longest that fits at these streams; sought to 2^20."),
     _words("roofline", lambda row: text((row.get("roofline") or {}).get("name")), "Device whose peaks bound the time."),
     _column("peak, TFLOP/s", _at(percent, "roofline", "peak_flops_per_s", scale=1e-12), "Dense, at this precision."),
     _column("bandwidth, GB/s", _at(whole, "roofline", "bytes_per_s", scale=1e-9), "10^9 bytes from its memory."),
     _column("bound, ms", _at(partial(fixed, digits=3), "roofline", "train_ms"), "Least time of a step at those peaks."),
     _column("bound, bytes/s", _bound_per_second, "Most bytes of training at those peaks."),
 )
-ON_TERMINAL = ("variant", "path", "length, bytes", "step, ms", "of the peak, %", "evaluate, ms", "one byte, ms")
+ON_TERMINAL = ("variant", "backend", "length, bytes", "step, ms", "of the peak, %", "evaluate, ms", "one byte, ms")
 ON_TERMINAL += ("training peak, MiB", "executed, MFLOP/byte", "ideal, MFLOP/byte")
 
 
@@ -192,22 +202,22 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         """Equal for rows that share a table: the work of a step is then the same at equal length."""
         segment = row["segment"] if row["mode"] == "stream" else None
         data = (row["data"]["sha256"], row["protocol"]["vocabulary"], row["protocol"]["drop_newlines"])
-        return json.dumps([ground(row), row["mode"], data, row["lanes"], segment])
+        return json.dumps([ground(row), row["mode"], data, row["streams"], segment])
 
     groups = by(rows, key=together).values()
     return [table for index, same in enumerate(groups, start=1) for table in _costs(same, index=index)]
 
 
 def _costs(rows: list[dict], *, index: int) -> list[Table]:
-    named = ("variant", "config_hash", "path", "length", "segment", "source", "checkpoint")
+    named = ("variant", "config_hash", "backend", "length", "segment", "source", "checkpoint")
     labelled, notes = _labelled(rows, named=named, without=OF_A_CELL)
-    labelled.sort(key=lambda row: (row["length"], row["label"], row["path"]))
+    labelled.sort(key=lambda row: (row["length"], row["label"], row["backend"]))
     row = rows[-1]
-    streams = count_of(row["lanes"], "stream")
+    streams = count_of(row["streams"], "stream")
     segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
     caption = (
         f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}; time of the training step that the trainer takes, "
-        f"after warm-up. Data: {data_words([row])}. Held equal at one length: lanes, segment, span and ground, "
+        f"after warm-up. Data: {data_words([row])}. Held equal at one length: streams, segment, span and ground, "
         f"not parameters or FLOPs. The rows differ in: {_differing(labelled)}."
     )
     notes += _row_notes(labelled)
@@ -231,7 +241,7 @@ def fit_tables(rows: Sequence[dict]) -> list[Table]:
 
 
 def _predictions(rows: list[dict], *, index: int) -> Table:
-    named = ("config_hash", "path", "lanes", "segment", "span", "source", "device_memory_bytes", "warm")
+    named = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "warm")
     labelled, notes = _labelled(rows, named=(*named, "largest", "roofline"), without=OF_A_PREDICTION)
     causes = dict.fromkeys(cause for row in labelled for cause in row.get("split") or {})
     split = [_column(f"{cause}, MiB", _at(mib, "split", cause), CAUSES.get(cause, "")) for cause in causes]
@@ -271,7 +281,7 @@ def _table(name: str, title: str, caption: str, columns: Sequence[Column], rows:
 
 def _differing(rows: Sequence[dict]) -> str:
     """By configuration, and by what a cell sets itself."""
-    own = [key for key in ("length", "path") if len({row[key] for row in rows}) > 1]
+    own = [key for key in ("length", "backend") if len({row[key] for row in rows}) > 1]
     settings = differences(rows, without=OF_A_CELL)
     return listed([*([] if settings == "nothing" else [settings]), *own])
 
@@ -280,7 +290,7 @@ def _row_notes(rows: Sequence[dict]) -> list[str]:
     """Why rows have no figures, which leak, which were timed alone, over how many steps, and of which peak."""
     notes, alone = [], []
     for row in rows:
-        name = f"{row['label']}, {row['path']}, length {row['length']:,}"
+        name = f"{row['label']}, {row['backend']}, length {row['length']:,}"
         if row["status"] != "measured":
             notes.append(f"{name}: {row['status']} ({row.get('reason') or 'no reason given'}).")
         elif is_leak(row):

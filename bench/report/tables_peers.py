@@ -53,7 +53,7 @@ def _reached(row: dict) -> Cell:
 
 
 CODE = "Which code ran: plain PyTorch, fused, compiled, an own kernel."
-SHARE = "Speed as a share of the yardstick's in the same call, the median over rounds measured in turn."
+SHARE = "Speed as a share of the reference model's in the same call, the median over rounds measured in turn."
 RATIO = (
     "Speed in that of what it is held against, or time over its time where the target has ≤; the median over rounds."
 )
@@ -63,9 +63,9 @@ CHECKS = "Gradients and causality, checked before anything was timed."
 PEERS = (
     words("name", "", lambda row: row.get("name")),
     Column("package", "With the version that ran.", _package, number=False),
-    words("path", CODE, lambda row: row.get("path")),
+    words("backend", CODE, lambda row: row.get("backend")),
     Column("bytes/s", "Bytes of training per second; or why there are none.", _speed),
-    Column("of the yardstick", SHARE, _valid("relative_to_yardstick")),
+    Column("of the reference model", SHARE, _valid("relative_to_reference")),
     Column("step, ms", "Median of one training step.", _step(0)),
     Column("step, 20 to 80%", "", _step(1), number=False),
     Column("training peak, MiB", PEAK, _peak),
@@ -79,7 +79,7 @@ SPEEDS = (
     words("case", "As conf/lineup names it.", lambda row: row.get("case")),
     words("position", "", lambda row: row.get("position")),
     words("cache", "", lambda row: row.get("cache")),
-    words("path", CODE, lambda row: row.get("path")),
+    words("backend", CODE, lambda row: row.get("backend")),
     Column("ratio", RATIO, _valid("ratio")),
     words("held against", "", lambda row: row.get("relative_to")),
     Column(
@@ -94,14 +94,14 @@ SPEEDS = (
 
 
 def peer_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each call of the verb, job and yardstick, the fastest first; calls are never mixed."""
+    """A table for each call of the verb, job and reference model, the fastest first; calls are never mixed."""
     tables = []
-    for index, same in enumerate(_together(rows, "job", "lanes", "segment", "relative_to"), start=1):
+    for index, same in enumerate(_together(rows, "job", "streams", "segment", "relative_to"), start=1):
         row, void = same[-1], next((row["void"] for row in same if row.get("void")), None)
         same.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         about = (
-            f"Job: {row['job']}, {count_of(row['lanes'], 'lane')} of {row['segment']:,} bytes. Held equal: job, lanes, "
+            f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, streams, "
             "segment, threads, precision and data, not parameters. The rows differ in who wrote the code"
         )
         title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}"
@@ -157,12 +157,14 @@ def _notes(rows: list[dict]) -> list[str]:
         for row in rows
         if row["status"] != "measured"
     ]
-    for share, same in by(measured, key=lambda row: row.get("yardstick_in_judge")).items():
+    for share, same in by(measured, key=lambda row: row.get("reference_in_check")).items():
         if share is not None:
             beside = listed(map(_label, same))
-            notes.append(f"The yardstick runs at {share:.3f} of the speed of x-transformers, beside {beside}.")
-    if any(row.get("relative_to") == "yardstick" and row.get("yardstick_in_judge") is None for row in valid):
-        notes.append("UNJUDGED: x-transformers was not measured, so nothing shows that the yardstick is a fair one.")
+            notes.append(f"The reference model runs at {share:.3f} of the speed of x-transformers, beside {beside}.")
+    if any(row.get("relative_to") == "reference_model" and row.get("reference_in_check") is None for row in valid):
+        notes.append(
+            "UNJUDGED: x-transformers was not measured, so nothing shows that the reference model is a fair one."
+        )
     for said, missed in (
         ("ratio", [row for row in valid if row.get("reached") is False]),
         ("peak", [row for row in measured if row.get("peak_reached") is False]),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.report.columns import COSTS, PATH, QUALITY, SEEDS, SIZES, Means, optimizer_words, table_of_arms
+from bench.report.columns import BACKEND, COSTS, QUALITY, SEEDS, SIZES, Means, optimizer_words, table_of_arms
 from bench.report.comparison import (
     Arm,
     Heads,
@@ -31,7 +31,7 @@ from harness.record.table import Cell, Column, Table, words
 ONE_SEED = (
     Column(
         "seed",
-        "Of initialisation, dropout and lane offsets; the bytes come in the same order to every variant.",
+        "Of initialisation, dropout and stream offsets; the bytes come in the same order to every variant.",
         lambda of: Cell(text=str(of.newest["seed"]), value=of.newest["seed"]),
     ),
     *QUALITY,
@@ -133,7 +133,7 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
     if not alone:
         told = ground_differences(rows)
         notes.append(f"Time and memory stand in tables of their own, because these runs differ in {told}.")
-    columns = (SEEDS, *QUALITY, *SIZES, *(COSTS if alone else (PATH,)))
+    columns = (SEEDS, *QUALITY, *SIZES, *(COSTS if alone else (BACKEND,)))
     return table_of_arms(
         [(arm, Means(arm.newest_of_each_seed)) for arm in found],
         heads=heads,

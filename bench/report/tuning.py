@@ -20,7 +20,7 @@ from bench.report.shapes import LARGEST
 from bench.report.uncertainty import Paired, paired
 from harness.record.cells import mean
 
-HOW = ("device", "path", "compile", "threads", "deterministic", "processes")
+HOW = ("device", "backend", "compile", "threads", "deterministic", "processes")
 """Keys of ``runtime`` that say how a run is computed, not what: a rate that was tuned on a CPU is one for a GPU."""
 FRESH_SEEDS = 3
 REPLACED = ("variant", RATE, "seed", "eval.test", "force", "record.wandb.group")

@@ -31,7 +31,7 @@ def protocol_words(rows: Sequence[dict]) -> str:
     span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
     part = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
     return (
-        f"{part} scored once, streamed with carried state in {count_of(protocol['lanes'], 'lane')}, segment "
+        f"{part} scored once, streamed with carried state in {count_of(protocol['streams'], 'stream')}, segment "
         f"{protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
         f"{'dropped' if protocol['drop_newlines'] else 'kept'}"
     )

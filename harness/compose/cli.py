@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from harness.device.launch import check_launch, is_later, read_launch
+from harness.device.torchrun import check_launch, is_later, read_launch
 
 GROUP = "record.wandb.group"
 """The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
@@ -58,13 +58,13 @@ def run_command(
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         except Exception as error:
-            say(error)
+            print_error(error)
             failed.append(error)
     bugs = [error for error in failed if not isinstance(error, MISTAKES)]
     sys.exit(1 if bugs else 2 if failed else 0)
 
 
-def say(error: Exception, *, job: Sequence[str] = ()) -> None:
+def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     """Print what went wrong, once: a job says it when it happens, and a sweep goes on to its other jobs.
 
     Of several processes the first one speaks of a mistake that all of them meet before they have joined; after that an
@@ -74,7 +74,7 @@ def say(error: Exception, *, job: Sequence[str] = ()) -> None:
         job: overrides of the sweep's job; those of the job that is running now are known.
     """
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
-    if others or getattr(error, "said", None) in (True, _terminal()):
+    if others or getattr(error, "already_printed", None) in (True, _terminal()):
         return
     if not isinstance(error, (*MISTAKES, JobFailed)) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error)
@@ -85,10 +85,10 @@ def say(error: Exception, *, job: Sequence[str] = ()) -> None:
         print(f"error: {explain(error)}{where}", file=sys.stderr)
     elif where:
         print(f"error{where}", file=sys.stderr)
-    error.said = _terminal()
+    error.already_printed = _terminal()
 
 
-def told(error: Exception) -> Exception:
+def reported(error: Exception) -> Exception:
     """Say it, and return what to raise in its place.
 
     In a sweep that is a copy with the message alone: it can be sent from process to process, and does not keep the
@@ -97,15 +97,15 @@ def told(error: Exception) -> Exception:
     sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     held = sweeping and getattr(error, "held", False)
     if held:  # nobody's mistake: the sweep waits for the process that runs this job
-        error.said = True
-    say(error)
+        error.already_printed = True
+    print_error(error)
     if not sweeping:
         return error
     if isinstance(error, MISTAKES):
         copy: Exception = ValueError(explain(error))
     else:
         copy = JobFailed(f"{type(error).__name__}: {_first_line(error)}")
-    copy.said, copy.held = error.said, held
+    copy.already_printed, copy.held = error.already_printed, held
     return copy
 
 
@@ -193,14 +193,14 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
         try:
             return function()
         except Exception as error:
-            say(error)
+            print_error(error)
             raise
 
     def result(self: JobReturn) -> object:
         """Hydra's own raises, so that the first failed job hides the others and ends the sweep."""
         if self.status != JobStatus.FAILED:
             return returned.fget(self)
-        say(self._return_value, job=self.overrides if self.hydra_cfg.hydra.mode == RunMode.MULTIRUN else ())
+        print_error(self._return_value, job=self.overrides if self.hydra_cfg.hydra.mode == RunMode.MULTIRUN else ())
         failed.append(self._return_value)
         return None
 
@@ -210,7 +210,7 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
             try:
                 check(self, [overrides])
             except MISTAKES as error:
-                say(error, job=overrides)
+                print_error(error, job=overrides)
                 failed.append(error)
                 batch.remove(overrides)
 

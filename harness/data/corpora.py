@@ -5,7 +5,7 @@
 
 Raw bytes, cut 90/5/5 in order into train, valid and test. What a corpus is called, how long it is and its SHA-256 are
 always those of the bytes that were really read, before any vocabulary is applied, so that a number can never
-be labelled with data it did not see. The order in which bytes are read is in `harness/data/lanes.py`.
+be labelled with data it did not see. The order in which bytes are read is in `harness/data/streams.py`.
 """
 
 import argparse
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from harness.cache import cache_folder
-from harness.data.lanes import Lanes, score_lanes, segments, windows
 from harness.data.public import KNOWN, fetch
 from harness.data.recall import recall_floor, recall_stream
 from harness.data.sources import compressed_bits, digest, distinct_values, read_path, read_stdlib
+from harness.data.streams import Streams, score_streams, segments, windows
 
-__all__ = ["Corpus", "Lanes", "compressed_bits", "load", "score_lanes", "segments", "windows"]
+__all__ = ["Corpus", "Streams", "compressed_bits", "load", "score_streams", "segments", "windows"]
 
 SPLITS = ("train", "valid", "test")
 NAMES = ("enwik8", "text8", "file", "stdlib", "recall")

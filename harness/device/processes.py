@@ -1,7 +1,7 @@
 """The processes of one run, as a value: how many, which one this is, and what they tell each other.
 
 ``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process has all parameters and reads its
-share of ``batch.lanes``; gradients are averaged, so that every process makes the same update. The first one decides,
+share of ``batch.streams``; gradients are averaged, so that every process makes the same update. The first one decides,
 holds the run folder and speaks. With one process nothing here does anything.
 
 Gradients are averaged here and not by ``torch.nn.parallel.DistributedDataParallel`` (torch 2.13), which arranges its
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.device.launch import Launch, read_launch
+from harness.device.torchrun import Launch, read_launch
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
@@ -36,37 +36,37 @@ class ProcessLost(RuntimeError):
     said = True
 
 
-class Processes(Launch):
+class ProcessGroup(Launch):
     """The processes of a run, seen from one of them."""
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that decides, writes and speaks."""
         return self.rank == 0
 
     @property
-    def part(self) -> tuple[int, int]:
+    def shard(self) -> tuple[int, int]:
         """This process's part of what is divided: which, of how many."""
-        return self.rank, self.number
+        return self.rank, self.world_size
 
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+    def all_gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Everybody's numbers by rank, equally many of each; whole ones are exact below 2^53."""
-        if self.number == 1:
+        if self.world_size == 1:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.number)]
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
         self._call(dist.all_gather, found, own)
         return [one.tolist() for one in found]
 
     def largest(self, number: int) -> int:
         """The largest of everybody's numbers."""
-        return int(max(one for (one,) in self.exchange([number])))
+        return int(max(one for (one,) in self.all_gather_numbers([number])))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensors by rank, on this one's device; only their first dimensions may differ."""
-        if self.number == 1:
+        if self.world_size == 1:
             return [tensor]
-        lengths = [int(length) for (length,) in self.exchange([len(tensor)])]
+        lengths = [int(length) for (length,) in self.all_gather_numbers([len(tensor)])]
         longest = tensor.detach().new_zeros(max(lengths), *tensor.shape[1:])
         longest[: len(tensor)] = tensor
         sent = longest.contiguous().flatten().view(torch.uint8)  # any dtype travels, bit for bit
@@ -78,48 +78,50 @@ class Processes(Launch):
 
     def gather_values(self, value: T) -> list[T]:
         """Everybody's values by rank: anything that pickles, tensors on the CPU."""
-        if self.number == 1:
+        if self.world_size == 1:
             return [value]
-        found: list[T] = [value] * self.number
+        found: list[T] = [value] * self.world_size
         self._call(dist.all_gather_object, found, value)
         return found
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def on_main(self, make: Callable[[], T]) -> T:
         """What ``make`` returns in the first process, which alone calls it; its failure is everybody's."""
         value = None
-        with self.together():
-            if self.first:
+        with self.fail_together():
+            if self.is_main:
                 value = make()
-        if self.number == 1:
+        if self.world_size == 1:
             return value
         sent = [value]
         self._call(dist.broadcast_object_list, sent, src=0)
         return sent[0]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """A part that fails everywhere where it fails in one process, which alone says why; nothing is sent inside."""
         failed = None
         try:
             yield
         except Exception as error:
-            if self.number == 1:
+            if self.world_size == 1:
                 raise
             failed = error
-        kinds = [kind for (kind,) in self.exchange([0 if failed is None else 1 + isinstance(failed, ValueError)])]
+        kinds = [
+            kind for (kind,) in self.all_gather_numbers([0 if failed is None else 1 + isinstance(failed, ValueError)])
+        ]
         if not any(kinds):
             return
         speaker = next(rank for rank, kind in enumerate(kinds) if kind)
         if speaker == self.rank:
             raise failed
         silent = (RuntimeError, ValueError)[int(kinds[speaker]) - 1](f"process {speaker} of this run has failed")
-        silent.said = True
+        silent.already_printed = True
         raise silent from failed
 
     @torch.no_grad()
     def copy_first_(self, module: nn.Module) -> None:
         """The first process's parameters and buffers in all."""
-        if self.number > 1:
+        if self.world_size > 1:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._call(dist.broadcast, tensor.data, src=0)
 
@@ -130,10 +132,12 @@ class Processes(Launch):
         A parameter without a gradient counts as zero where another process has one. Sparse gradients are gathered row
         by row, and coalesced.
         """
-        if self.number == 1:
+        if self.world_size == 1:
             return
         trained = [p for p in parameters if p.requires_grad]
-        kinds = self.exchange([NONE if p.grad is None else SPARSE if p.grad.is_sparse else DENSE for p in trained])
+        kinds = self.all_gather_numbers(
+            [NONE if p.grad is None else SPARSE if p.grad.is_sparse else DENSE for p in trained]
+        )
         dense: dict[tuple, list[Tensor]] = {}
         for parameter, *found in zip(trained, *kinds, strict=True):
             if max(found) == SPARSE:
@@ -146,7 +150,7 @@ class Processes(Launch):
             for bucket in _buckets(gradients):
                 flat = torch.cat([gradient.flatten() for gradient in bucket])
                 self._call(dist.all_reduce, flat)
-                parts = flat.div_(self.number).split([gradient.numel() for gradient in bucket])
+                parts = flat.div_(self.world_size).split([gradient.numel() for gradient in bucket])
                 torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(parts, bucket, strict=True)])
 
     def _sparse_mean(self, parameter: nn.Parameter) -> Tensor:
@@ -157,7 +161,7 @@ class Processes(Launch):
             assert own.is_sparse and own.sparse_dim() == 1, "a sparse gradient is of whole rows in every process"
             own = own.coalesce()
             rows, values = own.indices()[0], own.values()
-        rows, values = torch.cat(self.gather(rows)), torch.cat(self.gather(values)).div_(self.number)
+        rows, values = torch.cat(self.gather(rows)), torch.cat(self.gather(values)).div_(self.world_size)
         return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
 
     def _call(self, collective: Callable, *values: object, **options: int) -> None:
@@ -166,28 +170,28 @@ class Processes(Launch):
             collective(*values, **options)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0][:200]
-            print(f"process {self.rank} of {self.number}: another one has ended ({reason})", file=sys.stderr)
+            print(f"process {self.rank} of {self.world_size}: another one has ended ({reason})", file=sys.stderr)
             raise ProcessLost(f"another process of this run has ended ({reason})") from error
 
 
-ALONE = Processes()
+SINGLE = ProcessGroup()
 
 
 @contextmanager
-def joined() -> Iterator[Processes]:
+def joined() -> Iterator[ProcessGroup]:
     """The processes that ``torchrun`` started with this one, while the ``with`` statement lasts; only the first prints.
 
     Tensors on a GPU travel by NCCL, all others by gloo.
     """
     launch = read_launch()
-    if launch.number == 1:
-        yield ALONE
+    if launch.world_size == 1:
+        yield SINGLE
         return
     on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
         try:
-            yield Processes(*launch)
+            yield ProcessGroup(*launch)
         except SystemExit:  # of all at the same step; after an error, a farewell would wait for the others
             dist.destroy_process_group()
             raise

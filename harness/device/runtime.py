@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from harness.device import machine
-from harness.device.processes import ALONE, Processes
+from harness.device.processes import SINGLE, ProcessGroup
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
 
@@ -39,7 +39,7 @@ class Runtime:
     device: torch.device
     precision: str
     compile: bool
-    processes: Processes = ALONE
+    processes: ProcessGroup = SINGLE
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision of a forward pass."""
@@ -66,7 +66,7 @@ class Runtime:
             "threads": torch.get_num_threads(),
             "precision": self.precision,
             "compile": self.compile,
-            "processes": self.processes.number,
+            "processes": self.processes.world_size,
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),
@@ -99,7 +99,7 @@ def forget_earlier_jobs() -> None:
         torch.cuda.empty_cache()
 
 
-def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Processes = ALONE) -> Runtime:
+def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: ProcessGroup = SINGLE) -> Runtime:
     """Choose the device and set what is global: threads and determinism.
 
     Args:
@@ -109,7 +109,7 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
     Raises:
         ValueError: naming ``runtime.device`` if it is not there or not in this build of torch.
     """
-    if processes.number > 1:
+    if processes.world_size > 1:
         device = _own_device(settings.device, processes)
     else:
         device = _device(settings.device if gpu is None else f"cuda:{gpu}")
@@ -223,13 +223,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _own_device(name: str, processes: Processes) -> torch.device:
+def _own_device(name: str, processes: ProcessGroup) -> torch.device:
     """One GPU for each process of this machine, or the CPU for all."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    device, needed = _device(name), processes.local_number
+    device, needed = _device(name), processes.local_world_size
     if device.index is not None:
-        raise ValueError(f"runtime.device={name} with {processes.number} processes: allowed are auto, cpu, cuda")
+        raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
     count = torch.cuda.device_count()
     if count < needed:
         raise ValueError(

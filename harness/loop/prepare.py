@@ -14,9 +14,9 @@ from harness import source
 from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.device import runtime
-from harness.device.processes import ALONE, Processes
-from harness.loop.job import Job, recording
-from harness.loop.run import Run
+from harness.device.processes import SINGLE, ProcessGroup
+from harness.loop.run import Run, recording
+from harness.loop.train_state import TrainState
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
 from harness.record.rows import RECORD, read_rows
@@ -25,32 +25,32 @@ WARM_BYTES = 16
 """Bytes of the step that is thrown away before memory is measured."""
 
 
-def prepare(cfg: DictConfig, *, command: str, processes: Processes = ALONE) -> Job:
+def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) -> Run:
     """Check, read and build everything; nothing is written before all of it stands.
 
     Raises:
         ValueError: a user's mistake, in one message.
     """
-    with processes.together():
+    with processes.fail_together():
         plan = plan_run(cfg, **hydra_facts())
         corpus = corpora.load(**plan.data)
-    place = processes.from_first(lambda: locate(plan, data_digest=corpus.sha256))
+    place = processes.on_main(lambda: locate(plan, data_digest=corpus.sha256))
     if place.summary:
-        return Job(plan, place, None, command=command, processes=processes)
+        return Run(plan, place, None, command=command, processes=processes)
     known = {"variant": plan.variant, "seed": plan.seed, "command": command}
     with ExitStack() as held, recording(place, known, processes):
-        with processes.together():
-            lease = runtime.take_gpu(plan.runtime) if processes.number == 1 else None
+        with processes.fail_together():
+            lease = runtime.take_gpu(plan.runtime) if processes.world_size == 1 else None
             held.callback(lease.release if lease else lambda: None)
             device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
             _warm(plan, corpus, device)
             runtime.forget_earlier_jobs()
             peak = PeakMemory(device.device)
-            run = Run(plan, corpus, device)
-        processes.copy_first_(run.model)
+            training = TrainState(plan, corpus, device)
+        processes.copy_first_(training.model)
         if place.checkpoint is None:
-            begin_from(run)
-        return Job(plan, place, run, command=command, processes=processes, peak=peak, held=held.pop_all())
+            begin_from(training)
+        return Run(plan, place, training, command=command, processes=processes, peak=peak, held=held.pop_all())
 
 
 def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
@@ -59,9 +59,9 @@ def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
     A GPU's counter does not see them.
     """
     if device.device.type == "cpu":
-        few = dataclasses.replace(plan.batch, lanes=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
-        alone = dataclasses.replace(device, compile=False, processes=ALONE)
-        Run(dataclasses.replace(plan, batch=few), corpus, alone).step()
+        few = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
+        alone = dataclasses.replace(device, compile=False, processes=SINGLE)
+        TrainState(dataclasses.replace(plan, batch=few), corpus, alone).step()
 
 
 def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
@@ -78,7 +78,7 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
     return folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
 
 
-def begin_from(run: Run) -> None:
+def begin_from(training: TrainState) -> None:
     """``start.run``: another run's weights with a new schedule, or everything with a larger budget.
 
     Rates, decays and clips are this run's own; moments and sums are the other's. The first process reads it for all.
@@ -86,12 +86,12 @@ def begin_from(run: Run) -> None:
     Raises:
         ValueError: naming ``start.run``, what differs and what is allowed.
     """
-    start, processes = run.plan.start, run.runtime.processes
+    start, processes = training.plan.start, training.runtime.processes
     if start.run is None:
         return
-    content, theirs = processes.from_first(lambda: _read_start(start.run))
-    with processes.together():
-        _take(run, content, theirs)
+    content, theirs = processes.on_main(lambda: _read_start(start.run))
+    with processes.fail_together():
+        _take(training, content, theirs)
 
 
 def _read_start(path: str) -> tuple[dict, dict]:
@@ -103,10 +103,10 @@ def _read_start(path: str) -> tuple[dict, dict]:
     return checkpoint.load(newest), read_rows(place / RECORD)[0]
 
 
-def _take(run: Run, content: dict, theirs: dict) -> None:
-    start, plan = run.plan.start, run.plan
+def _take(training: TrainState, content: dict, theirs: dict) -> None:
+    start, plan = training.plan.start, training.plan
     if start.take == "weights":
-        run.take_weights(content["model"])
+        training.take_weights(content["model"])
         _must_agree(plan, _model_facts(theirs["config"]), _model_facts(plan.config))
         return
     unit = plan.budget.unit
@@ -115,11 +115,15 @@ def _take(run: Run, content: dict, theirs: dict) -> None:
             f"budget.{unit}={plan.budget.amount}: start.run={start.run} has spent {content['spent'][unit]} already; "
             "allowed with start.take=everything is more"
         )
-    now = {"config": plan.config, "data": {"sha256": run.corpus.sha256}, "optimizers": run.optimizers.describe()}
+    now = {
+        "config": plan.config,
+        "data": {"sha256": training.corpus.sha256},
+        "optimizers": training.optimizers.describe(),
+    }
     _must_agree(plan, _stream_facts(theirs), _stream_facts(now))
-    for name, optimizer in run.optimizers.optimizers.items():
+    for name, optimizer in training.optimizers.optimizers.items():
         content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
-    run.restore(content | {"nats": 0.0, "steps": 0, "best_bits": math.inf, "wandb_id": None})
+    training.restore(content | {"nats": 0.0, "steps": 0, "best_bits": math.inf, "wandb_id": None})
 
 
 def _model_facts(config: dict) -> dict[str, object]:
@@ -132,7 +136,7 @@ def _model_facts(config: dict) -> dict[str, object]:
 def _stream_facts(row: dict) -> dict[str, object]:
     """What must also be the same to go on where a run ended: what it reads, in which order, and what moves it."""
     config = row["config"]
-    facts = {f"batch.{name}": config["batch"][name] for name in ("lanes", "segment", "carry")}
+    facts = {f"batch.{name}": config["batch"][name] for name in ("streams", "segment", "carry")}
     facts |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
     facts |= {f"optim {o['name']}": (o["optimizer"], o["parameters"]) for o in row["optimizers"]}
     return _model_facts(config) | facts

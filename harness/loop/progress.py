@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 BAR_SECONDS = 0.5
 
 
-class Progress:
+class ProgressBar:
     """Shows a run's progress while the ``with`` statement lasts.
 
     Args:
@@ -48,14 +48,14 @@ class Progress:
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=fraction, text=text)
         else:
-            self.say(f"{fraction:6.1%}  {bytes_seen:,} bytes  {text}")
+            self.print(f"{fraction:6.1%}  {bytes_seen:,} bytes  {text}")
 
     def evaluated(self, *, split: str, bits_per_byte: float, bytes_seen: int, capped: bool = False) -> None:
         """One line for an evaluation; ``capped`` marks a number from a prefix of the split."""
         mark = "*" if capped else ""
-        self.say(f"{split:>6}  {bits_per_byte:.4f}{mark} bits/byte after {bytes_seen:,} bytes")
+        self.print(f"{split:>6}  {bits_per_byte:.4f}{mark} bits/byte after {bytes_seen:,} bytes")
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """One line of text, above the bar if there is one."""
         self._console.print(f"{self._name}{line}", markup=False, highlight=False)
 

@@ -1,217 +1,256 @@
-"""A run between two steps: all that changes, what it does in a step, and how it goes into a checkpoint and comes back."""
+"""Everything around the loop of ``train.py``: in it, when and what to record; after it, the best weights' scores, the
+summary, the figures and the closing table. What comes before it is in ``prepare.py``."""
 
+import json
 import math
+import os
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-import torch
-from torch import Tensor, nn
+import yaml
 
-from harness.data.corpora import Corpus
-from harness.data.lanes import Lanes, score_lanes, share
-from harness.device import runtime
-from harness.device.runtime import Runtime
-from harness.loop.step import Score, Trainer, score_stream
-from harness.model import LanguageModel
-from harness.optim.budget import Progress
+from harness.count.memory import Peak, PeakMemory
+from harness.device.processes import ProcessGroup
+from harness.device.runtime import StopSignal
+from harness.loop import summary
+from harness.loop.progress import ProgressBar as Shown
+from harness.loop.train_state import TrainState
 from harness.plan.build import Plan
-from variants.contract import map_state
+from harness.record import checkpoint, folder
+from harness.record.closing_table import bits, print_closing_table
+from harness.record.rows import Record, find_comparable, read_rows, write_summary
+from harness.record.wandb_run import WandbRun
+
+WARM_STEPS = 2
+"""Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
+
+
+def recording(place: folder.RunFolder, known: dict, processes: ProcessGroup) -> AbstractContextManager:
+    """Errors are recorded in the run folder, by the one process that writes there."""
+    return place.failing(known) if processes.is_main else nullcontext()
 
 
 class Run:
-    """Model, optimizers and stream of one run, or of one of the processes that make it together.
-
-    Parameters, optimizers and what is spent are the same in all processes; the carried state is of its own lanes.
+    """One command's work on one run folder; of several processes, the first one alone holds and writes it.
 
     Attributes:
-        spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock.
-        best_bits: lowest bits per byte of the validations on the way, or infinity.
-        agreed: the largest of all processes' wishes in the last step.
-        wandb_id: kept for the checkpoint.
+        stop: the signals that end training between two steps.
+        training: what changes from step to step, or None where an earlier one is finished and is returned.
     """
 
-    def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
-        self.plan, self.corpus, self.runtime = plan, corpus, device
-        runtime.seed(plan.seed)
-        b = plan.batch
-        self.stream = Lanes(corpus.splits["train"], lanes=b.lanes, segment=b.segment, seed=plan.seed, carry=b.carry)
-        self.model = plan.make_model().to(device.device)
-        self.optimizers = plan.make_optimizers(self.model)
-        self.trainer = Trainer(self.model, self.optimizers, device, accumulate=b.accumulate)
-        self.path = path_of(self.model, device)
-        self.spent, self.state = Progress(), None
-        self.best_bits, self.wandb_id = math.inf, None
-        self.agreed: list[int] = []
-        self._last = Progress(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
-        self._nats, self._steps = 0.0, 0
-        self._exchange_seconds = 0.0
-        self._check_scoring()
-        self._check_division()
-        if device.processes.number > 1:  # from here on, draws are dropout's
-            runtime.seed_apart(plan.seed, step=0, rank=device.processes.rank)
+    def __init__(
+        self,
+        plan: Plan,
+        place: folder.RunFolder,
+        training: TrainState | None,
+        *,
+        command: str,
+        processes: ProcessGroup,
+        peak: PeakMemory | None = None,
+        held: ExitStack | None = None,
+    ):
+        self.plan, self.folder, self.training, self.command = plan, place, training, command
+        self._peak, self._most, self._held = peak, Peak(0, approximate=False), held
+        self._saved_seconds = time.monotonic()
+        self._last_bits = float("nan")
+        self._steps_here = 0
+        self._processes = processes
+        self.stop = StopSignal(alone=processes.world_size == 1)
 
     @property
-    def fraction(self) -> float:
-        """Of the budget spent."""
-        return self.plan.budget.fraction(self.spent)
+    def earlier(self) -> dict | None:
+        """The finished run's summary."""
+        return self.folder.summary
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Of training, so far."""
-        return self.spent.bytes / max(self.spent.seconds, 1e-9)
+    def earlier_result(self) -> float | None:
+        """Show the finished run of this very configuration and source, and return its objective."""
+        other = self.earlier["source"] != self.folder.identity.source
+        mark = ", made by OTHER SOURCE CODE than is here now" if other else ""
+        print(f"finished before{mark}: {self.folder.path} (force=true runs it again)")
+        print_closing_table(self.earlier, others=self._comparable(self.earlier))
+        if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # its agent waits for a run that has the metric
+            with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
+                again.log_end(summary=self.earlier, figures=[])
+        return self.earlier["valid_bits_per_byte"]
 
-    @property
-    def finished(self) -> bool:
-        return self.plan.budget.done(self.spent)
+    def hold(self) -> bool:
+        """Take the folder; False where another process has finished the run since ``prepare`` looked for it."""
+        with self._held as held:
+            if self._processes.is_main:
+                held.callback(self.folder.release)
+            self.folder.summary, self.folder.checkpoint = self._processes.on_main(self.folder.hold)
+            if self.earlier is None:
+                self._held = held.pop_all()
+        return self.earlier is None
 
-    def step(self, *wishes: int) -> float:
-        """One training step; returns the fraction of the budget spent before it.
+    @contextmanager
+    def opened(self) -> Iterator[Shown]:
+        """Record and W&B are open, the run stands where its checkpoint left it; yields progress."""
+        with self._held as stack:
+            whose = summary.identity(self.training, self.folder.identity, command=self.command)
+            stack.enter_context(recording(self.folder, whose, self._processes))
+            rows = self._restore()
+            with self._processes.fail_together():
+                if self._processes.is_main:
+                    self._open(stack, rows=rows, whose=whose)
+            name = self.folder.path.name if self.plan.beside_others else None
+            yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds, name=name))
 
-        Args:
-            wishes: whole numbers that this process would have the others know, equally many in each.
-        """
-        began, before = time.perf_counter(), self.fraction
-        flops = self._step_flops()
-        own = self.stream.batch(self.spent.steps, part=self.runtime.processes.part)
-        inputs, targets = (x.to(self.runtime.device) for x in own)
-        state = None if self.stream.begins(self.spent.steps) else self.state
-        # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
-        middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
-        nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
-        self.state = after if self.plan.batch.carry else None
-        self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
-        ended = time.perf_counter()
-        told = self.runtime.processes.exchange([nats.item(), ended - began + self._exchange_seconds, *wishes])
-        if len(told) > 1:
-            self._exchange_seconds = time.perf_counter() - ended  # belongs to the step, and is known after it
-        each_nats, each_seconds, *each_wish = zip(*told, strict=True)
-        self._nats += sum(each_nats) / len(told)
-        self._steps += 1
-        # By one clock and for the same wishes everywhere: what follows from them must be the same, too.
-        self._last = Progress(bytes=self.stream.bytes_per_step, seconds=each_seconds[0], steps=1, flops=flops)
-        self.agreed = [int(max(wish)) for wish in each_wish]
-        self.spent += self._last
+    def _open(self, stack: ExitStack, *, rows: int, whose: dict) -> None:
+        """What is written into: the record, which has ``rows`` already or begins with ``whose`` it is, and W&B."""
+        text = yaml.safe_dump(self.plan.config, sort_keys=False)
+        (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
+        self._record = stack.enter_context(Record(self.folder.path, rows=rows))
+        self._wandb = self._wandb_run(id=self.training.wandb_id, data=self.training.corpus.name)
+        stack.enter_context(self._wandb)
+        self.training.wandb_id = self._wandb.id
+        if not rows:
+            config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
+            self.append({"kind": "provenance", **whose, "config": config})
+
+    def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
+        plan, path = self.plan, self.folder.path
+        own = {"name": path.name, "job_type": "train" if plan.eval.test else "tune"}
+        own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))}
+        return WandbRun(path, config=plan.config, id=id, **vars(plan.wandb) | own)
+
+    def _restore(self) -> int:
+        """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
+        training, rows = self.training, 0
+        if self._processes.is_main:
+            self.folder.begin()
+        if self.folder.checkpoint is not None:
+            content = self._processes.on_main(lambda: checkpoint.load(self.folder.checkpoint))
+            with self._processes.fail_together():
+                training.restore(content)
+            rows = content["rows"]
+        verb = f"resuming at {training.spent.bytes:,} bytes" if rows else "training"
+        print(
+            f"{verb}: {self.folder.path}  |  {training.corpus.label()}  |  {training.backend}, {training.runtime.precision}"
+        )
+        if self.folder.note:
+            print(self.folder.note)
+        return rows
+
+    def append(self, row: dict) -> None:
+        """A row for the record and for W&B."""
+        if not self._processes.is_main:
+            return
+        row = self._record.append(row)
+        self._last_bits = row.get("bits_per_byte") or self._last_bits
+        self._wandb.log(row)
+
+    def step(self) -> float:
+        """One training step; returns the fraction of the budget spent before it."""
+        before = self.training.step(self.stop.heard, self._save_is_due())
+        self.stop.agreed = self.training.agreed[0]
+        self._steps_here += 1
+        if self._steps_here == WARM_STEPS:
+            self._peak.reset()
         return before
 
-    def _step_flops(self) -> int:
-        """Training FLOPs of one step: 3 x forward, at the present parameters, because spans move."""
-        return 3 * self.model.ideal_flops() * self.stream.bytes_per_step
-
-    def train_row(self) -> dict:
-        """The mean since the last such row, and where the parameters are."""
-        bits = self.recent_bits(0.0)
-        self._nats, self._steps = 0.0, 0
-        shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
+    def standing(self) -> dict:
+        """For the progress line."""
         return {
-            "kind": "train",
-            **self.place(),
-            "bits_per_byte": bits,
-            "learning_rate": self.optimizers.lr * shape,
-            "ideal_flops_per_byte": self.model.ideal_flops(),
-            "metrics": self.model.metrics({}),
+            "fraction": self.training.fraction,
+            "bytes_seen": self.training.spent.bytes,
+            "bits_per_byte": self.training.recent_bits(self._last_bits),
+            "bytes_per_second": self.training.bytes_per_second,
         }
 
-    def recent_bits(self, default: float) -> float:
-        """Mean bits per byte since the last train row, or ``default`` right after one."""
-        return self._nats / self._steps / math.log(2) if self._steps else default
+    def validation_due(self, before: float) -> bool:
+        """Whether the last step, begun at fraction ``before``, crossed a mark of ``eval.every``; the end has its own."""
+        every, now = self.plan.eval.every, self.training.fraction
+        return every > 0 and not self.training.finished and int(now / every + 1e-9) > int(before / every + 1e-9)
 
-    def place(self) -> dict:
-        """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
-        epochs = self.spent.bytes / len(self.corpus.splits["train"])
-        place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
-        place |= {} if self.plan.budget.unit == "seconds" else {"fraction": self.fraction}
-        clock = {"seconds": self.spent.seconds, "bytes_per_second": self.bytes_per_second}
-        return place | {"training_flops": self.spent.flops, "clock": clock}
+    def validate(self, progress: Shown) -> None:
+        """Score the beginning of valid, and keep the weights if they are the best so far."""
+        training, limit = self.training, self.plan.eval.progress_bytes
+        self._most = max(self._most, self._peak.read())  # of training steps: scoring is apart
+        score = training.score("valid", limit=limit)
+        found, capped = score.bits_per_byte, training.capped("valid", limit)
+        row = {"kind": "valid", **training.place(), "bits_per_byte": found, "capped_bytes": limit if capped else None}
+        self.append(row | {"metrics": training.model.metrics(score.stats)})
+        progress.evaluated(split="valid", bits_per_byte=found, bytes_seen=training.spent.bytes, capped=capped)
+        better = found < training.best_bits
+        if (
+            better or training.best_bits == math.inf
+        ):  # the first always, even NaN: there must be weights to score at the end
+            training.best_bits = found if better else math.inf
+            with self._processes.fail_together():
+                if self._processes.is_main:
+                    best = {"model": training.model.state_dict(), "bytes": training.spent.bytes}
+                    checkpoint.save_best(self.folder.path, best)
+        self._peak.reset()
 
-    def score(self, split: str, *, limit: int | None, look: bool = True) -> Score:
-        """Stream a split, or its first ``limit`` bytes, through the model as ``eval`` says."""
-        e = self.plan.eval
-        part = self.corpus.splits[split][:limit]
-        return score_stream(self.model, part, runtime=self.runtime, lanes=e.lanes, segment=e.segment, look=look)
+    def checkpoint_due(self) -> bool:
+        every = self.plan.checkpoint.every_steps
+        return bool(self.training.agreed[1]) or (every is not None and self.training.spent.steps % every == 0)
 
-    def _check_scoring(self) -> None:
-        """ValueError, before the first step, if a split is too short for ``eval.lanes``."""
-        e = self.plan.eval
-        limits = [("valid", e.progress_bytes), ("valid", e.bytes)] + [("test", e.bytes)] * e.test
-        for split, limit in limits:
-            score_lanes(len(self.corpus.splits[split][:limit]) - 1, e.lanes)
+    def _save_is_due(self) -> bool:
+        """By the clock of the first process."""
+        every = self.plan.checkpoint.every_seconds
+        late = every is not None and time.monotonic() - self._saved_seconds >= every
+        return late and self._processes.is_main
 
-    def _check_division(self) -> None:
-        """ValueError, before the first step, if the lanes cannot be divided among the processes."""
-        b, number = self.plan.batch, self.runtime.processes.number
-        if number == 1:
+    def save(self) -> None:
+        """A checkpoint that agrees with the rows written so far."""
+        content = self.training.content(rows=self._record.rows if self._processes.is_main else 0)
+        with self._processes.fail_together():
+            if self._processes.is_main:
+                checkpoint.save(
+                    self.folder.path, content, step=self.training.spent.steps, keep=self.plan.checkpoint.keep
+                )
+        self._saved_seconds = time.monotonic()
+
+    def finish(self, progress: Shown) -> dict:
+        """The last validation, the best weights' scores on whole splits, the summary and the figures."""
+        training, plan = self.training, self.plan
+        found = summary.identity(training, self.folder.identity, command=self.command)
+        self.validate(progress)
+        best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path))
+        training.take_weights(best["model"])
+        peak = self._most._replace(bytes=self._processes.largest(self._most.bytes))
+        found |= summary.costs(training, peak=peak)  # FLOPs are those of the weights that are scored
+        found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(training.model.metrics({}))}
+        found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
+        for split in ("valid", "test") if plan.eval.test else ("valid",):
+            row = summary.final_score(training, split, found)
+            self.append(row)
+            score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
+            progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
+        found["memory"]["inference_peak_bytes"] = self._processes.largest(self._peak.read().bytes)
+        found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
+        found["status"] = "finished"
+        if self._processes.is_main:
+            write_summary(self.folder.path, summary=found)
+            self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
+        return found
+
+    def _figures(self, found: dict) -> list:
+        from harness.record.figures import draw_figures  # late: matplotlib is slow to import
+
+        return draw_figures(
+            read_rows(self._record.path),
+            folder=self.folder.path,
+            label=f"{self.plan.variant}, seed {self.plan.seed}: {self.training.corpus.label()}",
+            compressors=found["compressors"]["valid"],
+            span_limit=self.plan.model.span,
+        )
+
+    def _comparable(self, found: dict) -> list[dict]:
+        return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")
+
+    def show(self, found: dict) -> None:
+        """The closing table, beside earlier runs that compare, and how to sync W&B; of a sweep's job one line."""
+        if not self._processes.is_main:
             return
-        if b.lanes % number:
-            raise ValueError(
-                f"batch.lanes={b.lanes}: {number} processes take as many lanes each; allowed are multiples of {number}"
-            )
-        if b.accumulate > b.lanes // number:
-            raise ValueError(
-                f"batch.accumulate={b.accumulate}: each of {number} processes has {b.lanes // number} of "
-                f"batch.lanes={b.lanes} to split; allowed is at most as many"
-            )
-        for name, sublayer in self.model.sublayers():
-            norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-            if norms or "streams_apart" in sublayer.limits:
-                what = type(norms[0]).__name__ if norms else "streams that influence each other"
-                raise ValueError(
-                    f"variant={self.plan.variant}: {name} has {what}, and each of {number} processes would see a part of "
-                    "the batch only; allowed are one process, or a norm of each byte, such as LayerNorm"
-                )
-
-    def capped(self, split: str, limit: int | None) -> bool:
-        return limit is not None and limit < len(self.corpus.splits[split])
-
-    def content(self, *, rows: int) -> dict:
-        """Everything an exact resume needs, whole in the first process: all must call it."""
-        processes = self.runtime.processes
-        state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.number > 1 else s)), self.state)
-        randoms = processes.gather_values(runtime.random_state())
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-            "spent": vars(self.spent),
-            "last": vars(self._last),
-            "state": state,
-            "nats": self._nats,
-            "steps": self._steps,
-            "best_bits": self.best_bits,
-            "random": randoms[0],
-            "random_others": randoms[1:],
-            "rows": rows,
-            "wandb_id": self.wandb_id,
-        }
-
-    def restore(self, content: dict) -> None:
-        """Go on from a checkpoint's ``content``, which may be of another number of processes."""
-        device, processes = self.runtime.device, self.runtime.processes
-        self.take_weights(content["model"])
-        self.optimizers.load_state_dict(content["optimizers"])
-        self.spent, self._last = Progress(**content["spent"]), Progress(**content["last"])
-        self.state = map_state(lambda s: s[share(len(s), processes.part)].to(device), content["state"])
-        self._nats, self._steps, self.best_bits = (content[key] for key in ("nats", "steps", "best_bits"))
-        self.wandb_id = content["wandb_id"]
-        randoms = [content["random"], *content.get("random_others", ())]
-        if len(randoms) == processes.number:
-            runtime.set_random_state(randoms[processes.rank])
-        else:
-            runtime.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
-
-    def take_weights(self, weights: dict[str, Tensor]) -> None:
-        """The parameters of another run; ValueError if the models differ."""
-        own = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        for name in sorted(own.keys() | theirs.keys()):
-            if own.get(name) != theirs.get(name):
-                raise ValueError(
-                    f"start.run={self.plan.start.run}: its model is another one, {name} is {theirs.get(name)} there and "
-                    f"{own.get(name)} here; allowed is a run of the same variant and sizes"
-                )
-        self.model.load_state_dict(weights)
-        self.model.project_()
-
-
-def path_of(model: LanguageModel, device: Runtime) -> str:
-    """Which code the sublayers run; ValueError where ``runtime.path`` is impossible."""
-    paths = {sublayer.path(device.device, training=True) for _, sublayer in model.sublayers()}
-    name = "+".join(sorted(paths - {"plain"} or paths))
-    return f"{name}, compiled" if device.compile else name
+        if self.plan.sweeping:  # the sweep has a table of all its jobs at its end
+            scores = ", ".join(f"{split} {bits(found, split=split)}" for split in ("valid", "test"))
+            print(f"finished: {self.folder.path}  {scores} bits per byte")
+            return
+        print_closing_table(found, others=self._comparable(found))
+        print(f"run folder: {self.folder.path}")
+        if self._wandb.hint:
+            print(self._wandb.hint)

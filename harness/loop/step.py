@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.count.memory import gradient_bytes
-from harness.data.lanes import score_lanes, segments, share, windows
+from harness.data.streams import score_streams, segments, share, windows
 from harness.device.runtime import Runtime
-from harness.model import LanguageModel, add_seen
+from harness.model import LanguageModel, add_stats
 from harness.optim.optimizers import Optimizers
 from variants.contract import State, cat_streams, map_state
 
@@ -58,7 +58,9 @@ class Trainer:
         self.runtime.processes.average_gradients_(self.model.parameters())
         begins = not self.gradient_bytes
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.model)
-        with self.runtime.processes.together() if begins else nullcontext():  # an optimizer may refuse what it is given
+        with (
+            self.runtime.processes.fail_together() if begins else nullcontext()
+        ):  # an optimizer may refuse what it is given
             self.optimizers.step(fraction)
         self.optimizers.zero_grad()
         self.model.project_()
@@ -69,7 +71,7 @@ class Score(NamedTuple):
     """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``, and summed statistics."""
 
     nats: Tensor
-    seen: dict[str, dict[str, Tensor]]
+    stats: dict[str, dict[str, Tensor]]
 
     @property
     def bits_per_byte(self) -> float:
@@ -85,44 +87,44 @@ def score_stream(
     split: Tensor,
     *,
     runtime: Runtime,
-    lanes: int,
+    streams: int,
     segment: int,
-    look: bool = False,
+    collect_stats: bool = False,
 ) -> Score:
     """Score every pair of ``split`` (uint8 ``[n]``) once, streamed with carried state.
 
-    Each of ``runtime.processes`` scores some of the lanes, and all return the score of the whole.
+    Each of ``runtime.processes`` scores some of the streams, and all return the score of the whole.
 
     Args:
-        lanes, segment: how the split is cut; part of the number.
-        look: also collect the sublayers' statistics.
+        streams, segment: how the split is cut; part of the number.
+        collect_stats: also collect the sublayers' statistics.
     """
-    lengths = [end - first for first, end in score_lanes(len(split) - 1, lanes)]
-    rows, seen, processes = [], {}, runtime.processes
-    own = lengths[share(lanes, processes.part)]
-    whole = segments(split, lanes=lanes, segment=segment, part=processes.part) if own else ()
+    lengths = [end - first for first, end in score_streams(len(split) - 1, streams)]
+    rows, stats, processes = [], {}, runtime.processes
+    own = lengths[share(streams, processes.shard)]
+    whole = segments(split, streams=streams, segment=segment, part=processes.shard) if own else ()
     widths = (min(segment, max(lengths) - done) for done in range(0, max(lengths), segment))
     # Without the filling of the last segment, which would count in the statistics.
     batches = (tuple(part[:, :width] for part in batch) for batch, width in zip(whole, widths, strict=bool(own)))
-    for nats, _, new in _scored(model, batches, runtime, look=look):
+    for nats, _, new in _scored(model, batches, runtime, collect_stats=collect_stats):
         rows.append(nats)
-        seen = add_seen(seen, new)
-    by_lane = torch.cat(rows, dim=1) if own else ()
-    nats = [lane[:length] for lane, length in zip(by_lane, own, strict=True)]
-    return _summed(nats, seen, runtime)
+        stats = add_stats(stats, new)
+    by_stream = torch.cat(rows, dim=1) if own else ()
+    nats = [stream[:length] for stream, length in zip(by_stream, own, strict=True)]
+    return _summed(nats, stats, runtime)
 
 
-def _summed(nats: list[Tensor], seen: dict, runtime: Runtime) -> Score:
+def _summed(nats: list[Tensor], stats: dict, runtime: Runtime) -> Score:
     """All processes' nats in order, and their statistics together."""
     own, processes = torch.cat(nats) if nats else torch.empty(0), runtime.processes
-    if processes.number > 1:
-        seen = {name: {key: value.cpu() for key, value in found.items()} for name, found in seen.items()}
-    return Score(torch.cat(processes.gather(own)), functools.reduce(add_seen, processes.gather_values(seen)))
+    if processes.world_size > 1:
+        stats = {name: {key: value.cpu() for key, value in found.items()} for name, found in stats.items()}
+    return Score(torch.cat(processes.gather(own)), functools.reduce(add_stats, processes.gather_values(stats)))
 
 
 def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:
     """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``context 512``."""
-    own = windows(split, batch=batch, part=runtime.processes.part)
+    own = windows(split, batch=batch, part=runtime.processes.shard)
     nats = [nats[mask] for nats, mask, _ in _scored(model, own, runtime, carry=False)]
     return _summed(nats, {}, runtime)
 
@@ -156,13 +158,15 @@ def score_context(
 
 
 @torch.no_grad()
-def _scored(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, look: bool = False):
+def _scored(
+    model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, collect_stats: bool = False
+):
     """Yields nats ``[L, T]`` and mask on the CPU, and statistics of each batch."""
     model.eval()
     state = None
     for inputs, targets, mask in batches:
         with runtime.autocast():
-            out = model(inputs.to(runtime.device), state if carry else None, look=look)
+            out = model(inputs.to(runtime.device), state if carry else None, collect_stats=collect_stats)
         nats = F.cross_entropy(out.logits.transpose(1, 2), targets.to(runtime.device), reduction="none")
         state = out.state
-        yield nats.float().cpu(), mask, out.seen
+        yield nats.float().cpu(), mask, out.stats

@@ -5,8 +5,8 @@ from harness.count.memory import Peak, optimizer_bytes, parameter_bytes
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
-from harness.loop.run import Run
 from harness.loop.step import score_windows
+from harness.loop.train_state import TrainState
 from harness.plan.build import Plan
 from harness.record.folder import Identity
 from harness.source import commit
@@ -28,32 +28,34 @@ def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, co
     }
 
 
-def identity(run: Run, whose: Identity, *, command: str) -> dict:
+def identity(training: TrainState, whose: Identity, *, command: str) -> dict:
     """The provenance of a run, and what was built for it."""
-    plan, known = run.plan, {"config_hash": whose.config, "source": whose.source}
+    plan, known = training.plan, {"config_hash": whose.config, "source": whose.source}
     return {
-        **provenance(plan, corpus=run.corpus, runtime=run.runtime, command=command, **known),
+        **provenance(plan, corpus=training.corpus, runtime=training.runtime, command=command, **known),
         "budget": {plan.budget.unit: plan.budget.amount},
         "parameters": {
-            "total": sum(p.numel() for p in run.model.parameters()),
-            "touched": run.model.touched_parameters(),
-            "by_sublayer": run.model.parameters_by_sublayer(),
+            "total": sum(p.numel() for p in training.model.parameters()),
+            "touched": training.model.touched_parameters(),
+            "by_sublayer": training.model.parameters_by_sublayer(),
         },
-        "optimizers": run.optimizers.describe(),
-        "path": run.path,
+        "optimizers": training.optimizers.describe(),
+        "backend": training.backend,
     }
 
 
-def costs(run: Run, *, peak: Peak) -> dict:
+def costs(training: TrainState, *, peak: Peak) -> dict:
     """Time, FLOPs and memory of the training that was done; the forward is counted warm, on one stream.
 
     Of several processes: seconds by the first one's clock, bytes and FLOPs of all together, peak memory of the one that
     had most; parameters, gradients and optimizer state are as large in each.
     """
-    segment = run.plan.eval.segment
-    with run.runtime.autocast():
-        executed = forward_flops_per_byte(run.model, segment=segment, most_bytes=run.plan.model.span + 4 * segment)
-    place = run.place()
+    segment = training.plan.eval.segment
+    with training.runtime.autocast():
+        executed = forward_flops_per_byte(
+            training.model, segment=segment, most_bytes=training.plan.model.span + 4 * segment
+        )
+    place = training.place()
     return {
         "bytes_seen": place["bytes_seen"],
         "epochs": place["epochs"],
@@ -61,36 +63,36 @@ def costs(run: Run, *, peak: Peak) -> dict:
         **place["clock"],
         "flops_per_byte": {
             "executed": executed.per_byte,
-            "ideal": run.model.ideal_flops(),
+            "ideal": training.model.ideal_flops(),
             "unknown": executed.unknown,
             "warm": executed.warm,
         },
-        "training_flops": run.spent.flops,
+        "training_flops": training.spent.flops,
         "memory": {
             "peak_bytes": peak.bytes,
             "approximate": peak.approximate,
-            "parameter_bytes": parameter_bytes(run.model),
-            "gradient_bytes": run.trainer.gradient_bytes,
-            "optimizer_bytes": optimizer_bytes(run.optimizers.optimizers.values()),
+            "parameter_bytes": parameter_bytes(training.model),
+            "gradient_bytes": training.trainer.gradient_bytes,
+            "optimizer_bytes": optimizer_bytes(training.optimizers.optimizers.values()),
             "state_bytes": executed.state_bytes,
         },
     }
 
 
-def final_score(run: Run, split: str, found: dict) -> dict:
+def final_score(training: TrainState, split: str, found: dict) -> dict:
     """Score a split as ``eval`` says, with the weights the model has now: into the summary ``found``, and as a row."""
-    plan, limit = run.plan, run.plan.eval.bytes
-    score = run.score(split, limit=limit)
-    part, metrics = run.corpus.splits[split][:limit], run.model.metrics(score.seen)
+    plan, limit = training.plan, training.plan.eval.bytes
+    score = training.score(split, limit=limit)
+    part, metrics = training.corpus.splits[split][:limit], training.model.metrics(score.stats)
     bits = {"bits_per_byte": score.bits_per_byte}
     if plan.eval.context512:
-        bits["context_512_bits_per_byte"] = score_windows(run.model, part, runtime=run.runtime).bits_per_byte
-    capped = {split: limit} if run.capped(split, limit) else {}
+        bits["context_512_bits_per_byte"] = score_windows(training.model, part, runtime=training.runtime).bits_per_byte
+    capped = {split: limit} if training.capped(split, limit) else {}
     found |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
     found["capped"] |= capped
     # A second of work for each MB.
-    found["compressors"][split] = corpora.compressed_bits(part) if run.runtime.processes.first else {}
-    row = {"kind": split, **run.place(), "final": True, **bits, "capped_bytes": capped.get(split)}
+    found["compressors"][split] = corpora.compressed_bits(part) if training.runtime.processes.is_main else {}
+    row = {"kind": split, **training.place(), "final": True, **bits, "capped_bytes": capped.get(split)}
     return row | {"protocol": plan.protocol(), "block_nats": score.blocks(), "metrics": metrics}
 
 

@@ -19,7 +19,7 @@ def check_number(key: str, value: object, *, zero: bool = False) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class Spent:
     """What a run has spent so far: bytes predicted, seconds in training steps, updates, training FLOPs (3 x ideal)."""
 
     bytes: int = 0
@@ -27,8 +27,8 @@ class Progress:
     steps: int = 0
     flops: int = 0
 
-    def __add__(self, other: "Progress") -> "Progress":
-        return Progress(**{unit: getattr(self, unit) + getattr(other, unit) for unit in UNITS})
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(**{unit: getattr(self, unit) + getattr(other, unit) for unit in UNITS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,11 @@ class Budget:
         given = getattr(self, self.unit)
         return self.default_bytes if given is None else given
 
-    def fraction(self, progress: Progress) -> float:
+    def fraction(self, progress: Spent) -> float:
         """Fraction of the budget spent, from 0 to 1."""
         return min(1.0, getattr(progress, self.unit) / self.amount)
 
-    def done(self, progress: Progress) -> bool:
+    def done(self, progress: Spent) -> bool:
         """Whether the budget is spent."""
         return getattr(progress, self.unit) >= self.amount
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from harness.optim.adagrad import ClippedAdagrad
 from harness.optim.budget import Schedule, check_number
-from harness.optim.groups import Group, assign
 from harness.optim.muon import Muon
+from harness.optim.parameter_groups import Group, assign
 
 __all__ = ["ClippedAdagrad", "Group", "Muon", "Optimizers", "assign", "clip_"]
 

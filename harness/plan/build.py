@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS, Budget, Schedule
-from harness.optim.groups import assign
 from harness.optim.optimizers import Optimizers
+from harness.optim.parameter_groups import assign
 from harness.plan import settings
 from harness.plan.instantiate import resolve
 from harness.plan.layers import plan_groups, plan_layers
 from harness.plan.settings import check_keys, checked, parse
-from variants.contract import Place, Position, Sublayer
+from variants.contract import LayerContext, Position, Sublayer
 
 PLAIN = {
     "model": settings.ModelSettings,
@@ -74,12 +74,12 @@ class Plan:
         m, pool = self.model, {}
         shared = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
         common = {name: getattr(m, name) for name in shared} | {"n_layers": m.layers, "pool": pool}
-        common |= {"path": self.runtime.path, "scheme": self.scheme}
+        common |= {"backend": self.runtime.backend, "scheme": self.scheme}
         own = ("norm", "norm_after", "tied", "head_bias", "head_zero_init")
         own += ("embedding_std", "embedding_scale", "embedding_dropout")
         model = LanguageModel(
             [{name: _naming(make, key=f"variant.{name}") for name, make in layer.items()} for layer in self.layers],
-            lambda layer: Place(layer=layer, **common),
+            lambda layer: LayerContext(layer=layer, **common),
             vocabulary=self.data["vocabulary"],
             **{name: getattr(m, name) for name in own},
         )
@@ -95,7 +95,7 @@ class Plan:
     def protocol(self) -> dict:
         """How bits per byte are scored: part of the number."""
         e = self.eval
-        how = {"lanes": e.lanes, "segment": e.segment, "span": self.model.span, "bytes": e.bytes}
+        how = {"streams": e.streams, "segment": e.segment, "span": self.model.span, "bytes": e.bytes}
         return how | {key: self.data[key] for key in ("vocabulary", "drop_newlines")}
 
 
@@ -152,8 +152,8 @@ def plan_run(
         raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the run folder's name")
     if not 0 <= plan.seed < 2**63:
         raise ValueError(f"seed={plan.seed}: allowed are integers from 0 to 2**63 - 1")
-    if plan.batch.accumulate > plan.batch.lanes:
-        raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.lanes={plan.batch.lanes}")
+    if plan.batch.accumulate > plan.batch.streams:
+        raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
     return plan
 
 
@@ -176,10 +176,10 @@ def _sections(cfg: DictConfig) -> dict:
     return config
 
 
-def _naming(make: functools.partial, *, key: str) -> Callable[[Place], Sublayer]:
+def _naming(make: functools.partial, *, key: str) -> Callable[[LayerContext], Sublayer]:
     """The same, but a constructor's complaint about a keyword of its own names that keyword's key."""
 
-    def named(place: Place) -> Sublayer:
+    def named(place: LayerContext) -> Sublayer:
         try:
             return make(place)
         except ValueError as error:

@@ -74,7 +74,7 @@ def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     ):
-        what = "the parameters" if is_optimizer else "a Place"
+        what = "the parameters" if is_optimizer else "a LayerContext"
         raise ValueError(f"{key}._target_: the constructor of {cls.__module__}.{cls.__name__} must take {what} first")
     try:
         hints = typing.get_type_hints(cls.__init__)

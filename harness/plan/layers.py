@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from harness.model import Layers
 from harness.plan.instantiate import resolve
-from variants.contract import Place, Sublayer
+from variants.contract import LayerContext, Sublayer
 
 KEYS = ("name", "layers", "at", "groups")
 """Keys of a variant that are no sublayers."""
@@ -24,7 +24,7 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
     """
     makes = _sublayers(variant, trust)
 
-    def chosen(names: object, key: str) -> dict[str, Callable[[Place], Sublayer]]:
+    def chosen(names: object, key: str) -> dict[str, Callable[[LayerContext], Sublayer]]:
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{key}={names}: must be a list of sublayers, of {', '.join(makes)}")
         for name in names:
@@ -55,7 +55,7 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
     return layers
 
 
-def _sublayers(variant: Mapping[str, object], trust: tuple[str, ...]) -> dict[str, Callable[[Place], Sublayer]]:
+def _sublayers(variant: Mapping[str, object], trust: tuple[str, ...]) -> dict[str, Callable[[LayerContext], Sublayer]]:
     """The variant's sublayers by name, as partials."""
     nodes = {name: node for name, node in variant.items() if name not in KEYS}
     modules = nn.ModuleDict()  # in which a layer's sublayers will stand
@@ -71,7 +71,7 @@ def _sublayers(variant: Mapping[str, object], trust: tuple[str, ...]) -> dict[st
 
 
 def plan_groups(node: object, *, trust: tuple[str, ...]) -> dict[str, dict]:
-    """The variant's parameter groups, with their optimizers as partials, for ``harness.optim.groups.assign``.
+    """The variant's parameter groups, with their optimizers as partials, for ``harness.optim.parameter_groups.assign``.
 
     Raises:
         ValueError: naming the key, the value and what is allowed.

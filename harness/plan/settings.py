@@ -30,7 +30,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-    lanes: int
+    streams: int
     segment: int
     carry: bool
     accumulate: int
@@ -55,7 +55,7 @@ class DataSettings:
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
     every: float
-    lanes: int
+    streams: int
     segment: int
     bytes: int | None
     progress_bytes: int | None
@@ -81,7 +81,7 @@ class RuntimeSettings:
     device: str
     precision: str = field(metadata={"allowed": ("float32", "bfloat16")})
     compile: bool
-    path: str = field(metadata={"allowed": ("auto", "plain", "fused", "kernel")})
+    backend: str = field(metadata={"allowed": ("auto", "plain", "fused", "kernel")})
     threads: int | None
     deterministic: bool
 
@@ -106,7 +106,7 @@ class RecordSettings:
 
 
 POSITIVE = {
-    *("d_model", "layers", "heads", "span", "embedding_std", "default_bytes", "lanes", "segment", "accumulate"),
+    *("d_model", "layers", "heads", "span", "embedding_std", "default_bytes", "streams", "segment", "accumulate"),
     *("every_seconds", "every_steps", "keep", "threads", "bytes", "progress_bytes"),
     *("rounds", "seconds", "memory_limit_gib"),
 }

@@ -136,7 +136,7 @@ def _notes(runs: Sequence[dict]) -> tuple[str, ...]:
 
 
 def _ground(run: dict) -> tuple:
-    return run.get("processes", 1), *(run.get(key) for key in ("device", "precision", "path"))
+    return run.get("processes", 1), *(run.get(key) for key in ("device", "precision", "backend"))
 
 
 def _count(number: int | None) -> str:

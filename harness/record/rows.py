@@ -24,7 +24,7 @@ LARGEST_LIST = 4096
 
 SUMMARY_KEYS = ("variant", "status", "data", "protocol", "budget", "parameters", "bytes_seen", "epochs", "seconds")
 SUMMARY_KEYS += ("bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte", "capped", "flops_per_byte", "memory")
-SUMMARY_KEYS += ("path", "precision", "device", "seed", "commit", "source", "config_hash", "command")
+SUMMARY_KEYS += ("backend", "precision", "device", "seed", "commit", "source", "config_hash", "command")
 """What every summary has; None where the run did not get that far."""
 
 
@@ -142,7 +142,7 @@ def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
         return False
     if (other.get("data") or {}).get("sha256") != (summary.get("data") or {}).get("sha256"):
         return False
-    equal_ground = ("device", "precision", "path", "processes") if "seconds" in (summary.get("budget") or {}) else ()
+    equal_ground = ("device", "precision", "backend", "processes") if "seconds" in (summary.get("budget") or {}) else ()
     return same("budget", "protocol", "capped", *equal_ground)
 
 

@@ -4,7 +4,7 @@
 statistics, ``subject`` is what they work with.
 """
 
-from variants.conformance.subject import gradients_of, move
+from variants.conformance.fixture import gradients_of, move
 from variants.conformance.suite import CHECKS, Finding, agree, check, finding_of, learns
 
 __all__ = ["CHECKS", "Finding", "agree", "check", "finding_of", "gradients_of", "learns", "move"]

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from variants.conformance import promises, upkeep
-from variants.conformance.promises import equal_paths
-from variants.conformance.subject import Subject, Verdict, gradients_of, run
+from variants.conformance import forward, parameters
+from variants.conformance.fixture import Subject, Verdict, gradients_of, run
+from variants.conformance.forward import equal_backends
 
-CHECKS = (*promises.CHECKS, *upkeep.CHECKS)
+CHECKS = (*forward.CHECKS, *parameters.CHECKS)
 """Promise, the limit that excuses it, and its check."""
 
 
@@ -49,9 +49,9 @@ def check(make_model: Callable[[], nn.Module], *, span: int, vocabulary: int = 2
 
     Args:
         make_model: builds the model on the CPU, small, uncompiled, each time anew. The model is called as
-            ``model(tokens int64 [B, T], state=None, look=False)`` and gives ``.logits [B, T, V]``, ``.state`` (stream
-            positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.seen``; it has
-            ``sublayers()``, ``project_()``, ``metrics(seen)`` and ``ideal_flops()``.
+            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``, ``.state`` (stream
+            positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.stats``; it has
+            ``sublayers()``, ``project_()``, ``metrics(stats)`` and ``ideal_flops()``.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
     """
@@ -72,11 +72,11 @@ def agree(
     *,
     span: int,
     vocabulary: int = 256,
-    path: str = "fused",
+    backend: str = "fused",
 ) -> Finding:
     """Whether two makes of one model, which differ in the code that computes it, give the same values and gradients."""
     fast, plain = (Subject(make, span, vocabulary) for make in (make_fast, make_plain))
-    return finding_of(f"the {path} path equals the plain one", equal_paths, fast, plain)
+    return finding_of(f"the {backend} path equals the plain one", equal_backends, fast, plain)
 
 
 def learns(

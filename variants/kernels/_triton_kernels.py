@@ -11,7 +11,7 @@ Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
     table: added to scores, [H, distances], or None.
     vectors: p [distances, K], or None.
-    columns, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
+    max_keys, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
     k_stream: elements from one stream's keys to the next's; 0 where all streams share them.
     ALL: every query sees every key, as persistent vectors are seen.
 """
@@ -25,9 +25,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def _window(far, columns, h, ramp):
+def _window(far, max_keys, h, ramp):
     """Keys that head h may see, how many of the nearest have m = 1 and send no gradient to its span, and z + R."""
-    reach = tl.load(columns + h)
+    reach = tl.load(max_keys + h)
     full = reach
     end = 0.0
     if far is not None:
@@ -114,7 +114,7 @@ def _mask(x, end, ramp):
 
 @triton.jit
 def forward(
-    q, k, v, y, lse, far, columns, order, table, vectors, T, L, distances, offset, ramp, k_stream,
+    q, k, v, y, lse, far, max_keys, order, table, vectors, T, L, distances, offset, ramp, k_stream,
     K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf where nothing is seen. Grid: (B * blocks, H)."""
@@ -125,7 +125,7 @@ def forward(
     row = (b * H + h) * T
     t = t0 + tl.arange(0, BLOCK)
     own = _load(q + row * K, t, T, K)
-    reach, full, end = _window(far, columns, h, ramp)
+    reach, full, end = _window(far, max_keys, h, ramp)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     out = tl.zeros([BLOCK, K], tl.float32)
@@ -161,7 +161,7 @@ def forward(
 
 @triton.jit
 def query_gradient(
-    g, q, k, v, y, lse, delta, dq, dz, far, columns, order, table, vectors, T, L, distances, offset, ramp, k_stream,
+    g, q, k, v, y, lse, delta, dq, dz, far, max_keys, order, table, vectors, T, L, distances, offset, ramp, k_stream,
     K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dq``, ``delta`` = g . y ``[B, H, T]``, and each program's part of dz ``[H, B * blocks]``. Grid: (B * blocks, H)."""
@@ -175,7 +175,7 @@ def query_gradient(
     joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
     paid = tl.sum(up.to(tl.float32) * _load(y + row * K, t, T, K).to(tl.float32), 1)
     tl.store(delta + row + t, paid, mask=t < T)
-    reach, full, end = _window(far, columns, h, ramp)
+    reach, full, end = _window(far, max_keys, h, ramp)
     moved = tl.zeros([BLOCK, K], tl.float32)
     span = tl.zeros([BLOCK], tl.float32)
     r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
@@ -214,7 +214,7 @@ def query_gradient(
 
 @triton.jit
 def key_gradient(
-    g, q, k, v, lse, delta, dk, dv, far, columns, order, table, vectors, T, L, distances, offset, ramp, k_stream,
+    g, q, k, v, lse, delta, dk, dv, far, max_keys, order, table, vectors, T, L, distances, offset, ramp, k_stream,
     K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dk`` and ``dv`` ``[B, H, L, K]``, also where streams share keys. Grid: (B * blocks of keys, H)."""
@@ -225,7 +225,7 @@ def key_gradient(
     row = (b * H + h) * T
     j = j0 + tl.arange(0, BLOCK)
     keys, values = _load(k + shared, j, L, K), _load(v + shared, j, L, K)
-    reach, full, end = _window(far, columns, h, ramp)
+    reach, full, end = _window(far, max_keys, h, ramp)
     dkeys, dvalues = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
     bounds = _query_blocks(j0, offset, reach, full, T, BLOCK, ALL)
     for part in tl.static_range(3):
@@ -254,7 +254,7 @@ def key_gradient(
 
 @triton.jit
 def vector_gradient(
-    g, q, k, v, lse, delta, dvectors, far, columns, order, table, vectors, B, T, L, distances, offset, ramp,
+    g, q, k, v, lse, delta, dvectors, far, max_keys, order, table, vectors, B, T, L, distances, offset, ramp,
     K: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of dp, ``[groups of streams, H, distances, K]``. Grid: (blocks of distances, H, groups of streams)."""
@@ -262,7 +262,7 @@ def vector_gradient(
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
     h = tl.load(order + tl.program_id(1))
     x = x0 + tl.arange(0, BLOCK)
-    reach, full, end = _window(far, columns, h, ramp)
+    reach, full, end = _window(far, max_keys, h, ramp)
     dp = tl.zeros([BLOCK, K], tl.float32)
     p = _load(vectors, x, distances, K)
     first = tl.maximum(x0 - offset, 0) // BLOCK * BLOCK

@@ -44,29 +44,29 @@ def attend(
     return _Attend.apply(q, k.to(q.dtype), v.to(q.dtype), window.z, *extra, bias, window)
 
 
-def groups(columns: tuple[int, ...]) -> list[tuple[int, list[int]]]:
-    """Heads that see equally many keys: ``[(columns, heads), ...]``."""
-    return [(n, [h for h, c in enumerate(columns) if c == n]) for n in sorted(set(columns))]
+def groups(max_keys: tuple[int, ...]) -> list[tuple[int, list[int]]]:
+    """Heads that see equally many keys: ``[(max_keys, heads), ...]``."""
+    return [(n, [h for h, c in enumerate(max_keys) if c == n]) for n in sorted(set(max_keys))]
 
 
-def chunks(rows: int, keys: int, columns: int, shift: int):
+def chunks(rows: int, keys: int, max_keys: int, shift: int):
     """Cut queries: yields ``(first row, last row, first key, last key)`` of each chunk and the band it meets."""
-    size = max(32, min(128, columns))
+    size = max(32, min(128, max_keys))
     for begin in range(0, rows, size):
         end = min(begin + size, rows)
         nearest = keys - rows - shift  # key of row 0, column 0
-        low, high = max(0, nearest + begin - columns + 1), nearest + end
+        low, high = max(0, nearest + begin - max_keys + 1), nearest + end
         if high > low:
             yield begin, end, low, high
 
 
-def _chunk_mask(table: Tensor | None, columns: int, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
+def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
     """Additive ``[1, H or 1, rows, keys]`` whose last key is column 0 of the last row."""
-    seen = visible(rows, keys, columns, shift=0, device=torch.device("cpu"))
+    seen = visible(rows, keys, max_keys, shift=0, device=torch.device("cpu"))
     if table is None:
         mask = torch.zeros(rows, keys, dtype=dtype).masked_fill(~seen, -torch.inf)
         return mask[None, None]
-    band = skew(table[:, None, :columns].expand(-1, rows, -1), keys, shift=0)
+    band = skew(table[:, None, :max_keys].expand(-1, rows, -1), keys, shift=0)
     return band.masked_fill(~seen, -torch.inf).to(dtype)[None]
 
 
@@ -74,20 +74,20 @@ def _table(bias: Tensor | None, window: Window) -> Tensor | None:
     """What is added to scores at each column, ``[H, n]``: the constant bias and log m."""
     if window.z is None:
         return bias
-    soft = soft_mask(window.z.detach(), window.ramp, max(window.columns)).log()
+    soft = soft_mask(window.z.detach(), window.ramp, max(window.max_keys)).log()
     return soft if bias is None else soft + bias
 
 
 def _plan(table: Tensor | None, window: Window, q: Tensor, k: Tensor):
     """Yields heads, slices and mask of every call of the kernel; masks of equal shape are made once."""
-    for columns, heads in groups(window.columns):
-        part = slice(None) if len(heads) == len(window.columns) else heads
+    for max_keys, heads in groups(window.max_keys):
+        part = slice(None) if len(heads) == len(window.max_keys) else heads
         mine = None if table is None else table[part]
         masks: dict[tuple[int, int], Tensor] = {}
-        for begin, end, low, high in chunks(q.shape[2], k.shape[2], columns, window.shift):
+        for begin, end, low, high in chunks(q.shape[2], k.shape[2], max_keys, window.shift):
             shape = (end - begin, high - low)
             if shape not in masks:
-                masks[shape] = _chunk_mask(mine, columns, *shape, q.dtype)
+                masks[shape] = _chunk_mask(mine, max_keys, *shape, q.dtype)
             yield part, slice(begin, end), slice(low, high), masks[shape]
 
 
@@ -175,7 +175,7 @@ def _span_gradient(q, k, v, y, lse, g, z, bias, window: Window) -> Tensor:
         return _band(blocked(left) @ wide, ramp + 1).to(lse.dtype)
 
     x = near[:, None] + ramp - torch.arange(ramp + 1)  # [H, R + 1], the column read at each place of the band
-    inside = (x <= far[:, None]) & (x < torch.tensor(window.columns)[:, None])
+    inside = (x <= far[:, None]) & (x < torch.tensor(window.max_keys)[:, None])
     inside = inside[:, None, None] & _band(
         exists.unfold(1, size + ramp, size)[:, :, None].expand(-1, -1, size, -1).contiguous(), ramp + 1
     )
@@ -187,7 +187,7 @@ def _span_gradient(q, k, v, y, lse, g, z, bias, window: Window) -> Tensor:
     return (weight * reward).sum(dim=(0, 2, 3, 4)).to(z.dtype) / ramp
 
 
-def _band(block: Tensor, columns: int) -> Tensor:
+def _band(block: Tensor, max_keys: int) -> Tensor:
     """Places t .. t + n - 1 of row t, ``[..., rows, n]``: a strided view of the contiguous block, no copy."""
     *outer, rows, one = block.stride()
-    return block.as_strided((*block.shape[:-1], columns), (*outer, rows + one, one))
+    return block.as_strided((*block.shape[:-1], max_keys), (*outer, rows + one, one))

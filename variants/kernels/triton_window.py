@@ -74,31 +74,31 @@ def attend(
     """The same function as ``window.attend`` without dropout; ``z`` is ``[H]``.
 
     Args:
-        vectors: p ``[n, K]``, shared by heads, n at least the largest of ``window.columns``: adds ``q @ vectors.T``.
+        vectors: p ``[n, K]``, shared by heads, n at least the largest of ``window.max_keys``: adds ``q @ vectors.T``.
         bias: a constant ``[H, n]`` over columns, added to scores.
 
     Raises:
         ValueError: where ``available`` says why not, and for shapes that are not the above.
     """
     if (reason := available(q.device, q.dtype, q.shape[-1])) is not None:
-        raise ValueError(f"runtime.path=kernel cannot run with {reason}")
+        raise ValueError(f"runtime.backend=kernel cannot run with {reason}")
     if window.z is not None and window.z.shape != q.shape[1:2]:
         raise ValueError(f"spans of shape {tuple(window.z.shape)}: the kernel takes one a head, [{q.shape[1]}]")
-    most = max(window.columns)
+    most = max(window.max_keys)
     if vectors is not None and bias is not None:
         raise ValueError("vectors and a bias: the kernel takes one of them")
     given = vectors if bias is None else bias.mT  # [n, ..]
     if given is not None and len(given) < most:
-        raise ValueError(f"vectors or bias of {len(given)} distances: window.columns needs {most}")
+        raise ValueError(f"vectors or bias of {len(given)} distances: window.max_keys needs {most}")
     extra = (None, None, None) if persistent is None else persistent
     return _Attend.apply(q, k, v, window.z, *extra, vectors, bias, window)
 
 
 @lru_cache(maxsize=256)
-def _heads(columns: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
     """Columns of each head, and heads from the longest to the shortest; a copy to the device once for each value."""
-    order = sorted(range(len(columns)), key=lambda h: -columns[h])
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (columns, order))
+    order = sorted(range(len(max_keys)), key=lambda h: -max_keys[h])
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (max_keys, order))
 
 
 def _arguments(
@@ -110,7 +110,7 @@ def _arguments(
     """
     heads, rows, width = q.shape[1:]
     keys = k.shape[-2]
-    columns, order = _heads((keys,) * heads if window is None else window.columns, q.device)
+    max_keys, order = _heads((keys,) * heads if window is None else window.max_keys, q.device)
     far = None
     if window is not None and window.z is not None:
         far = (window.z.detach() + window.ramp).float()  # added as in soft_mask, to agree on the side of a kink
@@ -120,7 +120,7 @@ def _arguments(
         "k": k.detach().to(q.dtype).contiguous(),
         "v": v.detach().to(q.dtype).contiguous(),
         "far": far,
-        "columns": columns,
+        "max_keys": max_keys,
         "order": order,
         "table": None if bias is None else bias.detach().float().contiguous(),
         "vectors": None if vectors is None else vectors.detach().to(q.dtype).contiguous(),

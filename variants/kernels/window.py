@@ -23,20 +23,20 @@ class Window(NamedTuple):
     """What a query may see.
 
     Attributes:
-        columns: keys that may be visible, for each head; the rest of the past is never touched.
+        max_keys: keys that may be visible, for each head; the rest of the past is never touched.
         shift: 0 if a query sees itself, else 1.
-        z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``columns``, the same for all.
+        z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``max_keys``, the same for all.
         ramp: R, keys over which the soft mask falls from 1 to 0.
     """
 
-    columns: tuple[int, ...]
+    max_keys: tuple[int, ...]
     shift: int = 0
     z: Tensor | None = None
     ramp: int = 0
 
     def past(self) -> int:
         """Keys before the segment that its first query may see."""
-        return max(self.columns) - 1 + self.shift
+        return max(self.max_keys) - 1 + self.shift
 
 
 class Persistent(NamedTuple):
@@ -47,7 +47,7 @@ class Persistent(NamedTuple):
     v: Tensor
 
 
-class Past(NamedTuple):
+class PastKV(NamedTuple):
     """Keys and values before the segment ``[B, n, P, K]`` of n heads, whose numbers ascend."""
 
     heads: tuple[int, ...]
@@ -55,9 +55,9 @@ class Past(NamedTuple):
     v: Tensor
 
 
-def soft_mask(z: Tensor, ramp: int, columns: int) -> Tensor:
-    """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. columns - 1: ``[..., columns]`` for ``z [...]``."""
-    x = torch.arange(columns, device=z.device, dtype=z.dtype)
+def soft_mask(z: Tensor, ramp: int, max_keys: int) -> Tensor:
+    """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. columns - 1: ``[..., max_keys]`` for ``z [...]``."""
+    x = torch.arange(max_keys, device=z.device, dtype=z.dtype)
     return torch.clamp((ramp + z[..., None] - x) / ramp, 0, 1)
 
 
@@ -66,19 +66,19 @@ def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
 
     Row t, column x goes to key keys - T + t - shift - x. Columns that fall before the first key are dropped.
     """
-    rows, columns = band.shape[-2:]
-    width = columns + rows - 1 + shift
+    rows, max_keys = band.shape[-2:]
+    width = max_keys + rows - 1 + shift
     # Rows one longer than the view's: reading them back as rows of `width` moves row t by t places.
     padded = F.pad(band.flip(-1), (0, rows + shift))
     view = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
     return view[..., width - keys :] if width >= keys else F.pad(view, (keys - width, 0))
 
 
-def visible(rows: int, keys: int, columns: int, *, shift: int, device: torch.device) -> Tensor:
-    """Boolean ``[rows, keys]``: whether key j is one of the ``columns`` nearest that query t may see."""
+def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device) -> Tensor:
+    """Boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest that query t may see."""
     t = torch.arange(keys - rows, keys, device=device)[:, None]
     x = t - torch.arange(keys, device=device) - shift
-    return (x >= 0) & (x < columns)
+    return (x >= 0) & (x < max_keys)
 
 
 def attend(
@@ -97,13 +97,13 @@ def attend(
         q: scaled queries ``[B, H, T, K]``.
         k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own.
         window: what a query may see.
-        bias: added to scores, ``[H, n]`` or ``[B, H, T, n]`` over columns x, with n the largest of ``window.columns``.
+        bias: added to scores, ``[H, n]`` or ``[B, H, T, n]`` over columns x, with n the largest of ``window.max_keys``.
         persistent: key-value vectors in the same softmax, never masked.
         dropout: rate on attention weights, after they are normalised.
 
     Returns: ``[B, H, T, K]``.
     """
-    rows, columns = q.shape[2], max(window.columns)
+    rows, max_keys = q.shape[2], max(window.max_keys)
     keep = min(k.shape[2], rows + window.past())
     k, v = k[:, :, k.shape[2] - keep :], v[:, :, v.shape[2] - keep :]
 
@@ -114,11 +114,11 @@ def attend(
     scores = (q @ k.mT).to(_island(q))
     if bias is not None:
         scores = scores + over_keys(bias.to(scores.dtype))
-    hidden = ~visible(rows, keep, columns, shift=window.shift, device=q.device)
+    hidden = ~visible(rows, keep, max_keys, shift=window.shift, device=q.device)
     scores = scores.masked_fill(hidden, -torch.inf)
     if window.z is not None:
         # Beyond the closed ramp a key is out of reach; at its far end m is 0 but still has a gradient.
-        reach = torch.arange(columns, device=q.device) <= (window.z.detach()[..., None] + window.ramp)
+        reach = torch.arange(max_keys, device=q.device) <= (window.z.detach()[..., None] + window.ramp)
         scores = scores.masked_fill(~(over_keys(reach.to(scores.dtype)) > 0), -torch.inf)
     if persistent is not None:
         extra = (persistent.q @ persistent.k.mT).to(scores.dtype)  # [B, H, T, N]
@@ -126,7 +126,7 @@ def attend(
     top = scores.detach().amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
     if window.z is not None:
-        mask = over_keys(soft_mask(window.z, window.ramp, columns).to(scores.dtype))
+        mask = over_keys(soft_mask(window.z, window.ramp, max_keys).to(scores.dtype))
         weights = weights * (mask if persistent is None else F.pad(mask, (0, extra.shape[-1]), value=1.0))
     total = weights.sum(dim=-1, keepdim=True)
     weights = F.dropout(weights / total.masked_fill(total == 0, 1), dropout).to(v.dtype)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from variants.kernels import native
-from variants.kernels.window import Past, Persistent, Window, soft_mask
+from variants.kernels.window import PastKV, Persistent, Window, soft_mask
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 NAMES = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors")
@@ -60,7 +60,7 @@ def attend(
     v: Tensor,
     window: Window,
     *,
-    past: Sequence[Past] = (),
+    past: Sequence[PastKV] = (),
     bias: Tensor | None = None,
     vectors: Tensor | None = None,
     persistent: Persistent | None = None,
@@ -74,10 +74,10 @@ def attend(
         bias: a constant ``[H, n]``, added to scores.
         vectors: p ``[n, K]``, shared by heads: adds ``q @ vectors.T``.
     """
-    most = max(window.columns)
+    most = max(window.max_keys)
     for name, given in (("vectors", vectors), ("bias", None if bias is None else bias.mT)):
         if given is not None and len(given) < most:
-            raise ValueError(f"{name} of {len(given)} distances: window.columns needs {most}")
+            raise ValueError(f"{name} of {len(given)} distances: window.max_keys needs {most}")
     kind = torch.promote_types(q.dtype, torch.float32)
     old = [x.to(kind) for part in past for x in (part.k, part.v)]
     owners = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])] if past else []
@@ -91,7 +91,7 @@ def attend(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, window, owners, *tensors):
-        sizes = (owners, window.columns, window.shift, window.ramp)
+        sizes = (owners, window.max_keys, window.shift, window.ramp)
         y, lse, _ = _forward(list(tensors), *sizes)
         ctx.save_for_backward(*tensors, y, lse)
         ctx.sizes = sizes
@@ -113,13 +113,13 @@ class _Attend(torch.autograd.Function):
 
 @torch.library.custom_op("windtunnel::window_forward", mutates_args=(), device_types="cpu")
 def _forward(
-    tensors: list[Tensor | None], owners: list[int], columns: list[int], shift: int, ramp: int
+    tensors: list[Tensor | None], owners: list[int], max_keys: list[int], shift: int, ramp: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]``, inf where nothing is seen, and FLOPs executed.
 
     ``tensors`` are those of ``NAMES``, the bias, keys and values of each part of the past; ``owners`` each head's part.
     """
-    call = _call(tensors, owners, columns, shift, ramp, backward=False)
+    call = _call(tensors, owners, max_keys, shift, ramp, backward=False)
     y, lse, _ = _forward_results(tensors)
     call.put(y=y, lse=lse)
     return y, lse, call.run("forward")
@@ -132,14 +132,14 @@ def _backward(
     lse: Tensor,
     tensors: list[Tensor | None],
     owners: list[int],
-    columns: list[int],
+    max_keys: list[int],
     shift: int,
     ramp: int,
     wanted: str,
 ) -> list[Tensor]:
     """Gradients of the tensors whose names are wanted, in the order of ``NAMES``, of the past, and FLOPs executed."""
-    call = _call(tensors, owners, columns, shift, ramp, backward=True)
-    *found, _ = _backward_results(g, y, lse, tensors, owners, columns, shift, ramp, wanted)
+    call = _call(tensors, owners, max_keys, shift, ramp, backward=True)
+    *found, _ = _backward_results(g, y, lse, tensors, owners, max_keys, shift, ramp, wanted)
     own = dict(zip(wanted.split(), found, strict=False))
     for name in ("q", "extra_q"):  # the kernel writes them in any case
         if (x := tensors[NAMES.index(name)]) is not None:
@@ -157,32 +157,32 @@ def _forward_results(tensors, *_):
 
 
 @_backward.register_fake
-def _backward_results(g, y, lse, tensors, owners, columns, shift, ramp, wanted):
+def _backward_results(g, y, lse, tensors, owners, max_keys, shift, ramp, wanted):
     found = [_like(x) for name, x in zip(NAMES, tensors, strict=False) if name in wanted.split()]
     found += [_like(x) for x in tensors[PAST:] if "past" in wanted.split()]
     return [*found, g.new_empty((), dtype=torch.int64)]
 
 
 @register_flop_formula(torch.ops.windtunnel.window_forward, get_raw=True)
-def _forward_flops(tensors, owners, columns, *_, out_val) -> int:
-    return _expected_flops(tensors, owners, columns) if isinstance(out_val[-1], FakeTensor) else int(out_val[-1])
+def _forward_flops(tensors, owners, max_keys, *_, out_val) -> int:
+    return _expected_flops(tensors, owners, max_keys) if isinstance(out_val[-1], FakeTensor) else int(out_val[-1])
 
 
 @register_flop_formula(torch.ops.windtunnel.window_backward, get_raw=True)
-def _backward_flops(_g, _y, _lse, tensors, owners, columns, _shift, _ramp, wanted, *, out_val) -> int:
+def _backward_flops(_g, _y, _lse, tensors, owners, max_keys, _shift, _ramp, wanted, *, out_val) -> int:
     if isinstance(out_val[-1], FakeTensor):
-        return _expected_flops(tensors, owners, columns, wanted.split())
+        return _expected_flops(tensors, owners, max_keys, wanted.split())
     return int(out_val[-1])
 
 
 def _expected_flops(
-    tensors: list[Tensor | None], owners: list[int], columns: list[int], wanted: list[str] | None = None
+    tensors: list[Tensor | None], owners: list[int], max_keys: list[int], wanted: list[str] | None = None
 ) -> int:
     """Without data: at the heads' buckets, because spans have no values, and with nothing rounded up to whole vectors."""
     own = dict(zip(NAMES, tensors, strict=False))
     streams, _, rows, width = own["q"].shape
     products = 0.0  # with a key, for each row
-    for n, past in zip(columns, _pasts(tensors, owners, len(columns)), strict=True):
+    for n, past in zip(max_keys, _pasts(tensors, owners, len(max_keys)), strict=True):
         met = min(n + geometry(own["q"].dtype)[0] - 1, past + rows)
         segment = min(n, rows)
         learned = met if wanted and "past" in wanted else segment - segment**2 / (2 * rows)
@@ -255,18 +255,18 @@ class _Call(ctypes.Structure):
 
 
 def _call(
-    tensors: list[Tensor | None], owners: list[int], columns: list[int], shift: int, ramp: int, *, backward: bool
+    tensors: list[Tensor | None], owners: list[int], max_keys: list[int], shift: int, ramp: int, *, backward: bool
 ) -> _Call:
     own, bias = dict(zip(NAMES, tensors, strict=False)), tensors[len(NAMES)]
     q, z, vectors = own["q"], own.pop("z"), own.pop("vectors")
     call = _Call(streams=q.shape[0], heads=q.shape[1], rows=q.shape[2], width=q.shape[3], shift=shift)
     call.dtype, call.kept, call.threads = q.dtype, [], torch.get_num_threads()
     call.persistent = 0 if own["extra_k"] is None else own["extra_k"].shape[1]
-    call.distances = max(columns)
+    call.distances = max(max_keys)
     call.put(**own, past=torch.tensor(_pasts(tensors, owners, q.shape[1])))
     if owners:
         call.put_past(owners, tensors[PAST:], names=("k_old", "v_old"))
-    met = _columns_met(columns, z, ramp)
+    met = _columns_met(max_keys, z, ramp)
     order = sorted(range(len(met)), key=lambda h: -met[h])
     call.put(columns=torch.tensor(met), order=torch.tensor(order))
     call.put(**_tables(q.dtype, z, bias, met, call.distances, ramp, backward=backward))
@@ -277,12 +277,12 @@ def _call(
     return call
 
 
-def _columns_met(columns: list[int], z: Tensor | None, ramp: int) -> list[int]:
+def _columns_met(max_keys: list[int], z: Tensor | None, ramp: int) -> list[int]:
     """Keys that each head meets: with a soft mask up to the far end of the closed ramp, not to the next round number."""
     if z is None:
-        return list(columns)
+        return list(max_keys)
     far = (z.detach() + ramp).floor()  # added as in soft_mask, so that both agree on which side of a kink z is
-    return [min(n, int(x) + 1) for n, x in zip(columns, far.tolist(), strict=True)]
+    return [min(n, int(x) + 1) for n, x in zip(max_keys, far.tolist(), strict=True)]
 
 
 def _tables(

@@ -18,12 +18,12 @@ from bench.planning import provenance, read_run, trained_model
 from harness.count.flops import count_flops, forward_flops_per_byte, optimizer_flops
 from harness.count.memory import PeakMemory, keep_freed, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
-from harness.data.corpora import Lanes
+from harness.data.corpora import Streams
 from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
-from harness.loop.run import path_of
 from harness.loop.step import Trainer
+from harness.loop.train_state import backend_of
 from harness.model import LanguageModel
 from harness.plan.build import Plan, plan_run
 from variants.contract import State
@@ -38,7 +38,7 @@ class Task:
     """What a cell measures, out of plain values, so that it can be sent to another process.
 
     Attributes:
-        config: a training run's, resolved; ``model.span``, ``batch`` and ``runtime.path`` are the cell's own.
+        config: a training run's, resolved; ``model.span``, ``batch`` and ``runtime.backend`` are the cell's own.
         trusted: packages that it may name beside its ``trust``.
         warm: whether the streams carry a state as long as the window.
         weights: a run folder whose best weights are measured, or None for a fresh model.
@@ -63,7 +63,7 @@ class Subject:
         self.device, self.span, b = self.runtime.device, task.span, self.plan.batch
         self.corpus = corpora.load(**self.plan.data)
         train = self.corpus.splits["train"]
-        self.batches = Lanes(train, lanes=b.lanes, segment=b.segment, seed=self.plan.seed, carry=False)
+        self.batches = Streams(train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False)
         self.steps = 0
 
     def identity(self) -> dict:
@@ -85,7 +85,7 @@ class Subject:
         """What is measured: path, sizes, spans."""
         m = self.model
         return {
-            "path": path_of(m, self.runtime),
+            "backend": backend_of(m, self.runtime),
             "parameters": {
                 "total": sum(p.numel() for p in m.parameters()),
                 "touched": m.touched_parameters(),

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from variants.conformance.subject import Subject, Verdict, differs, gradients_of, infinite, leaves, place_of, push, run
+from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, infinite, leaves, place_of, push, run
 from variants.contract import Position, cat_streams, map_state
 
 LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
@@ -152,7 +152,7 @@ def old_state(subject: Subject) -> Verdict:
     return breaks, f"made by {', '.join(map(str, lengths))} bytes, before parameters moved"
 
 
-def equal_paths(fast: Subject, plain: Subject) -> Verdict:
+def equal_backends(fast: Subject, plain: Subject) -> Verdict:
     """Two paths of one model, in value and in every gradient, where learned spans are uneven and segments ugly.
 
     Segments of 1, S + 2, 1 and S + 1 bytes: cold and warm, shorter and longer than the window.

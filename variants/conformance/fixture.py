@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from variants.contract import Out, State, Sublayer
+from variants.contract import State, Sublayer, SublayerOutput
 
 Verdict = tuple[list[str], str]
 """One line for each break, and what to say where there is none."""
@@ -119,7 +119,7 @@ def run(
     torch.manual_seed(seed)
     pieces: list[Outputs] = []
 
-    def listen(name: str, module: Sublayer, inputs: tuple, out: Out) -> None:
+    def listen(name: str, module: Sublayer, inputs: tuple, out: SublayerOutput) -> None:
         if out.y.shape != inputs[0].shape:
             raise ValueError(f"{name} maps {tuple(inputs[0].shape)} to {tuple(out.y.shape)}")
         pieces[-1][name] = out.y

@@ -22,11 +22,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.ledger import Block, Ledger, Work
+from bench.memory_tracker import Block, Ledger, Work
 from harness.count.formulas import tensors_of
 from harness.device.runtime import Runtime
-from harness.loop.run import path_of
 from harness.loop.step import Trainer
+from harness.loop.train_state import backend_of
 from harness.model import LanguageModel
 from harness.optim.optimizers import Optimizers
 from harness.plan.build import Plan
@@ -54,17 +54,17 @@ class Prediction:
     """What a training step in warm state takes.
 
     Attributes:
-        path: of the attention, as in other rows.
+        backend: of the attention, as in other rows.
         peak_bytes: most bytes alive at one time.
         split: of the peak, which the values add up to, by ``CAUSES``.
         warm: whether the carried state had stopped growing.
         work: how often the step does each amount of work.
     """
 
-    lanes: int
+    streams: int
     segment: int
     span: int
-    path: str
+    backend: str
     peak_bytes: int
     split: dict[str, int]
     warm: bool
@@ -87,7 +87,7 @@ def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
 
     Args:
         kind: of the device: ``cpu`` or ``cuda``; None for the kind that the plan would run on here.
-        sizes: ``lanes``, ``segment`` or ``span`` in place of the plan's own.
+        sizes: ``streams``, ``segment`` or ``span`` in place of the plan's own.
 
     Raises:
         ValueError: naming the key, for what cannot be predicted.
@@ -100,13 +100,13 @@ def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
     if kind is None:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         kind = automatic if plan.runtime.device == "auto" else plan.runtime.device.partition(":")[0]
-    if plan.batch.lanes < plan.batch.accumulate:
-        raise ValueError(f"batch.lanes={plan.batch.lanes}: at least batch.accumulate={plan.batch.accumulate}")
+    if plan.batch.streams < plan.batch.accumulate:
+        raise ValueError(f"batch.streams={plan.batch.streams}: at least batch.accumulate={plan.batch.accumulate}")
     if plan.runtime.compile:
         raise ValueError("runtime.compile=true: memory of compiled code is not predicted; allowed is false")
     with torch.random.fork_rng(devices=[]):
         model = build(plan)
-    path = path_of(model, Runtime(device=torch.device(kind), precision=plan.runtime.precision, compile=False))
+    backend = backend_of(model, Runtime(device=torch.device(kind), precision=plan.runtime.precision, compile=False))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), AsCuda() if kind == "cuda" else nullcontext():
             make_fake(model)
@@ -120,10 +120,10 @@ def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
     for block in (block for block in ledger.blocks if block.alive(now)):
         split[causes.get(block) or ("activations" if ledger.kept_for_backward(block) else "temporary")] += block.bytes
     return Prediction(
-        lanes=plan.batch.lanes,
+        streams=plan.batch.streams,
         segment=plan.batch.segment,
         span=plan.model.span,
-        path=path,
+        backend=backend,
         peak_bytes=most + LIBRARY_BYTES[kind],
         split=split,
         warm=warm,
@@ -144,9 +144,11 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
     """The ledger of one step after warm-up, the causes of the blocks that outlive it, and whether the state is full."""
     b = plan.batch
     runtime = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
-    paths = {sublayer: sublayer.path(torch.device(kind), training=True) for _, sublayer in model.sublayers()}
-    if kind == "cuda" and "kernel" in paths.values():
-        raise ValueError("runtime.path=kernel: of a GPU's own kernels no memory is predicted; allowed are auto, plain")
+    backends = {sublayer: sublayer.backend(torch.device(kind), training=True) for _, sublayer in model.sublayers()}
+    if kind == "cuda" and "kernel" in backends.values():
+        raise ValueError(
+            "runtime.backend=kernel: of a GPU's own kernels no memory is predicted; allowed are auto, plain"
+        )
     _refuse_sparse(model)
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
     optimizers = plan.make_optimizers(model)
@@ -154,15 +156,15 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
         choose_as_on_cuda(optimizers)
     trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
     # A full state has the same shapes by every path, and the plain one takes a window at once.
-    _take_paths(model, dict.fromkeys(paths, "plain"))
+    _take_backends(model, dict.fromkeys(backends, "plain"))
     state, warm = _full_state(plan, model, runtime) if b.carry else (None, True)
-    _take_paths(model, paths)
+    _take_backends(model, backends)
 
     def step(state: State) -> State:
         _, after = trainer.step(inputs, targets, state, fraction=0.5)
         return after if b.carry else None
 
-    inputs, targets = (torch.zeros(b.lanes, b.segment, dtype=torch.int64) for _ in range(2))
+    inputs, targets = (torch.zeros(b.streams, b.segment, dtype=torch.int64) for _ in range(2))
     for _ in range(WARM_STEPS):
         state = step(state)
     ledger = Ledger(granule_bytes=512 if kind == "cuda" else 64)  # torch's allocators' own
@@ -196,10 +198,10 @@ def _refuse_sparse(model: LanguageModel) -> None:
             )
 
 
-def _take_paths(model: LanguageModel, paths: dict[nn.Module, str]) -> None:
+def _take_backends(model: LanguageModel, backends: dict[nn.Module, str]) -> None:
     """Let each sublayer run the code of its path, whatever device the fake tensors are on."""
     for _, sublayer in model.sublayers():
-        sublayer.path = lambda device, *, training, path=paths[sublayer]: path
+        sublayer.backend = lambda device, *, training, backend=backends[sublayer]: backend
 
 
 @torch.no_grad()
@@ -208,7 +210,7 @@ def _full_state(plan: Plan, model: LanguageModel, runtime: Runtime) -> tuple[Sta
     model.eval()
     state, shapes = None, None
     for _ in range(MOST_FILLS):
-        tokens = torch.zeros(plan.batch.lanes, max(plan.model.span, plan.batch.segment), dtype=torch.int64)
+        tokens = torch.zeros(plan.batch.streams, max(plan.model.span, plan.batch.segment), dtype=torch.int64)
         with runtime.autocast():
             state = model(tokens, state).state
         before, shapes = shapes, [tensor.shape for tensor in tensors_of(state)]

@@ -1,4 +1,4 @@
-"""In which order bytes are read: lanes for training, lanes and windows for scoring.
+"""In which order bytes are read: streams for training, streams and windows for scoring.
 
 A pair is an input byte and the byte after it, the target: a split of n bytes has n - 1 pairs, and pair i is bytes i
 and i + 1. Everything is a pure function of the split, an integer position and the seed, so that a run resumes from
@@ -22,54 +22,54 @@ Segment = tuple[Tensor, Tensor, Tensor]
 """Inputs int64 ``[L, T]``, targets int64 ``[L, T]``, and mask bool ``[L, T]``: which of the pairs are to be scored."""
 
 
-class Lanes:
-    """The training stream: B streams ("lanes") read side by side, T bytes a step.
+class Streams:
+    """The training stream: B streams ("streams") read side by side, T bytes a step.
 
-    With ``carry`` the split is a ring of n bytes, cut into B lanes of n // B bytes, which are read segment after
-    segment so that state can be carried. A lane holds ``steps_per_turn`` whole segments; then a new turn begins: the
+    With ``carry`` the split is a ring of n bytes, cut into B streams of n // B bytes, which are read segment after
+    segment so that state can be carried. A stream holds ``steps_per_turn`` whole segments; then a new turn begins: the
     whole ring is shifted by an offset drawn from the seed and the turn, and state must be dropped. What one turn leaves
-    out (less than a segment a lane) another turn reads. Where the ring closes, the first byte follows the last.
+    out (less than a segment a stream) another turn reads. Where the ring closes, the first byte follows the last.
 
-    Without ``carry`` each step reads B windows at places drawn from the seed, the step and the lane.
+    Without ``carry`` each step reads B windows at places drawn from the seed, the step and the stream.
 
     Args:
         split: uint8 ``[n]``.
-        lanes, segment: B streams and T bytes, each at least 1.
+        streams, segment: B streams and T bytes, each at least 1.
         seed: another seed is another order.
 
     Raises:
-        ValueError: if a lane (or without ``carry`` the split) has fewer than T + 1 bytes.
+        ValueError: if a stream (or without ``carry`` the split) has fewer than T + 1 bytes.
     """
 
-    def __init__(self, split: Tensor, *, lanes: int, segment: int, seed: int, carry: bool = True):
-        _check_counts(**{"batch.lanes": lanes, "batch.segment": segment})
-        lane_bytes = len(split) // lanes if carry else len(split)
-        if lane_bytes <= segment:
-            needed = (segment + 1) * (lanes if carry else 1)
+    def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
+        _check_counts(**{"batch.streams": streams, "batch.segment": segment})
+        stream_bytes = len(split) // streams if carry else len(split)
+        if stream_bytes <= segment:
+            needed = (segment + 1) * (streams if carry else 1)
             raise ValueError(
-                f"batch.lanes={lanes} and batch.segment={segment} need {needed:,} bytes to train on, the train split "
-                f"of data has {len(split):,}: allowed is a longer corpus, fewer lanes or a shorter segment"
+                f"batch.streams={streams} and batch.segment={segment} need {needed:,} bytes to train on, the train split "
+                f"of data has {len(split):,}: allowed is a longer corpus, fewer streams or a shorter segment"
             )
-        self.split, self.lanes, self.segment, self.seed, self.carry = split, lanes, segment, seed, carry
-        self.lane_bytes = lane_bytes
-        self.steps_per_turn = lane_bytes // segment
+        self.split, self.streams, self.segment, self.seed, self.carry = split, streams, segment, seed, carry
+        self.stream_bytes = stream_bytes
+        self.steps_per_turn = stream_bytes // segment
 
     @property
     def bytes_per_step(self) -> int:
         """Targets in one step, B x T."""
-        return self.lanes * self.segment
+        return self.streams * self.segment
 
     def begins(self, position: int) -> bool:
         """Whether the streams of step ``position`` do not continue those of the step before: start without state."""
         return not self.carry or position % self.steps_per_turn == 0
 
     def batch(self, position: int, *, part: tuple[int, int] = WHOLE) -> tuple[Tensor, Tensor]:
-        """Step number ``position``, counted from 0: inputs and targets of a part of the lanes, int64 ``[B, T]`` each."""
-        number = np.arange(self.lanes)[share(self.lanes, part)]
+        """Step number ``position``, counted from 0: inputs and targets of a part of the streams, int64 ``[B, T]`` each."""
+        number = np.arange(self.streams)[share(self.streams, part)]
         if self.carry:
             turn, step = divmod(position, self.steps_per_turn)
             offset = int(integer_hash(_RING, self.seed, turn)[0] % np.uint64(len(self.split)))
-            begin = offset + number * self.lane_bytes + step * self.segment
+            begin = offset + number * self.stream_bytes + step * self.segment
         else:
             places = np.uint64(len(self.split) - self.segment)
             begin = (integer_hash(_WINDOW, self.seed, position, number) % places).astype(np.int64)
@@ -84,30 +84,30 @@ def share(number: int, part: tuple[int, int]) -> slice:
     return slice(which * number // parts, (which + 1) * number // parts)
 
 
-def score_lanes(n_pairs: int, lanes: int) -> list[tuple[int, int]]:
-    """Cut pairs 0..n_pairs - 1 into ``lanes`` contiguous ranges (first, end), sizes differing by at most one.
+def score_streams(n_pairs: int, streams: int) -> list[tuple[int, int]]:
+    """Cut pairs 0..n_pairs - 1 into ``streams`` contiguous ranges (first, end), sizes differing by at most one.
 
-    ValueError naming ``eval.lanes`` if there are fewer pairs than lanes.
+    ValueError naming ``eval.streams`` if there are fewer pairs than streams.
     """
-    if not 1 <= lanes <= n_pairs:
-        raise ValueError(f"eval.lanes={lanes}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
-    cuts = [lane * n_pairs // lanes for lane in range(lanes + 1)]
+    if not 1 <= streams <= n_pairs:
+        raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
+    cuts = [stream * n_pairs // streams for stream in range(streams + 1)]
     return list(pairwise(cuts))
 
 
-def segments(split: Tensor, *, lanes: int, segment: int, part: tuple[int, int] = WHOLE) -> Iterator[Segment]:
-    """Stream all pairs of ``split [n]`` once: L lanes in step, T pairs at a time, state carried from each to the next.
+def segments(split: Tensor, *, streams: int, segment: int, part: tuple[int, int] = WHOLE) -> Iterator[Segment]:
+    """Stream all pairs of ``split [n]`` once: L streams in step, T pairs at a time, state carried from each to the next.
 
-    Every segment is ``[L, T]``. Segment k of a lane that begins at pair a holds pairs a + kT and on; what lies beyond
-    the end of its lane is filling with a false mask, always after the lane's last pair. A part of the lanes has as many
+    Every segment is ``[L, T]``. Segment k of a stream that begins at pair a holds pairs a + kT and on; what lies beyond
+    the end of its stream is filling with a false mask, always after the stream's last pair. A part of the streams has as many
     segments as all of them.
 
     Raises:
-        ValueError: naming ``eval.lanes`` or ``eval.segment``.
+        ValueError: naming ``eval.streams`` or ``eval.segment``.
     """
-    _check_counts(**{"eval.lanes": lanes, "eval.segment": segment})
-    ranges = torch.tensor(score_lanes(len(split) - 1, lanes))
-    longest, own = int((ranges[:, 1] - ranges[:, 0]).max()), ranges[share(lanes, part)]
+    _check_counts(**{"eval.streams": streams, "eval.segment": segment})
+    ranges = torch.tensor(score_streams(len(split) - 1, streams))
+    longest, own = int((ranges[:, 1] - ranges[:, 0]).max()), ranges[share(streams, part)]
     starts = range(0, longest, segment)
     return (_pairs(split, own[:, :1] + done + torch.arange(segment), own[:, 1:]) for done in starts)
 

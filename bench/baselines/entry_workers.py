@@ -1,6 +1,6 @@
-"""One entrant of ``bench.peers`` in a process of its own: it proves itself, says what it takes, and trains when asked.
+"""One entry of ``bench.peers`` in a process of its own: it proves itself, says what it takes, and trains when asked.
 
-Every entrant gets the same bytes in the same order, and takes the whole training step: forward, loss, backward,
+Every entry gets the same bytes in the same order, and takes the whole training step: forward, loss, backward,
 optimizer, gradients dropped. Ours take the trainer's own step. The learning rate is 0: the optimizer does all its work,
 and spans stay where they were put. What carries a state begins with a full one: a stream's first steps have little past
 and are cheap; what a long run pays for is the steady state, in which every query looks back as far as its head does.
@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from bench.baselines.packages import MEMORY_PACKAGE, Peer, Sizes, library, touched_parameters
 from bench.baselines.proof import Probe, prove
-from bench.baselines.rivals import MEMORY_PACKAGE, Rival, Sizes, library, touched_parameters
-from bench.baselines.yardstick import fused_adamw
+from bench.baselines.reference_model import fused_adamw
+from bench.cost_worker import MIDDLE, WARM_STEPS, full_state
 from bench.measure import peak_bytes, times
-from bench.subject import MIDDLE, WARM_STEPS, full_state
 from harness.count.flops import count_flops
 from harness.count.memory import PeakMemory, keep_freed
 from harness.data import corpora
 from harness.device import runtime
-from harness.loop.run import Run, path_of
 from harness.loop.step import Trainer
+from harness.loop.train_state import TrainState, backend_of
 from harness.model import LanguageModel
 from harness.plan.build import plan_run
 from harness.record.rows import Record
@@ -38,12 +38,12 @@ PROOF_STREAMS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an entrant is made of: plain values, so that they can be sent to another process."""
+    """What an entry is made of: plain values, so that they can be sent to another process."""
 
-    config: dict  # of a training run, resolved: sizes, lanes, segment, runtime, and for ours the variant
+    config: dict  # of a training run, resolved: sizes, streams, segment, runtime, and for ours the variant
     trusted: tuple[str, ...]  # packages that it may name beside its trust
     batches: Tensor  # uint8 [n, B, T + 1], read in a circle
-    rival: Rival | None = None  # for a peer, with sizes and optimizer
+    peer: Peer | None = None  # for a peer, with sizes and optimizer
     sizes: Sizes | None = None
     optimizer: str = "fused adamw"  # or adam, as its documentation has it
     layer: str | None = None  # the variant's sublayer that is measured alone, or None for the whole model
@@ -52,7 +52,7 @@ class Task:
     scratch: str | None = None  # a folder where the trainer's record may go
 
 
-class Entrant:
+class EntryWorker:
     """What a cell is asked: ``prove`` in a process that is thrown away, in another ``weigh``, then ``round`` by round.
 
     A subclass makes ``model`` on the run's device, and ``moved_by``, its optimizers: above the memory's baseline, below
@@ -67,8 +67,8 @@ class Entrant:
         self.runtime = runtime.start(self.plan.runtime)
         self.device = self.runtime.device
         load_libraries(self.device)
-        if task.rival:
-            task.rival.built(task.sizes)
+        if task.peer:
+            task.peer.built(task.sizes)
         self.meter = PeakMemory(self.device)
         runtime.seed(self.plan.seed)
 
@@ -80,9 +80,9 @@ class Entrant:
         """What is checked."""
         raise NotImplementedError
 
-    def path(self) -> str:
+    def backend(self) -> str:
         """``plain``, ``fused``, ..."""
-        return self.task.rival.path
+        return self.task.peer.backend
 
     def prove(self) -> dict[str, str]:
         """The checks: name to ``ok`` or the reason of the failure."""
@@ -99,14 +99,14 @@ class Entrant:
         steps(WARM_STEPS)
         peak = peak_bytes(lambda: steps(MEASURED_STEPS), device=self.device, meter=self.meter)
         keep_freed(True)  # from here on time counts
-        path, seen = self.path(), self.device.type == "cpu" and not self.runtime.compile
+        backend, seen = self.backend(), self.device.type == "cpu" and not self.runtime.compile
         names = [("fused " if o.defaults.get("fused") else "") + type(o).__name__ for o in self.moved_by]
-        touched = touched_parameters(self.model) if self.task.rival else self.model.touched_parameters()
+        touched = touched_parameters(self.model) if self.task.peer else self.model.touched_parameters()
         return {
             "parameters": {"total": sum(p.numel() for p in self.model.parameters()), "touched": touched},
             "optimizer": " + ".join(dict.fromkeys(names)),
             "step_flops": count_flops(self.train, gradients=True).total if seen else None,  # not of compiled kernels
-            "path": f"{path}, compiled" if self.runtime.compile and "compiled" not in path else path,
+            "backend": f"{backend}, compiled" if self.runtime.compile and "compiled" not in backend else backend,
             "memory": {"train_peak_bytes": peak.bytes, "approximate": peak.approximate},
         }
 
@@ -118,7 +118,7 @@ class Entrant:
 
     def make_peer(self) -> None:
         """Model and optimizer of a peer."""
-        self.model = self.task.rival.built(self.task.sizes).to(self.device).train()
+        self.model = self.task.peer.built(self.task.sizes).to(self.device).train()
         if self.task.optimizer == "adam":
             groups = library(MEMORY_PACKAGE).fetch_optimizer_parameters(self.model, pkm_learning_rate=0.0)
             self.optimizer = torch.optim.Adam(groups, lr=0.0)
@@ -128,7 +128,7 @@ class Entrant:
         self.forward = self.runtime.forward(self.model)
 
 
-class LanguageEntrant(Entrant):
+class LanguageWorker(EntryWorker):
     """A language model; a subclass says how it is made, called and trained."""
 
     def __init__(self, task: Task):
@@ -158,7 +158,7 @@ class LanguageEntrant(Entrant):
         )
 
 
-class OurModel(LanguageEntrant):
+class OurModel(LanguageWorker):
     """A variant of the configuration, with the trainer's step and optimizers, and a full past where it carries one."""
 
     def __init__(self, task: Task):
@@ -198,30 +198,30 @@ class OurModel(LanguageEntrant):
         """What streams carry that have seen as many bytes as a query may see."""
         return full_state(self.model, self.inputs[0], span=self.plan.model.span, where=self.runtime)
 
-    def path(self) -> str:
-        return path_of(self.model, self.runtime)
+    def backend(self) -> str:
+        return backend_of(self.model, self.runtime)
 
 
 class TrainerLoop(OurModel):
-    """What ``train.py`` does at every step: ``Run.step``, and every ``record.every_steps`` a row of the record."""
+    """What ``train.py`` does at every step: ``TrainState.step``, and every ``record.every_steps`` a row of the record."""
 
     def __init__(self, task: Task):
         super().__init__(task)
-        self.run = Run(self.plan, corpora.load(**self.plan.data), self.runtime)
-        self.model, self.trainer = self.run.model, self.run.trainer
+        self.training = TrainState(self.plan, corpora.load(**self.plan.data), self.runtime)
+        self.model, self.trainer = self.training.model, self.training.trainer
         self.settle()
         self.record = Record(Path(tempfile.mkdtemp(dir=task.scratch)))
 
     def train(self) -> None:
-        begins = self.run.spent.steps == 0
-        self.run.step()
+        begins = self.training.spent.steps == 0
+        self.training.step()
         if begins:
-            self.run.state = self.past()
-        if self.run.spent.steps % self.plan.record.every_steps == 0:
-            self.record.append(self.run.train_row())
+            self.training.state = self.past()
+        if self.training.spent.steps % self.plan.record.every_steps == 0:
+            self.record.append(self.training.train_row())
 
 
-class PeerModel(LanguageEntrant):
+class PeerModel(LanguageWorker):
     """A peer."""
 
     def __init__(self, task: Task):
@@ -250,10 +250,10 @@ def load_libraries(device: torch.device) -> None:
 @torch.no_grad()
 def set_spans(model: LanguageModel, spans: tuple[int, ...]) -> None:
     """Put each head's learned span at so many keys, from 0 to S, in every layer; ValueError if none is learned."""
-    reaches = [getattr(sublayer, "reach", None) for _, sublayer in model.sublayers()]
-    reaches = [reach for reach in reaches if isinstance(getattr(reach, "fraction", None), nn.Parameter)]
-    if not reaches:
-        raise ValueError("spans cannot be set: no sublayer's reach has a learned fraction")
-    for reach in reaches:
-        reach.fraction.copy_(torch.tensor(spans) / reach.span)
+    found = [getattr(sublayer, "span", None) for _, sublayer in model.sublayers()]
+    found = [one for one in found if isinstance(getattr(one, "fraction", None), nn.Parameter)]
+    if not found:
+        raise ValueError("spans cannot be set: no sublayer's span has a learned fraction")
+    for one in found:
+        one.fraction.copy_(torch.tensor(spans) / one.span)
     model.project_()

@@ -13,23 +13,23 @@ class Launch(NamedTuple):
     """What ``torchrun`` says in the environment.
 
     Attributes:
-        rank, number: this process among all of the command, and how many there are.
-        local_rank, local_number: the same on this machine.
+        rank, world_size: this process among all of the command, and how many there are.
+        local_rank, local_world_size: the same on this machine.
     """
 
     rank: int = 0
-    number: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    local_number: int = 1
+    local_world_size: int = 1
 
     @property
     def words(self) -> tuple[str, ...]:
         """The command line's first words, for a command that may be typed again."""
-        if self.number == 1:
+        if self.world_size == 1:
             return ("python",)
-        machines = self.number // self.local_number
+        machines = self.world_size // self.local_world_size
         nodes = (f"--nnodes={machines}",) if machines > 1 else ()
-        return ("torchrun", *nodes, f"--nproc-per-node={self.local_number}")
+        return ("torchrun", *nodes, f"--nproc-per-node={self.local_world_size}")
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -41,15 +41,15 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         return Launch()
     number = _read(environment, "WORLD_SIZE", range(1, sys.maxsize))
     rank = _read(environment, "RANK", range(number))
-    local_number = _read(environment, "LOCAL_WORLD_SIZE", range(1, number + 1), default=number)
-    local_rank = _read(environment, "LOCAL_RANK", range(local_number), default=rank % local_number)
+    local_world_size = _read(environment, "LOCAL_WORLD_SIZE", range(1, number + 1), default=number)
+    local_rank = _read(environment, "LOCAL_RANK", range(local_world_size), default=rank % local_world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if number > 1 and not environment.get(name)]
     if missing:
         raise ValueError(
             f"WORLD_SIZE={number}: {' and '.join(missing)} must be set, too, where the processes meet; torchrun sets "
             "them all, and one process alone has no WORLD_SIZE in its environment"
         )
-    return Launch(rank, number, local_rank, local_number)
+    return Launch(rank, number, local_rank, local_world_size)
 
 
 def _read(environment: Mapping[str, str], name: str, allowed: range, *, default: int | None = None) -> int:
@@ -86,16 +86,16 @@ def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None 
         launch: None for that of this process.
     """
     launch = launch or read_launch()
-    if launch.number == 1:
+    if launch.world_size == 1:
         return
     if not many:
         raise ValueError(
-            f"torchrun with {launch.number} processes: bench measures in one; allowed is python -m bench.VERB"
+            f"torchrun with {launch.world_size} processes: bench measures in one; allowed is python -m bench.VERB"
         )
     flags = [word for word in arguments if word == "-m" or (len(word) > 3 and "--multirun".startswith(word))]
     flags += [word for word in arguments if word.startswith("sweep=") and word != "sweep=null"]
     if flags or "hydra.mode=MULTIRUN" in arguments:
         raise ValueError(
             f"{(flags or ['hydra.mode=MULTIRUN'])[0]}: a sweep starts jobs of its own, and torchrun started "
-            f"{launch.number} processes of it; allowed are python train.py -m, or torchrun with one job"
+            f"{launch.world_size} processes of it; allowed are python train.py -m, or torchrun with one job"
         )

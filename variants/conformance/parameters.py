@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.conformance.subject import Subject, Verdict, differs, gradients_of, infinite, leaves, push, run
+from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, infinite, leaves, push, run
 from variants.contract import State, map_state
 
 
@@ -17,7 +17,7 @@ def apart(subject: Subject) -> Verdict:
         {t.untyped_storage().data_ptr(): name for name, t in (*m.named_parameters(), *m.named_buffers()) if t.numel()}
         for m in models
     ]
-    breaks = [f"{places[0][place]} is shared by two models" for place in places[0].keys() & places[1].keys()]
+    breaks = [f"{places[0][context]} is shared by two models" for context in places[0].keys() & places[1].keys()]
     names: dict[Tensor, list[str]] = {}
     for name, parameter in models[0].named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -104,27 +104,27 @@ def statistics(subject: Subject) -> Verdict:
     model, tokens, breaks = subject.build(), subject.bytes(), []
     half, limits = subject.span + 2, subject.limits()
 
-    def look(tokens: Tensor, state: State = None) -> tuple[dict[str, Tensor], State]:
+    def collect_stats(tokens: Tensor, state: State = None) -> tuple[dict[str, Tensor], State]:
         with torch.no_grad():
-            out = model(tokens, state, look=True)
-        return {f"{name}.{key}": t.double() for name, own in out.seen.items() for key, t in own.items()}, out.state
+            out = model(tokens, state, collect_stats=True)
+        return {f"{name}.{key}": t.double() for name, own in out.stats.items() for key, t in own.items()}, out.state
 
-    (first, state), (whole, _) = look(tokens[:, :half]), look(tokens)
+    (first, state), (whole, _) = collect_stats(tokens[:, :half]), collect_stats(tokens)
     splits = [
-        ("segments", f"bytes before and from {half}", first, look(tokens[:, half:], state)[0]),
-        ("streams_apart", "stream 0 and the others", look(tokens[:1])[0], look(tokens[1:])[0]),
+        ("segments", f"bytes before and from {half}", first, collect_stats(tokens[:, half:], state)[0]),
+        ("streams_apart", "stream 0 and the others", collect_stats(tokens[:1])[0], collect_stats(tokens[1:])[0]),
     ]
     for limit, parts, a, b in splits:
         for name, total in whole.items() if limit not in limits else ():
             if not torch.allclose(a[name] + b[name], total, rtol=1e-9, atol=1e-9):
                 size = (a[name] + b[name] - total).abs().max()
                 breaks.append(f"eval, {parts}: {name} is off by {size:.2g} from the whole")
-    out = model(tokens, look=True)
+    out = model(tokens, collect_stats=True)
     breaks += differs("eval, looking", {"logits": model(tokens).logits}, {"logits": out.logits})
-    attached = [name for name, own in out.seen.items() if any(t.requires_grad for t in own.values())]
+    attached = [name for name, own in out.stats.items() if any(t.requires_grad for t in own.values())]
     breaks += [f"eval: statistics of {name} have a gradient" for name in attached]
     model.metrics({})
-    found = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in model.metrics(out.seen).items()}
+    found = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in model.metrics(out.stats).items()}
     wrong = {name: value.tolist() for name, value in found.items() if not value.isfinite().all()}
     breaks += [f"eval: metric {name} is {value}" for name, value in wrong.items()]
     return breaks, f"{len(whole)} statistics, {len(found)} metrics"

@@ -38,7 +38,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class Yardstick(nn.Module):
+class ReferenceModel(nn.Module):
     """Bytes in, logits of the next byte out.
 
     Args:
@@ -92,15 +92,15 @@ class WindowAttention(Attention):
     """Causal attention over the last keys that the mask lets through, by FlexAttention: torch's own for windows on a GPU.
 
     There it is always compiled, as torch's documentation asks; elsewhere torch computes it with the scores in memory,
-    which says nothing of its speed, so that its entrant takes part on a GPU only.
+    which says nothing of its speed, so that its entry takes part on a GPU only.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         return (_compiled() if q.is_cuda else flex_attention)(q, k, v, block_mask=mask)
 
 
-class WindowYardstick(Yardstick):
-    """The yardstick whose queries see ``window`` bytes, their own among them; cost goes by the window.
+class WindowModel(ReferenceModel):
+    """The reference model whose queries see ``window`` bytes, their own among them; cost goes by the window.
 
     Args:
         window: W, at least 1.

@@ -14,9 +14,9 @@ from types import ModuleType
 
 from torch import nn
 
-from bench.baselines.yardstick import WindowYardstick, Yardstick
+from bench.baselines.reference_model import ReferenceModel, WindowModel
 
-YARDSTICK = "yardstick"
+REFERENCE_MODEL = "reference_model"
 INSTALL = "not installed; python -m pip install -e .[peers]"
 MEMORY_PACKAGE = "product-key-memory"
 
@@ -33,7 +33,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What all entrants have in common."""
+    """What all entries have in common."""
 
     vocabulary: int  # V
     d_model: int  # D
@@ -46,11 +46,11 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rival:
+class Peer:
     """A peer; what is built maps bytes ``[B, T]`` to logits ``[B, T, V]``."""
 
     package: str  # as pip calls it
-    path: str  # fused if it asks for fused attention, else plain
+    backend: str  # fused if it asks for fused attention, else plain
     arguments: Callable[[Sizes], dict]  # of what is built
     build: Callable[[Sizes, dict], nn.Module]  # from the sizes and those arguments
     device: str | None = None  # the only kind of device that it takes part on, or None for all
@@ -79,21 +79,21 @@ def library(package: str) -> ModuleType:
     return import_module(package.replace("-", "_"))
 
 
-def yardstick_arguments(sizes: Sizes) -> dict:
+def reference_arguments(sizes: Sizes) -> dict:
     same = {name: getattr(sizes, name) for name in ("vocabulary", "d_model", "layers", "heads")}
     return same | {"longest": sizes.context}
 
 
-def build_yardstick(_sizes: Sizes, arguments: dict) -> nn.Module:
-    return Yardstick(**arguments)
+def build_reference(_sizes: Sizes, arguments: dict) -> nn.Module:
+    return ReferenceModel(**arguments)
 
 
 def window_arguments(sizes: Sizes) -> dict:
-    return yardstick_arguments(sizes) | {"window": sizes.window}
+    return reference_arguments(sizes) | {"window": sizes.window}
 
 
 def build_window(_sizes: Sizes, arguments: dict) -> nn.Module:
-    return WindowYardstick(**arguments)
+    return WindowModel(**arguments)
 
 
 def _shape(sizes: Sizes, *, prefix: str = "") -> dict:
@@ -129,7 +129,7 @@ def build_memory(_sizes: Sizes, arguments: dict) -> nn.Module:
 
 
 def build_with_memory(sizes: Sizes, arguments: dict) -> nn.Module:
-    return Yardstick(**yardstick_arguments(sizes), in_place={sizes.layers - 2: build_memory(sizes, arguments)})
+    return ReferenceModel(**reference_arguments(sizes), in_place={sizes.layers - 2: build_memory(sizes, arguments)})
 
 
 def local_arguments(sizes: Sizes) -> dict:
@@ -157,19 +157,21 @@ def build_reformer(sizes: Sizes, arguments: dict) -> nn.Module:
     return made(num_tokens=sizes.vocabulary, max_seq_len=sizes.context, **arguments)
 
 
-RIVALS = {
-    YARDSTICK: Rival(package="torch", path="fused", arguments=yardstick_arguments, build=build_yardstick),
-    "flex-window": Rival(package="torch", path="flex", arguments=window_arguments, build=build_window, device="cuda"),
-    "x-transformers": Rival(package="x-transformers", path="fused", arguments=decoder_arguments, build=build_decoder),
-    "x-transformers-memory": Rival(
-        package="x-transformers", path="fused", arguments=memory_decoder_arguments, build=build_decoder
+PACKAGES = {
+    REFERENCE_MODEL: Peer(package="torch", backend="fused", arguments=reference_arguments, build=build_reference),
+    "flex-window": Peer(package="torch", backend="flex", arguments=window_arguments, build=build_window, device="cuda"),
+    "x-transformers": Peer(package="x-transformers", backend="fused", arguments=decoder_arguments, build=build_decoder),
+    "x-transformers-memory": Peer(
+        package="x-transformers", backend="fused", arguments=memory_decoder_arguments, build=build_decoder
     ),
-    MEMORY_PACKAGE: Rival(package=MEMORY_PACKAGE, path="fused", arguments=memory_arguments, build=build_with_memory),
-    "local-attention": Rival(package="local-attention", path="plain", arguments=local_arguments, build=build_local),
-    "reformer-lsh": Rival(package="reformer-pytorch", path="plain", arguments=reformer_arguments, build=build_reformer),
-    "reformer-full": Rival(package="reformer-pytorch", path="plain", arguments=full_arguments, build=build_reformer),
+    MEMORY_PACKAGE: Peer(package=MEMORY_PACKAGE, backend="fused", arguments=memory_arguments, build=build_with_memory),
+    "local-attention": Peer(package="local-attention", backend="plain", arguments=local_arguments, build=build_local),
+    "reformer-lsh": Peer(
+        package="reformer-pytorch", backend="plain", arguments=reformer_arguments, build=build_reformer
+    ),
+    "reformer-full": Peer(package="reformer-pytorch", backend="plain", arguments=full_arguments, build=build_reformer),
 }
-LAYERS = {MEMORY_PACKAGE: Rival(package=MEMORY_PACKAGE, path="plain", arguments=memory_arguments, build=build_memory)}
+LAYERS = {MEMORY_PACKAGE: Peer(package=MEMORY_PACKAGE, backend="plain", arguments=memory_arguments, build=build_memory)}
 """Peers of a layer alone, which maps ``[B, T, D]`` to the same."""
 
 

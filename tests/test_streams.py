@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data.corpora import Lanes, score_lanes, segments, windows
+from harness.data.corpora import Streams, score_streams, segments, windows
 
 
 def ramp(n_bytes: int) -> torch.Tensor:
@@ -13,29 +13,29 @@ def ramp(n_bytes: int) -> torch.Tensor:
     return (torch.arange(n_bytes) % 251).to(torch.uint8)
 
 
-def lanes_of(n_bytes=1000, *, lanes=4, segment=7, seed=0, carry=True) -> Lanes:
-    return Lanes(ramp(n_bytes), lanes=lanes, segment=segment, seed=seed, carry=carry)
+def streams_of(n_bytes=1000, *, streams=4, segment=7, seed=0, carry=True) -> Streams:
+    return Streams(ramp(n_bytes), streams=streams, segment=segment, seed=seed, carry=carry)
 
 
 @given(
     n_bytes=st.integers(20, 500),
-    lanes=st.integers(1, 6),
+    streams=st.integers(1, 6),
     segment=st.integers(1, 12),
     seed=st.integers(0, 9),
     carry=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_targets_are_the_next_bytes_of_the_ring(n_bytes, lanes, segment, seed, carry):
+def test_targets_are_the_next_bytes_of_the_ring(n_bytes, streams, segment, seed, carry):
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    if n_bytes // lanes <= segment:
+    if n_bytes // streams <= segment:
         return
-    stream = Lanes(split, lanes=lanes, segment=segment, seed=seed, carry=carry)
+    stream = Streams(split, streams=streams, segment=segment, seed=seed, carry=carry)
     ring = split.tolist() * 2
     pieces = {tuple(ring[at : at + segment + 1]) for at in range(n_bytes)}
     before = None
     for position in range(2 * stream.steps_per_turn + 1):
         inputs, targets = stream.batch(position)
-        assert inputs.shape == targets.shape == (lanes, segment)
+        assert inputs.shape == targets.shape == (streams, segment)
         assert inputs.dtype == targets.dtype == torch.int64
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
         for row, last in zip(inputs.tolist(), targets[:, -1].tolist(), strict=True):
@@ -47,7 +47,7 @@ def test_targets_are_the_next_bytes_of_the_ring(n_bytes, lanes, segment, seed, c
 
 def test_a_turn_reads_every_byte_once_and_turns_differ():
     split = torch.arange(240, dtype=torch.uint8)
-    stream = Lanes(split, lanes=4, segment=6, seed=5)
+    stream = Streams(split, streams=4, segment=6, seed=5)
     assert (stream.steps_per_turn, stream.bytes_per_step) == (10, 24)
     turns = [torch.cat([stream.batch(turn * 10 + step)[0] for step in range(10)], dim=1) for turn in range(2)]
     for turn in turns:
@@ -58,82 +58,83 @@ def test_a_turn_reads_every_byte_once_and_turns_differ():
 
 
 def test_turns_reach_what_one_turn_leaves_out():
-    stream = Lanes(torch.arange(203, dtype=torch.uint8), lanes=2, segment=30, seed=0)  # 3 segments of 101 bytes
+    stream = Streams(torch.arange(203, dtype=torch.uint8), streams=2, segment=30, seed=0)  # 3 segments of 101 bytes
     read = {value for position in range(3 * 30) for value in stream.batch(position)[0].flatten().tolist()}
     assert read == set(range(203))
 
 
 def test_streams_begin_anew_only_at_a_turn():
-    stream = lanes_of(1000, lanes=4, segment=7)
+    stream = streams_of(1000, streams=4, segment=7)
     assert [p for p in range(100) if stream.begins(p)] == [0, 35, 70]
-    assert all(lanes_of(carry=False).begins(p) for p in range(100))
+    assert all(streams_of(carry=False).begins(p) for p in range(100))
 
 
 @pytest.mark.parametrize("carry", [True, False])
 def test_same_seed_same_bytes_whatever_came_before(carry):
-    first, second = lanes_of(carry=carry, seed=3), lanes_of(carry=carry, seed=3)
+    first, second = streams_of(carry=carry, seed=3), streams_of(carry=carry, seed=3)
     for position in (0, 50, 3):
         first.batch(position)
     torch.manual_seed(99)
     assert torch.equal(first.batch(40)[0], second.batch(40)[0])
-    assert not torch.equal(first.batch(40)[0], lanes_of(carry=carry, seed=4).batch(40)[0])
+    assert not torch.equal(first.batch(40)[0], streams_of(carry=carry, seed=4).batch(40)[0])
 
 
 def test_order_is_frozen():
     split = (torch.arange(100_000) // 400).to(torch.uint8)
-    assert Lanes(split, lanes=4, segment=8, seed=1).batch(9)[0][:, 0].tolist() == [197, 9, 72, 134]
-    assert Lanes(split, lanes=4, segment=8, seed=1, carry=False).batch(9)[0][:, 0].tolist() == [11, 239, 67, 69]
+    assert Streams(split, streams=4, segment=8, seed=1).batch(9)[0][:, 0].tolist() == [197, 9, 72, 134]
+    assert Streams(split, streams=4, segment=8, seed=1, carry=False).batch(9)[0][:, 0].tolist() == [11, 239, 67, 69]
 
 
 def test_random_windows_reach_both_ends():
-    stream = Lanes(torch.arange(12, dtype=torch.uint8), lanes=8, segment=4, seed=0, carry=False)
+    stream = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
     begins = {row[0] for position in range(60) for row in stream.batch(position)[0].tolist()}
     assert begins == set(range(8))
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "lanes", "segment", "carry"), [(31, 4, 7, True), (7, 4, 7, False), (100, 0, 7, True), (100, 4, 0, True)]
+    ("n_bytes", "streams", "segment", "carry"),
+    [(31, 4, 7, True), (7, 4, 7, False), (100, 0, 7, True), (100, 4, 0, True)],
 )
-def test_too_short_for_its_lanes(n_bytes, lanes, segment, carry):
-    with pytest.raises(ValueError, match=r"batch\.(lanes|segment)=\d"):
-        lanes_of(n_bytes, lanes=lanes, segment=segment, carry=carry)
+def test_too_short_for_its_streams(n_bytes, streams, segment, carry):
+    with pytest.raises(ValueError, match=r"batch\.(streams|segment)=\d"):
+        streams_of(n_bytes, streams=streams, segment=segment, carry=carry)
 
 
 def test_just_long_enough():
-    assert lanes_of(32, lanes=4, segment=7).steps_per_turn == 1
-    assert lanes_of(8, lanes=4, segment=7, carry=False).batch(0)[0].shape == (4, 7)
+    assert streams_of(32, streams=4, segment=7).steps_per_turn == 1
+    assert streams_of(8, streams=4, segment=7, carry=False).batch(0)[0].shape == (4, 7)
 
 
-@given(n_pairs=st.integers(1, 3000), lanes=st.integers(1, 40))
-def test_score_lanes_cut_evenly(n_pairs, lanes):
-    if lanes > n_pairs:
-        with pytest.raises(ValueError, match=rf"eval\.lanes={lanes}: allowed is 1 to {n_pairs}"):
-            score_lanes(n_pairs, lanes)
+@given(n_pairs=st.integers(1, 3000), streams=st.integers(1, 40))
+def test_score_streams_cut_evenly(n_pairs, streams):
+    if streams > n_pairs:
+        with pytest.raises(ValueError, match=rf"eval\.streams={streams}: allowed is 1 to {n_pairs}"):
+            score_streams(n_pairs, streams)
         return
-    ranges = score_lanes(n_pairs, lanes)
+    ranges = score_streams(n_pairs, streams)
     sizes = [end - begin for begin, end in ranges]
     assert [pair for begin, end in ranges for pair in range(begin, end)] == list(range(n_pairs))
-    assert len(ranges) == lanes
+    assert len(ranges) == streams
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(n_bytes=st.integers(2, 400), lanes=st.integers(1, 9), segment=st.integers(1, 50))
+@given(n_bytes=st.integers(2, 400), streams=st.integers(1, 9), segment=st.integers(1, 50))
 @settings(deadline=None)
-def test_segments_score_each_pair_once_and_in_order(n_bytes, lanes, segment):
-    if lanes > n_bytes - 1:
+def test_segments_score_each_pair_once_and_in_order(n_bytes, streams, segment):
+    if streams > n_bytes - 1:
         return
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
-    rows = [([], []) for _ in range(lanes)]
-    for inputs, targets, mask in segments(split, lanes=lanes, segment=segment):
-        assert inputs.shape == targets.shape == mask.shape == (lanes, segment)
+    rows = [([], []) for _ in range(streams)]
+    for inputs, targets, mask in segments(split, streams=streams, segment=segment):
+        assert inputs.shape == targets.shape == mask.shape == (streams, segment)
         assert (inputs.dtype, targets.dtype, mask.dtype) == (torch.int64, torch.int64, torch.bool)
         assert mask.any()
-        for lane, (read, predicted) in enumerate(rows):
-            assert mask[lane].long().diff().le(0).all()  # filling comes last: no real byte ever follows it
-            read += inputs[lane][mask[lane]].tolist()
-            predicted += targets[lane][mask[lane]].tolist()
+        for stream, (read, predicted) in enumerate(rows):
+            assert mask[stream].long().diff().le(0).all()  # filling comes last: no real byte ever follows it
+            read += inputs[stream][mask[stream]].tolist()
+            predicted += targets[stream][mask[stream]].tolist()
     data = split.tolist()
-    for (read, predicted), (begin, end) in zip(rows, score_lanes(n_bytes - 1, lanes), strict=True):
+    for (read, predicted), (begin, end) in zip(rows, score_streams(n_bytes - 1, streams), strict=True):
         assert read == data[begin:end]
         assert predicted == data[begin + 1 : end + 1]
 
@@ -169,8 +170,8 @@ def test_default_windows_are_context_512():
 @pytest.mark.parametrize("count", [0, -1, 1.5])
 def test_counts_are_named(count):
     with pytest.raises(ValueError, match=r"eval\.segment"):
-        segments(ramp(100), lanes=2, segment=count)
-    with pytest.raises(ValueError, match=r"eval\.lanes"):
-        segments(ramp(100), lanes=count, segment=4)
+        segments(ramp(100), streams=2, segment=count)
+    with pytest.raises(ValueError, match=r"eval\.streams"):
+        segments(ramp(100), streams=count, segment=4)
     with pytest.raises(ValueError, match="batch"):
         windows(ramp(100), batch=count)

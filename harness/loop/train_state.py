@@ -1,0 +1,221 @@
+"""A run between two steps: all that changes, what it does in a step, and how it goes into a checkpoint and comes back."""
+
+import math
+import time
+
+import torch
+from torch import Tensor, nn
+
+from harness.data.corpora import Corpus
+from harness.data.streams import Streams, score_streams, share
+from harness.device import runtime
+from harness.device.runtime import Runtime
+from harness.loop.step import Score, Trainer, score_stream
+from harness.model import LanguageModel
+from harness.optim.budget import Spent
+from harness.plan.build import Plan
+from variants.contract import map_state
+
+
+class TrainState:
+    """Model, optimizers and stream of one run, or of one of the processes that make it together.
+
+    Parameters, optimizers and what is spent are the same in all processes; the carried state is of its own streams.
+
+    Attributes:
+        spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock.
+        best_bits: lowest bits per byte of the validations on the way, or infinity.
+        agreed: the largest of all processes' flags in the last step.
+        wandb_id: kept for the checkpoint.
+    """
+
+    def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
+        self.plan, self.corpus, self.runtime = plan, corpus, device
+        runtime.seed(plan.seed)
+        b = plan.batch
+        self.stream = Streams(
+            corpus.splits["train"], streams=b.streams, segment=b.segment, seed=plan.seed, carry=b.carry
+        )
+        self.model = plan.make_model().to(device.device)
+        self.optimizers = plan.make_optimizers(self.model)
+        self.trainer = Trainer(self.model, self.optimizers, device, accumulate=b.accumulate)
+        self.backend = backend_of(self.model, device)
+        self.spent, self.state = Spent(), None
+        self.best_bits, self.wandb_id = math.inf, None
+        self.agreed: list[int] = []
+        self._last = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
+        self._nats, self._steps = 0.0, 0
+        self._exchange_seconds = 0.0
+        self._check_scoring()
+        self._check_division()
+        if device.processes.world_size > 1:  # from here on, draws are dropout's
+            runtime.seed_apart(plan.seed, step=0, rank=device.processes.rank)
+
+    @property
+    def fraction(self) -> float:
+        """Of the budget spent."""
+        return self.plan.budget.fraction(self.spent)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of training, so far."""
+        return self.spent.bytes / max(self.spent.seconds, 1e-9)
+
+    @property
+    def finished(self) -> bool:
+        return self.plan.budget.done(self.spent)
+
+    def step(self, *flags: int) -> float:
+        """One training step; returns the fraction of the budget spent before it.
+
+        Args:
+            flags: whole numbers that this process would have the others know, equally many in each.
+        """
+        began, before = time.perf_counter(), self.fraction
+        flops = self._step_flops()
+        own = self.stream.batch(self.spent.steps, part=self.runtime.processes.shard)
+        inputs, targets = (x.to(self.runtime.device) for x in own)
+        state = None if self.stream.begins(self.spent.steps) else self.state
+        # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
+        middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
+        nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
+        self.state = after if self.plan.batch.carry else None
+        self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
+        ended = time.perf_counter()
+        told = self.runtime.processes.all_gather_numbers([nats.item(), ended - began + self._exchange_seconds, *flags])
+        if len(told) > 1:
+            self._exchange_seconds = time.perf_counter() - ended  # belongs to the step, and is known after it
+        each_nats, each_seconds, *each_wish = zip(*told, strict=True)
+        self._nats += sum(each_nats) / len(told)
+        self._steps += 1
+        # By one clock and for the same flags everywhere: what follows from them must be the same, too.
+        self._last = Spent(bytes=self.stream.bytes_per_step, seconds=each_seconds[0], steps=1, flops=flops)
+        self.agreed = [int(max(wish)) for wish in each_wish]
+        self.spent += self._last
+        return before
+
+    def _step_flops(self) -> int:
+        """Training FLOPs of one step: 3 x forward, at the present parameters, because spans move."""
+        return 3 * self.model.ideal_flops() * self.stream.bytes_per_step
+
+    def train_row(self) -> dict:
+        """The mean since the last such row, and where the parameters are."""
+        bits = self.recent_bits(0.0)
+        self._nats, self._steps = 0.0, 0
+        shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
+        return {
+            "kind": "train",
+            **self.place(),
+            "bits_per_byte": bits,
+            "learning_rate": self.optimizers.lr * shape,
+            "ideal_flops_per_byte": self.model.ideal_flops(),
+            "metrics": self.model.metrics({}),
+        }
+
+    def recent_bits(self, default: float) -> float:
+        """Mean bits per byte since the last train row, or ``default`` right after one."""
+        return self._nats / self._steps / math.log(2) if self._steps else default
+
+    def place(self) -> dict:
+        """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
+        epochs = self.spent.bytes / len(self.corpus.splits["train"])
+        place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
+        place |= {} if self.plan.budget.unit == "seconds" else {"fraction": self.fraction}
+        clock = {"seconds": self.spent.seconds, "bytes_per_second": self.bytes_per_second}
+        return place | {"training_flops": self.spent.flops, "clock": clock}
+
+    def score(self, split: str, *, limit: int | None, collect_stats: bool = True) -> Score:
+        """Stream a split, or its first ``limit`` bytes, through the model as ``eval`` says."""
+        e = self.plan.eval
+        part = self.corpus.splits[split][:limit]
+        return score_stream(
+            self.model, part, runtime=self.runtime, streams=e.streams, segment=e.segment, collect_stats=collect_stats
+        )
+
+    def _check_scoring(self) -> None:
+        """ValueError, before the first step, if a split is too short for ``eval.streams``."""
+        e = self.plan.eval
+        limits = [("valid", e.progress_bytes), ("valid", e.bytes)] + [("test", e.bytes)] * e.test
+        for split, limit in limits:
+            score_streams(len(self.corpus.splits[split][:limit]) - 1, e.streams)
+
+    def _check_division(self) -> None:
+        """ValueError, before the first step, if the streams cannot be divided among the processes."""
+        b, number = self.plan.batch, self.runtime.processes.world_size
+        if number == 1:
+            return
+        if b.streams % number:
+            raise ValueError(
+                f"batch.streams={b.streams}: {number} processes take as many streams each; allowed are multiples of {number}"
+            )
+        if b.accumulate > b.streams // number:
+            raise ValueError(
+                f"batch.accumulate={b.accumulate}: each of {number} processes has {b.streams // number} of "
+                f"batch.streams={b.streams} to split; allowed is at most as many"
+            )
+        for name, sublayer in self.model.sublayers():
+            norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            if norms or "streams_apart" in sublayer.limits:
+                what = type(norms[0]).__name__ if norms else "streams that influence each other"
+                raise ValueError(
+                    f"variant={self.plan.variant}: {name} has {what}, and each of {number} processes would see a part of "
+                    "the batch only; allowed are one process, or a norm of each byte, such as LayerNorm"
+                )
+
+    def capped(self, split: str, limit: int | None) -> bool:
+        return limit is not None and limit < len(self.corpus.splits[split])
+
+    def content(self, *, rows: int) -> dict:
+        """Everything an exact resume needs, whole in the first process: all must call it."""
+        processes = self.runtime.processes
+        state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.world_size > 1 else s)), self.state)
+        randoms = processes.gather_values(runtime.random_state())
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+            "spent": vars(self.spent),
+            "last": vars(self._last),
+            "state": state,
+            "nats": self._nats,
+            "steps": self._steps,
+            "best_bits": self.best_bits,
+            "random": randoms[0],
+            "random_others": randoms[1:],
+            "rows": rows,
+            "wandb_id": self.wandb_id,
+        }
+
+    def restore(self, content: dict) -> None:
+        """Go on from a checkpoint's ``content``, which may be of another number of processes."""
+        device, processes = self.runtime.device, self.runtime.processes
+        self.take_weights(content["model"])
+        self.optimizers.load_state_dict(content["optimizers"])
+        self.spent, self._last = Spent(**content["spent"]), Spent(**content["last"])
+        self.state = map_state(lambda s: s[share(len(s), processes.shard)].to(device), content["state"])
+        self._nats, self._steps, self.best_bits = (content[key] for key in ("nats", "steps", "best_bits"))
+        self.wandb_id = content["wandb_id"]
+        randoms = [content["random"], *content.get("random_others", ())]
+        if len(randoms) == processes.world_size:
+            runtime.set_random_state(randoms[processes.rank])
+        else:
+            runtime.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
+
+    def take_weights(self, weights: dict[str, Tensor]) -> None:
+        """The parameters of another run; ValueError if the models differ."""
+        own = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        for name in sorted(own.keys() | theirs.keys()):
+            if own.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"start.run={self.plan.start.run}: its model is another one, {name} is {theirs.get(name)} there and "
+                    f"{own.get(name)} here; allowed is a run of the same variant and sizes"
+                )
+        self.model.load_state_dict(weights)
+        self.model.project_()
+
+
+def backend_of(model: LanguageModel, device: Runtime) -> str:
+    """Which code the sublayers run; ValueError where ``runtime.backend`` is impossible."""
+    paths = {sublayer.backend(device.device, training=True) for _, sublayer in model.sublayers()}
+    name = "+".join(sorted(paths - {"plain"} or paths))
+    return f"{name}, compiled" if device.compile else name
