@@ -1,4 +1,4 @@
-"""What is measured, a verb a module: ``python -m bench.cost``, ``bench.peers``, ``bench.report`` and others."""
+"""Measurements, a verb a module: ``python -m bench.cost``, ``bench.peers``, ``bench.report`` and others."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a mechanism costs: ``python -m bench.cost variants=[A,B] lengths=[256,1024]``.
+"""Cost of a mechanism: ``python -m bench.cost variants=[A,B] lengths=[256,1024]``.
 
 Every variant must first keep the contract. Then, for each length, every variant and path gets a process of its own; peak
 memory is read there, and the training step, an evaluation and the generation of one byte are timed in turn, A B A B, so

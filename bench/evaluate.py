@@ -25,7 +25,7 @@ def main(cfg: DictConfig) -> None:
     from harness.plan.build import plan_run
     from harness.plan.settings import checked
     from harness.record import folder
-    from harness.record.rows import plain
+    from harness.record.rows import FORMAT, plain
 
     path = Path(cfg.run)
     saved, best = read_run(path, key="run")
@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     model = trained_model(plan, best, span=protocol["span"], key="run").to(device.device)
     split = corpus.splits[cfg.split]
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
-    row = {"kind": "evaluation", "split": cfg.split, "protocol": protocol}
+    row = {"kind": "evaluation", "format": FORMAT, "split": cfg.split, "protocol": protocol}
     row |= _score(model, split[:limit], device, protocol)
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
     row |= {"trained_source": saved["source"], "source": source.digest(plan.trust), "commit": source.commit()}

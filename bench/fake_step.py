@@ -1,4 +1,4 @@
-"""A training step without the memory: the trainer's very step on fake tensors, which have shapes and storages but no data.
+"""Fake training step: the trainer's very step on fake tensors, which have shapes and storages but no data.
 
 The model is built for real, because spans need values, and projected; what is large stays without data even then. Then
 every tensor becomes a fake one, the steps of warm-up fill optimizer state and carried state, and a ``Ledger`` reads off

@@ -29,10 +29,11 @@ LEGEND = """\
 - Peak: resident memory of a training step above the bare process, approximate. It is to be half of what the papers' published
   code takes, or 0.7 of the package's peak.
 - Parameters, FLOPs per byte (forward and backward, counted) and optimizer: ours / the opponent's. `-` was not recorded.
-- `reference_model`: a minimal PyTorch transformer with fused attention, `bench/baselines/reference_model.py`. It sees one block of bytes
-  and carries no past. `x-transformers`: the package, with flash attention and rotary positions. `product-key-memory`: the
-  package's layer, `adam` as its documentation has it. `all open`: every head open to the longest span, the second ratio's
-  opponent: a fixed window of that length. `bare loop`: the same steps without the trainer around them."""
+- `reference_model`: a minimal PyTorch transformer with fused attention, `bench/baselines/reference_model.py`. It sees
+  one block of bytes and carries no past. `x-transformers`: the package, with flash attention and rotary positions.
+  `product-key-memory`: the package's layer, `adam` as its documentation has it. `all open`: every head open to the longest
+  span, the second ratio's opponent: a fixed window of that length. `bare loop`: the same steps without the trainer around
+  them."""
 
 
 def main() -> int:
@@ -143,13 +144,14 @@ def _ours(row: dict) -> str:
 
 def _opponent(row: dict) -> str:
     """Its name, and where it is the reference model's judge, how strong that is itself."""
-    side, name, in_judge = row.get("opponent"), row["relative_to"], row["reference_in_check"]
+    side, name, in_check = row.get("opponent"), row["relative_to"], row["reference_in_check"]
     said = f"`{name}` {side['version']}" if side and side["package"] in name else f"`{name}`"
     if name != "x-transformers":
         return said
-    if in_judge is None or row["ratio"] is None:
+    if in_check is None or row["ratio"] is None:
         return f"{said}, not measured beside the reference model"
-    return f"{said}, itself {1 / in_judge:.3f} of the reference model: ours is {row['ratio'] / in_judge:.3f} of the reference model"
+    theirs, ours = (f"{share:.3f} of the reference model" for share in (1 / in_check, row["ratio"] / in_check))
+    return f"{said}, itself {theirs}: ours is {ours}"
 
 
 def _both(row: dict, key: str, say: Callable[[object], str]) -> str:

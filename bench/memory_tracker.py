@@ -1,4 +1,5 @@
-"""Which memory is alive when, and what work is done: read off the operations of a call, on real or on fake tensors.
+"""Memory tracker: which memory is alive when, and what work is done, read off the operations of a call, on real or on
+fake tensors.
 
 A storage is alive from the operation that made it to the one before which its last reference went: reference counts of
 fake tensors are those of real ones, because the same Python and the same autograd hold them. What a kernel allocates for

@@ -1,4 +1,4 @@
-"""How much of a GPU's arithmetic a training step uses: model-FLOPs utilisation.
+"""Model-FLOPs utilisation: how much of a GPU's arithmetic a training step uses.
 
     share = 3 x ideal FLOPs per byte x bytes per second / dense peak of the device at the precision
 

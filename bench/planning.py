@@ -1,4 +1,4 @@
-"""From a verb's configuration, or from a run folder, to plans: checked exactly as a training run is.
+"""Plans from a verb's configuration, or from a run folder: checked exactly as a training run is.
 
 ``conf/bench.yaml`` has the groups of a training run; a verb's file adds keys of its own. What is measured is therefore
 what ``train.py`` would run with the same words.
@@ -18,7 +18,7 @@ from harness.loop import summary
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
-from harness.record.rows import RECORD, read_rows
+from harness.record.rows import RECORD, check_format, read_rows
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:
@@ -72,7 +72,9 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
     best = path / checkpoint.FOLDER / checkpoint.BEST
     if not best.exists() or not (path / RECORD).exists():
         raise ValueError(f"{key}={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
-    return read_rows(path / RECORD)[0], checkpoint.load(best)
+    saved = read_rows(path / RECORD)[0]
+    check_format(saved, what=f"{key}={path}")
+    return saved, checkpoint.load(best)
 
 
 def config_of_run(path: Path, *, runtime: DictConfig, trust: list | None) -> DictConfig:

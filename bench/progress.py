@@ -1,4 +1,4 @@
-"""How far a measurement is: a bar on a terminal, plain lines everywhere else."""
+"""Progress of a measurement: a bar on a terminal, plain lines everywhere else."""
 
 from typing import Self
 

@@ -8,7 +8,7 @@ import json
 import time
 from pathlib import Path
 
-from harness.record.rows import plain
+from harness.record.rows import other_format, plain
 
 ROWS = "rows.jsonl"
 """Of one call of a verb, in a folder of its own."""
@@ -68,7 +68,7 @@ def refusal(row: object) -> str | None:
         return f"no provenance: {', '.join(missing)} missing"
     if not (isinstance(row["data"], dict) and row["data"].get("sha256")):
         return "no provenance: data.sha256 missing"
-    return None
+    return other_format(row)
 
 
 def ground(row: dict) -> tuple[tuple[str, str], ...]:

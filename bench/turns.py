@@ -1,4 +1,5 @@
-"""Several processes that are asked in turn, A B A B, so that nothing else runs and all share the machine's moods."""
+"""Turns of several processes that are asked one after the other, A B A B, so that nothing else runs and all share the
+machine's moods."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One integer hash for everything that must be the same on every machine, whatever numpy or torch is installed.
+"""Integer hash for everything that must be the same on every machine, whatever numpy or torch is installed.
 
 Keys are chained through the finaliser of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators", 2014): a value depends on its keys alone, so nothing has to be saved to resume, and any part can be

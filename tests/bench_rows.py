@@ -20,6 +20,7 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
     """Provenance that every row has."""
     return {
         "kind": kind,
+        "format": 2,
         "variant": variant,
         "seed": seed,
         "command": f"python -m bench.{kind} variant={variant}",

@@ -1,4 +1,5 @@
-"""``python -m bench.peers``: the reference model, the checks before the clock, the fairness of the table, and what a user sees."""
+"""``python -m bench.peers``: the reference model, the checks before the clock, the fairness of the table, and what a
+user sees."""
 
 import json
 from functools import partial

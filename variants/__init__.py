@@ -6,12 +6,12 @@ H heads, K head width, N persistent vectors, C half-keys per set, M memory slots
 To add a mechanism, write one class and two small YAML files::
 
     class Gate(Sublayer):                                        # my_file.py
-        def __init__(self, place: Place, *, slope: float = 1.0):
+        def __init__(self, context: LayerContext, *, slope: float = 1.0):
             super().__init__()
-            self.inner, self.slope = nn.Linear(place.d_model, place.d_model), slope
+            self.inner, self.slope = nn.Linear(context.d_model, context.d_model), slope
 
-        def forward(self, x, state=None, start=None, *, look=False):
-            return Out(x * torch.sigmoid(self.slope * self.inner(x)))
+        def forward(self, x, state=None, start=None, *, collect_stats=False):
+            return SublayerOutput(x * torch.sigmoid(self.slope * self.inner(x)))
 
     {_target_: my_file.Gate, _partial_: true, slope: 1.0}        # my_conf/sublayer/gate.yaml
 

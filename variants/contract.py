@@ -1,4 +1,4 @@
-"""What a mechanism and the harness may rely on, and nothing else.
+"""Contract: what a mechanism and the harness may rely on, and nothing else.
 
 A model is a list of layers, a layer is a few named residual sublayers, and a variant says which.
 A sublayer maps ``x [B, T, D]`` to ``y [B, T, D]``; the harness adds it to the residual stream and owns the norm.
@@ -32,8 +32,8 @@ class LayerContext:
         attend_self: whether a position attends to itself; the span papers say no.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
-        backend: ``plain`` PyTorch, ``fused`` (torch's flash attention), ``kernel`` (ours), or ``auto`` for the fastest that computes
-            the same here.
+        backend: ``plain`` PyTorch, ``fused`` (torch's flash attention), ``kernel`` (ours), or ``auto`` for the fastest that
+            computes the same here.
         scheme: makes the run's position scheme for one sublayer.
         pool: objects shared by several layers; a dictionary that lives while the model is built.
     """

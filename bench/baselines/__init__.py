@@ -1,2 +1,3 @@
-"""What our variants are measured against, and how: the least transformer, packages from outside, the proof that both must
+"""Baselines that our variants are measured against, and how: the least transformer, packages from outside, the proof
+that both must
 pass, and the rounds in which all are timed in turn."""

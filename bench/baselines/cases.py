@@ -1,4 +1,4 @@
-"""What is read off a comparison of entries timed in turn: a row for every one, or for every case with its target."""
+"""Rows of a comparison of entries timed in turn: one for every entry, or for every case with its target."""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -40,7 +40,7 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
         planned_rounds: of each entry.
     """
     named = {entry.name: entry for entry in comparison.entries}
-    in_judge, slow = (
+    in_check, slow = (
         verdict(named[REFERENCE_MODEL], named.get(comparison.sanity_check)) if comparison.sanity_check else (None, None)
     )
     found = []
@@ -58,7 +58,7 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
             "relative_to": one.reference,
             "status": (FAILED if comparison.cases else one.status) if failed else MEASURED,
             "void": void,
-            "reference_in_check": in_judge,
+            "reference_in_check": in_check,
             "rounds": rounds,
             "interrupted": not failed and rounds < planned_rounds,
         }

@@ -1,4 +1,5 @@
-"""One entry of ``bench.peers`` in a process of its own: it proves itself, says what it takes, and trains when asked.
+"""Entry worker: one entry of ``bench.peers`` in a process of its own: it proves itself, says what it takes, and
+trains when asked.
 
 Every entry gets the same bytes in the same order, and takes the whole training step: forward, loss, backward,
 optimizer, gradients dropped. Ours take the trainer's own step. The learning rate is 0: the optimizer does all its work,

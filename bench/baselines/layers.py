@@ -1,4 +1,4 @@
-"""One layer alone, ours or a package's, in a process of its own: forward, backward and update."""
+"""Layer workers: one layer alone, ours or a package's, in a process of its own: forward, backward and update."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Who takes part in ``bench.peers``: the lineup of the configuration, ``conf/lineup``, read whole and checked."""
+"""Lineup of ``bench.peers``: who takes part, by the configuration, ``conf/lineup``, read whole and checked."""
 
 import json
 from collections.abc import Iterator

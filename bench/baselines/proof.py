@@ -1,4 +1,4 @@
-"""What must hold before a peer is timed: its gradients are those of its outputs, and no output sees a later input.
+"""Sanity checks of a peer before it is timed: its gradients are those of its outputs, and no output sees a later input.
 
 Both are looked at in float64, where an error is told from rounding, with the parameters moved off their start, because a
 matrix that starts at zero hides what is behind it. Where a package cannot compute in float64, float32 has to do for

@@ -1,4 +1,4 @@
-"""Several entries against each other: each is proved in a process that is thrown away, weighed in a fresh one that
+"""Rounds of several entries against each other: each is proved in a process that is thrown away, weighed in a fresh one that
 stays alive, and timed there in turn with the others.
 
 Speeds are compared within a round: a ratio is the median over rounds of the reference's step time over the entry's.

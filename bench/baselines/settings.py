@@ -1,4 +1,4 @@
-"""The keys of ``conf/peers.yaml``, and of a comparison, an entry and a case in ``conf/lineup``."""
+"""Keys of ``conf/peers.yaml``, and of a comparison, an entry and a case in ``conf/lineup``."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""From rows to a report: read, refuse, compare, tables, figures, page. Neither torch nor a server is needed."""
+"""Report from rows: read, refuse, compare, tables, figures, page. Neither torch nor a server is needed."""

@@ -1,4 +1,5 @@
-"""Which rows may stand in one table or figure, which differ by their seed only, and how those that differ are named.
+"""Comparison of rows: which may stand in one table or figure, which differ by their seed only, and how those that
+differ are named.
 
 Bits per byte compare on equal data, split, protocol, capping and budget; a budget of seconds is equal on equal ground
 only. Time and memory compare on equal ``bench.rows.ground``. Rows of other source code stand together, so that nothing is

@@ -1,4 +1,4 @@
-"""In what two runs differ: their configurations key by key, and the code, data and machine behind them."""
+"""Difference of two runs: their configurations key by key, and the code, data and machine behind them."""
 
 import json
 from collections.abc import Iterable, Sequence

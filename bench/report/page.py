@@ -1,4 +1,4 @@
-"""One HTML file with a report's tables and drawings, to be opened from disk, sent by mail or put on any server.
+"""Page: one HTML file with a report's tables and drawings, to be opened from disk, sent by mail or put on any server.
 
 Everything is inside: style, script and figures. A content policy forbids the rest, and text from rows, which may come
 from strangers' folders, is text wherever it stands. ``page.html``, ``page.css`` and ``page.js`` lie beside this file;

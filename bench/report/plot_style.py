@@ -1,4 +1,4 @@
-"""How all figures of the report look, and how they become files; what they show is in ``plots_*.py``.
+"""Style of all figures of the report, and how they become files; what they show is in ``plots_*.py``.
 
 Colours are Okabe and Ito's, told apart with any colour vision, and every variant has a marker of its own, so that grey
 prints can be read too. In SVG, text is drawn as paths: a browser without our font shows the same picture. Identifiers

@@ -1,4 +1,4 @@
-"""All figures of a report, from rows alone: neither torch nor a server.
+"""Figures of a report, from rows alone: neither torch nor a server.
 
 What may stand in one drawing is decided in ``comparison``, how it looks in ``plot_style``; the drawings themselves are in
 ``plots_runs``, ``plots_curves``, ``plots_inside``, ``plots_rates``, ``plots_costs`` and ``plots_bars``.

@@ -1,4 +1,4 @@
-"""What a run learned inside, one drawing a run or a group: spans of heads, and use of product-key memories.
+"""Insides of a run, one drawing a run or a group: spans of heads, and use of product-key memories.
 
 Numbers come from the metrics of valid rows, ``layers.3.attention.span`` and ``layers.2.memory.usage_percent``. Spans are
 drawn of the first seed only: heads of different seeds have no common order.

@@ -1,4 +1,4 @@
-"""What a row must look like to be shown: the shapes of ``rows.yaml``, and the first thing in a row that does not fit.
+"""Shapes that a row must have to be shown: those of ``rows.yaml``, and the first thing in a row that does not fit.
 
 Rows come from files, and files get cut, merged and edited. A row that does not fit is refused by name of the key, so that
 whoever draws or tabulates may take the rest as it stands.

@@ -1,4 +1,4 @@
-"""What ``bench.cost`` measured and ``bench.fit`` predicted, as tables, for a report and for the verbs themselves."""
+"""Tables of what ``bench.cost`` measured and ``bench.fit`` predicted, for a report and for the verbs themselves."""
 
 import json
 from collections.abc import Callable, Sequence

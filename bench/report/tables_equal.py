@@ -1,4 +1,5 @@
-"""What is held equal, and by which knob: views of comparable runs at equal bytes, seconds, FLOPs or parameters.
+"""Equal-budget views: what is held equal, and by which knob; views of comparable runs at equal bytes, seconds, FLOPs
+or parameters.
 
 Only whole runs count. The schedule follows the fraction of the budget that is spent, so a score on the way, at a rate that
 has not decayed yet, is not what a run of that smaller budget would have reached: equal bytes are runs of equal

@@ -1,4 +1,4 @@
-"""How sure a difference of means is: Student's t over pairs, in plain Python.
+"""Uncertainty of a difference of means: Student's t over pairs, in plain Python.
 
 For n differences d with mean m and standard deviation s (n - 1 in the denominator), the interval m +- t s / sqrt(n) holds
 the true mean in 95 of 100 repetitions, with t the 0.975 quantile of Student's distribution for n - 1 degrees of freedom.

@@ -1,4 +1,4 @@
-"""What captions say of rows: data, protocol, budget, source, and the ground on which time and memory were measured."""
+"""Words that captions have for rows: data, protocol, budget, source, and the ground on which time and memory were measured."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,1 +1,1 @@
-"""What a mechanism costs, counted: floating-point operations, bytes moved, bytes in memory."""
+"""Counters of what a mechanism costs: floating-point operations, bytes moved, bytes in memory."""

@@ -1,4 +1,4 @@
-"""What the code that ran had to do, counted: floating-point operations, two per multiply-add, and bytes moved.
+"""FLOPs of the code that ran: floating-point operations, two per multiply-add, and bytes moved.
 
 One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products and
 convolutions count by torch's own formulas, attention and reads of a table by ``formulas.py``, bytes by ``bytes_moved.py``.

@@ -1,4 +1,4 @@
-"""Which bytes a run reads, proven by their digest: the one entry to all corpora.
+"""Corpora: the bytes that a run reads, proven by their digest, the one entry to all corpora.
 
     corpus = load("enwik8", fallback="stdlib")
     python -m harness.data [enwik8|text8]        # fetch it now, say where it is and what its digest is

@@ -1,4 +1,4 @@
-"""Where bytes come from: files and folders as they are or compressed, and the running Python's own source.
+"""Sources of bytes: files and folders as they are or compressed, and the running Python's own source.
 
 Everything here returns one uint8 array: mapped where the file is large and plain, else in memory. Nothing is ever a
 list of numbers.

@@ -1,4 +1,4 @@
-"""In which order bytes are read: streams for training, streams and windows for scoring.
+"""Streams, the order in which bytes are read: streams for training, streams and windows for scoring.
 
 A pair is an input byte and the byte after it, the target: a split of n bytes has n - 1 pairs, and pair i is bytes i
 and i + 1. Everything is a pure function of the split, an integer position and the seed, so that a run resumes from

@@ -1,1 +1,1 @@
-"""Where a run computes: its device and threads, its processes, the GPU that it holds, the machine under it."""
+"""Device that a run computes on: its device and threads, its processes, the GPU that it holds, the machine under it."""

@@ -1,4 +1,4 @@
-"""Where and how a run computes: device, processes, precision, threads, determinism, compilation, random state.
+"""Runtime, where and how a run computes: device, processes, precision, threads, determinism, compilation, random state.
 
 Only this module knows. Everything else follows its input's device and dtype.
 """

@@ -1,4 +1,5 @@
-"""How this process was started: alone, or by ``torchrun`` as one of several of one command. Reads the environment only.
+"""torchrun: whether this process was started alone, or by ``torchrun`` as one of several of one command. Reads the
+environment only.
 
 No torch here: the command line wants to know before anything heavy is imported.
 """

@@ -1,4 +1,5 @@
-"""From a composed configuration to a job that can begin: planned, read, found on disk, built, perhaps from another run.
+"""Preparation of a run, from a composed configuration until it can begin: planned, read, found on disk, built,
+perhaps from another run.
 
 Nothing is written.
 """
@@ -19,7 +20,7 @@ from harness.loop.run import Run, recording
 from harness.loop.train_state import TrainState
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
-from harness.record.rows import RECORD, read_rows
+from harness.record.rows import RECORD, check_format, read_rows
 
 WARM_BYTES = 16
 """Bytes of the step that is thrown away before memory is measured."""
@@ -100,7 +101,9 @@ def _read_start(path: str) -> tuple[dict, dict]:
     newest = checkpoint.newest(place)
     if newest is None or place.is_symlink():  # a link such as outputs/latest is soon another run
         raise ValueError(f"start.run={path}: must be a run folder that has a checkpoint, and no link to one")
-    return checkpoint.load(newest), read_rows(place / RECORD)[0]
+    theirs = read_rows(place / RECORD)[0]
+    check_format(theirs, what=f"start.run={path}")
+    return checkpoint.load(newest), theirs
 
 
 def _take(training: TrainState, content: dict, theirs: dict) -> None:

@@ -1,4 +1,4 @@
-"""How far the run is: a bar on a terminal, plain lines everywhere else (logs, pipes, Slurm).
+"""Progress bar of a run: a bar on a terminal, plain lines everywhere else (logs, pipes, Slurm).
 
 The budget may be bytes, seconds, steps or FLOPs: what comes in is the fraction spent.
 """

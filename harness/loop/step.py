@@ -1,4 +1,4 @@
-"""One training step, and the scoring of a split: what the trainer takes and what bench measures, the very same code."""
+"""Training step, and the scoring of a split: what the trainer takes and what bench measures, the very same code."""
 
 import functools
 import math

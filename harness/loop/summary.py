@@ -1,4 +1,4 @@
-"""What a run says of itself: its identity before the first step, its costs and final scores after the last."""
+"""Summary of a run: its identity before the first step, its costs and final scores after the last."""
 
 from harness.count.flops import forward_flops_per_byte
 from harness.count.memory import Peak, optimizer_bytes, parameter_bytes
@@ -9,6 +9,7 @@ from harness.loop.step import score_windows
 from harness.loop.train_state import TrainState
 from harness.plan.build import Plan
 from harness.record.folder import Identity
+from harness.record.rows import FORMAT
 from harness.source import commit
 
 
@@ -16,6 +17,7 @@ def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, co
     """What a number is of: enough to measure it again, and to refuse to compare it with something else."""
     label = {} if corpus.fallback_from is None else {"fallback_for": corpus.fallback_from}
     return {
+        "format": FORMAT,
         "variant": plan.variant,
         "seed": plan.seed,
         "command": command,

@@ -1,4 +1,5 @@
-"""A run between two steps: all that changes, what it does in a step, and how it goes into a checkpoint and comes back."""
+"""Train state, a run between two steps: all that changes, what it does in a step, and how it goes into a checkpoint
+and comes back."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Which optimizer moves which parameter, at which rate, until when; and Muon and Adagrad with a clip."""
+"""Optimizers: which moves which parameter, at which rate, until when; and Muon and Adagrad with a clip."""
 
 from harness.optim.adagrad import ClippedAdagrad
 from harness.optim.muon import Muon

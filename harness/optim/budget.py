@@ -1,4 +1,4 @@
-"""How long a run trains, and the learning rate along the way.
+"""Budget of a run, and the learning rate along the way.
 
 Whatever the unit of its budget, a run only sees the fraction that is spent, and the schedule is a function of that
 fraction: the same schedule then fits every unit, and a larger budget stretches it.

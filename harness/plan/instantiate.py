@@ -1,4 +1,4 @@
-"""From a node with ``_target_`` to a partial of the class it names; nothing is called here.
+"""Instantiation: a node with ``_target_`` becomes a partial of the class it names; nothing is called here.
 
 A stranger's YAML is harmless: a target must be a class, a subclass of a contract type, and defined in our packages, in
 torch.optim, or in a module that the user named. The constructor's signature is the schema, types included.

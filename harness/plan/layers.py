@@ -1,4 +1,4 @@
-"""What a variant's node says: which sublayers each layer has, and which parameters have an optimizer of their own."""
+"""Layers by a variant's node: which sublayers each layer has, and which parameters have an optimizer of their own."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, the rows of its record, checkpoints, the closing table, figures, W&B."""
+"""Record that a run leaves behind: its folder, the rows of its record, checkpoints, the closing table, figures, W&B."""

@@ -1,4 +1,4 @@
-"""From numbers to cells: how a report writes bits, bytes, counts and times, and the words that captions share.
+"""Cells from numbers: how a report writes bits, bytes, counts and times, and the words that captions share.
 
 A cell keeps the unrounded number beside its text. Numbers of one column have one unit, so that a column can be read down.
 """

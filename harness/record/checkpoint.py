@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from harness.cache import written_whole
+from harness.record.rows import FORMAT, check_format
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
@@ -40,14 +41,17 @@ def load_best(folder: Path) -> dict:
 
 
 def load(path: Path) -> dict:
-    """Tensors on the CPU and plain values; nothing in the file is executed. ValueError if it is damaged."""
+    """Tensors on the CPU and plain values; nothing in the file is executed. ValueError if it is damaged or older."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}); allowed are to remove it, so that the one before it is taken, "
             "or force=true to run it again"
         ) from error
+    check_format(content, what=str(path))
+    del content["format"]
+    return content
 
 
 def _all(folder: Path) -> list[Path]:
@@ -56,5 +60,5 @@ def _all(folder: Path) -> list[Path]:
 
 def _write(path: Path, content: dict) -> Path:
     with written_whole(path) as file:
-        torch.save(content, file)
+        torch.save({"format": FORMAT} | content, file)
     return path

@@ -12,7 +12,7 @@ a column stays numbers and nulls and a diverged run still says what happened.
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -21,8 +21,21 @@ from harness.cache import write_whole
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
 LARGEST_LIST = 4096
+FORMAT = 2
+"""Of run folders, checkpoints and rows, raised where keys or contents change: 1 had the names before ``docs/renames.md``."""
 
-SUMMARY_KEYS = ("variant", "status", "data", "protocol", "budget", "parameters", "bytes_seen", "epochs", "seconds")
+SUMMARY_KEYS = (
+    "format",
+    "variant",
+    "status",
+    "data",
+    "protocol",
+    "budget",
+    "parameters",
+    "bytes_seen",
+    "epochs",
+    "seconds",
+)
 SUMMARY_KEYS += ("bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte", "capped", "flops_per_byte", "memory")
 SUMMARY_KEYS += ("backend", "precision", "device", "seed", "commit", "source", "config_hash", "command")
 """What every summary has; None where the run did not get that far."""
@@ -65,6 +78,18 @@ class Record:
 
     def __exit__(self, kind, error, trace) -> None:
         self._file.close()
+
+
+def other_format(found: Mapping) -> str | None:
+    """Why a row, summary or checkpoint cannot be read by this code, or None."""
+    told = found.get("format", 1)
+    return None if told == FORMAT else f"it is of format {told}, and this code reads format {FORMAT}: docs/renames.md"
+
+
+def check_format(found: Mapping, *, what: str) -> None:
+    """ValueError where ``what`` is of another format than this code's."""
+    if reason := other_format(found):
+        raise ValueError(f"{what}: {reason}; allowed is what this code wrote")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -143,7 +168,7 @@ def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
     if (other.get("data") or {}).get("sha256") != (summary.get("data") or {}).get("sha256"):
         return False
     equal_ground = ("device", "precision", "backend", "processes") if "seconds" in (summary.get("budget") or {}) else ()
-    return same("budget", "protocol", "capped", *equal_ground)
+    return same("format", "budget", "protocol", "capped", *equal_ground)
 
 
 def _cut_back(path: Path, *, rows: int | None) -> int:

@@ -1,4 +1,4 @@
-"""What the conformance suite works with: the model under test, its outputs sublayer by sublayer, and how they differ."""
+"""Fixture of the conformance suite: the model under test, its outputs sublayer by sublayer, and how they differ."""
 
 import math
 from collections.abc import Callable, Iterator
