@@ -1,8 +1,9 @@
-"""The README's speeds, out of committed rows: ``python -m bench.front_page``.
+"""Front page: the README's results and the speeds of ``docs/speed.md``, out of committed rows: ``python -m bench.front_page``.
 
-Writes what stands between the two markers of ``README.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses
-beside hits, and says how many lines of the code that was measured have changed since. That count is printed and not written:
-the next commit would make it wrong. Needs neither torch nor a server.
+Writes what stands between the two markers of ``README.md`` from the run folders in ``bench/results/<hardware>/runs``, and of
+``docs/speed.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses beside hits, and says how many lines of the
+code that was measured have changed since. That count is printed and not written: the next commit would make it wrong. Needs
+neither torch nor a server.
 """
 
 import json
@@ -11,11 +12,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.report.columns import EXECUTED, IDEAL, PARAMETERS, PEAK, QUALITY, SEEDS, STATE, Means, table_of_arms
+from bench.report.comparison import Heads, by, comparable
+from bench.report.gather import gather
+from bench.report.tables_runs import Group, compressor_rows
+from bench.report.words import data_words
 from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
+from harness.record.table import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
+RUNS = "bench/results/*/runs"
+RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, EXECUTED, IDEAL, PEAK, STATE)
+MODEL = "4 layers of width 128, 4 heads, a window of 512 bytes"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 UNMEASURED = ("results", "report", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
 """Names of today, and of commits that rows are of."""
@@ -39,8 +49,9 @@ LEGEND = """\
 def main() -> int:
     """The exit code: 0, or 2 where the page cannot be written."""
     try:
-        page = ROOT / "README.md"
-        write_whole(page, written(page.read_text(encoding="utf-8"), ROOT).encode())
+        for name, block in PAGES.items():
+            page = ROOT / name
+            write_whole(page, written(page.read_text(encoding="utf-8"), block(ROOT), name=name).encode())
         for path, rows in tables(ROOT).items():
             print(f"{path}: commit {rows[0]['commit']}; changed since then: {lines_changed(rows[0]['commit'], ROOT)}")
     except ValueError as error:
@@ -49,13 +60,41 @@ def main() -> int:
     return 0
 
 
-def written(page: str, root: Path) -> str:
-    """The page with what the rows below ``root`` say between its markers; ValueError without rows or markers."""
+def written(page: str, block: str, *, name: str) -> str:
+    """The page with a block between its markers; ValueError without markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"README.md: must have the lines {BEGIN} and {END}")
-    return "\n\n".join([before + begin, *(_block(*item) for item in tables(root).items()), LEGEND, end + after])
+        raise ValueError(f"{name}: must have the lines {BEGIN} and {END}")
+    return "\n\n".join([before + begin, block, end + after])
+
+
+def results(root: Path) -> str:
+    """Bits per byte and costs of the committed runs; ValueError without runs, or where some are refused or do not compare."""
+    found = gather(sorted(root.glob(RUNS)) or [root / RUNS])
+    groups = by(found.runs, key=comparable)
+    if found.refused or len(groups) != 1:
+        raise ValueError(f"{RUNS}: {'; '.join(found.refused) or f'{len(groups)} groups of runs that compare'}")
+    group, row = Group.of(found.runs), found.runs[-1].row
+    table = table_of_arms(
+        [(arm, Means(arm.newest_of_each_seed)) for arm in group.arms],
+        heads=Heads(group.arms, mark=group.mark),
+        columns=RESULTS,
+        more=list(compressor_rows(row, before=1, after=len(RESULTS) - 3)),
+        **{"name": "results", "title": "", "caption": "", "notes": group.notes},
+    )
+    budget = row["budget"]["bytes"]
+    about = (
+        f"`{table.rows[0][0].text}` and others after {budget:,} bytes of training, {MODEL}, on {data_words([row])}: a "
+        f"beginning, not what they reach in the end. Commit {row['commit'][:8]}, {row['device']}, `{row['backend']}`."
+    )
+    notes = "".join(f"{note}\n" for note in table.notes)
+    return f"{about}\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()
+
+
+def speeds(root: Path) -> str:
+    """A table of targets for each machine; ValueError without rows."""
+    return "\n\n".join([*(_block(*item) for item in tables(root).items()), LEGEND])
 
 
 def tables(root: Path) -> dict[Path, list[dict]]:
@@ -159,6 +198,8 @@ def _both(row: dict, key: str, say: Callable[[object], str]) -> str:
     found = [(row.get(side) or {}).get(key) for side in ("entry", "opponent")]
     return " / ".join(dict.fromkeys("-" if value is None else say(value) for value in found))
 
+
+PAGES = {"README.md": results, "docs/speed.md": speeds}
 
 if __name__ == "__main__":
     sys.exit(main())

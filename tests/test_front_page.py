@@ -15,7 +15,8 @@ from tests.bench_rows import speed_row
 from tests.test_speed import lineup
 
 ROOT = front_page.ROOT
-PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
 BLOCK = PAGE.partition(BEGIN)[2].partition(END)[0]
 CLAIM = re.compile(r"(?<![\w.-])[01]\.\d+|\d\s*(?:times|×|x|%|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
 SIZES = {"d_model": 256, "heads": 8, "layers": 4, "span": 1024}, {"streams": 8, "segment": 256, "carry": True}
@@ -26,15 +27,20 @@ ROW = {"ratio_of": "speeds", "second": None, "spans": None, "interrupted": False
 ROW = speed_row(config=CONFIG, peak_reached=True, **ROW)
 
 
+def whole(page: str, root: Path) -> str:
+    return written(page, front_page.speeds(root), name="docs/speed.md")
+
+
 def page_of(folder: Path, *rows: dict, machine: str = "here") -> str:
     path = folder / f"bench/results/{machine}/speed.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return written(f"Before.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n", folder)
+    return whole(f"Before.\n\n{BEGIN}\nold\n{END}\n\nAfter.\n", folder)
 
 
-def test_the_readme_says_what_the_rows_say():
-    assert written(PAGE, ROOT) == PAGE, "python -m bench.front_page"
+def test_the_pages_say_what_the_rows_say():
+    assert whole(PAGE, ROOT) == PAGE, "python -m bench.front_page"
+    assert written(README, front_page.results(ROOT), name="README.md") == README, "python -m bench.front_page"
 
 
 def edits() -> list[tuple[str, str]]:
@@ -47,12 +53,13 @@ def edits() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("now", "edited"), edits(), ids=["a miss left out", "verdict", "number", "commit", "legend"])
 def test_an_edit_by_hand_is_found_and_undone(now, edited):
     page = PAGE.replace(BLOCK, BLOCK.replace(now, edited, 1))
-    assert page != written(page, ROOT) == written(PAGE, ROOT)
+    assert page != whole(page, ROOT) == whole(PAGE, ROOT)
 
 
 def test_no_speed_is_claimed_elsewhere_in_the_readme():
     assert CLAIM.search("1.06 of x") and CLAIM.search("about 3 times the speed") and CLAIM.search("2x")
     assert not CLAIM.findall(PAGE.replace(BLOCK, ""))
+    assert not CLAIM.findall(README.replace(README.partition(BEGIN)[2].partition(END)[0], ""))
 
 
 def test_no_case_is_missing_among_the_rows():
@@ -128,9 +135,9 @@ def test_rows_of_another_run_or_of_none_are_refused(tmp_path, change, said):
 
 def test_without_rows_or_markers_it_says_so(tmp_path):
     with pytest.raises(ValueError, match="there is no such file"):
-        written(PAGE, tmp_path)
+        whole(PAGE, tmp_path)
     with pytest.raises(ValueError, match="must have the lines"):
-        written("# A page\n", ROOT)
+        whole("# A page\n", ROOT)
 
 
 def test_the_lines_that_changed_since_the_rows_are_counted(tmp_path):
@@ -166,13 +173,13 @@ def test_the_lines_that_changed_since_the_rows_are_counted(tmp_path):
 
 
 def test_the_command_writes_the_page_without_torch(tmp_path):
-    for name in ("bench", "harness", "variants", "README.md"):
+    for name in ("bench", "harness", "variants", "docs", "README.md"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    (tmp_path / "README.md").write_text(PAGE.replace(MISSED, REACHED), encoding="utf-8")
+    (tmp_path / "docs/speed.md").write_text(PAGE.replace(MISSED, REACHED), encoding="utf-8")
     code = "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('bench.front_page', run_name='__main__')"
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0 and (tmp_path / "README.md").read_text(encoding="utf-8") == written(PAGE, ROOT), (
+    assert ended.returncode == 0 and (tmp_path / "docs/speed.md").read_text(encoding="utf-8") == whole(PAGE, ROOT), (
         ended.stderr
     )
     assert "speed.jsonl: commit" in ended.stdout and "not known" in ended.stdout

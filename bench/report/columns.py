@@ -74,20 +74,22 @@ SEEDS = Column("n", "Seeds that the means of this row are over.", lambda of: who
 QUALITY = tuple(_score(name, heading) for name, heading in SCORES.items())
 PARAMETERS = _count("parameters", "All trained numbers.", "parameters", "total")
 BYTES = _count("trained on, bytes", "Bytes predicted in training.", "bytes_seen")
+EXECUTED = Column(
+    "executed, MFLOP/byte",
+    "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm.",
+    lambda of: millions(of("flops_per_byte", "executed")),
+)
+IDEAL = Column(
+    "ideal, MFLOP/byte",
+    "FLOPs that the mechanism needs for one byte at its learned parameters.",
+    lambda of: millions(of("flops_per_byte", "ideal")),
+)
 SIZES = (
     PARAMETERS,
     _count("touched", "Parameters that one byte makes use of.", "parameters", "touched"),
     words("optimizers", "The share of the parameters that each optimizer moves.", lambda of: of.optimizers()),
-    Column(
-        "executed, MFLOP/byte",
-        "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm.",
-        lambda of: millions(of("flops_per_byte", "executed")),
-    ),
-    Column(
-        "ideal, MFLOP/byte",
-        "FLOPs that the mechanism needs for one byte at its learned parameters.",
-        lambda of: millions(of("flops_per_byte", "ideal")),
-    ),
+    EXECUTED,
+    IDEAL,
     Column(
         "mean span",
         "Mean of the learned spans of all heads, in positions.",

@@ -138,7 +138,7 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
         [(arm, Means(arm.newest_of_each_seed)) for arm in found],
         heads=heads,
         columns=columns,
-        more=list(_compressors(row, before=len(heads.swept) + 1, after=len(columns) - 3)),
+        more=list(compressor_rows(row, before=len(heads.swept) + 1, after=len(columns) - 3)),
         name=f"runs-{index}",
         title=group.title,
         caption=group.caption + (f" Time and memory: {ground_words(row)}." if alone else ""),
@@ -146,7 +146,7 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
     )
 
 
-def _compressors(row: dict, *, before: int, after: int) -> Iterator[list[Cell]]:
+def compressor_rows(row: dict, *, before: int, after: int) -> Iterator[list[Cell]]:
     """Rows of general compressors, the strongest first, with bits in the columns of valid and test."""
     found, capped = row.get("compressors") or {}, row.get("capped") or {}
     names = dict.fromkeys(name for split in ("valid", "test") for name in found.get(split) or {})

@@ -125,18 +125,22 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
 
 def to_markdown(table: Table) -> str:
     """A heading, the caption, the table with numbers to the right, notes, and what the columns are."""
-    heads = [_markdown(column.heading) for column in table.columns]
-    rows = [[_markdown(cell.text) for cell in row] for row in table.rows]
-    widths = [max(3, *(len(row[place]) for row in [heads, *rows])) for place in range(len(heads))]
-    ruler = [f"{'-' * (w - 1)}:" if column.number else "-" * w for column, w in zip(table.columns, widths, strict=True)]
-    lines = [_aligned(row, table.columns, widths) for row in [heads, ruler, *rows]]
     notes = "".join(f"- {_markdown(note)}\n" for note in table.notes)
     told = [
         f"{_markdown(column.heading)}: {_markdown(column.explained)}" for column in table.columns if column.explained
     ]
     legend = f"<details><summary>Columns</summary>\n\n{''.join(f'- {line}{chr(10)}' for line in told)}\n</details>\n"
-    parts = [f"## {_markdown(table.title)}\n", f"{_markdown(table.caption)}\n", "\n".join(lines) + "\n", notes]
+    parts = [f"## {_markdown(table.title)}\n", f"{_markdown(table.caption)}\n", markdown_rows(table), notes]
     return "\n".join(part for part in [*parts, legend if told else ""] if part)
+
+
+def markdown_rows(table: Table) -> str:
+    """The rows of a table below their headings, and nothing else."""
+    heads = [_markdown(column.heading) for column in table.columns]
+    rows = [[_markdown(cell.text) for cell in row] for row in table.rows]
+    widths = [max(3, *(len(row[place]) for row in [heads, *rows])) for place in range(len(heads))]
+    ruler = [f"{'-' * (w - 1)}:" if column.number else "-" * w for column, w in zip(table.columns, widths, strict=True)]
+    return "".join(f"{_aligned(row, table.columns, widths)}\n" for row in [heads, ruler, *rows])
 
 
 def to_csv(table: Table) -> str:
