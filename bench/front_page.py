@@ -1,7 +1,7 @@
 """Front page: the README's results and the speeds of ``docs/speed.md``, out of committed rows: ``python -m bench.front_page``.
 
-Writes what stands between the two markers of ``README.md`` from the run folders in ``bench/results/<hardware>/runs``, and of
-``docs/speed.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses beside hits, and says how many lines of the
+Writes what stands between the two markers of ``README.md``, and the figure below it, from the run folders in
+``bench/results/<hardware>/runs``, and of ``docs/speed.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses beside hits, and says how many lines of the
 code that was measured have changed since. That count is printed and not written: the next commit would make it wrong. Needs
 neither torch nor a server.
 """
@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench.report.columns import EXECUTED, IDEAL, PARAMETERS, PEAK, QUALITY, SEEDS, STATE, Means, table_of_arms
@@ -24,6 +25,7 @@ from harness.record.table import markdown_rows
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
 RUNS = "bench/results/*/runs"
+FIGURE = "docs/trade_off.png"
 RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, EXECUTED, IDEAL, PEAK, STATE)
 MODEL = "4 layers of width 128, 4 heads, a window of 512 bytes"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
@@ -52,6 +54,7 @@ def main() -> int:
         for name, block in PAGES.items():
             page = ROOT / name
             write_whole(page, written(page.read_text(encoding="utf-8"), block(ROOT), name=name).encode())
+        write_whole(ROOT / FIGURE, figure(ROOT))
         for path, rows in tables(ROOT).items():
             print(f"{path}: commit {rows[0]['commit']}; changed since then: {lines_changed(rows[0]['commit'], ROOT)}")
     except ValueError as error:
@@ -90,6 +93,16 @@ def results(root: Path) -> str:
     )
     notes = "".join(f"{note}\n" for note in table.notes)
     return f"{about}\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()
+
+
+def figure(root: Path) -> bytes:
+    """The same runs against FLOPs and memory; their time is left out, since other work ran beside them."""
+    from bench.report.plot_style import looks, styled  # matplotlib
+    from bench.report.plots_runs import draw_trade_offs
+
+    runs = [replace(run, summary=run.summary | {"seconds": None}) for run in gather(sorted(root.glob(RUNS))).runs]
+    with styled():
+        return draw_trade_offs(runs, look=looks(run.row["variant"] for run in runs))[0].png
 
 
 def speeds(root: Path) -> str:
