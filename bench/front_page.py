@@ -1,9 +1,9 @@
 """Front page: the README's results and the speeds of ``docs/speed.md``, out of committed rows: ``python -m bench.front_page``.
 
 Writes what stands between the two markers of ``README.md``, and the figure below it, from the run folders in
-``bench/results/<hardware>/runs``, and of ``docs/speed.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses beside hits, and says how many lines of the
-code that was measured have changed since. That count is printed and not written: the next commit would make it wrong. Needs
-neither torch nor a server.
+``bench/results/<hardware>/runs``, and of ``docs/speed.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses
+beside hits, and says how many lines of the code that was measured have changed since. That count is printed and not written:
+the next commit would make it wrong. Needs neither torch nor a server.
 """
 
 import json
