@@ -1,17 +1,17 @@
 """The contract as pass and fail lines, for any variant: ``python -m bench.check variant=mine``.
 
 A small model of the variant is built from the same configuration as a training run, once for every position scheme on
-Hydra's search path, both caches, and ``attend_self`` true and false. Where a fused path runs, it is compared with the
+Hydra's search path, both caches, and ``attend_self`` true and false. Where a fast backend runs, it is compared with the
 plain one each time, and the plain one is checked whole in every other combination: it meets each pair of choices.
 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
-What the variant, the scheme or the path refuses with a ValueError when the model is built is no break; where all is
+What the variant, the scheme or the backend refuses with a ValueError when the model is built is no break; where all is
 refused, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a promise is broken.
 
-``runtime.device=cuda`` adds what the device computes: logits and the gradient of every parameter, on its paths and in
-its precisions, beside plain PyTorch in float64 on the CPU. ``agree.run=true`` does so on a CPU.
+``runtime.device=cuda`` adds what the device computes: logits and the gradient of every parameter, on its backends
+and in its precisions, beside plain PyTorch in float64 on the CPU. ``agree.run=true`` does so on a CPU.
 """
 
 import itertools
@@ -87,12 +87,12 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Pl
         words += [f"model.cache={cache}", f"model.attend_self={attend_self}"]
         try:
             plan = bench_plan(recompose("check", *words, own=OWN))
-            path = fast_backend(plan)
+            backend = fast_backend(plan)
         except MISTAKES as error:
             yield label, error
             continue
-        yield f"{label}, {path or 'plain'}", plan
-        if path and plan.runtime.backend == "auto" and sum(places) % 2 == 0:
+        yield f"{label}, {backend or 'plain'}", plan
+        if backend and plan.runtime.backend == "auto" and sum(places) % 2 == 0:
             yield f"{label}, plain", varied(plan, runtime={"backend": "plain"})
 
 

@@ -1,7 +1,7 @@
 """The contract on a plan: ``variants/conformance/suite.py``, and the promises that need the harness to be seen.
 
 A plan as it was asked for is too large to be checked, so ``shrunk`` makes a small one of the same kind from its
-configuration: every kind of layer, the same position scheme, cache, ``attend_self``, norms, dropout and path.
+configuration: every kind of layer, the same position scheme, cache, ``attend_self``, norms, dropout and backend.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ def passed(plan: Plan) -> None:
 
 
 def gate(plan: Plan) -> list[Finding]:
-    """The promises that a plan breaks at small sizes, in a second or two; ValueError if its path cannot run."""
+    """The promises that a plan breaks at small sizes, in a second or two; ValueError if its backend cannot run."""
     return [finding for finding in findings(shrunk(plan)) if not finding.passed]
 
 
@@ -49,9 +49,9 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def fast_backend(plan: Plan) -> str | None:
-    """The path beside ``plain`` on a CPU, in evaluation or in training, or None.
+    """The backend beside ``plain`` on a CPU, in evaluation or in training, or None.
 
-    ValueError where the plan cannot be built or its path cannot run; another exception is left to ``findings``.
+    ValueError where the plan cannot be built or its backend cannot run; another exception is left to ``findings``.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -80,7 +80,7 @@ def ideal_at_most_executed(plan: Plan) -> Finding:
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
-    """The fast path against the plain one, at the plan's span and, if that can be, at one where heads differ in width."""
+    """The fast backend against the plain one, at the plan's span and, if that can be, where heads differ in width."""
     own = plan.model.span
     for span in (own, own * -(-LONG // own)):
         fast = varied(plan, model={"span": span})

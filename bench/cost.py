@@ -1,6 +1,6 @@
 """Cost of a mechanism: ``python -m bench.cost variants=[A,B] lengths=[256,1024]``.
 
-Every variant must first keep the contract. Then, for each length, every variant and path gets a process of its own; peak
+Every variant must first keep the contract. Then, for each length, every variant and backend gets a process of its own; peak
 memory is read there, and the training step, an evaluation and the generation of one byte are timed in turn, A B A B, so
 that all of a length share the machine's moods. Out of memory is a row. Rows go to ``outputs/bench/<time>-cost/rows.jsonl``.
 
@@ -109,7 +109,7 @@ def _check_lists(settings: CostSettings) -> None:
 
 
 def _task(config: DictConfig, settings: CostSettings, *, length: int, backend: str, weights: str | None):
-    """One cell: the configuration with the cell's own length and path."""
+    """One cell: the configuration with the cell's own length and backend."""
     from bench.cost_worker import Task
     from bench.planning import bench_plan, typed_command
 

@@ -82,7 +82,7 @@ class Subject:
         self._warmed: set[str] = set()
 
     def facts(self) -> dict:
-        """What is measured: path, sizes, spans."""
+        """What is measured: backend, sizes, spans."""
         m = self.model
         return {
             "backend": backend_of(m, self.runtime),

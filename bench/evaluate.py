@@ -1,7 +1,7 @@
 """Score a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
 
-Streams, segment and span are part of a number. Each call appends one row with its protocol to ``evaluations.jsonl`` of the run
-folder, with a curve of bits per byte against context: windows that start cold, so that byte n of a window has n bytes of
+Streams, segment and span are part of a number. Each call appends one row with its protocol to ``evaluations.jsonl`` of the
+run folder, with a curve of bits per byte against context: windows that start cold, so that byte n of a window has n bytes of
 context. ``context.png`` draws it.
 """
 

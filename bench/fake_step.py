@@ -155,7 +155,7 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
     if kind == "cuda":
         choose_as_on_cuda(optimizers)
     trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
-    # A full state has the same shapes by every path, and the plain one takes a window at once.
+    # A full state has the same shapes by every backend, and the plain one takes a window at once.
     _take_backends(model, dict.fromkeys(backends, "plain"))
     state, warm = _full_state(plan, model, runtime) if b.carry else (None, True)
     _take_backends(model, backends)
@@ -199,7 +199,7 @@ def _refuse_sparse(model: LanguageModel) -> None:
 
 
 def _take_backends(model: LanguageModel, backends: dict[nn.Module, str]) -> None:
-    """Let each sublayer run the code of its path, whatever device the fake tensors are on."""
+    """Let each sublayer run the code of its backend, whatever device the fake tensors are on."""
     for _, sublayer in model.sublayers():
         sublayer.backend = lambda device, *, training, backend=backends[sublayer]: backend
 

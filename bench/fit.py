@@ -1,6 +1,6 @@
 """Will it fit? ``python -m bench.fit variant=V model=base device_memory=24GiB``, without the hardware.
 
-The trainer's very step runs on tensors without data (``fake.py``): peak memory by cause, and the largest batch or span
+The trainer's very step runs on tensors without data (``fake_step.py``): peak memory by cause, and the largest batch or span
 that stays within the device's memory. The roofline is the time below which no step can be: every operation takes its
 FLOPs at the peak rate or its bytes at the peak bandwidth, whichever is longer; latencies and launches count nothing.
 

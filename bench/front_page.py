@@ -1,4 +1,4 @@
-"""Front page: the README's results and the speeds of ``docs/speed.md``, out of committed rows: ``python -m bench.front_page``.
+"""Front page: the README's results and ``docs/speed.md``, out of committed rows: ``python -m bench.front_page``.
 
 Writes what stands between the two markers of ``README.md``, and the figure below it, from the run folders in
 ``bench/results/<hardware>/runs``, and of ``docs/speed.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses
@@ -195,7 +195,7 @@ def _ours(row: dict) -> str:
 
 
 def _opponent(row: dict) -> str:
-    """Its name, and where it is the reference model's judge, how strong that is itself."""
+    """Its name, and where it is the reference model's sanity check, how strong that is itself."""
     side, name, in_check = row.get("opponent"), row["relative_to"], row["reference_in_check"]
     said = f"`{name}` {side['version']}" if side and side["package"] in name else f"`{name}`"
     if name != "x-transformers":

@@ -28,7 +28,7 @@ class _Measured(Asked):
 def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Iterator[dict]:
     """Rows of cells that are timed in turn.
 
-    A path that turns out to be another cell's is left out. What runs out of memory beside the others is measured once
+    A backend that turns out to be another cell's is left out. What runs out of memory beside the others is measured once
     more alone, because their processes hold memory, too.
 
     Args:

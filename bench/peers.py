@@ -1,4 +1,4 @@
-"""Entrants that do the same job, timed in turn: ``python -m bench.peers model=small context=512``.
+"""Entries that do the same job, timed in turn: ``python -m bench.peers model=small context=512``.
 
 ``lineup=packages``: our variants beside the packages that a user would otherwise install, all with the same bytes in
 the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried state, AdamW.
@@ -42,9 +42,7 @@ def main(cfg: DictConfig) -> None:
     shown, interrupted = [], False
     with tempfile.TemporaryDirectory() as scratch:
         comparisons = make_comparisons(settings, scratch=scratch)
-        with Steps(
-            sum(len(comparison.entries) * (1 + settings.rounds * comparison.longer) for comparison in comparisons)
-        ) as progress:
+        with Steps(sum(len(one.entries) * (1 + settings.rounds * one.longer) for one in comparisons)) as progress:
             for comparison in comparisons:
                 rounds = settings.rounds * comparison.longer
                 try:

@@ -3,7 +3,7 @@
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressBar, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class Steps:
@@ -17,7 +17,7 @@ class Steps:
         self._total, self._console = total, Console(highlight=False, soft_wrap=True)
         counted = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
         columns = (*counted, TextColumn("{task.description}"))
-        self._bar = ProgressBar(*columns, console=self._console) if self._console.is_interactive else None
+        self._bar = Progress(*columns, console=self._console) if self._console.is_interactive else None
 
     def doing(self, text: str) -> None:
         """What is worked on now; shown by a bar only."""

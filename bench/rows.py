@@ -15,7 +15,7 @@ ROWS = "rows.jsonl"
 IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
 GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions", "processes")
 GROUND += ("instruction_set", "environment")
-"""What time and memory depend on beside the code; ``path`` is a column."""
+"""What time and memory depend on beside the code; ``backend`` is a column."""
 UNSAID = {"processes": 1, "instruction_set": None, "environment": {}}
 """What a row means that does not say: some were written before it could differ, or was asked."""
 

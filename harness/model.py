@@ -43,9 +43,8 @@ class Residual(nn.Module):
     def forward(self, x: Tensor, state: State, start: Tensor, *, collect_stats: bool):
         out = self.sublayer(x if self.after else self.norm(x), state, start, collect_stats=collect_stats)
         y = self.norm(x + out.y) if self.after else x + out.y
-        return SublayerOutput(
-            y, out.state, out.loss, out.stats
-        )  # compiled by torch 2.11, out._replace(..) comes back empty
+        # Compiled by torch 2.11, out._replace(..) comes back empty.
+        return SublayerOutput(y, out.state, out.loss, out.stats)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -88,7 +87,7 @@ class LanguageModel(nn.Module):
 
     Args:
         layers: for each layer, the sublayers' names and what makes them, in order.
-        context: the run's common choices; ``layer`` is set here.
+        context: makes a layer's context from its number.
         vocabulary: V, symbols; the other keywords are keys of ``conf/model``.
         tied: whether the head's matrix is the embedding's.
         embedding_std, embedding_scale, embedding_dropout: deviation at first, factor and rate of the embedded bytes.

@@ -43,7 +43,7 @@ def times(middle_ms: float) -> dict:
 def cost_row(
     *, variant: str = "mhsa", length: int = 512, backend: str = "fused", mode: str = "cold", **changes
 ) -> dict:
-    """One cell of ``bench.cost``: growth of a plain path is quadratic in ``length``, of the others linear."""
+    """One cell of ``bench.cost``: growth of the plain backend is quadratic in ``length``, of the others linear."""
     step_ms = length / 10 * (length / 256 if backend == "plain" else 1)
     measured = {
         "mode": mode,

@@ -101,7 +101,7 @@ def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
     attention.span.max_keys = (64, 64, 128)  # one key fewer: the value is the same, the gradient is not
     short = run(attention, x, past)
     assert_near(short, trimmed)
-    if backend == "fused":  # the plain path trims all heads alike
+    if backend == "fused":  # the plain backend trims all heads alike
         assert (gradients(short, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6
 
 

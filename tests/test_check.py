@@ -191,21 +191,21 @@ def test_breaks_are_named_and_what_keeps_the_contract_passes(quick, monkeypatch)
 FAST = {"fused": fused, "kernel": window_cpu}
 
 
-@pytest.mark.parametrize("path", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
-def test_a_broken_fast_path_is_found(monkeypatch, path):
-    right = FAST[path].attend
-    monkeypatch.setattr(FAST[path], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
-    (finding,) = gate(plan("variant=adaptive_span", f"runtime.backend={path}"))
-    assert finding.promise == f"the {path} path equals the plain one"
+@pytest.mark.parametrize("backend", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+def test_a_broken_fast_backend_is_found(monkeypatch, backend):
+    right = FAST[backend].attend
+    monkeypatch.setattr(FAST[backend], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
+    (finding,) = gate(plan("variant=adaptive_span", f"runtime.backend={backend}"))
+    assert finding.promise == f"the {backend} backend equals the plain one"
     assert re.match(r"span 13, eval: layers\.0\.attention moved by [\d.e-]+ at byte \d+ of stream \d", finding.detail)
 
 
 def test_heads_of_different_widths_are_compared(monkeypatch):
     """A break that only groups of heads have: the shorter are forgotten."""
     right = fused.groups
-    monkeypatch.setattr(fused, "groups", lambda columns: right(columns)[-1:])
+    monkeypatch.setattr(fused, "groups", lambda max_keys: right(max_keys)[-1:])
     (finding,) = gate(plan("variant=adaptive_span", "runtime.backend=fused"))
-    assert finding.promise == "the fused path equals the plain one" and finding.detail.startswith(
+    assert finding.promise == "the fused backend equals the plain one" and finding.detail.startswith(
         "span 78, eval: layers."
     )
 

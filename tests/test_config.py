@@ -138,8 +138,8 @@ def test_layers_have_their_own_lists():
 
 def test_a_model_may_have_as_many_parts_as_layers():
     made = plan("variant=adaptive_span", *TINY).make_model()
-    reaches = [module.span for _, module in made.sublayers() if isinstance(module, Attention)]
-    assert len({id(spans) for spans in reaches}) == len(reaches) == 2
+    spans = [module.span for _, module in made.sublayers() if isinstance(module, Attention)]
+    assert len({id(one) for one in spans}) == len(spans) == 2
 
 
 def test_numbers_are_read_as_the_types_that_they_mean():

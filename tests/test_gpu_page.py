@@ -1,4 +1,4 @@
-"""``docs/gpu.md``: every command composes, takes a path that a GPU has, and trains at a small size on a CPU."""
+"""``docs/gpu.md``: every command composes, takes a backend that a GPU has, and trains at a small size on a CPU."""
 
 import itertools
 import json
@@ -100,7 +100,7 @@ def distinct(commands: list[list[str]]) -> list[list[str]]:
 
 
 def on_gpu(plan: Plan) -> None:
-    """Every sublayer takes a path that a GPU has."""
+    """Every sublayer takes a backend that a GPU has."""
     model = build(plan)
     assert {s.backend(torch.device("cuda"), training=True) for _, s in model.sublayers()} <= {"plain", "kernel"}
 
@@ -132,8 +132,10 @@ def test_every_other_command_composes_and_is_possible_on_a_gpu(tmp_path):
             assert parse(AgreementSettings, own["agree"], key="agree").run is None
         if verb == "peers":
             assert not {word.partition("=")[0] for word in words} & set(own["held"]), words
-        for variant, path in itertools.product(own.get("variants") or [None], own.get("backends") or [None]):
-            chosen = [f"variant={variant}"] * (variant is not None) + [f"runtime.backend={path}"] * (path is not None)
+        for variant, backend in itertools.product(own.get("variants") or [None], own.get("backends") or [None]):
+            chosen = [f"variant={variant}"] * (variant is not None) + [f"runtime.backend={backend}"] * (
+                backend is not None
+            )
             cfg = compose_config(*words, *chosen, name=verb)
             own_keys(cfg, *KEYS[verb])
             cfg.model.dropout = 0.0 if verb == "peers" else cfg.model.dropout  # of its job, and may not be typed

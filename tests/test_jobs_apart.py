@@ -124,11 +124,11 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
     usual, found = runtime._THREADS, []
     start = TrainState.step
 
-    def step(self, *wishes) -> tuple:
+    def step(self, *flags) -> tuple:
         found.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.rand(()).item()))
         if len(found) % 2 == 0:  # each job has a warm-up before its step
             torch.set_num_threads(usual + 2)
-        return start(self, *wishes)
+        return start(self, *flags)
 
     monkeypatch.setattr(TrainState, "step", step)
     words = ("model.dropout=0.1", "runtime.threads=null", "budget.steps=1")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from bench.progress import Steps
 from harness.loop.progress import ProgressBar
 from harness.record.closing_table import print_closing_table
 from harness.record.figures import draw_figures, draw_spans
@@ -251,3 +252,14 @@ def test_progress_on_a_terminal_is_a_bar():
         progress.print("[red]a line[/red]")
     text = console.file.getvalue()
     assert "25%" in text and "2.500 bits/byte" in text and "1,000 bytes/s" in text and "[red]a line[/red]" in text
+
+
+def test_progress_of_a_measurement_on_a_terminal_is_a_bar(monkeypatch):
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
+    monkeypatch.setattr("bench.progress.Console", lambda **_: console)
+    with Steps(4) as progress:
+        progress.doing("mhsa: memory")
+        progress.advance()
+        progress.print("[red]a line[/red]")
+    text = console.file.getvalue()
+    assert "1/4" in text and "mhsa: memory" in text and "[red]a line[/red]" in text

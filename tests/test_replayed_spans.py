@@ -11,7 +11,7 @@ SPANS = [[0.0, 5.5], [3.0, 16.0]]
 GIVEN = ("variant=replayed_spans", "variant.attention.span.ramp=4", f"variant.attention.span.spans={SPANS}")
 
 
-def reaches(model) -> list:
+def spans_of(model) -> list:
     return [sublayer.span for _, sublayer in model.sublayers() if isinstance(sublayer, Attention)]
 
 
@@ -20,8 +20,8 @@ def test_they_see_what_learned_spans_of_the_same_length_see():
     fixed, learned = make_run(*GIVEN).model, make_run(*VARIANTS["adaptive_span"]).model
     learned.load_state_dict(fixed.state_dict())  # the buffer has the parameter's name
     learned.project_()
-    assert [spans.metrics({})["span"].tolist() for spans in reaches(fixed)] == SPANS
-    assert [spans.max_keys for spans in reaches(fixed)] == [spans.max_keys for spans in reaches(learned)]
+    assert [spans.metrics({})["span"].tolist() for spans in spans_of(fixed)] == SPANS
+    assert [spans.max_keys for spans in spans_of(fixed)] == [spans.max_keys for spans in spans_of(learned)]
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     for _, sublayer in (*fixed.sublayers(), *learned.sublayers()):
         for parameter in sublayer.parameters():  # projections that start at zero hide the windows
@@ -38,7 +38,7 @@ def test_training_leaves_them_alone_and_charges_nothing():
     assert run.model.train()(tokens).loss == 0
     for _ in range(3):
         run.step()
-    assert [spans.metrics({})["span"].tolist() for spans in reaches(run.model)] == SPANS
+    assert [spans.metrics({})["span"].tolist() for spans in spans_of(run.model)] == SPANS
 
 
 @pytest.mark.numeric
@@ -56,13 +56,13 @@ def test_whole_spans_with_a_ramp_of_one_are_a_hard_window():
 
 def test_a_finished_run_hands_over_its_weights_with_its_spans(here):
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=4", "variant.attention.span.initial=0.4")
-    learned = [spans.fraction.tolist() for spans in reaches(job.training.model)]
+    learned = [spans.fraction.tolist() for spans in spans_of(job.training.model)]
     follower = make_job(
         "variant=replayed_spans", "variant.attention.span.ramp=4", f"start.run={job.folder.path}", "budget.steps=2"
     ).training
-    newest = [spans.fraction.tolist() for spans in reaches(follower.model)]
+    newest = [spans.fraction.tolist() for spans in spans_of(follower.model)]
     follower.step()
-    assert newest == learned == [spans.fraction.tolist() for spans in reaches(follower.model)]
+    assert newest == learned == [spans.fraction.tolist() for spans in spans_of(follower.model)]
     assert not any(name.endswith("fraction") for name, _ in follower.model.named_parameters())
 
 
@@ -70,7 +70,7 @@ def test_spans_that_are_given_are_kept_beside_another_run_s_weights(here):
     """The configuration of the run says them, and so does its row."""
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
     model = make_job(*GIVEN, f"start.run={job.folder.path}", "budget.steps=2").training.model
-    assert [spans.metrics({})["span"].tolist() for spans in reaches(model)] == SPANS
+    assert [spans.metrics({})["span"].tolist() for spans in spans_of(model)] == SPANS
     assert torch.equal(model.embedding.weight, job.training.model.embedding.weight)
 
 

@@ -72,7 +72,7 @@ def _global_settings_of_torch_come_back():
 
 
 def lineup(name: str, *words: str) -> list[tuple[str | None, list[tuple[Case, str | None, list[str]]]]]:
-    """Of each comparison of a lineup its judge, and its cases with their positions and their entries' words."""
+    """Of each comparison of a lineup its sanity check, and its cases with their positions and their entries' words."""
     cfg = compose_config(f"lineup={name}", *words, name="peers")
     settings = parse(PeerSettings, own_keys(cfg, *PeerSettings.__dataclass_fields__), key="")
     found = []
@@ -144,12 +144,12 @@ def test_the_workload_is_the_one_of_the_targets():
 
 @pytest.mark.parametrize(("position", "cache"), SETTINGS.items())
 def test_a_model_keeps_its_spans_and_a_full_past(position, cache):
-    entrant = OurModel(task("adaptive_span", f"position={position}", f"model.cache={cache}"))
+    worker = OurModel(task("adaptive_span", f"position={position}", f"model.cache={cache}"))
     lengths = []
     for _ in range(3):
-        entrant.train()
-        lengths.append({tuple(part.shape) for part in parts(entrant.state)})
-        for _, sublayer in entrant.model.sublayers():
+        worker.train()
+        lengths.append({tuple(part.shape) for part in parts(worker.state)})
+        for _, sublayer in worker.model.sublayers():
             if hasattr(sublayer, "span"):
                 assert sublayer.span.metrics({})["span"].tolist() == pytest.approx(SPANS)
     assert lengths[0] == lengths[1] == lengths[2]
@@ -181,13 +181,13 @@ def test_a_state_is_full_when_as_many_bytes_were_seen():
 
 
 def test_the_trainer_takes_the_runs_own_step_and_writes_rows(tmp_path):
-    entrant = TrainerLoop(task("adaptive_span", scratch=str(tmp_path)))
+    worker = TrainerLoop(task("adaptive_span", scratch=str(tmp_path)))
     for _ in range(3):
-        entrant.train()
+        worker.train()
     (record,) = tmp_path.glob("*/record.jsonl")
     rows = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3] and entrant.training.spent.steps == 3
-    assert rows[-1]["learning_rate"] == 0 and entrant.training.state[0].tolist() == [
+    assert [row["step"] for row in rows] == [1, 2, 3] and worker.training.spent.steps == 3
+    assert rows[-1]["learning_rate"] == 0 and worker.training.state[0].tolist() == [
         80,
         80,
     ]  # 48 of the past, then two steps

@@ -88,12 +88,12 @@ def test_a_job_of_other_source_runs_anew_and_the_status_says_so(here, monkeypatc
 def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
     step, failed = TrainState.step, []
 
-    def failing(self, *wishes) -> tuple:
+    def failing(self, *flags) -> tuple:
         if self.plan.seed == 1 and self.spent.steps == 2:
             failed.append(weakref.ref(self))
             raise RuntimeError("no such luck\nsecond line")
         assert not failed or failed[0]() is None, "the failed job is kept in memory"
-        return step(self, *wishes)
+        return step(self, *flags)
 
     with monkeypatch.context() as broken:
         broken.setattr(TrainState, "step", failing)

@@ -1,4 +1,4 @@
-"""The CUDA kernels against the plain path: in Triton's interpreter where there is no device, compiled where there is."""
+"""The CUDA kernels against the plain backend: in Triton's interpreter where there is no device, compiled where there is."""
 
 import importlib.util
 import os
@@ -115,7 +115,7 @@ class Case:
     def compare(
         self, *, dtype: torch.dtype = torch.float32, like: torch.dtype = torch.float64, tolerance: float
     ) -> None:
-        """Value and every gradient, for a random upstream gradient, against the plain path in ``like``."""
+        """Value and every gradient, for a random upstream gradient, against the plain backend in ``like``."""
         drawn = self.inputs(dtype)
         mine, theirs = ({name: x.detach().to(to).requires_grad_() for name, x in drawn.items()} for to in (None, like))
         y, expected = self.attend(mine, plain=False), self.attend(theirs, plain=True)
@@ -182,7 +182,7 @@ def test_a_ramp_may_begin_anywhere_in_a_block(small_blocks):
 @pytest.mark.numeric
 @needs_triton
 def test_each_head_has_its_own_hard_window(small_blocks):
-    """The plain path has one window for all heads; so head by head."""
+    """The plain backend has one window for all heads; so head by head."""
     case = Case(T=33, past=12, max_keys=(5, 40))
     inputs = case.inputs(torch.float32)
     y = case.attend(inputs, plain=False)

@@ -1,4 +1,4 @@
-"""Windows of the past: the pure functions in numbers worked out by hand, and the fast paths against the plain one."""
+"""Windows of the past: the pure functions in numbers worked out by hand, and the fast backends against the plain one."""
 
 from dataclasses import dataclass
 
@@ -84,7 +84,7 @@ def test_skew_and_visible_are_the_loop(rows, past, max_keys, shift, outer):
 
 @BACKENDS
 def test_renormalised_mask_is_a_bias_of_its_logarithm(attend):
-    """m exp(s) / sum m exp(s) = softmax(s + log m), the identity that the fused path rests on."""
+    """m exp(s) / sum m exp(s) = softmax(s + log m), the identity that the fused backend rests on."""
     q, k, v = normal(1, 2, 6, 4), normal(1, 2, 9, 4, seed=1), normal(1, 2, 9, 4, seed=2)
     z = torch.tensor([1.5, 4.0], dtype=DOUBLE)
     log_m = torch.full((2, 6, 9), -torch.inf, dtype=DOUBLE)

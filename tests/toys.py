@@ -33,7 +33,7 @@ STATISTICS = "statistics add up"
 BFLOAT16 = "bfloat16 autocast is finite"
 FLOPS = "ideal FLOPs are a positive int"
 KNOWN = "declared limits are known"
-PATHS = "the fused path equals the plain one"
+PATHS = "the fused backend equals the plain one"
 
 memory = partial(
     ProductKeyMemory,

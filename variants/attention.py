@@ -160,7 +160,7 @@ class Attention(Sublayer):
         parts = F.linear(x, of("weight"), of("bias")).chunk(len(linears), dim=-1)
         return [rearrange(part, "B T (H K) -> B H T K", K=self.d_head) for part in parts]
 
-    @torch.compiler.disable  # columns are Python numbers, the past has any length: a graph break around all of it
+    @torch.compiler.disable  # max_keys are Python numbers, the past has any length: a graph break around all of it
     def _over_window(
         self,
         x: Tensor,
@@ -174,12 +174,12 @@ class Attention(Sublayer):
         collect_stats: bool,
     ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
         """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``collect_stats``."""
-        span = Window(self.span.max_keys, self.shift, z, self.span.ramp)
+        visible = Window(self.span.max_keys, self.shift, z, self.span.ramp)
         backend = self.backend(x.device, training=self.training)
-        keys, state = self._context(x, own, state, start, span.past(), backend)
-        y = self._attend(backend, q, keys, span, persistent)
+        keys, state = self._context(x, own, state, start, visible.past(), backend)
+        y = self._attend(backend, q, keys, visible, persistent)
         with torch.no_grad():
-            stats = self._look(backend, q, keys, span, persistent) if collect_stats else None
+            stats = self._stats(backend, q, keys, visible, persistent) if collect_stats else None
         return y, state, stats
 
     def _context(
@@ -198,9 +198,7 @@ class Attention(Sublayer):
     def _parts(self, past: int) -> list[tuple[int, list[int] | None]]:
         """Heads, or None for all, and how many past keys they can meet: the CPU's kernel wants no more than these."""
         groups = fused.groups(self.span.max_keys)
-        return (
-            [(past, None)] if len(groups) == 1 else [(max_keys - 1 + self.shift, heads) for max_keys, heads in groups]
-        )
+        return [(past, None)] if len(groups) == 1 else [(n - 1 + self.shift, heads) for n, heads in groups]
 
     def _again(self, old: Tensor, start: Tensor, past: int, heads: list[int] | None) -> PastKV:
         """Keys and values of some heads from the last ``past`` of the inputs before position ``start``."""
@@ -209,16 +207,16 @@ class Attention(Sublayer):
         return PastKV(tuple(heads or range(self.heads)), self.position.rotate(k, start - old.shape[1]), v)
 
     def _attend(
-        self, backend: str, q: Tensor, keys: VisibleKeys, span: Window, persistent: Persistent | None
+        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
-        max_keys = max(span.max_keys)
-        vectors = self.position.vectors(max_keys) if backend == "kernel" else None
-        same = {"bias": self.position.bias(q, max_keys) if vectors is None else None, "persistent": persistent}
+        most = max(visible.max_keys)
+        vectors = self.position.vectors(most) if backend == "kernel" else None
+        same = {"bias": self.position.bias(q, most) if vectors is None else None, "persistent": persistent}
         if backend == "kernel" and q.device.type == "cpu":
-            return window_cpu.attend(q, keys.k, keys.v, span, past=keys.past, vectors=vectors, **same)
+            return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, vectors=vectors, **same)
         ways = {"kernel": partial(triton_window.attend, vectors=vectors), "fused": fused.attend}
         ways["plain"] = partial(window.attend, dropout=self.dropout if self.training else 0.0)
-        return by_part(ways[backend], q, keys, span, **same)
+        return by_part(ways[backend], q, keys, visible, **same)
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         """The first of these that computes the same here, or the one that was asked for; ValueError where that cannot be.
@@ -236,12 +234,13 @@ class Attention(Sublayer):
         if found := obstacles[self.wanted_backend]:
             allowed = ["auto", "plain", *(name for name, found in obstacles.items() if not found)]
             raise ValueError(
-                f"runtime.backend={self.wanted_backend} cannot run with {', '.join(found)}: allowed are {', '.join(allowed)}"
+                f"runtime.backend={self.wanted_backend} cannot run with {', '.join(found)}: "
+                f"allowed are {', '.join(allowed)}"
             )
         return self.wanted_backend
 
     def _obstacles(self, backend: str, device: torch.device, *, training: bool) -> list[str]:
-        """Why a path cannot run."""
+        """Why a backend cannot run."""
         by_vectors = backend == "kernel" and self.position.vectors(1) is not None
         found = {
             f"model.dropout={self.dropout}": training and self.dropout > 0,
@@ -256,14 +255,14 @@ class Attention(Sublayer):
         missing = window_cpu.available() if device.type == "cpu" else missing
         return [*reasons, missing] if missing else reasons
 
-    def _look(
-        self, backend: str, q: Tensor, keys: VisibleKeys, span: Window, persistent: Persistent | None
+    def _stats(
+        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> dict[str, Tensor]:
-        stats = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.span.stats(span.z)
+        stats = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.span.stats(visible.z)
         if persistent is not None:
-            # The same attend path, fed with ones on persistent vectors and zeros on the context.
+            # The same backend, fed with ones on persistent vectors and zeros on the context.
             ones = persistent._replace(v=torch.ones_like(persistent.v))
-            mass = self._attend(backend, q, keys.without_values(), span, ones)[..., 0]
+            mass = self._attend(backend, q, keys.without_values(), visible, ones)[..., 0]
             stats["persistent_mass"] = mass.double().sum(dim=(0, 2))
         return stats
 
@@ -282,8 +281,8 @@ class Attention(Sublayer):
         return found
 
     def ideal_flops(self) -> int:
-        max_keys = self.span.keys_per_byte()
-        per_head = 4 * max_keys * self.d_head + self.position.ideal_flops(max_keys)
+        seen = self.span.keys_per_byte()
+        per_head = 4 * seen * self.d_head + self.position.ideal_flops(seen)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
         linears = (self.query, self.key, self.value, self.output)

@@ -1,4 +1,4 @@
-"""Context, what the queries of a segment meet, and what is carried to the next segment.
+"""Context: what the queries of a segment meet, and what is carried to the next segment.
 
 A state of keys and values is ``(keys, values)``, each ``[B, H, P, K]``, or each a tuple with a tensor ``[B, 1, P_h, K]`` for
 every head, where heads carry pasts of their own.

@@ -159,7 +159,7 @@ class Position(nn.Module):
         return x
 
     def vectors(self, max_keys: int) -> Tensor | None:
-        """``[max_keys, K]`` where ``bias`` is ``q @ vectors.T``, one for each distance, so that kernels may take it as such."""
+        """``[max_keys, K]``, one for each distance, where ``bias`` is ``q @ vectors.T``: kernels may take it as such."""
         return None
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
@@ -170,7 +170,7 @@ class Position(nn.Module):
         return None
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Forward FLOPs per byte and head of ``bias`` at ``max_keys`` visible keys."""
+        """Forward FLOPs per byte and head of ``bias`` at ``max_keys`` visible keys, a mean that need not be whole."""
         return 0.0
 
 

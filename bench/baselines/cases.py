@@ -20,7 +20,7 @@ class Comparison:
         entries: their names differ.
         cases: what is read off them; where there are none, each has a row of its own.
         longer: times as many rounds as the others.
-        sanity_check: name of the peer that must find the reference model fair, where a reference model is there.
+        sanity_check: name of the peer beside which the reference model must not be slow; None where there is none.
     """
 
     entries: list[Entry]
@@ -32,8 +32,8 @@ class Comparison:
 def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> list[dict]:
     """A row for every entry that has failed or been timed; or for every case whose entries have.
 
-    ``reached`` and ``peak_reached`` of a case are None where there is nothing to say: not measured, a reference model that
-    its judge finds slow (``void`` says so), or sizes that are not those of the targets (not ``judged``).
+    ``reached`` and ``peak_reached`` of a case are None where there is nothing to say: not measured, a reference model
+    that fails the sanity check (``void`` says so), or sizes that are not those of the targets (not ``judged``).
 
     Args:
         judged: whether the targets are for what was measured.

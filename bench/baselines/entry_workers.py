@@ -1,5 +1,5 @@
-"""Entry worker: one entry of ``bench.peers`` in a process of its own: it proves itself, says what it takes, and
-trains when asked.
+"""Entry worker: one entry of ``bench.peers`` in a process of its own, which proves itself, says what it takes, and trains
+when asked.
 
 Every entry gets the same bytes in the same order, and takes the whole training step: forward, loss, backward,
 optimizer, gradients dropped. Ours take the trainer's own step. The learning rate is 0: the optimizer does all its work,
@@ -90,7 +90,7 @@ class EntryWorker:
         return prove(self.probe())
 
     def weigh(self) -> dict:
-        """Parameters, optimizer, path, FLOPs of a training step, and its peak of memory after warm-up."""
+        """Parameters, optimizer, backend, FLOPs of a training step, and its peak of memory after warm-up."""
 
         def steps(number: int) -> None:
             for _ in range(number):

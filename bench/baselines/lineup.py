@@ -61,26 +61,21 @@ def comparison_settings(settings: PeerSettings) -> Iterator[tuple[ComparisonSett
     for number, node in enumerate(settings.comparisons):
         text = json.dumps(node)
         for each in node["each"] if isinstance(node, dict) and node.get("each") is not None else [None]:
-            comparison = _parsed(
-                ComparisonSettings, json.loads(text.replace(EACH, str(each))), key=f"comparisons.{number}"
-            )
-            nodes = {
-                name: {"peer": name}
-                for name in [REFERENCE_MODEL] * (comparison.sanity_check is not None) + (comparison.peers or [])
-            }
+            own = json.loads(text.replace(EACH, str(each)))
+            comparison = _parsed(ComparisonSettings, own, key=f"comparisons.{number}")
+            reference = [REFERENCE_MODEL] * (comparison.sanity_check is not None)
+            nodes = {name: {"peer": name} for name in reference + (comparison.peers or [])}
             nodes |= {name: {"words": f"variant={name}"} for name in comparison.variants or []}
             nodes |= comparison.entries or {}
-            yield (
-                comparison,
-                {name: _parsed(EntrySettings, own, key=f"comparisons.{number}.{name}") for name, own in nodes.items()},
-            )
+            key = f"comparisons.{number}"
+            yield comparison, {name: _parsed(EntrySettings, own, key=f"{key}.{name}") for name, own in nodes.items()}
 
 
 def cases_of(comparison: ComparisonSettings, entries: dict[str, EntrySettings]) -> list[Case]:
     """What is to be reached in a comparison."""
     found = []
-    for entry, settings in entries.items():
-        for name, node in (settings.cases or {}).items():
+    for entry, asked in entries.items():
+        for name, node in (asked.cases or {}).items():
             own = {"name": name, "entry": entry, "reference": comparison.reference}
             case = _parsed(Case, own | node, key=f"cases.{name}")
             if (case.at_least is None) == (case.at_most is None):

@@ -1,4 +1,4 @@
-"""Reference model that every speed is measured against: the least transformer that a competent user would write in PyTorch.
+"""Reference model, which every speed is measured against: the least transformer that a competent user writes in PyTorch.
 
 Pre-norm, queries, keys and values from one matrix, ``scaled_dot_product_attention(is_causal=True)``, a GELU feed-forward
 of four times the width, learned positions, no dropout, no biases but those of the norms; and AdamW in its fused form.
@@ -6,7 +6,7 @@ It sees the whole segment, carries no state, and has
 
     parameters = 2 V D + T D + layers (12 D^2 + 4 D) + 2 D.
 
-A mechanism that is slower than this costs time; a table whose reference is itself slow flatters everything in it.
+A mechanism that is slower than this costs time; a table whose reference model is itself slow flatters everything in it.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Rounds of several entries against each other: each is proved in a process that is thrown away, weighed in a fresh one that
-stays alive, and timed there in turn with the others.
+"""Rounds of several entries against each other: each is proved in a process that is thrown away, weighed in a fresh one
+that stays alive, and timed there in turn with the others.
 
 Speeds are compared within a round: a ratio is the median over rounds of the reference's step time over the entry's.
 """
@@ -17,7 +17,7 @@ from bench.worker import FAILED, Cell
 
 MEASURED = "measured"
 FAIR = 0.97
-"""Least speed of the reference model, in that of the peer that judges it."""
+"""Least speed of the reference model, in that of the peer of its sanity check."""
 
 
 @dataclass(kw_only=True)
@@ -105,17 +105,15 @@ def ratios(entry: Entry, reference: Entry) -> list[float]:
 
 
 def verdict(reference_model: Entry, sanity_check: Entry | None) -> tuple[float | None, str | None]:
-    """Speed of the reference model in the judging peer's, and why the whole table is void, or None.
+    """Speed of the reference model in that of the peer of its sanity check, and why the whole table is void, or None.
 
-    A judge that was not measured judges nothing: the ratio is then None, and the table is shown as unjudged.
+    A peer that was not measured checks nothing: the ratio is then None, and the table is shown as unjudged.
     """
+    name = reference_model.name.replace("_", " ")
     if not reference_model.rounds:
         reason = reference_model.reason or "interrupted before its first round"
-        return None, f"the {reference_model.name} was not measured: {reason}"
+        return None, f"the {name} was not measured: {reason}"
     found = None if sanity_check is None else ratio(reference_model, sanity_check)
     if found is not None and found < FAIR:
-        return (
-            found,
-            f"the {reference_model.name} reaches only {found:.3f} of {sanity_check.name} in this run; {FAIR} is needed",
-        )
+        return found, f"the {name} reaches only {found:.3f} of {sanity_check.name} in this run; {FAIR} is needed"
     return found, None

@@ -31,7 +31,7 @@ class ComparisonSettings:
     reference: str  # the entry that all are compared with, where a case names no other
     words: str = ""  # of a training run, for all entries; later ones win
     each: list | None = None  # the comparison is repeated with each of these in place of <each>
-    sanity_check: str | None = None  # the peer that must find the reference model fair, which then takes part, too
+    sanity_check: str | None = None  # the peer beside which the reference model must not be slow; both then take part
     peers: list | None = None  # entries that need no more than their name
     variants: list | None = None  # the same
     entries: dict | None = None  # the others by name: EntrySettings
@@ -67,5 +67,5 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """The entrant, its reference, and whoever else it needs, each once."""
+        """The entry, its reference, and whoever else it needs, each once."""
         return list(dict.fromkeys([self.entry, self.reference, *(self.second or ())[:2]]))

@@ -71,7 +71,7 @@ def pattern_of(metric: str) -> str:
 def _drawn(panel: SimpleNamespace):
     """W&B's object of the panel's kind."""
     match panel.kind:
-        case "curve" | "histogram":  # W&B draws a histogram's key over steps as a comparison map
+        case "curve" | "histogram":  # W&B draws a histogram's key over steps as a heat map
             return wr.LinePlot(
                 title=panel.title,
                 x=panel.x,

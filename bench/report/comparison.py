@@ -156,7 +156,7 @@ def arms(items: Iterable, *, without: Sequence[str] = ()) -> list[Arm]:
     """Items that differ by their seed only, together; the order is by variant, then by difference.
 
     Args:
-        without: further keys of the configuration, as ``model.span``, or ``path``, that one arm may have several of.
+        without: further keys of the configuration, as ``model.span``, or ``backend``, that one arm may have several of.
     """
 
     def identity(item) -> str:
@@ -188,7 +188,7 @@ def numbered_notes(found: Iterable[Arm], *, without: Sequence[str] = ()) -> list
     """A note for each arm whose label, ``name no. 2``, cannot say how it differs."""
     notes = []
     for same in by(found, key=lambda arm: arm.variant).values():
-        settings = [_with_path(row_of(arm.members[0]), without=without) for arm in same]
+        settings = [_with_backend(row_of(arm.members[0]), without=without) for arm in same]
         keys = _differing(settings)
         for arm, own in zip(same, settings, strict=True):
             if " no. " in arm.label and keys:
@@ -199,13 +199,13 @@ def numbered_notes(found: Iterable[Arm], *, without: Sequence[str] = ()) -> list
 
 def differences(rows: Sequence[dict], *, without: Sequence[str] = ()) -> str:
     """What the configurations of a table's rows do not share; all that makes a variant counts as one."""
-    keys = _differing([_with_path(row, without=without) for row in rows])
+    keys = _differing([_with_backend(row, without=without) for row in rows])
     named = dict.fromkeys("variant" if key.startswith("variant.") else key for key in keys)
     named |= {"seed": None} if len({row["seed"] for row in rows}) > 1 else {}
     return listed(named, most=MOST_KEYS)
 
 
-def _with_path(row: dict, *, without: Sequence[str]) -> dict[str, object]:
+def _with_backend(row: dict, *, without: Sequence[str]) -> dict[str, object]:
     return settings_of(row, without=without) | ({} if "backend" in without else {"backend": row["backend"]})
 
 
@@ -253,7 +253,7 @@ class Heads:
     Attributes:
         swept: columns of swept keys.
         columns: the variant's before them.
-        names: the variant of each row, or its whole label where others have the same cells: another source or path, say.
+        names: the variant of each row, or its whole label where others have the same cells: another source or backend, say.
     """
 
     VARIANT = words("variant", "What was trained, and in what it differs from others of its name.")

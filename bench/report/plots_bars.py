@@ -80,9 +80,9 @@ def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
         style = {"fontsize": 60, "rotation": 15, "weight": "bold", "ha": "center", "va": "center"}
         ax.text(0.5, 0.5, "VOID", transform=ax.transAxes, color=VERMILLION, alpha=0.35, zorder=10, **style)
     caption = (
-        "Bytes per second of the same training step, as a multiple of the reference model's in the same run; whiskers from the "
-        "20th to the 80th percentile, parameters and bytes per second beside. A peer that failed a check or crashed has its "
-        "reason instead of a bar." + (f" VOID: {void}." if void else "")
+        "Bytes per second of the same training step, as a multiple of the reference model's in the same run; whiskers "
+        "from the 20th to the 80th percentile, parameters and bytes per second beside. A peer that failed a check or "
+        "crashed has its reason instead of a bar." + (f" VOID: {void}." if void else "")
     )
     return finish(figure, name=name, title=title, caption=caption)
 

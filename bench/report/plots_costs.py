@@ -178,9 +178,9 @@ def _caption(rows: list[dict]) -> str:
     approximate = any((row.get("memory") or {}).get("approximate") for row in rows)
     return (
         "Cost of the trainer's own step against length of context, both logarithmic; a steeper line grows faster. Line style "
-        "is the path through the code. Times are medians with bars from the 20th to the 80th percentile; FLOPs are forward "
+        "is the backend. Times are medians with bars from the 20th to the 80th percentile; FLOPs are forward "
         "and executed, hollow marks ideal; generation is one byte of one stream. Crosses at the upper edge: out of memory, "
-        "with the first such length and the path."
+        "with the first such length and the backend."
         + (" Memory is a process's high-water mark, approximate." if approximate else "")
         + (f" Failed: {'; '.join(failed)}." if failed else "")
     )

@@ -1,5 +1,4 @@
-"""Equal-budget views: what is held equal, and by which knob; views of comparable runs at equal bytes, seconds, FLOPs
-or parameters.
+"""Equal-budget views: comparable runs at equal bytes, seconds, FLOPs or parameters, with the knob that holds them equal.
 
 Only whole runs count. The schedule follows the fraction of the budget that is spent, so a score on the way, at a rate that
 has not decayed yet, is not what a run of that smaller budget would have reached: equal bytes are runs of equal
@@ -69,7 +68,7 @@ def equal_in_parameters(arms: Sequence[Arm]) -> list[list[Arm]]:
 
 
 def _worth_comparing(arms: Sequence[Arm]) -> bool:
-    """Whether there are two rows that differ in more than the learning rate, code and path."""
+    """Whether there are two rows that differ in more than the learning rate, code and backend."""
     swept = Heads(arms, without=(RATE,)).swept
     crowded = len(arms) > 1 and not swept and any(" no. " in arm.label for arm in arms)
     return len(arms) > 1 and bool(swept or crowded or len({arm.variant for arm in arms}) > 1)

@@ -1,8 +1,8 @@
-"""Differences, and whether they are real: each setting against a reference, over matched seeds, and over blocks of the same text.
+"""Differences, and whether they are real: each setting against a reference, over matched seeds and blocks of one text.
 
-The reference is the best setting of the variant that ``variants.yaml`` names, or, without one, the setting of the best validation
-bits. Seeds say whether a difference would survive another initialisation; blocks of 10,000 bytes say whether these very
-weights differ on more of such text, and nothing of other seeds.
+The reference is the best setting of the variant that ``variants.yaml`` names, or, without one, the setting of the best
+validation bits. Seeds say whether a difference would survive another initialisation; blocks of 10,000 bytes say whether
+these very weights differ on more of such text, and nothing of other seeds.
 """
 
 import math

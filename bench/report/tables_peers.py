@@ -101,8 +101,8 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         same.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         about = (
-            f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, streams, "
-            "segment, threads, precision and data, not parameters. The rows differ in who wrote the code"
+            f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
+            "streams, segment, threads, precision and data, not parameters. The rows differ in who wrote the code"
         )
         title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}"
         shown = [row | {"void": void} for row in same]

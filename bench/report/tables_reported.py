@@ -72,15 +72,15 @@ def reported_arms(runs: Sequence[RunRow], found: Sequence[Pick]) -> list[tuple[A
     """
     pairs = []
     for arm in sorted(arms(runs), key=mean_valid):
-        packages = [pick for pick in found if any(run in pick.fresh for run in arm.members)]
+        candidates = [pick for pick in found if any(run in pick.fresh for run in arm.members)]
         own = arm.members[0].row
 
         def closeness(numbered: tuple[int, Pick], own: dict = own) -> tuple[bool, bool, int]:
             place, pick = numbered
             return pick.budget == own["budget"], pick.source == own["source"], place
 
-        if packages:
-            pairs.append((arm, max(enumerate(packages), key=closeness)[1]))
+        if candidates:
+            pairs.append((arm, max(enumerate(candidates), key=closeness)[1]))
     return pairs
 
 

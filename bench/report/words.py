@@ -1,4 +1,4 @@
-"""Words that captions have for rows: data, protocol, budget, source, and the ground on which time and memory were measured."""
+"""Words that captions have for rows: data, protocol, budget, source, and the ground of time and memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -68,7 +68,7 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     """Print what went wrong, once: a job says it when it happens, and a sweep goes on to its other jobs.
 
     Of several processes the first one speaks of a mistake that all of them meet before they have joined; after that an
-    error is a process's ``own``, or was ``said`` by another.
+    error is a process's ``own``, or another has ``already_printed`` it.
 
     Args:
         job: overrides of the sweep's job; those of the job that is running now are known.
@@ -89,7 +89,7 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
 
 
 def reported(error: Exception) -> Exception:
-    """Say it, and return what to raise in its place.
+    """Print it, and return what to raise in its place.
 
     In a sweep that is a copy with the message alone: it can be sent from process to process, and does not keep the
     failed job's tensors in memory while the other jobs run.

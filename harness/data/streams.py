@@ -1,4 +1,4 @@
-"""Streams, the order in which bytes are read: streams for training, streams and windows for scoring.
+"""Streams: the order in which bytes are read, in training and in scoring, where there are also windows.
 
 A pair is an input byte and the byte after it, the target: a split of n bytes has n - 1 pairs, and pair i is bytes i
 and i + 1. Everything is a pure function of the split, an integer position and the seed, so that a run resumes from
@@ -23,7 +23,7 @@ Segment = tuple[Tensor, Tensor, Tensor]
 
 
 class Streams:
-    """The training stream: B streams ("streams") read side by side, T bytes a step.
+    """What is trained on: B streams read side by side, T bytes a step.
 
     With ``carry`` the split is a ring of n bytes, cut into B streams of n // B bytes, which are read segment after
     segment so that state can be carried. A stream holds ``steps_per_turn`` whole segments; then a new turn begins: the
@@ -47,8 +47,8 @@ class Streams:
         if stream_bytes <= segment:
             needed = (segment + 1) * (streams if carry else 1)
             raise ValueError(
-                f"batch.streams={streams} and batch.segment={segment} need {needed:,} bytes to train on, the train split "
-                f"of data has {len(split):,}: allowed is a longer corpus, fewer streams or a shorter segment"
+                f"batch.streams={streams} and batch.segment={segment} need {needed:,} bytes to train on, the train "
+                f"split of data has {len(split):,}: allowed is a longer corpus, fewer streams or a shorter segment"
             )
         self.split, self.streams, self.segment, self.seed, self.carry = split, streams, segment, seed, carry
         self.stream_bytes = stream_bytes
@@ -64,7 +64,7 @@ class Streams:
         return not self.carry or position % self.steps_per_turn == 0
 
     def batch(self, position: int, *, part: tuple[int, int] = WHOLE) -> tuple[Tensor, Tensor]:
-        """Step number ``position``, counted from 0: inputs and targets of a part of the streams, int64 ``[B, T]`` each."""
+        """Step number ``position``, from 0: inputs and targets of a part of the streams, int64 ``[B, T]`` each."""
         number = np.arange(self.streams)[share(self.streams, part)]
         if self.carry:
             turn, step = divmod(position, self.steps_per_turn)
@@ -96,11 +96,11 @@ def score_streams(n_pairs: int, streams: int) -> list[tuple[int, int]]:
 
 
 def segments(split: Tensor, *, streams: int, segment: int, part: tuple[int, int] = WHOLE) -> Iterator[Segment]:
-    """Stream all pairs of ``split [n]`` once: L streams in step, T pairs at a time, state carried from each to the next.
+    """All pairs of ``split [n]`` once: L streams in step, T pairs at a time, state carried from each to the next.
 
     Every segment is ``[L, T]``. Segment k of a stream that begins at pair a holds pairs a + kT and on; what lies beyond
-    the end of its stream is filling with a false mask, always after the stream's last pair. A part of the streams has as many
-    segments as all of them.
+    the end of its stream is filling with a false mask, always after the stream's last pair. A part of the streams has
+    as many segments as all of them.
 
     Raises:
         ValueError: naming ``eval.streams`` or ``eval.segment``.

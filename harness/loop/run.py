@@ -14,7 +14,7 @@ from harness.count.memory import Peak, PeakMemory
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import StopSignal
 from harness.loop import summary
-from harness.loop.progress import ProgressBar as Shown
+from harness.loop.progress import ProgressBar
 from harness.loop.train_state import TrainState
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder
@@ -32,11 +32,11 @@ def recording(place: folder.RunFolder, known: dict, processes: ProcessGroup) -> 
 
 
 class Run:
-    """One command's work on one run folder; of several processes, the first one alone holds and writes it.
+    """One run, as one command works on it in its folder; of several processes, the first one alone holds and writes it.
 
     Attributes:
         stop: the signals that end training between two steps.
-        training: what changes from step to step, or None where an earlier one is finished and is returned.
+        training: what changes from step to step, or None where an earlier command finished the run, which is returned.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Run:
         return self.earlier is None
 
     @contextmanager
-    def opened(self) -> Iterator[Shown]:
+    def opened(self) -> Iterator[ProgressBar]:
         """Record and W&B are open, the run stands where its checkpoint left it; yields progress."""
         with self._held as stack:
             whose = summary.identity(self.training, self.folder.identity, command=self.command)
@@ -95,7 +95,7 @@ class Run:
                 if self._processes.is_main:
                     self._open(stack, rows=rows, whose=whose)
             name = self.folder.path.name if self.plan.beside_others else None
-            yield stack.enter_context(Shown(every_seconds=self.plan.record.progress_seconds, name=name))
+            yield stack.enter_context(ProgressBar(every_seconds=self.plan.record.progress_seconds, name=name))
 
     def _open(self, stack: ExitStack, *, rows: int, whose: dict) -> None:
         """What is written into: the record, which has ``rows`` already or begins with ``whose`` it is, and W&B."""
@@ -126,9 +126,8 @@ class Run:
                 training.restore(content)
             rows = content["rows"]
         verb = f"resuming at {training.spent.bytes:,} bytes" if rows else "training"
-        print(
-            f"{verb}: {self.folder.path}  |  {training.corpus.label()}  |  {training.backend}, {training.runtime.precision}"
-        )
+        how = f"{training.backend}, {training.runtime.precision}"
+        print(f"{verb}: {self.folder.path}  |  {training.corpus.label()}  |  {how}")
         if self.folder.note:
             print(self.folder.note)
         return rows
@@ -164,7 +163,7 @@ class Run:
         every, now = self.plan.eval.every, self.training.fraction
         return every > 0 and not self.training.finished and int(now / every + 1e-9) > int(before / every + 1e-9)
 
-    def validate(self, progress: Shown) -> None:
+    def validate(self, progress: ProgressBar) -> None:
         """Score the beginning of valid, and keep the weights if they are the best so far."""
         training, limit = self.training, self.plan.eval.progress_bytes
         self._most = max(self._most, self._peak.read())  # of training steps: scoring is apart
@@ -174,9 +173,7 @@ class Run:
         self.append(row | {"metrics": training.model.metrics(score.stats)})
         progress.evaluated(split="valid", bits_per_byte=found, bytes_seen=training.spent.bytes, capped=capped)
         better = found < training.best_bits
-        if (
-            better or training.best_bits == math.inf
-        ):  # the first always, even NaN: there must be weights to score at the end
+        if better or training.best_bits == math.inf:  # the first always, even NaN: there must be weights to score
             training.best_bits = found if better else math.inf
             with self._processes.fail_together():
                 if self._processes.is_main:
@@ -204,7 +201,7 @@ class Run:
                 )
         self._saved_seconds = time.monotonic()
 
-    def finish(self, progress: Shown) -> dict:
+    def finish(self, progress: ProgressBar) -> dict:
         """The last validation, the best weights' scores on whole splits, the summary and the figures."""
         training, plan = self.training, self.plan
         found = summary.identity(training, self.folder.identity, command=self.command)

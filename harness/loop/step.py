@@ -58,9 +58,8 @@ class Trainer:
         self.runtime.processes.average_gradients_(self.model.parameters())
         begins = not self.gradient_bytes
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.model)
-        with (
-            self.runtime.processes.fail_together() if begins else nullcontext()
-        ):  # an optimizer may refuse what it is given
+        # An optimizer may refuse what it is given.
+        with self.runtime.processes.fail_together() if begins else nullcontext():
             self.optimizers.step(fraction)
         self.optimizers.zero_grad()
         self.model.project_()

@@ -1,5 +1,5 @@
-"""Train state, a run between two steps: all that changes, what it does in a step, and how it goes into a checkpoint
-and comes back."""
+"""Train state, which is a run between two steps: all that changes, what is done in a step, and how it goes into a
+checkpoint and comes back."""
 
 import math
 import time
@@ -83,15 +83,17 @@ class TrainState:
         self.state = after if self.plan.batch.carry else None
         self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
         ended = time.perf_counter()
-        told = self.runtime.processes.all_gather_numbers([nats.item(), ended - began + self._exchange_seconds, *flags])
-        if len(told) > 1:
+        gathered = self.runtime.processes.all_gather_numbers(
+            [nats.item(), ended - began + self._exchange_seconds, *flags]
+        )
+        if len(gathered) > 1:
             self._exchange_seconds = time.perf_counter() - ended  # belongs to the step, and is known after it
-        each_nats, each_seconds, *each_wish = zip(*told, strict=True)
-        self._nats += sum(each_nats) / len(told)
+        each_nats, each_seconds, *each_flag = zip(*gathered, strict=True)
+        self._nats += sum(each_nats) / len(gathered)
         self._steps += 1
         # By one clock and for the same flags everywhere: what follows from them must be the same, too.
         self._last = Spent(bytes=self.stream.bytes_per_step, seconds=each_seconds[0], steps=1, flops=flops)
-        self.agreed = [int(max(wish)) for wish in each_wish]
+        self.agreed = [int(max(flag)) for flag in each_flag]
         self.spent += self._last
         return before
 
@@ -147,7 +149,8 @@ class TrainState:
             return
         if b.streams % number:
             raise ValueError(
-                f"batch.streams={b.streams}: {number} processes take as many streams each; allowed are multiples of {number}"
+                f"batch.streams={b.streams}: {number} processes take as many streams each; "
+                f"allowed are multiples of {number}"
             )
         if b.accumulate > b.streams // number:
             raise ValueError(
@@ -217,6 +220,6 @@ class TrainState:
 
 def backend_of(model: LanguageModel, device: Runtime) -> str:
     """Which code the sublayers run; ValueError where ``runtime.backend`` is impossible."""
-    paths = {sublayer.backend(device.device, training=True) for _, sublayer in model.sublayers()}
-    name = "+".join(sorted(paths - {"plain"} or paths))
+    backends = {sublayer.backend(device.device, training=True) for _, sublayer in model.sublayers()}
+    name = "+".join(sorted(backends - {"plain"} or backends))
     return f"{name}, compiled" if device.compile else name

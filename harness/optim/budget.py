@@ -71,13 +71,13 @@ class Budget:
         given = getattr(self, self.unit)
         return self.default_bytes if given is None else given
 
-    def fraction(self, progress: Spent) -> float:
+    def fraction(self, spent: Spent) -> float:
         """Fraction of the budget spent, from 0 to 1."""
-        return min(1.0, getattr(progress, self.unit) / self.amount)
+        return min(1.0, getattr(spent, self.unit) / self.amount)
 
-    def done(self, progress: Spent) -> bool:
+    def done(self, spent: Spent) -> bool:
         """Whether the budget is spent."""
-        return getattr(progress, self.unit) >= self.amount
+        return getattr(spent, self.unit) >= self.amount
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Parameter groups, which optimizer moves which parameter: every trainable parameter is put into exactly one group.
+"""Parameter groups: which optimizer moves which parameter. Every trainable parameter is put into exactly one group.
 
 Groups come from two sides. The run says which optimizer is the default and which one, if any, moves the matrices inside
 layers. A variant names the parameters that need something else (spans, value tables).

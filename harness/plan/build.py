@@ -179,9 +179,9 @@ def _sections(cfg: DictConfig) -> dict:
 def _naming(make: functools.partial, *, key: str) -> Callable[[LayerContext], Sublayer]:
     """The same, but a constructor's complaint about a keyword of its own names that keyword's key."""
 
-    def named(place: LayerContext) -> Sublayer:
+    def named(context: LayerContext) -> Sublayer:
         try:
-            return make(place)
+            return make(context)
         except ValueError as error:
             if str(error).partition("=")[0].partition(".")[0] in make.keywords:
                 raise ValueError(f"{key}.{error}") from error

@@ -65,7 +65,7 @@ def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Ca
 def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
     """The keywords of a class that are configuration: name to (annotation, whether it must be given).
 
-    Not among them is what the harness passes itself: the first argument (a place, or parameters), the width of a head
+    Not among them is what the harness passes itself: the first argument (a ``LayerContext``, or parameters), the width of a head
     to positions and parts, the learning rate to optimizers.
     """
     is_optimizer = issubclass(cls, torch.optim.Optimizer)

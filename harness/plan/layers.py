@@ -1,4 +1,4 @@
-"""Layers by a variant's node: which sublayers each layer has, and which parameters have an optimizer of their own."""
+"""Layers of a variant, as its node says: which sublayers each has, and which parameters have an optimizer of their own."""
 
 from collections.abc import Callable, Mapping
 

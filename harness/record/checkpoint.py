@@ -1,6 +1,6 @@
 """Checkpoints: everything an exact resume needs, written whole or not at all.
 
-A checkpoint is one file of tensors and plain values, ``Run.content``. The newest are kept, beside ``best.pt``, which
+A checkpoint is one file of tensors and plain values, ``TrainState.content``. The newest are kept, beside ``best.pt``, which
 holds weights only. It does not depend on the number of processes but for their random states.
 """
 
@@ -41,7 +41,7 @@ def load_best(folder: Path) -> dict:
 
 
 def load(path: Path) -> dict:
-    """Tensors on the CPU and plain values; nothing in the file is executed. ValueError if it is damaged or older."""
+    """Tensors on the CPU and plain values; nothing in the file is executed. ValueError if it is damaged or of another format."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -22,22 +22,12 @@ RECORD = "record.jsonl"
 SUMMARY = "summary.json"
 LARGEST_LIST = 4096
 FORMAT = 2
-"""Of run folders, checkpoints and rows, raised where keys or contents change: 1 had the names before ``docs/renames.md``."""
+"""Of run folders, checkpoints and rows, raised where keys or contents change; 1 had the old names of ``docs/renames.md``."""
 
-SUMMARY_KEYS = (
-    "format",
-    "variant",
-    "status",
-    "data",
-    "protocol",
-    "budget",
-    "parameters",
-    "bytes_seen",
-    "epochs",
-    "seconds",
-)
-SUMMARY_KEYS += ("bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte", "capped", "flops_per_byte", "memory")
-SUMMARY_KEYS += ("backend", "precision", "device", "seed", "commit", "source", "config_hash", "command")
+SUMMARY_KEYS = ("format", "variant", "status", "data", "protocol", "budget", "parameters")
+SUMMARY_KEYS += ("bytes_seen", "epochs", "seconds", "bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte")
+SUMMARY_KEYS += ("capped", "flops_per_byte", "memory", "backend", "precision", "device", "seed", "commit", "source")
+SUMMARY_KEYS += ("config_hash", "command")
 """What every summary has; None where the run did not get that far."""
 
 

@@ -1,7 +1,7 @@
 """The contract as runnable checks, for any variant: ours, another package's, or a single file's.
 
-``suite`` runs them all on a model; ``promises`` has those about a forward pass, ``upkeep`` those about parameters, losses and
-statistics, ``subject`` is what they work with.
+``suite`` runs them all on a model; ``forward`` has those about a forward pass, ``parameters`` those about parameters, losses and
+statistics, ``fixture`` is what they work with.
 """
 
 from variants.conformance.fixture import gradients_of, move

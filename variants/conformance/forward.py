@@ -153,7 +153,7 @@ def old_state(subject: Subject) -> Verdict:
 
 
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
-    """Two paths of one model, in value and in every gradient, where learned spans are uneven and segments ugly.
+    """Two backends of one model, in value and in every gradient, where learned spans are uneven and segments ugly.
 
     Segments of 1, S + 2, 1 and S + 1 bytes: cold and warm, shorter and longer than the window.
     """

@@ -17,7 +17,7 @@ def apart(subject: Subject) -> Verdict:
         {t.untyped_storage().data_ptr(): name for name, t in (*m.named_parameters(), *m.named_buffers()) if t.numel()}
         for m in models
     ]
-    breaks = [f"{places[0][context]} is shared by two models" for context in places[0].keys() & places[1].keys()]
+    breaks = [f"{places[0][place]} is shared by two models" for place in places[0].keys() & places[1].keys()]
     names: dict[Tensor, list[str]] = {}
     for name, parameter in models[0].named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -120,7 +120,7 @@ def statistics(subject: Subject) -> Verdict:
                 size = (a[name] + b[name] - total).abs().max()
                 breaks.append(f"eval, {parts}: {name} is off by {size:.2g} from the whole")
     out = model(tokens, collect_stats=True)
-    breaks += differs("eval, looking", {"logits": model(tokens).logits}, {"logits": out.logits})
+    breaks += differs("eval, collect_stats", {"logits": model(tokens).logits}, {"logits": out.logits})
     attached = [name for name, own in out.stats.items() if any(t.requires_grad for t in own.values())]
     breaks += [f"eval: statistics of {name} have a gradient" for name in attached]
     model.metrics({})

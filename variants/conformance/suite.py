@@ -49,9 +49,9 @@ def check(make_model: Callable[[], nn.Module], *, span: int, vocabulary: int = 2
 
     Args:
         make_model: builds the model on the CPU, small, uncompiled, each time anew. The model is called as
-            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``, ``.state`` (stream
-            positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.stats``; it has
-            ``sublayers()``, ``project_()``, ``metrics(stats)`` and ``ideal_flops()``.
+            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``,
+            ``.state`` (stream positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.stats``;
+            it has ``sublayers()``, ``project_()``, ``metrics(stats)`` and ``ideal_flops()``.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
     """
@@ -76,7 +76,7 @@ def agree(
 ) -> Finding:
     """Whether two makes of one model, which differ in the code that computes it, give the same values and gradients."""
     fast, plain = (Subject(make, span, vocabulary) for make in (make_fast, make_plain))
-    return finding_of(f"the {backend} path equals the plain one", equal_backends, fast, plain)
+    return finding_of(f"the {backend} backend equals the plain one", equal_backends, fast, plain)
 
 
 def learns(

@@ -27,14 +27,14 @@ INTERPRETED = triton.knobs.runtime.interpret
 @triton.jit
 def _window(far, max_keys, h, ramp):
     """Keys that head h may see, how many of the nearest have m = 1 and send no gradient to its span, and z + R."""
-    reach = tl.load(max_keys + h)
-    full = reach
+    visible = tl.load(max_keys + h)
+    full = visible
     end = 0.0
     if far is not None:
         end = tl.load(far + h).to(tl.float32)
-        reach = tl.maximum(tl.minimum(reach, tl.floor(end).to(tl.int32) + 1), 0)
+        visible = tl.maximum(tl.minimum(visible, tl.floor(end).to(tl.int32) + 1), 0)
         full = tl.maximum(tl.minimum(full, tl.ceil(end).to(tl.int32) - ramp), 0)
-    return reach, full, end
+    return visible, full, end
 
 
 @triton.jit
@@ -51,12 +51,12 @@ def _store(x, rows, size, value, K: tl.constexpr):
 
 
 @triton.jit
-def _key_blocks(t0, offset, reach, full, T, L, BLOCK: tl.constexpr, ALL: tl.constexpr):
+def _key_blocks(t0, offset, visible, full, T, L, BLOCK: tl.constexpr, ALL: tl.constexpr):
     """Keys that queries t0 .. meet, as four numbers: edges lie in first .. inner and outer .. last, the rest between."""
     if ALL:
         return 0, 0, L // BLOCK * BLOCK, L
     high = offset + tl.minimum(t0 + BLOCK, T)  # one past the nearest key of the last query
-    first = tl.maximum(offset + t0 - reach + 1, 0) // BLOCK * BLOCK
+    first = tl.maximum(offset + t0 - visible + 1, 0) // BLOCK * BLOCK
     inner = tl.maximum(tl.cdiv(tl.maximum(high - full, 0), BLOCK) * BLOCK, first)
     outer = (offset + t0 + 1) // BLOCK * BLOCK
     inner = tl.minimum(inner, tl.maximum(outer, first))
@@ -64,12 +64,12 @@ def _key_blocks(t0, offset, reach, full, T, L, BLOCK: tl.constexpr, ALL: tl.cons
 
 
 @triton.jit
-def _query_blocks(j0, offset, reach, full, T, BLOCK: tl.constexpr, ALL: tl.constexpr):
+def _query_blocks(j0, offset, visible, full, T, BLOCK: tl.constexpr, ALL: tl.constexpr):
     """Queries that meet keys j0 .., in the manner of ``_key_blocks``."""
     if ALL:
         return 0, 0, T // BLOCK * BLOCK, T
     first = tl.maximum(j0 - offset, 0) // BLOCK * BLOCK
-    last = tl.minimum(j0 + BLOCK - 1 - offset + reach, T)
+    last = tl.minimum(j0 + BLOCK - 1 - offset + visible, T)
     inner = tl.maximum(tl.cdiv(tl.maximum(j0 + BLOCK - 1 - offset, 0), BLOCK) * BLOCK, first)
     outer = tl.maximum(tl.minimum(full + j0 - offset, T), 0) // BLOCK * BLOCK
     inner = tl.minimum(inner, tl.maximum(outer, first))
@@ -101,10 +101,10 @@ def _in_base_2(scores, x, table, h, distances):
 
 
 @triton.jit
-def _seen(x, j, reach, L, ALL: tl.constexpr):
+def _seen(x, j, visible, L, ALL: tl.constexpr):
     if ALL:
         return (j < L) & (x == x)
-    return (x >= 0) & (x < reach) & (j < L)
+    return (x >= 0) & (x < visible) & (j < L)
 
 
 @triton.jit
@@ -125,11 +125,11 @@ def forward(
     row = (b * H + h) * T
     t = t0 + tl.arange(0, BLOCK)
     own = _load(q + row * K, t, T, K)
-    reach, full, end = _window(far, max_keys, h, ramp)
+    visible, full, end = _window(far, max_keys, h, ramp)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     out = tl.zeros([BLOCK, K], tl.float32)
-    bounds = _key_blocks(t0, offset, reach, full, T, L, BLOCK, ALL)
+    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
             j = j0 + tl.arange(0, BLOCK)
@@ -139,7 +139,7 @@ def forward(
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, BLOCK, PRECISION)
             scores = _in_base_2(scores, x, table, h, distances)
             if part != 1:
-                seen = _seen(x, j[None, :], reach, L, ALL)
+                seen = _seen(x, j[None, :], visible, L, ALL)
                 if far is not None:
                     m = _mask(x, end, ramp)
                     seen = seen & (m > 0)
@@ -175,12 +175,12 @@ def query_gradient(
     joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
     paid = tl.sum(up.to(tl.float32) * _load(y + row * K, t, T, K).to(tl.float32), 1)
     tl.store(delta + row + t, paid, mask=t < T)
-    reach, full, end = _window(far, max_keys, h, ramp)
+    visible, full, end = _window(far, max_keys, h, ramp)
     moved = tl.zeros([BLOCK, K], tl.float32)
     span = tl.zeros([BLOCK], tl.float32)
     r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
     place = r - i + BLOCK - 1  # in a block of keys, of the pair at distance x_first + i
-    bounds = _key_blocks(t0, offset, reach, full, T, L, BLOCK, ALL)
+    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
             j = j0 + tl.arange(0, BLOCK)
@@ -192,7 +192,7 @@ def query_gradient(
                 scores += _near(own, vectors, x_first, distances, 1, K, BLOCK, PRECISION)
             scores = _in_base_2(scores, x, table, h, distances) - joint[:, None]
             if part != 1:
-                scores = tl.where(_seen(x, j[None, :], reach, L, ALL), scores, float("-inf"))
+                scores = tl.where(_seen(x, j[None, :], visible, L, ALL), scores, float("-inf"))
             weights = tl.exp2(scores)
             reward = tl.dot(up, tl.trans(_load(v, j, L, K)), input_precision=PRECISION) - paid[:, None]
             if part != 1 and far is not None:
@@ -225,9 +225,9 @@ def key_gradient(
     row = (b * H + h) * T
     j = j0 + tl.arange(0, BLOCK)
     keys, values = _load(k + shared, j, L, K), _load(v + shared, j, L, K)
-    reach, full, end = _window(far, max_keys, h, ramp)
+    visible, full, end = _window(far, max_keys, h, ramp)
     dkeys, dvalues = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
-    bounds = _query_blocks(j0, offset, reach, full, T, BLOCK, ALL)
+    bounds = _query_blocks(j0, offset, visible, full, T, BLOCK, ALL)
     for part in tl.static_range(3):
         for t0 in range(bounds[part], bounds[part + 1], BLOCK):
             t = t0 + tl.arange(0, BLOCK)
@@ -239,7 +239,7 @@ def key_gradient(
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, BLOCK, PRECISION)
             scores = _in_base_2(scores, x, table, h, distances) - joint[None, :]
             if part != 1:
-                scores = tl.where(_seen(x, j[:, None], reach, L, ALL), scores, float("-inf"))
+                scores = tl.where(_seen(x, j[:, None], visible, L, ALL), scores, float("-inf"))
             weights = tl.exp2(scores)
             if part != 1 and far is not None:
                 m = _mask(x, end, ramp)
@@ -262,11 +262,11 @@ def vector_gradient(
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
     h = tl.load(order + tl.program_id(1))
     x = x0 + tl.arange(0, BLOCK)
-    reach, full, end = _window(far, max_keys, h, ramp)
+    visible, full, end = _window(far, max_keys, h, ramp)
     dp = tl.zeros([BLOCK, K], tl.float32)
     p = _load(vectors, x, distances, K)
     first = tl.maximum(x0 - offset, 0) // BLOCK * BLOCK
-    last = tl.where(x0 < reach, T, 0)
+    last = tl.where(x0 < visible, T, 0)
     head = group.to(tl.int64) * H + h
     for _ in range(0, tl.cdiv(B - group, groups)):
         for t0 in range(first, last, BLOCK):
@@ -279,7 +279,7 @@ def vector_gradient(
             scores = tl.dot(_load(k + head * L * K, near, L, K), tl.trans(own), input_precision=PRECISION)
             scores = tl.gather(scores, place, 0) + tl.dot(p, tl.trans(own), input_precision=PRECISION)
             scores = _in_base_2(scores, x[:, None], table, h, distances) - joint[None, :]
-            seen = (x[:, None] < reach) & (x[:, None] <= (offset + t)[None, :])
+            seen = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
             weights = tl.exp2(tl.where(seen, scores, float("-inf")))
             if far is not None:
                 m = _mask(x, end, ramp)[:, None]

@@ -1,4 +1,4 @@
-"""The fused path of ``window.attend``: no score matrix in memory, cost by each head's own span.
+"""The fused backend of ``window.attend``: no score matrix in memory, cost by each head's own span.
 
 Three facts make it exact (1905.07799's soft mask, written as an additive bias):
 
@@ -187,7 +187,7 @@ def _span_gradient(q, k, v, y, lse, g, z, bias, window: Window) -> Tensor:
     return (weight * reward).sum(dim=(0, 2, 3, 4)).to(z.dtype) / ramp
 
 
-def _band(block: Tensor, max_keys: int) -> Tensor:
+def _band(block: Tensor, n: int) -> Tensor:
     """Places t .. t + n - 1 of row t, ``[..., rows, n]``: a strided view of the contiguous block, no copy."""
     *outer, rows, one = block.stride()
-    return block.as_strided((*block.shape[:-1], max_keys), (*outer, rows + one, one))
+    return block.as_strided((*block.shape[:-1], n), (*outer, rows + one, one))

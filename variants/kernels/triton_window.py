@@ -1,4 +1,4 @@
-"""The kernel path of ``window.attend`` on CUDA: our own in Triton, no score matrix in memory, cost by each head's span.
+"""The kernel backend of ``window.attend`` on CUDA: ours, in Triton, no score matrix in memory, cost by each head's span.
 
 The facts are those of ``fused.py``: the soft mask is an additive bias, log m, and beyond it nothing is computed; parts
 of one softmax merge by their log-sum-exp; the gradient of a span is a sum over its ramp (1905.07799, 2.2).
@@ -96,7 +96,7 @@ def attend(
 
 @lru_cache(maxsize=256)
 def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Columns of each head, and heads from the longest to the shortest; a copy to the device once for each value."""
+    """Keys that each head may see, and heads from the longest to the shortest; a copy to the device once for each value."""
     order = sorted(range(len(max_keys)), key=lambda h: -max_keys[h])
     return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (max_keys, order))
 

@@ -1,4 +1,4 @@
-"""Attention over a window of the past: what it computes, as pure functions, and the plain path.
+"""Attention over a window of the past: what it computes, as pure functions, and the plain backend.
 
 Query t of a segment of T bytes meets the keys of the past and of the segment, L in all. Visible keys are numbered from
 the nearest, which is column x = 0: key j = L - T + t - shift - x, with shift 1 where a query does not see itself.
@@ -56,7 +56,7 @@ class PastKV(NamedTuple):
 
 
 def soft_mask(z: Tensor, ramp: int, max_keys: int) -> Tensor:
-    """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. columns - 1: ``[..., max_keys]`` for ``z [...]``."""
+    """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. max_keys - 1: ``[..., max_keys]`` for ``z [...]``."""
     x = torch.arange(max_keys, device=z.device, dtype=z.dtype)
     return torch.clamp((ramp + z[..., None] - x) / ramp, 0, 1)
 
@@ -66,8 +66,8 @@ def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
 
     Row t, column x goes to key keys - T + t - shift - x. Columns that fall before the first key are dropped.
     """
-    rows, max_keys = band.shape[-2:]
-    width = max_keys + rows - 1 + shift
+    rows, n = band.shape[-2:]
+    width = n + rows - 1 + shift
     # Rows one longer than the view's: reading them back as rows of `width` moves row t by t places.
     padded = F.pad(band.flip(-1), (0, rows + shift))
     view = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
@@ -91,7 +91,7 @@ def attend(
     persistent: Persistent | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """The plain path: scores in memory, every gradient by autograd.
+    """The plain backend: scores in memory, every gradient by autograd.
 
     Args:
         q: scaled queries ``[B, H, T, K]``.
@@ -117,9 +117,9 @@ def attend(
     hidden = ~visible(rows, keep, max_keys, shift=window.shift, device=q.device)
     scores = scores.masked_fill(hidden, -torch.inf)
     if window.z is not None:
-        # Beyond the closed ramp a key is out of reach; at its far end m is 0 but still has a gradient.
-        reach = torch.arange(max_keys, device=q.device) <= (window.z.detach()[..., None] + window.ramp)
-        scores = scores.masked_fill(~(over_keys(reach.to(scores.dtype)) > 0), -torch.inf)
+        # Beyond the closed ramp a key is out of sight; at its far end m is 0 but still has a gradient.
+        within = torch.arange(max_keys, device=q.device) <= (window.z.detach()[..., None] + window.ramp)
+        scores = scores.masked_fill(~(over_keys(within.to(scores.dtype)) > 0), -torch.inf)
     if persistent is not None:
         extra = (persistent.q @ persistent.k.mT).to(scores.dtype)  # [B, H, T, N]
         scores = torch.cat([scores, extra], dim=-1)

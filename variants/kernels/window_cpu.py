@@ -1,4 +1,4 @@
-"""The kernel path of ``window.attend`` on a CPU: ``window_cpu.cpp``, compiled at its first use (``native.py``).
+"""The kernel backend of ``window.attend`` on a CPU: ``window_cpu.cpp``, compiled at its first use (``native.py``).
 
 Two operations, ``windtunnel::window_forward`` and ``window_backward``, are what dispatch modes see; they count the FLOPs of
 the products that they execute, and torch's counter is told. ``_Call`` has their arguments as the source has them.
