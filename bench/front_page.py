@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.report.columns import EXECUTED, IDEAL, PARAMETERS, PEAK, QUALITY, SEEDS, STATE, Means, table_of_arms
-from bench.report.comparison import Heads, by, comparable
+from bench.report.comparison import by, comparable
 from bench.report.gather import gather
+from bench.report.heads import Heads
 from bench.report.tables_runs import Group, compressor_rows
 from bench.report.words import data_words
 from bench.rows import GROUND, ground, refusal

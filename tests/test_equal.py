@@ -2,8 +2,9 @@
 
 import pytest
 
-from bench.report.comparison import MOST_COLUMNS, RATE, Heads, arms
+from bench.report.comparison import RATE, arms
 from bench.report.gather import gather
+from bench.report.heads import MOST_COLUMNS, Heads
 from tests.bench_rows import PROTOCOL, write_run, write_trial
 from tests.test_report import change, column, headings, tables
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report.comparison import Arm, Heads, number
+from bench.report.comparison import Arm, number
 from bench.report.gather import RunRow
+from bench.report.heads import Heads
 from harness.record.cells import bits, fixed, keep_filled, mean, mib, millions, significant, text, whole
 from harness.record.table import Cell, Column, Table, words
 

@@ -8,7 +8,8 @@ has not decayed yet, is not what a run of that smaller budget would have reached
 from collections.abc import Callable, Sequence
 
 from bench.report.columns import BYTES, GFLOPS, PARAMETERS, PEAK, QUALITY, SECONDS, SEEDS, STATE, Means, table_of_arms
-from bench.report.comparison import RATE, Arm, Heads
+from bench.report.comparison import RATE, Arm
+from bench.report.heads import Heads
 from bench.report.words import data_words, ground_words, protocol_words
 from bench.rows import ground
 from harness.record.cells import listed, significant

@@ -7,8 +7,9 @@ table of picks, with the command to type.
 from collections.abc import Sequence
 
 from bench.report.columns import QUALITY, Means, table_of_arms
-from bench.report.comparison import RATE, Arm, Heads, arms, by, comparable, marks, mean_valid
+from bench.report.comparison import RATE, Arm, arms, by, comparable, marks, mean_valid
 from bench.report.gather import RunRow
+from bench.report.heads import Heads
 from bench.report.tables_pairs import pairs_table
 from bench.report.tables_tuning import flags_of, rate_cell, spent, unequal_tuning
 from bench.report.tuning import Pick

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from bench.report.columns import BACKEND, COSTS, QUALITY, SEEDS, SIZES, Means, optimizer_words, table_of_arms
 from bench.report.comparison import (
     Arm,
-    Heads,
     arms,
     by,
     comparable,
@@ -18,6 +17,7 @@ from bench.report.comparison import (
     numbered_notes,
 )
 from bench.report.gather import RunRow
+from bench.report.heads import Heads
 from bench.report.tables_equal import equal_tables
 from bench.report.tables_pairs import pairs_table
 from bench.report.tables_reported import reported_tables

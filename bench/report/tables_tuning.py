@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.report.columns import table_of_arms
-from bench.report.comparison import RATE, Heads, marks, number
+from bench.report.comparison import RATE, marks, number
 from bench.report.gather import RunRow, error_of
+from bench.report.heads import Heads
 from bench.report.tuning import Pick, fresh_command, rate_of
 from bench.report.words import budget_words, data_words, ground_words, protocol_words
 from bench.rows import ground
