@@ -54,7 +54,7 @@ def main() -> int:
     try:
         for name, block in PAGES.items():
             page = ROOT / name
-            write_whole(page, written(page.read_text(encoding="utf-8"), block(ROOT), name=name).encode())
+            write_whole(page, written(page.read_text(encoding="utf-8"), block, ROOT, name=name).encode())
         write_whole(ROOT / FIGURE, figure(ROOT))
         for path, rows in tables(ROOT).items():
             print(f"{path}: commit {rows[0]['commit']}; changed since then: {lines_changed(rows[0]['commit'], ROOT)}")
@@ -64,13 +64,13 @@ def main() -> int:
     return 0
 
 
-def written(page: str, block: str, *, name: str) -> str:
-    """The page with a block between its markers; ValueError without markers."""
+def written(page: str, block: Callable[[Path], str], root: Path, *, name: str) -> str:
+    """The page with the block of ``root`` between its markers; ValueError without markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{name}: must have the lines {BEGIN} and {END}")
-    return "\n\n".join([before + begin, block, end + after])
+    return "\n\n".join([before + begin, block(root), end + after])
 
 
 def results(root: Path) -> str:
@@ -89,19 +89,21 @@ def results(root: Path) -> str:
     )
     budget = row["budget"]["bytes"]
     about = (
-        f"`{table.rows[0][0].text}` and others after {budget:,} bytes of training, {MODEL}, on {data_words([row])}: a "
-        f"beginning, not what they reach in the end. Commit {row['commit'][:8]}, {row['device']}, `{row['backend']}`."
+        f"After {budget:,} bytes of training ({MODEL}; the default learning rate for all) on {data_words([row])}: a "
+        f"beginning, not what they reach in the end. n: seeds; ~: approximate. Commit {row['commit'][:8]}, {row['device']}."
     )
     notes = "".join(f"{note}\n" for note in table.notes)
     return f"{about}\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()
 
 
 def figure(root: Path) -> bytes:
-    """The same runs against FLOPs and memory; their time is left out, since other work ran beside them."""
+    """The same runs against ideal FLOPs and memory; not their time, since other work ran beside them."""
     from bench.report.plot_style import looks, styled  # matplotlib
     from bench.report.plots_runs import draw_trade_offs
 
-    runs = [replace(run, summary=run.summary | {"seconds": None}) for run in gather(sorted(root.glob(RUNS))).runs]
+    runs = gather(sorted(root.glob(RUNS))).runs
+    left_out = [{"seconds": None, "flops_per_byte": run.summary["flops_per_byte"] | {"executed": None}} for run in runs]
+    runs = [replace(run, summary=run.summary | left) for run, left in zip(runs, left_out, strict=True)]
     with styled():
         return draw_trade_offs(runs, look=looks(run.row["variant"] for run in runs))[0].png
 

@@ -28,7 +28,7 @@ ROW = speed_row(config=CONFIG, peak_reached=True, **ROW)
 
 
 def whole(page: str, root: Path) -> str:
-    return written(page, front_page.speeds(root), name="docs/speed.md")
+    return written(page, front_page.speeds, root, name="docs/speed.md")
 
 
 def page_of(folder: Path, *rows: dict, machine: str = "here") -> str:
@@ -40,7 +40,7 @@ def page_of(folder: Path, *rows: dict, machine: str = "here") -> str:
 
 def test_the_pages_say_what_the_rows_say():
     assert whole(PAGE, ROOT) == PAGE, "python -m bench.front_page"
-    assert written(README, front_page.results(ROOT), name="README.md") == README, "python -m bench.front_page"
+    assert written(README, front_page.results, ROOT, name="README.md") == README, "python -m bench.front_page"
 
 
 def edits() -> list[tuple[str, str]]:
