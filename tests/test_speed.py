@@ -316,7 +316,7 @@ def test_rows_from_the_command_line_are_added_to_the_file(here):  # noqa: F811
     found = here / "bench/results/machine/speed.jsonl"
     found.parent.mkdir(parents=True)
     found.write_text("".join(json.dumps(row | {"commit": "ab" * 20}) + "\n" for row in rows))
-    page = front_page.written(f"{front_page.BEGIN}{front_page.END}", here)
+    page = front_page.written(f"{front_page.BEGIN}{front_page.END}", front_page.speeds, here, name="a page")
     assert "not judged)" in page and page.count(" M | fused AdamW |") == 2
 
 
