@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.report.columns import EXECUTED, IDEAL, PARAMETERS, PEAK, QUALITY, SEEDS, STATE, Means, table_of_arms
 from bench.report.comparison import by, comparable
-from bench.report.gather import gather
+from bench.report.gather import RunRow, gather
 from bench.report.heads import Heads
 from bench.report.tables_runs import Group, compressor_rows
 from bench.report.words import data_words
@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
 RUNS = "bench/results/*/runs"
 FIGURE = "docs/trade_off.png"
+SAME = ("model", "optim")
 RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, EXECUTED, IDEAL, PEAK, STATE)
-MODEL = "4 layers of width 128, 4 heads, a window of 512 bytes"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 UNMEASURED = ("results", "report", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
 """Names of today, and of commits that rows are of."""
@@ -73,13 +73,19 @@ def written(page: str, block: Callable[[Path], str], root: Path, *, name: str) -
     return "\n\n".join([before + begin, block(root), end + after])
 
 
-def results(root: Path) -> str:
-    """Bits per byte and costs of the committed runs; ValueError without runs, or where some are refused or do not compare."""
+def committed_runs(root: Path) -> list[RunRow]:
+    """ValueError without runs, or where some are refused or differ in more than variant and seed."""
     found = gather(sorted(root.glob(RUNS)) or [root / RUNS])
-    groups = by(found.runs, key=comparable)
-    if found.refused or len(groups) != 1:
-        raise ValueError(f"{RUNS}: {'; '.join(found.refused) or f'{len(groups)} groups of runs that compare'}")
-    group, row = Group.of(found.runs), found.runs[-1].row
+    same = by(found.runs, key=lambda run: (comparable(run), *(json.dumps(run.row["config"][key]) for key in SAME)))
+    if found.refused or len(same) != 1:
+        raise ValueError(f"{RUNS}: {'; '.join(found.refused) or f'{len(same)} groups of runs that compare'}")
+    return found.runs
+
+
+def results(root: Path) -> str:
+    """Bits per byte and costs of the committed runs."""
+    runs = committed_runs(root)
+    group, row = Group.of(runs), runs[-1].row
     table = table_of_arms(
         [(arm, Means(arm.newest_of_each_seed)) for arm in group.arms],
         heads=Heads(group.arms, mark=group.mark),
@@ -87,9 +93,10 @@ def results(root: Path) -> str:
         more=list(compressor_rows(row, before=1, after=len(RESULTS) - 3)),
         **{"name": "results", "title": "", "caption": "", "notes": group.notes},
     )
-    budget = row["budget"]["bytes"]
+    model, budget = row["config"]["model"], row["budget"]["bytes"]
+    sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads, a window of {model['span']} bytes"
     about = (
-        f"After {budget:,} bytes of training ({MODEL}; the default learning rate for all) on {data_words([row])}: a "
+        f"After {budget:,} bytes of training ({sizes}, optim.lr={row['config']['optim']['lr']:g}) on {data_words([row])}: a "
         f"beginning, not what they reach in the end. n: seeds; ~: approximate. Commit {row['commit'][:8]}, {row['device']}."
     )
     notes = "".join(f"{note}\n" for note in table.notes)
@@ -101,7 +108,7 @@ def figure(root: Path) -> bytes:
     from bench.report.plot_style import looks, styled  # matplotlib
     from bench.report.plots_runs import draw_trade_offs
 
-    runs = gather(sorted(root.glob(RUNS))).runs
+    runs = committed_runs(root)
     left_out = [{"seconds": None, "flops_per_byte": run.summary["flops_per_byte"] | {"executed": None}} for run in runs]
     runs = [replace(run, summary=run.summary | left) for run, left in zip(runs, left_out, strict=True)]
     with styled():

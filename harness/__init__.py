@@ -17,7 +17,7 @@ import os
 from harness.cache import cache_folder
 
 with contextlib.suppress(RuntimeError):  # a user without a home
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_folder() / "kernels"))  # where kernels are compiled to
+    os.environ.setdefault("WINDTUNNEL_KERNELS", str(cache_folder() / "kernels"))  # where kernels are compiled to
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     # GNU's OpenMP reads it when torch is loaded. Threads that wait for each other spin for milliseconds by default: on a

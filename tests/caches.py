@@ -15,5 +15,5 @@ def own_cache(home: Path, monkeypatch: pytest.MonkeyPatch, *, kernels: Path | No
     if Path(os.environ.get("XDG_CACHE_HOME", "")).parent.is_file():
         return
     if kernels:
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(kernels))
+        monkeypatch.setenv("WINDTUNNEL_KERNELS", str(kernels))
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))

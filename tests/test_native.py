@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cpu_kernel
 
 @pytest.fixture
 def source(tmp_path, monkeypatch) -> str:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WINDTUNNEL_KERNELS", str(tmp_path / "cache"))
     return 'extern "C" int seven() { return 7; }\n'
 
 
@@ -56,7 +56,7 @@ def test_why_there_is_none_is_said(source, tmp_path, monkeypatch):
         patch.delenv("CXX", raising=False)
         assert native.load("seven", source) == "no C++ compiler (none of c++, g++, clang++ is on the PATH)"
     (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "kernels"))
+    monkeypatch.setenv("WINDTUNNEL_KERNELS", str(tmp_path / "file" / "kernels"))
     assert "cannot be built" in native.load("seven", source)
 
 
@@ -138,7 +138,7 @@ def mixed() -> list[torch.Tensor]:
 @pytest.mark.parametrize("march", ["x86-64-v3", "x86-64-v2"], ids=["AVX2", "SSE"])
 def test_narrower_vectors_give_the_same(march, tmp_path):
     command = [sys.executable, "-c", NARROW, str(tmp_path / "found.pt")]
-    environment = os.environ | {native.MARCH: march, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    environment = os.environ | {native.MARCH: march, "WINDTUNNEL_KERNELS": str(tmp_path)}
     subprocess.run(command, cwd=ROOT, check=True, env=environment)
     for narrow, own in zip(torch.load(tmp_path / "found.pt"), mixed(), strict=True):
         if own.dtype == torch.int64:

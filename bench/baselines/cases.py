@@ -40,9 +40,9 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
         planned_rounds: of each entry.
     """
     named = {entry.name: entry for entry in comparison.entries}
-    in_check, slow = (
-        verdict(named[REFERENCE_MODEL], named.get(comparison.sanity_check)) if comparison.sanity_check else (None, None)
-    )
+    in_check, slow = None, None
+    if comparison.sanity_check:
+        in_check, slow = verdict(named[REFERENCE_MODEL], named.get(comparison.sanity_check))
     found = []
     for one in comparison.cases or comparison.entries:
         entries = [named[name] for name in one.names] if comparison.cases else [one]
@@ -63,10 +63,8 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
             "interrupted": not failed and rounds < planned_rounds,
         }
         if comparison.cases:
-            row["judged"], row["reason"] = (
-                judged,
-                "; ".join(f"{entry.name}: {entry.reason}" for entry in failed) or None,
-            )
+            reason = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed) or None
+            row |= {"judged": judged, "reason": reason}
             found.append(row | _case(one, named, measured=not failed, judged=judged and not void))
         else:
             found.append(row | {"reason": one.reason} | _entry(one, named[one.reference], measured=not failed))

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from bench.report.comparison import comparable, tag
 from bench.report.plot_style import FILLS, LINES, Look, entry, finish, legend_below, ticks_at
 from bench.report.tuning import Pick
-from bench.report.words import budget_words, data_words
+from bench.report.words import budget_words, data_words, scored_words
 from harness.record.drawing import GREY, panels
 from harness.record.table import Drawing
 
@@ -127,7 +127,7 @@ def _key(found: Sequence[Pick]) -> list[Line2D]:
 
 
 def _caption(found: Sequence[Pick], row: dict, *, capped: object) -> str:
-    scored = f"a prefix of {capped:,} bytes of the valid split*" if capped else "the valid split"
+    scored = scored_words("valid", capped)
     return (
         f"Bits per byte of {scored} at the end of each trial against its learning rate, on a logarithmic axis; settings "
         "stand a little apart, so that none hides another. Small marks are single tuning seeds, lines their means, the "

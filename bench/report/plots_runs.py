@@ -24,7 +24,7 @@ from bench.report.plot_style import (
     memory_unit,
     plain_axis,
 )
-from bench.report.words import budget_words, data_words, machine_words
+from bench.report.words import budget_words, data_words, machine_words, scored_words
 from harness.record.drawing import GREY, count_axis, panels
 from harness.record.table import Drawing
 
@@ -190,10 +190,10 @@ def _subtitle(runs: list, *, costs: list[Cost]) -> str:
 
 def _caption(runs: list, *, split: str, costs: list[Cost], left_out: int) -> str:
     first, capped = runs[0].summary, capped_bytes(runs[0], split)
-    scored = f"a prefix of {capped:,} bytes of the {split} split*" if capped else f"the {split} split"
     approximate = any((run.summary.get("memory") or {}).get("approximate") for run in runs)
     memory = ", memory approximate (a process's high-water mark)" if MEASURED[0] in costs and approximate else ""
     missing = f" Left out, having no {split} bits per byte: {left_out} runs." if left_out else ""
+    scored = scored_words(split, capped)
     return (
         f"Bits per byte of {scored} against cost: lower and further left is better. Small marks are single seeds, large "
         f"marks means over the n seeds of a variant, the grey step is the Pareto front of the means. Forward FLOPs, "

@@ -12,8 +12,8 @@ from bench.rows import ground
 from harness.record.cells import (
     NOTHING,
     count_of,
+    filled_table,
     fixed,
-    keep_filled,
     listed,
     mib,
     millions,
@@ -23,7 +23,7 @@ from harness.record.cells import (
     uncounted,
     whole,
 )
-from harness.record.table import Cell, Column, Table, tabulate
+from harness.record.table import Cell, Column, Table, words
 
 OF_A_CELL = (
     "model.span",
@@ -50,13 +50,6 @@ CAUSES = {
     "temporary": "All else alive at the peak.",
     "library": "Workspaces of cuBLAS.",
 }
-
-
-def _column(heading: str, cell: Callable[[dict], Cell], explained: str = "", *, number: bool = True) -> Column:
-    return Column(heading, explained, cell, number)
-
-
-_words = partial(_column, number=False)
 
 
 def _at(form: Callable[[float | None], Cell], *keys: str, scale: float = 1.0) -> Callable[[dict], Cell]:
@@ -125,71 +118,69 @@ STEP = "Median of one training step, optimizer included; or why there is none."
 USED = "Model-FLOPs utilisation: 3 x ideal FLOPs a byte x bytes/s over the device's dense peak."
 PEAK = "Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate."
 EXECUTED = "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm."
-FIRST = "What the first steps took beyond a later one: compilation, warm-up."
+FIRST = "What they took beyond a later one: compilation, warm-up."
 COUNTED = "Counted in the training step itself, forward and backward, without the optimizer."
 percent = partial(fixed, digits=1)
 WHAT = (
-    _words("variant", lambda row: text(row["label"]), DIFFERING),
-    _words("backend", lambda row: text(row["backend"]), RAN),
+    words("variant", DIFFERING, lambda row: row["label"]),
+    words("backend", RAN, lambda row: row["backend"]),
 )
-LENGTH = (*WHAT, _column("length, bytes", _at(whole, "length"), "Span; in cold mode also the segment."))
+LENGTH = (*WHAT, Column("length, bytes", "Span; in cold mode also the segment.", _at(whole, "length")))
 SPEED = (
     *LENGTH,
-    _column("step, ms", _timed("train_ms", 0), STEP),
-    _words("step, 20 to 80%", _timed("train_ms", 1), "Percentiles of the same, in ms."),
-    _column("training, bytes/s", _per_second, "Streams times segment over the median step."),
-    _column("of the peak, %", _at(percent, "utilisation", "share", scale=100), USED),
-    _column("evaluate, ms", _timed("evaluate_ms", 0), "Median of one forward of streams times segment bytes."),
-    _words("evaluate, 20 to 80%", _timed("evaluate_ms", 1)),
-    _column("one byte, ms", _timed("generate_ms", 0, digits=3), "Median of generating one byte of one stream, warm."),
-    _words("one byte, 20 to 80%", _timed("generate_ms", 1, digits=3)),
-    _column("training peak, MiB", _peak("train_peak_bytes"), PEAK),
-    _column("inference peak, MiB", _peak("inference_peak_bytes"), "Highest memory of an evaluation."),
-    _column("state, MiB/stream", _at(mib, "memory", "state_bytes"), "What one stream carries from byte to byte."),
-    _column("executed, MFLOP/byte", _at(millions, "flops", "executed_per_byte"), EXECUTED),
-    _column("ideal, MFLOP/byte", _at(millions, "flops", "ideal_per_byte"), "FLOPs that the mechanism needs for one byte."),
-    _column(
-        "first steps, s",
-        _at(partial(fixed, digits=2), "time", "first_steps_s"),
-        "What they took beyond a later one: compilation, warm-up.",
+    Column("step, ms", STEP, _timed("train_ms", 0)),
+    Column("step, 20 to 80%", "Percentiles of the same, in ms.", _timed("train_ms", 1), number=False),
+    Column("training, bytes/s", "Streams times segment over the median step.", _per_second),
+    Column("of the peak, %", USED, _at(percent, "utilisation", "share", scale=100)),
+    Column("evaluate, ms", "Median of one forward of streams times segment bytes.", _timed("evaluate_ms", 0)),
+    Column("evaluate, 20 to 80%", "", _timed("evaluate_ms", 1), number=False),
+    Column("one byte, ms", "Median of generating one byte of one stream, warm.", _timed("generate_ms", 0, digits=3)),
+    Column("one byte, 20 to 80%", "", _timed("generate_ms", 1, digits=3), number=False),
+    Column("training peak, MiB", PEAK, _peak("train_peak_bytes")),
+    Column("inference peak, MiB", "Highest memory of an evaluation.", _peak("inference_peak_bytes")),
+    Column("state, MiB/stream", "What one stream carries from byte to byte.", _at(mib, "memory", "state_bytes")),
+    Column("executed, MFLOP/byte", EXECUTED, _at(millions, "flops", "executed_per_byte")),
+    Column(
+        "ideal, MFLOP/byte", "FLOPs that the mechanism needs for one byte.", _at(millions, "flops", "ideal_per_byte")
     ),
+    Column("first steps, s", FIRST, _at(partial(fixed, digits=2), "time", "first_steps_s")),
 )
 PARTS = (
     *LENGTH,
-    _column("parameters", _total, "All trained numbers."),
-    _column("touched", _at(whole, "parameters", "touched"), "Parameters that one byte makes use of."),
-    _column("mean span", _at(percent, "spans", "mean"), "Mean of the learned spans of all heads, in positions."),
-    _column("step, MFLOP", _at(millions, "flops", "step"), COUNTED),
-    _column("optimizer, MFLOP", _at(millions, "flops", "optimizer"), "Counted in one update."),
-    _column("step moves, MiB", _at(mib, "bytes_moved", "step"), "Bytes that its operators read and write."),
-    _column("optimizer moves, MiB", _at(mib, "bytes_moved", "optimizer"), "The same of one update."),
-    _column("parameters, MiB", _at(mib, "memory", "parameter_bytes")),
-    _column("touched, MiB", _at(mib, "memory", "touched_bytes"), "Memory of the touched parameters."),
-    _column("gradients, MiB", _at(mib, "memory", "gradient_bytes")),
-    _column("optimizer, MiB", _at(mib, "memory", "optimizer_bytes"), "State of the optimizers."),
-    _column("left behind, KiB/step", _left_behind, "What every further step keeps: more than noise is a leak."),
+    Column("parameters", "All trained numbers.", _total),
+    Column("touched", "Parameters that one byte makes use of.", _at(whole, "parameters", "touched")),
+    Column("mean span", "Mean of the learned spans of all heads, in positions.", _at(percent, "spans", "mean")),
+    Column("step, MFLOP", COUNTED, _at(millions, "flops", "step")),
+    Column("optimizer, MFLOP", "Counted in one update.", _at(millions, "flops", "optimizer")),
+    Column("step moves, MiB", "Bytes that its operators read and write.", _at(mib, "bytes_moved", "step")),
+    Column("optimizer moves, MiB", "The same of one update.", _at(mib, "bytes_moved", "optimizer")),
+    Column("parameters, MiB", "", _at(mib, "memory", "parameter_bytes")),
+    Column("touched, MiB", "Memory of the touched parameters.", _at(mib, "memory", "touched_bytes")),
+    Column("gradients, MiB", "", _at(mib, "memory", "gradient_bytes")),
+    Column("optimizer, MiB", "State of the optimizers.", _at(mib, "memory", "optimizer_bytes")),
+    Column("left behind, KiB/step", "What every further step keeps: more than noise is a leak.", _left_behind),
 )
 SIZES = (
     *WHAT,
-    _column("streams", _at(whole, "streams")),
-    _column("segment, bytes", _at(whole, "segment")),
-    _column("span, bytes", _at(whole, "span")),
-    _column("predicted peak, MiB", _at(mib, "predicted_peak_bytes"), "Of a training step (MiB = 2^20 bytes)."),
-    _column("measured peak, MiB", _at(mib, "measured_peak_bytes"), "Where it could be measured."),
-    _column("error, %", _error, "Predicted less measured, of measured."),
+    Column("streams", "", _at(whole, "streams")),
+    Column("segment, bytes", "", _at(whole, "segment")),
+    Column("span, bytes", "", _at(whole, "span")),
+    Column("predicted peak, MiB", "Of a training step (MiB = 2^20 bytes).", _at(mib, "predicted_peak_bytes")),
+    Column("measured peak, MiB", "Where it could be measured.", _at(mib, "measured_peak_bytes")),
+    Column("error, %", "Predicted less measured, of measured.", _error),
 )
 LIMITS = (
-    _column("device memory, MiB", _at(mib, "device_memory_bytes"), "What has to hold the peak."),
-    _words("fits", _fits, "Whether the predicted peak does."),
-    _column(
-        "most streams", _at(whole, "largest", "streams"), "The largest batch that fits at this span; sought to 2^20."
+    Column("device memory, MiB", "What has to hold the peak.", _at(mib, "device_memory_bytes")),
+    Column("fits", "Whether the predicted peak does.", _fits, number=False),
+    Column(
+        "most streams", "The largest batch that fits at this span; sought to 2^20.", _at(whole, "largest", "streams")
     ),
-    _column("longest span", _at(whole, "largest", "span"), "The longest that fits at these streams; sought to 2^20."),
-    _words("roofline", lambda row: text((row.get("roofline") or {}).get("name")), "Device whose peaks bound the time."),
-    _column("peak, TFLOP/s", _at(percent, "roofline", "peak_flops_per_s", scale=1e-12), "Dense, at this precision."),
-    _column("bandwidth, GB/s", _at(whole, "roofline", "bytes_per_s", scale=1e-9), "10^9 bytes from its memory."),
-    _column("bound, ms", _at(partial(fixed, digits=3), "roofline", "train_ms"), "Least time of a step at those peaks."),
-    _column("bound, bytes/s", _bound_per_second, "Most bytes of training at those peaks."),
+    Column("longest span", "The longest that fits at these streams; sought to 2^20.", _at(whole, "largest", "span")),
+    words("roofline", "Device whose peaks bound the time.", lambda row: (row.get("roofline") or {}).get("name")),
+    Column("peak, TFLOP/s", "Dense, at this precision.", _at(percent, "roofline", "peak_flops_per_s", scale=1e-12)),
+    Column("bandwidth, GB/s", "10^9 bytes from its memory.", _at(whole, "roofline", "bytes_per_s", scale=1e-9)),
+    Column("bound, ms", "Least time of a step at those peaks.", _at(partial(fixed, digits=3), "roofline", "train_ms")),
+    Column("bound, bytes/s", "Most bytes of training at those peaks.", _bound_per_second),
 )
 ON_TERMINAL = ("variant", "backend", "length, bytes", "step, ms", "of the peak, %", "evaluate, ms", "one byte, ms")
 ON_TERMINAL += ("training peak, MiB", "executed, MFLOP/byte", "ideal, MFLOP/byte")
@@ -244,7 +235,7 @@ def _predictions(rows: list[dict], *, index: int) -> Table:
     named = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "warm")
     labelled, notes = _labelled(rows, named=(*named, "largest", "roofline"), without=OF_A_PREDICTION)
     causes = dict.fromkeys(cause for row in labelled for cause in row.get("split") or {})
-    split = [_column(f"{cause}, MiB", _at(mib, "split", cause), CAUSES.get(cause, "")) for cause in causes]
+    split = [Column(f"{cause}, MiB", CAUSES.get(cause, ""), _at(mib, "split", cause)) for cause in causes]
     growing = [row["label"] for row in labelled if row.get("warm") is False]
     if growing:
         notes.append(f"The carried state had not stopped growing, so a longer run needs more: {listed(growing)}.")
@@ -275,8 +266,7 @@ def _trained(row: dict) -> str:
 
 
 def _table(name: str, title: str, caption: str, columns: Sequence[Column], rows: list, notes: Sequence[str]) -> Table:
-    kept, cells = keep_filled(columns, tabulate(rows, columns))
-    return Table(name=name, title=title, caption=caption, columns=kept, rows=cells, notes=tuple(notes))
+    return filled_table(rows, columns, name=name, title=title, caption=caption, notes=tuple(notes))
 
 
 def _differing(rows: Sequence[dict]) -> str:
@@ -318,7 +308,11 @@ def is_leak(row: dict) -> bool:
 def for_terminal(table: Table) -> Table:
     """The same in fewer columns, explained in notes; of a single row each figure is a row, beside what it is."""
     if len(table.rows) == 1:
-        heads = (_words("figure", text), _column("", text), _words("what it is", text))
+        heads = (
+            Column("figure", "", text, number=False),
+            Column("", "", text),
+            Column("what it is", "", text, number=False),
+        )
         pairs = zip(table.columns, table.rows[0], strict=True)
         rows = tuple((text(column.heading), cell, text(column.explained)) for column, cell in pairs)
         return replace(table, columns=heads, rows=rows)

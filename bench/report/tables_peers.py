@@ -8,8 +8,8 @@ from pathlib import PurePath
 from bench.report.comparison import by, number
 from bench.report.words import data_words, ground_words
 from bench.rows import ground
-from harness.record.cells import count_of, fixed, keep_filled, listed, mib, text, times, whole
-from harness.record.table import Cell, Column, Table, tabulate, words
+from harness.record.cells import count_of, filled_table, fixed, listed, mib, text, times, whole
+from harness.record.table import Cell, Column, Table, words
 
 VOID = "VOID"
 DISTURBED = 1.5
@@ -130,14 +130,14 @@ def _together(rows: Sequence[dict], *keys: str) -> list[list[dict]]:
 
 
 def _table(rows: list[dict], columns: tuple[Column, ...], *, name: str, title: str, about: str) -> Table:
-    row, (columns, cells) = rows[-1], keep_filled(columns, tabulate(rows, columns))
+    row = rows[-1]
     one_call = f"One call: {PurePath(row['read_from']).name}"
-    return Table(
+    return filled_table(
+        rows,
+        columns,
         name=name,
         title=f"{title}, {row['device']}, {row['precision']}",
         caption=f"{ground_words(row)}. Data: {data_words([row])}. {about}. {one_call}.",
-        columns=columns,
-        rows=cells,
         notes=tuple(_notes(rows)),
         styles=tuple("dim" if row["status"] != "measured" else "dim strike" if row.get("void") else "" for row in rows),
     )

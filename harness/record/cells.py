@@ -5,7 +5,7 @@ A cell keeps the unrounded number beside its text. Numbers of one column have on
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from harness.record.table import Cell, Column
+from harness.record.table import Cell, Column, Table
 
 MIB = 2**20
 NOTHING = Cell(text="")
@@ -75,6 +75,12 @@ def keep_filled(
     """Columns and rows less the columns in which nothing was measured."""
     kept = [place for place in range(len(columns)) if any(row[place].text for row in rows)]
     return tuple(columns[place] for place in kept), tuple(tuple(row[place] for place in kept) for row in rows)
+
+
+def filled_table(rows: Sequence, columns: Sequence[Column], **about) -> Table:
+    """A table of each row through each column's ``cell``, less the empty columns; ``about`` is the rest of ``Table``."""
+    columns, cells = keep_filled(columns, [[column.cell(row) for column in columns] for row in rows])
+    return Table(columns=columns, rows=cells, **about)
 
 
 def listed(words: Iterable[str], *, most: int = 8) -> str:

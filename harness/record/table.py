@@ -38,7 +38,7 @@ class Column:
     Attributes:
         heading: as shown, with the unit.
         explained: one sentence: what the number is and how it was measured.
-        cell: makes a row's cell, for ``tabulate``.
+        cell: makes a row's cell.
     """
 
     heading: str
@@ -91,12 +91,6 @@ class Drawing:
     caption: str
     svg: bytes
     png: bytes
-
-
-def tabulate(rows: Iterable, columns: Iterable[Column]) -> tuple[tuple[Cell, ...], ...]:
-    """Each row through each column's ``cell``."""
-    columns = tuple(columns)
-    return tuple(tuple(column.cell(row) for column in columns) for row in rows)
 
 
 def print_table(table: Table, *, console: Console | None = None) -> None:

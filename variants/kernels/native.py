@@ -1,7 +1,7 @@
 """C++ sources that are compiled where they run.
 
 They are written in the plain language with OpenMP, without torch's headers: a few seconds once for each source, compiler
-and kind of CPU, then the library lies in ``TORCH_EXTENSIONS_DIR``, which is torch's variable for what is compiled. It
+and kind of CPU, then the library lies in ``WINDTUNNEL_KERNELS``, which the harness sets, or where torch keeps its extensions. It
 shares torch's threads, because both ask for libgomp.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 MARCH = "WINDTUNNEL_MARCH"
 """A variable with another CPU to compile for than this one, as ``x86-64-v3``: the compiler's word for ``-march``."""
+FOLDER = "WINDTUNNEL_KERNELS"
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -42,7 +43,7 @@ def _built(name: str, source: str, compiler: list[str]) -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     flags = (*FLAGS, f"-march={os.environ.get(MARCH) or 'native'}")
     known = "\0".join((source, *flags, *compiler, version, _cpu()))
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    folder = Path(os.environ.get(FOLDER) or Path.home() / ".cache" / "torch_extensions")
     path = folder / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
