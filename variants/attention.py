@@ -228,18 +228,19 @@ class Attention(Sublayer):
         # The GPU's kernel has run in Triton's interpreter only: until a device has checked it, nobody gets it unasked.
         if self.wanted_backend == "plain" or (self.wanted_backend == "auto" and device.type != "cpu"):
             return "plain"
-        obstacles = {name: self._obstacles(name, device, training=training) for name in ("kernel", "fused")}
+        obstacles = partial(self._obstacles, device=device, training=training)
+        possible = (name for name in ("kernel", "fused") if not obstacles(name))
         if self.wanted_backend == "auto":
-            return next((name for name, found in obstacles.items() if not found), "plain")
-        if found := obstacles[self.wanted_backend]:
-            allowed = ["auto", "plain", *(name for name, found in obstacles.items() if not found)]
+            return next(possible, "plain")
+        if found := obstacles(self.wanted_backend):
+            allowed = ["auto", "plain", *possible]
             raise ValueError(
                 f"runtime.backend={self.wanted_backend} cannot run with {', '.join(found)}: "
                 f"allowed are {', '.join(allowed)}"
             )
         return self.wanted_backend
 
-    def _obstacles(self, backend: str, device: torch.device, *, training: bool) -> list[str]:
+    def _obstacles(self, backend: str, *, device: torch.device, training: bool) -> list[str]:
         """Why a backend cannot run."""
         by_vectors = backend == "kernel" and self.position.vectors(1) is not None
         found = {
