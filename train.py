@@ -41,10 +41,10 @@ def train(run) -> float | None:
     training, plan = run.training, run.plan
     with run.opened() as progress, run.stop as stop:
         while not training.finished and not stop.number:
-            before = run.step()
+            run.step()
             if training.spent.steps % plan.record.every_steps == 0:
                 run.append(training.train_row())
-            if run.validation_due(before):
+            if training.validation_due():
                 run.validate(progress)
             if run.checkpoint_due():
                 run.save()

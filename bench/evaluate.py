@@ -1,8 +1,8 @@
 """Score a checkpoint under another protocol: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
 
-Streams, segment and span are part of a number. Each call appends one row with its protocol to ``evaluations.jsonl`` of the
-run folder, with a curve of bits per byte against context: windows that start cold, so that byte n of a window has n bytes of
-context. ``context.png`` draws it.
+Streams, segment and span are part of a number; of valid, the bytes that chose the weights are left out, as in the run.
+Each call appends one row with its protocol to ``evaluations.jsonl`` of the run folder, with a curve of bits per byte
+against context: windows that start cold, so that byte n of a window has n bytes of context. ``context.png`` draws it.
 """
 
 import json
@@ -21,6 +21,7 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import config_of_run, read_run, trained_model  # late, as everything slow
     from harness import source
     from harness.data import corpora
+    from harness.data.streams import streamed_context
     from harness.device import runtime
     from harness.plan.build import plan_run
     from harness.plan.settings import checked
@@ -32,7 +33,7 @@ def main(cfg: DictConfig) -> None:
     if cfg.split not in ("train", "valid", "test"):
         raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
     plan = plan_run(config_of_run(path, runtime=cfg.runtime, trust=cfg.trust))
-    keys = ("streams", "segment", "span", "bytes")
+    keys = ("streams", "segment", "span", "context", "bytes")
     asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
     limit = asked.pop("bytes")
     protocol = plan.protocol() | {key: value for key, value in asked.items() if value is not None}
@@ -43,8 +44,10 @@ def main(cfg: DictConfig) -> None:
     if corpus.sha256 != saved["data"]["sha256"]:
         raise ValueError(f"data: the run read {saved['data']['sha256']}, now it is {corpus.sha256}")
     model = trained_model(plan, best, span=protocol["span"], key="run").to(device.device)
-    split = corpus.splits[cfg.split]
+    split = corpus.reported(cfg.split, choice_bytes=protocol["choice_bytes"])
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
+    if asked["context"] is None:
+        protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
     row = {"kind": "evaluation", "format": FORMAT, "split": cfg.split, "protocol": protocol}
     row |= _score(model, split[:limit], device, protocol)
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
@@ -58,15 +61,15 @@ def main(cfg: DictConfig) -> None:
 
 
 def _score(model, split, device, protocol: dict) -> dict:
-    """Bits per byte of the stream, of windows with context 512, and by context."""
+    """Bits per byte of the stream, of windows, and by context."""
     from harness.loop.step import score_context, score_stream, score_windows
 
-    segment = protocol["segment"]
-    score = score_stream(model, split, runtime=device, streams=protocol["streams"], segment=segment, collect_stats=True)
+    segment, cut = protocol["segment"], {key: protocol[key] for key in ("streams", "segment", "context")}
+    score = score_stream(model, split, runtime=device, collect_stats=True, **cut)
     return {
         "bits_per_byte": score.bits_per_byte,
         "nats_per_byte": score.bits_per_byte * math.log(2),
-        "context_512_bits_per_byte": score_windows(model, split, runtime=device).bits_per_byte,
+        "windows_bits_per_byte": score_windows(model, split, runtime=device).bits_per_byte,
         "context_curve": score_context(model, split, runtime=device, longest=2 * protocol["span"], segment=segment),
         "bytes": len(score.nats),
         "block_nats": score.blocks(),
@@ -75,14 +78,15 @@ def _score(model, split, device, protocol: dict) -> dict:
 
 
 def _show(row: dict, path: Path) -> None:
+    from harness.record.closing_table import WINDOWS
     from harness.record.figures import draw_context
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
-    sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}"
+    sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context {p['context']}"
     label = f"{row['variant']}, seed {row['seed']}: {row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
     print(label)
     print(f"  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
-    print(f"  {row['context_512_bits_per_byte']:.4f}{mark} bits per byte with context 512")
+    print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS}")
     for point in row["context_curve"]:
         context = f"{point['from_bytes']:>5} to {point['to_bytes']:>5} bytes of context"
         print(f"  {point['bits_per_byte']:.4f} with {context}")

@@ -196,8 +196,8 @@ def write_run(
         "bytes_per_second": 12_500.0,
         "valid_bits_per_byte": bits,
         "test_bits_per_byte": bits + 0.03,
-        "valid_context_512_bits_per_byte": bits + 0.01,
-        "test_context_512_bits_per_byte": bits + 0.04,
+        "valid_windows_bits_per_byte": bits + 0.01,
+        "test_windows_bits_per_byte": bits + 0.04,
         "valid_metrics": metrics.get(variant, {}),
         "capped": {},
         "compressors": {
@@ -242,7 +242,7 @@ def write_trial(
     """A run of a sweep of learning rates, or with ``test`` one that reports; ``keys`` of ``trial_config`` in ``changes``."""
     keys = changes.pop("keys", {})
     scores = {"valid_bits_per_byte": bits}
-    scores |= {} if test else {"test_bits_per_byte": None, "test_context_512_bits_per_byte": None}
+    scores |= {} if test else {"test_bits_per_byte": None, "test_windows_bits_per_byte": None}
     config = trial_config(variant=variant, rate=rate, test=test, **keys)
     return write_run(outputs, variant=variant, seed=seed, bits=bits or 9.0, config=config, **scores | changes)
 

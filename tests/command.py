@@ -20,13 +20,13 @@ TINY = (
     *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=32", "batch.streams=2", "batch.segment=32"),
     *(
         "budget.steps=3",
-        "eval.progress_bytes=200",
+        "eval.choice_bytes=200",
         "eval.bytes=300",
         "eval.segment=32",
         "eval.streams=2",
         "eval.every=0",
     ),
-    *("eval.context512=false", "runtime.device=cpu", "runtime.threads=1", "record.wandb.mode=disabled"),
+    *("eval.windows=false", "runtime.device=cpu", "runtime.threads=1", "record.wandb.mode=disabled"),
     "record.figures=false",
 )
 """A run of a second."""

@@ -27,8 +27,8 @@ SMALL = (
     *("model.d_model=16", "model.layers=2", "model.heads=2", "model.span=16", "model.default_bytes=1024"),
     *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.streams=4", "batch.segment=16"),
     *("runtime.device=cpu", "runtime.threads=1", "record.every_steps=2", "record.figures=false"),
-    *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.progress_bytes=200", "eval.bytes=400"),
-    *("eval.context512=false", "checkpoint.every_seconds=null"),
+    *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.choice_bytes=200", "eval.bytes=400"),
+    *("eval.windows=false", "checkpoint.every_seconds=null"),
 )
 MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
 VARIANTS = {
@@ -110,11 +110,10 @@ def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
     """Have ``do`` called right after the job's step of that number."""
     inner = job.step
 
-    def stepping() -> float:
-        before = inner()
+    def stepping() -> None:
+        inner()
         if job.training.spent.steps == step:
             do()
-        return before
 
     job.step = stepping
     return job

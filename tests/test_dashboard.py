@@ -28,7 +28,7 @@ NOT_SHOWN = {
     "valid_usage_percent/mean": "each memory is shown, and most models have one",
     "valid_kl_*/mean": "each memory is shown, and most models have one",
     "valid_usage_bytes*": "constant: over how many bytes the use of slots is counted",
-    "*_context_512_bits_per_byte": "a second protocol: in the table of runs",
+    "*_windows_bits_per_byte": "a second protocol: in the table of runs",
 }
 """What a row has and no panel shows, and why; ``*`` is any text."""
 

@@ -185,7 +185,7 @@ def test_every_model_is_compiled_before_it_is_timed(tmp_path):
     for before, after in zip(warm, timed, strict=True):
         assert before[: len(after)] == after
         assert {w.partition("=")[0] for w in before[len(after) :]} == {
-            *("seed", "budget.seconds", "budget.steps", "eval.bytes", "eval.context512", "outputs")
+            *("seed", "budget.seconds", "budget.steps", "eval.bytes", "eval.windows", "outputs")
         }
 
 

@@ -86,7 +86,7 @@ def trained(run: TrainState) -> dict:
         digests.append(digest(run))
         bits.append(run.train_row()["bits_per_byte"])
         fractions.append([f for span in spans for f in span.tolist()])
-    score = run.score("valid", limit=None)
+    score = run.score(run.corpus.splits["valid"])
     return {
         "bits": bits,
         "digests": digests,

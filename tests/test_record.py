@@ -95,7 +95,7 @@ def make_summary(**changes):
         "bytes_per_second": 42_118.4,
         "valid_bits_per_byte": 2.39128,
         "test_bits_per_byte": 2.41234,
-        "valid_context_512_bits_per_byte": 2.52113,
+        "valid_windows_bits_per_byte": 2.52113,
         "capped": {"valid": 65_536},
         "flops_per_byte": {"executed": 2_112_345, "ideal": 1_404_000},
         "memory": {"peak_bytes": 312 * 2**20, "approximate": True, "state_bytes": 3 * 2**30},
@@ -236,19 +236,23 @@ def test_progress_in_a_log_is_plain_lines_at_intervals():
         progress.evaluated(split="valid", bits_per_byte=2.51234, bytes_seen=1_000_000, capped=True)
     with ProgressBar(every_seconds=0, console=console) as progress:
         assert progress.due
-        progress.update(fraction=0.5, bytes_seen=2_000_000, bits_per_byte=2.4567, bytes_per_second=41234.5)
-        progress.update(fraction=0.75, bytes_seen=3_000_000, bits_per_byte=2.4, bytes_per_second=40000.0)
+        progress.update(
+            fraction=0.5, bytes_seen=2_000_000, bits_per_byte=2.4567, bytes_per_second=41234.5, left_seconds=None
+        )
+        progress.update(
+            fraction=0.75, bytes_seen=3_000_000, bits_per_byte=2.4, bytes_per_second=40000.0, left_seconds=83.4
+        )
     text = console.file.getvalue()
     assert "\x1b" not in text and len(text.splitlines()) == 3
     assert "2.5123* bits/byte after 1,000,000 bytes" in text
     assert "50.0%  2,000,000 bytes  2.457 bits/byte  41,234 bytes/s  ETA -" in text
-    assert "ETA 0:00" in text
+    assert "ETA 1:23" in text
 
 
 def test_progress_on_a_terminal_is_a_bar():
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
     with ProgressBar(console=console) as progress:
-        progress.update(fraction=0.25, bytes_seen=1, bits_per_byte=2.5, bytes_per_second=1000.0)
+        progress.update(fraction=0.25, bytes_seen=1, bits_per_byte=2.5, bytes_per_second=1000.0, left_seconds=1.0)
         progress.print("[red]a line[/red]")
     text = console.file.getvalue()
     assert "25%" in text and "2.500 bits/byte" in text and "1,000 bytes/s" in text and "[red]a line[/red]" in text

@@ -116,9 +116,11 @@ def test_valid_chooses_the_best_weights(stopped):
     best = checkpoint.load(job.folder.path / checkpoint.FOLDER / checkpoint.BEST)
     judge = make_run(*given)
     judge.take_weights(best["model"])
-    assert judge.score("valid", limit=200).bits_per_byte == on_the_way[-2]
-    assert judge.score("valid", limit=400).bits_per_byte == summary["valid_bits_per_byte"] == rows[-1]["bits_per_byte"]
-    assert judge.score("test", limit=400).bits_per_byte == summary["test_bits_per_byte"]
+    valid, test = (judge.corpus.splits[split] for split in ("valid", "test"))
+    assert judge.score(valid[-200:-188]).bits_per_byte == on_the_way[-2]  # a tenth of two steps of 64 bytes
+    assert {row["capped_bytes"] for row in rows[:-1]} == {12}
+    assert judge.score(valid[:400]).bits_per_byte == summary["valid_bits_per_byte"] == rows[-1]["bits_per_byte"]
+    assert judge.score(test[:400]).bits_per_byte == summary["test_bits_per_byte"]
 
 
 def test_a_run_that_diverges_keeps_its_best_weights():
@@ -218,7 +220,7 @@ def test_budget_of_seconds_counts_steps_alone_and_survives_a_stop(monkeypatch):
 
 @pytest.mark.parametrize("variant", ["adaptive_span", "product_key_memory"])
 def test_summary_table_and_figures(variant, capsys):
-    given = (*VARIANTS[variant], "record.figures=true", "eval.context512=true", "budget.steps=8")
+    given = (*VARIANTS[variant], "record.figures=true", "eval.windows=true", "budget.steps=8")
     job, summary = whole_run(*given)
     assert summary["status"] == "finished" and not set(SUMMARY_KEYS) - summary.keys()
     assert summary["data"].keys() >= {"name", "bytes", "sha256"}
@@ -228,9 +230,15 @@ def test_summary_table_and_figures(variant, capsys):
     assert summary["memory"].keys() >= {"peak_bytes", "state_bytes", "gradient_bytes", "optimizer_bytes"}
     assert summary["capped"] == {"valid": 400, "test": 400} and summary["protocol"]["bytes"] == 400
     assert summary["bytes_seen"] == 512 and summary["epochs"] == pytest.approx(512 / 18_000)
-    assert summary["training_flops"] > 0 and math.isfinite(summary["valid_context_512_bits_per_byte"])
+    assert summary["training_flops"] > 0 and math.isfinite(summary["valid_windows_bits_per_byte"])
     shown = capsys.readouterr().out
-    for text in (f"{summary['valid_bits_per_byte']:.4f}*", "xz -9e", "context 512", "bytes per second", "sha256"):
+    for text in (
+        f"{summary['valid_bits_per_byte']:.4f}*",
+        "xz -9e",
+        "window 1024, stride 512",
+        "bytes per second",
+        "sha256",
+    ):
         assert text in shown
     assert (job.folder.path / "learning_curve.png").stat().st_size > 1000
     assert (job.folder.path / "spans.png").exists() == (variant == "adaptive_span")
@@ -243,7 +251,7 @@ def test_a_tuning_job_never_scores_test():
     assert summary["test_bits_per_byte"] is None and not [r for r in rows_of(job) if r["kind"] == "test"]
 
 
-@pytest.mark.parametrize("key", ["eval.bytes=3", "eval.progress_bytes=3", "eval.bytes=1"])
+@pytest.mark.parametrize("key", ["eval.bytes=3", "eval.bytes=1"])
 def test_a_split_too_short_for_its_streams_ends_before_training(key):
     with pytest.raises(ValueError, match="eval.streams=3"):
         make_job(key)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.data.corpora import score_streams
 from harness.data.recall import recall_floor
+from harness.data.streams import score_streams
 from harness.device.runtime import Runtime
 from harness.loop.step import Score, Trainer, score_context, score_stream, score_windows
 from harness.optim.budget import Schedule
@@ -56,7 +56,7 @@ def test_auxiliary_losses_are_in_the_gradient_and_never_in_the_number(parts):
     loss = "variant.attention.span.loss_weight"
     runs = [make_run(*MOVING, "model.head_zero_init=false", f"{loss}={w}") for w in (0.0, weight)]
     batch = runs[0].stream.batch(0)
-    scores = [run.score("valid", limit=200).bits_per_byte for run in runs]
+    scores = [run.score(run.reported("valid")[:200]).bits_per_byte for run in runs]
     nats = [one_step(run.model, batch, lr=lr, parts=parts).item() for run in runs]
     logits = make_run(*MOVING, "model.head_zero_init=false").model(batch[0]).logits
     assert nats[0] == pytest.approx(F.cross_entropy(logits.transpose(1, 2), batch[1]).item(), abs=1e-6)
@@ -101,7 +101,7 @@ def test_bfloat16_is_finite_and_keeps_float32_parameters():
     low = runs[1]
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in low.model.parameters())
     assert {t.dtype for t in tensors(low.state)} == {torch.int64, torch.bfloat16}
-    assert low.score("valid", limit=200).nats.isfinite().all()
+    assert low.score(low.reported("valid")[:200]).nats.isfinite().all()
 
 
 def test_a_compiled_step_is_the_eager_one():
@@ -224,7 +224,7 @@ def test_a_trained_model_stays_above_the_floor_of_recall(variant):
     run = make_run(*VARIANTS[variant], *given, "model.d_model=32", "model.span=8", "data.bytes=60000")
     while not run.finished:
         run.step()
-    score = run.score("valid", limit=None)
+    score = run.score(run.corpus.splits["valid"])
     floor = recall_floor(len(score.nats) + 1)
     assert floor - 40 / len(score.nats) < score.bits_per_byte < 3.9
     assert score_windows(run.model, run.corpus.splits["valid"], runtime=CPU).bits_per_byte > floor

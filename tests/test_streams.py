@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.data.corpora import Streams, score_streams, segments, windows
+from harness.data.streams import whole_context
 
 
 def ramp(n_bytes: int) -> torch.Tensor:
@@ -105,38 +106,54 @@ def test_just_long_enough():
     assert streams_of(8, streams=4, segment=7, carry=False).batch(0)[0].shape == (4, 7)
 
 
-@given(n_pairs=st.integers(1, 3000), streams=st.integers(1, 40))
-def test_score_streams_cut_evenly(n_pairs, streams):
+@given(n_pairs=st.integers(1, 3000), streams=st.integers(1, 40), segment=st.integers(1, 9), wanted=st.integers(0, 5000))
+def test_score_streams_cut_evenly_what_is_read(n_pairs, streams, segment, wanted):
     if streams > n_pairs:
         with pytest.raises(ValueError, match=rf"eval\.streams={streams}: allowed is 1 to {n_pairs}"):
             score_streams(n_pairs, streams)
         return
-    ranges = score_streams(n_pairs, streams)
-    sizes = [end - begin for begin, end in ranges]
+    context = whole_context(wanted, n_pairs=n_pairs, streams=streams, segment=segment)
+    assert context % segment == 0 and context <= n_pairs // streams
+    assert context >= min(wanted, n_pairs // streams - segment + 1)
+    ranges = score_streams(n_pairs, streams, context=context)
+    assert all(end > begin for begin, end in ranges)
+    sizes = [end - begin + context * (begin > 0) for begin, end in ranges]
+    assert sum(sizes) <= 2 * n_pairs
     assert [pair for begin, end in ranges for pair in range(begin, end)] == list(range(n_pairs))
     assert len(ranges) == streams
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(n_bytes=st.integers(2, 400), streams=st.integers(1, 9), segment=st.integers(1, 50))
+@given(
+    n_bytes=st.integers(2, 400),
+    streams=st.integers(1, 9),
+    segment=st.integers(1, 50),
+    wanted=st.sampled_from([0, 30, 999]),
+)
 @settings(deadline=None)
-def test_segments_score_each_pair_once_and_in_order(n_bytes, streams, segment):
+def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes, streams, segment, wanted):
     if streams > n_bytes - 1:
         return
+    context = whole_context(wanted, n_pairs=n_bytes - 1, streams=streams, segment=segment)
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
-    rows = [([], []) for _ in range(streams)]
-    for inputs, targets, mask in segments(split, streams=streams, segment=segment):
-        assert inputs.shape == targets.shape == mask.shape == (streams, segment)
+    rows, everything = [([], []) for _ in range(streams)], [[] for _ in range(streams)]
+    for inputs, targets, mask in segments(split, streams=streams, segment=segment, context=context):
+        assert inputs.shape == targets.shape == mask.shape and len(mask) == streams and mask.shape[1] <= segment
         assert (inputs.dtype, targets.dtype, mask.dtype) == (torch.int64, torch.int64, torch.bool)
         assert mask.any()
         for stream, (read, predicted) in enumerate(rows):
-            assert mask[stream].long().diff().le(0).all()  # filling comes last: no real byte ever follows it
+            everything[stream] += zip(inputs[stream].tolist(), mask[stream].tolist(), strict=True)
             read += inputs[stream][mask[stream]].tolist()
             predicted += targets[stream][mask[stream]].tolist()
     data = split.tolist()
-    for (read, predicted), (begin, end) in zip(rows, score_streams(n_bytes - 1, streams), strict=True):
+    ranges = score_streams(n_bytes - 1, streams, context=context)
+    for (read, predicted), whole, (begin, end) in zip(rows, everything, ranges, strict=True):
         assert read == data[begin:end]
         assert predicted == data[begin + 1 : end + 1]
+        before = context if begin else 0
+        assert [value for value, _ in whole[: before + len(read)]] == data[begin - before : end]
+        assert [scored for _, scored in whole[: before + len(read)]] == [False] * before + [True] * len(read)
+        assert not any(scored for _, scored in whole[before + len(read) :])  # filling comes last
 
 
 @given(n_bytes=st.integers(2, 250), window=st.integers(1, 40), stride=st.integers(1, 40), batch=st.integers(1, 5))
@@ -161,7 +178,7 @@ def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, strid
     assert scored == list(range(n_bytes - 1))
 
 
-def test_default_windows_are_context_512():
+def test_default_windows():
     (inputs, _, mask) = next(windows(ramp(5000)))
     assert inputs.shape == (9, 1024)
     assert mask.sum(dim=1).tolist() == [1024] + [512] * 7 + [4999 - 1024 - 7 * 512]

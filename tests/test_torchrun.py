@@ -81,7 +81,7 @@ def test_mistakes_are_one_message_of_all_processes(here):
 
 def test_one_process_writes_and_speaks(here, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = (*command.MADE, "eval.context512=true", "record.wandb.mode=auto")
+    words = (*command.MADE, "eval.windows=true", "record.wandb.mode=auto")
     first, second = launch(commands, [free_port(), free_port()], [words, words])
     assert [one.code for one in (*first, *second)] == [0, 0, 0, 0], (first, second)
     assert "training: outputs" in first[0].out and "2 processes" in first[0].out

@@ -76,7 +76,7 @@ def make_offline_runs(here: Path) -> OfflineRuns:
     environment = lonely_environment(here)
     words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4")
     words += ("record.every_steps=3", "record.wandb.every_seconds=0.001", "record.wandb.group=together")
-    words += ("record.wandb.tags=[mine]", "eval.context512=true")
+    words += ("record.wandb.tags=[mine]", "eval.windows=true")
     trained("train.py", "-m", *words, environment=environment)
     folders = run_folders(here / "outputs")
     files = [next((folder / "wandb").glob("offline-run-*")) for folder in folders]

@@ -7,19 +7,20 @@ from bench.report.comparison import Arm, number
 from bench.report.gather import RunRow
 from bench.report.heads import Heads
 from harness.record.cells import bits, fixed, keep_filled, mean, mib, millions, significant, text, whole
+from harness.record.closing_table import WINDOWS
 from harness.record.table import Cell, Column, Table, words
 
 SCORES = {
     "valid": "valid, bits per byte",
     "test": "test, bits per byte",
-    "valid_context_512": "valid, context 512",
-    "test_context_512": "test, context 512",
+    "valid_windows": f"valid, {WINDOWS}",
+    "test_windows": f"test, {WINDOWS}",
 }
 EXPLAINED = {
-    "valid": "Of the validation split, streamed with carried state; best weights.",
+    "valid": "Of the validation split less the bytes that choose the best weights, with these, streamed with carried state.",
     "test": "Of the test split, scored once, at the end, with the same weights.",
-    "valid_context_512": "Bits per byte of windows of 1024 bytes, stride 512, no state, the last 512 scored.",
-    "test_context_512": "The same of the test split.",
+    "valid_windows": "Bits per byte of windows of 1024 bytes, stride 512, no state, the last 512 scored.",
+    "test_windows": "The same of the test split.",
 }
 
 
@@ -104,9 +105,15 @@ BACKEND = words(
 SECONDS = Column("training, s", "Seconds in training steps, scoring apart.", lambda of: fixed(of("seconds"), digits=1))
 PEAK = _memory("training peak, MiB", "peak_bytes", "Highest memory of training (MiB = 2^20 bytes); ~ is approximate.")
 STATE = _memory("carried state, MiB", "state_bytes", "What one stream carries from segment to segment.")
+COMPILING = Column(
+    "compiling, s",
+    "Seconds of compiling beside them, in no budget.",
+    lambda of: fixed(of("compile_seconds") or None, digits=1),
+)
 COSTS = (
     BACKEND,
     SECONDS,
+    COMPILING,
     _count("bytes/s", "Bytes predicted in training per second of it.", "bytes_per_second"),
     PEAK,
     _memory("inference peak, MiB", "inference_peak_bytes", "Highest memory while scoring."),

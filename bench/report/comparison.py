@@ -111,7 +111,7 @@ def comparable(run: RunRow) -> str:
     row = run.row
     held = {name: row.get(name) for name in ("protocol", "budget", "capped")} | {"tuning": is_tuning(row)}
     if number(row["config"], "model", "span") == row["protocol"]["span"]:
-        held["protocol"] = row["protocol"] | {"span": None}
+        held["protocol"] = row["protocol"] | {"span": None, "context": None}
     data = row["config"].get("data")
     held |= {"sha256": row["data"]["sha256"], "split": data.get("split") if isinstance(data, dict) else None}
     if "seconds" in row["budget"]:

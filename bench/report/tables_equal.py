@@ -7,7 +7,19 @@ has not decayed yet, is not what a run of that smaller budget would have reached
 
 from collections.abc import Callable, Sequence
 
-from bench.report.columns import BYTES, GFLOPS, PARAMETERS, PEAK, QUALITY, SECONDS, SEEDS, STATE, Means, table_of_arms
+from bench.report.columns import (
+    BYTES,
+    COMPILING,
+    GFLOPS,
+    PARAMETERS,
+    PEAK,
+    QUALITY,
+    SECONDS,
+    SEEDS,
+    STATE,
+    Means,
+    table_of_arms,
+)
 from bench.report.comparison import RATE, Arm
 from bench.report.heads import Heads
 from bench.report.words import data_words, ground_words, protocol_words
@@ -29,7 +41,7 @@ KEYS = {
 }
 ON_ONE_GROUND = ("seconds", "memory")
 KNOBS = {"bytes": "bytes", "seconds": "seconds", "FLOPs": "flops"}
-COLUMNS = (SEEDS, *QUALITY[:2], BYTES, SECONDS, GFLOPS, PARAMETERS, PEAK, STATE)
+COLUMNS = (SEEDS, *QUALITY[:2], BYTES, SECONDS, COMPILING, GFLOPS, PARAMETERS, PEAK, STATE)
 
 
 def equal_tables(arms: Sequence[Arm], *, mark: Callable[[dict], str], index: int, notes: Sequence[str]) -> list[Table]:
@@ -83,7 +95,7 @@ def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: 
     return table_of_arms(
         [(arm, Means(arm.newest_of_each_seed)) for arm in arms],
         heads=heads,
-        columns=[column for column in COLUMNS if alone or column not in (SECONDS, PEAK)],
+        columns=[column for column in COLUMNS if alone or column not in (SECONDS, COMPILING, PEAK)],
         name=name,
         title=f"Equal {what}{f' ({_told(arms)})' if what == 'parameters' else ''}: "
         f"{runs[-1].row['data']['name']}, {knob}",

@@ -51,6 +51,21 @@ class Corpus:
     floor_bits: float | None = None
     fallback_from: str | None = None
 
+    def reported(self, split: str, *, choice_bytes: int | None, limit: int | None = None) -> Tensor:
+        """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the ones
+        that choose the weights."""
+        whole = self.splits[split]
+        apart = self._choosing(choice_bytes) if split == "valid" else 0
+        return whole[: len(whole) - apart][:limit]
+
+    def choosing(self, choice_bytes: int | None) -> Tensor:
+        """The bytes of valid that choose the weights: the last ``choice_bytes``, at most half of it (None: half)."""
+        return self.splits["valid"][len(self.splits["valid"]) - self._choosing(choice_bytes) :]
+
+    def _choosing(self, choice_bytes: int | None) -> int:
+        half = len(self.splits["valid"]) // 2
+        return half if choice_bytes is None else min(choice_bytes, half)
+
     def label(self) -> str:
         """One phrase for tables and progress lines."""
         instead = f" in place of {self.fallback_from}" if self.fallback_from else ""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from harness.hashing import integer_hash
 
+LONGEST_CONTEXT = 16_384
+"""Bytes that a stream of a score reads at most before its own."""
 WHOLE = (0, 1)
 """A part of what is divided: which, of how many; this one is all of it."""
 _RING, _WINDOW = 1, 2  # first key of the hash, so that the two kinds of draws are unrelated
@@ -84,32 +86,62 @@ def share(number: int, part: tuple[int, int]) -> slice:
     return slice(which * number // parts, (which + 1) * number // parts)
 
 
-def score_streams(n_pairs: int, streams: int) -> list[tuple[int, int]]:
-    """Cut pairs 0..n_pairs - 1 into ``streams`` contiguous ranges (first, end), sizes differing by at most one.
+def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple[int, int]]:
+    """Cut pairs 0..n_pairs - 1 into ``streams`` contiguous ranges (first, end) that are scored.
 
-    ValueError naming ``eval.streams`` if there are fewer pairs than streams.
+    Every stream but the first also reads ``context`` pairs before its range, unscored. What the streams read differs by at
+    most one pair. ValueError naming ``eval.streams`` if there are fewer pairs than streams.
     """
     if not 1 <= streams <= n_pairs:
         raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
-    cuts = [stream * n_pairs // streams for stream in range(streams + 1)]
+    read = n_pairs + (streams - 1) * context
+    cuts = [0, *(stream * read // streams - (stream - 1) * context for stream in range(1, streams + 1))]
     return list(pairwise(cuts))
 
 
-def segments(split: Tensor, *, streams: int, segment: int, part: tuple[int, int] = WHOLE) -> Iterator[Segment]:
-    """All pairs of ``split [n]`` once: L streams in step, T pairs at a time, state carried from each to the next.
+def streamed_context(span: int, layers: int) -> int:
+    """Bytes from which a prediction can have anything: the span times the layers, at most ``LONGEST_CONTEXT``."""
+    return min(span * layers, LONGEST_CONTEXT)
 
-    Every segment is ``[L, T]``. Segment k of a stream that begins at pair a holds pairs a + kT and on; what lies beyond
-    the end of its stream is filling with a false mask, always after the stream's last pair. A part of the streams has
-    as many segments as all of them.
+
+def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
+    """Pairs of unscored context before a stream's range: ``context`` of them in whole segments, so that a segment is scored
+    or is not; at most as many as a stream scores, so that reading takes at most twice the time.
 
     Raises:
         ValueError: naming ``eval.streams`` or ``eval.segment``.
     """
     _check_counts(**{"eval.streams": streams, "eval.segment": segment})
-    ranges = torch.tensor(score_streams(len(split) - 1, streams))
-    longest, own = int((ranges[:, 1] - ranges[:, 0]).max()), ranges[share(streams, part)]
-    starts = range(0, longest, segment)
-    return (_pairs(split, own[:, :1] + done + torch.arange(segment), own[:, 1:]) for done in starts)
+    return min(-(-context // segment), n_pairs // streams // segment) * segment
+
+
+def segments(
+    split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
+) -> Iterator[Segment]:
+    """All pairs of ``split [n]`` once: L streams in step, T pairs at a time, state carried from each to the next.
+
+    Every segment is ``[L, T]``, the last as wide as what is left. A stream's first ``context`` pairs, but for the first
+    stream's, have a false mask, and so has what lies beyond the end of a stream that is a pair shorter than others. A part
+    of the streams has as many segments as all of them.
+
+    Args:
+        context: unscored pairs before each stream's own, as ``whole_context`` gives them.
+
+    Raises:
+        ValueError: naming ``eval.streams`` or ``eval.segment``.
+    """
+    _check_counts(**{"eval.streams": streams, "eval.segment": segment})
+    ranges = torch.tensor(score_streams(len(split) - 1, streams, context=context))
+    begins = (ranges[:, 0] - context).clamp(min=0)
+    longest, own = int((ranges[:, 1] - begins).max()), share(streams, part)
+    first, end, begin = ranges[own, :1], ranges[own, 1:], begins[own, None]
+
+    def one(done: int) -> Segment:
+        index = begin + done + torch.arange(min(segment, longest - done))
+        inputs, targets, mask = _pairs(split, index, end)
+        return inputs, targets, mask & (index >= first)
+
+    return map(one, range(0, longest, segment))
 
 
 def windows(
@@ -139,9 +171,8 @@ def windows(
     place, end = torch.arange(window), torch.tensor(n_pairs)
 
     def segment(first: int) -> Segment:
-        number = torch.arange(first, first + batch)[
-            :, None
-        ]  # [b, 1]; those that fill up the last batch lie beyond the end
+        # [b, 1]; those that fill up the last batch lie beyond the end.
+        number = torch.arange(first, first + batch)[:, None]
         inputs, targets, mask = _pairs(split, number * stride + place, end)
         return inputs, targets, mask & ((place >= window - stride) | (number == 0))
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from harness.device import machine
+from harness.device.compile_clock import CompileClock
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
@@ -51,6 +52,10 @@ class Runtime:
         Shapes may become dynamic: the past grows until it is as long as the window.
         """
         return torch.compile(model) if self.compile else model
+
+    def compile_clock(self) -> CompileClock:
+        """Counts the seconds of compiling, in a ``with`` statement."""
+        return CompileClock(compiled=self.compile)
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""

@@ -18,6 +18,7 @@ from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.run import Run, recording
 from harness.loop.train_state import TrainState
+from harness.optim.budget import Spent
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
 from harness.record.rows import RECORD, check_format, read_rows
@@ -55,14 +56,11 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
 
 
 def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
-    """One small step, thrown away: what libraries load once is not the memory of the process's first run.
-
-    A GPU's counter does not see them.
-    """
-    if device.device.type == "cpu":
-        few = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
-        alone = dataclasses.replace(device, compile=False, processes=SINGLE)
-        TrainState(dataclasses.replace(plan, batch=few), corpus, alone).step()
+    """One small step, thrown away: what libraries load and kernels compile once is neither the memory nor the seconds of
+    the process's first run."""
+    few = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
+    alone = dataclasses.replace(device, compile=False, processes=SINGLE)
+    TrainState(dataclasses.replace(plan, batch=few), corpus, alone).step()
 
 
 def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
@@ -126,7 +124,10 @@ def _take(training: TrainState, content: dict, theirs: dict) -> None:
     _must_agree(plan, _stream_facts(theirs), _stream_facts(now))
     for name, optimizer in training.optimizers.optimizers.items():
         content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
-    training.restore(content | {"nats": 0.0, "steps": 0, "best_bits": math.inf, "wandb_id": None})
+    spent = Spent(**content["spent"])
+    validated = {"bytes": spent.bytes, "fraction": plan.budget.fraction(spent)}
+    fresh = {"nats": 0.0, "steps": 0, "best_bits": math.inf, "wandb_id": None, "validated": validated}
+    training.restore(content | fresh)
 
 
 def _model_facts(config: dict) -> dict[str, object]:

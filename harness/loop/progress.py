@@ -28,22 +28,24 @@ class ProgressBar:
         self._bar = bar if self._console.is_interactive and not name else None
         self._name = f"{name}: " if name else ""
         self._every_seconds = BAR_SECONDS if self._bar else every_seconds
-        self._shown_seconds = self._begun_seconds = time.monotonic()
-        self._begun_fraction: float | None = None
+        self._shown_seconds = time.monotonic()
 
     @property
     def due(self) -> bool:
         """Whether it is time to call :meth:`update`; costs nothing."""
         return time.monotonic() - self._shown_seconds >= self._every_seconds
 
-    def update(self, *, fraction: float, bytes_seen: int, bits_per_byte: float, bytes_per_second: float) -> None:
-        """Show where the run is, now; the first ``fraction`` of the budget, 0 to 1, is where a resumed run began."""
-        now = time.monotonic()
-        if self._begun_fraction is None:
-            self._begun_fraction, self._begun_seconds = fraction, now
-        self._shown_seconds = now
-        spent = fraction - self._begun_fraction
-        left_seconds = (now - self._begun_seconds) * (1 - fraction) / spent if spent > 0 else None
+    def update(
+        self,
+        *,
+        fraction: float,
+        bytes_seen: int,
+        bits_per_byte: float,
+        bytes_per_second: float,
+        left_seconds: float | None,
+    ) -> None:
+        """Show where the run is, now: the ``fraction`` of its budget, 0 to 1, and the seconds left, None if not known."""
+        self._shown_seconds = time.monotonic()
         text = f"{bits_per_byte:.3f} bits/byte  {bytes_per_second:,.0f} bytes/s  ETA {_clock(left_seconds)}"
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=fraction, text=text)

@@ -55,6 +55,7 @@ class Run:
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
+        self._scored_bytes_per_second: float | None = None
         self._processes = processes
         self.stop = StopSignal(alone=processes.world_size == 1)
 
@@ -140,14 +141,13 @@ class Run:
         self._last_bits = row.get("bits_per_byte") or self._last_bits
         self._wandb.log(row)
 
-    def step(self) -> float:
-        """One training step; returns the fraction of the budget spent before it."""
-        before = self.training.step(self.stop.heard, self._save_is_due())
+    def step(self) -> None:
+        """One training step."""
+        self.training.step(self.stop.heard, self._save_is_due())
         self.stop.agreed = self.training.agreed[0]
         self._steps_here += 1
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
-        return before
 
     def standing(self) -> dict:
         """For the progress line."""
@@ -156,22 +156,27 @@ class Run:
             "bytes_seen": self.training.spent.bytes,
             "bits_per_byte": self.training.recent_bits(self._last_bits),
             "bytes_per_second": self.training.bytes_per_second,
+            "left_seconds": self._left_seconds(),
         }
 
-    def validation_due(self, before: float) -> bool:
-        """Whether the last step, begun at fraction ``before``, crossed a mark of ``eval.every``; the end has its own."""
-        every, now = self.plan.eval.every, self.training.fraction
-        return every > 0 and not self.training.finished and int(now / every + 1e-9) > int(before / every + 1e-9)
+    def _left_seconds(self) -> float | None:
+        """Until the end, scoring included; before a validation has been timed a forward takes a third of a step."""
+        training, fraction = self.training, self.training.fraction
+        if not fraction:
+            return None
+        rate = self._scored_bytes_per_second or 3 * training.bytes_per_second
+        return training.spent.seconds * (1 - fraction) / fraction + training.bytes_to_score / rate
 
     def validate(self, progress: ProgressBar) -> None:
-        """Score the beginning of valid, and keep the weights if they are the best so far."""
-        training, limit = self.training, self.plan.eval.progress_bytes
+        """Score bytes of valid that are in no reported score, and keep the weights if they are the best so far."""
+        training, began = self.training, time.monotonic()
         self._most = max(self._most, self._peak.read())  # of training steps: scoring is apart
-        score = training.score("valid", limit=limit)
-        found, capped = score.bits_per_byte, training.capped("valid", limit)
-        row = {"kind": "valid", **training.place(), "bits_per_byte": found, "capped_bytes": limit if capped else None}
+        score = training.validate()
+        found, size = score.bits_per_byte, training.validated.size
+        self._scored_bytes_per_second = size / max(time.monotonic() - began, 1e-9)
+        row = {"kind": "valid", **training.place(), "bits_per_byte": found, "capped_bytes": size}
         self.append(row | {"metrics": training.model.metrics(score.stats)})
-        progress.evaluated(split="valid", bits_per_byte=found, bytes_seen=training.spent.bytes, capped=capped)
+        progress.evaluated(split="valid", bits_per_byte=found, bytes_seen=training.spent.bytes, capped=True)
         better = found < training.best_bits
         if better or training.best_bits == math.inf:  # the first always, even NaN: there must be weights to score
             training.best_bits = found if better else math.inf
@@ -212,7 +217,7 @@ class Run:
         found |= summary.costs(training, peak=peak)  # FLOPs are those of the weights that are scored
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(training.model.metrics({}))}
         found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
-        for split in ("valid", "test") if plan.eval.test else ("valid",):
+        for split in training.splits:
             row = summary.final_score(training, split, found)
             self.append(row)
             score, capped = row["bits_per_byte"], bool(row["capped_bytes"])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.count.memory import gradient_bytes
-from harness.data.streams import score_streams, segments, share, windows
+from harness.data.streams import segments, share, whole_context, windows
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel, add_stats
 from harness.optim.optimizers import Optimizers
@@ -88,6 +88,7 @@ def score_stream(
     runtime: Runtime,
     streams: int,
     segment: int,
+    context: int = 0,
     collect_stats: bool = False,
 ) -> Score:
     """Score every pair of ``split`` (uint8 ``[n]``) once, streamed with carried state.
@@ -95,22 +96,23 @@ def score_stream(
     Each of ``runtime.processes`` scores some of the streams, and all return the score of the whole.
 
     Args:
-        streams, segment: how the split is cut; part of the number.
-        collect_stats: also collect the sublayers' statistics.
+        streams, segment, context: how the split is cut, and how many bytes each stream reads unscored before its own,
+            in whole segments and as far as ``whole_context`` allows; part of the number.
+        collect_stats: also collect the sublayers' statistics, from where all streams are scored.
     """
-    lengths = [end - first for first, end in score_streams(len(split) - 1, streams)]
-    rows, stats, processes = [], {}, runtime.processes
-    own = lengths[share(streams, processes.shard)]
-    whole = segments(split, streams=streams, segment=segment, part=processes.shard) if own else ()
-    widths = (min(segment, max(lengths) - done) for done in range(0, max(lengths), segment))
-    # Without the filling of the last segment, which would count in the statistics.
-    batches = (tuple(part[:, :width] for part in batch) for batch, width in zip(whole, widths, strict=bool(own)))
-    for nats, _, new in _scored(model, batches, runtime, collect_stats=collect_stats):
-        rows.append(nats)
+    pairs, processes = len(split) - 1, runtime.processes
+    context = whole_context(context, n_pairs=max(pairs, 0), streams=streams, segment=segment)
+    cut = {"streams": streams, "segment": segment, "context": context}
+    own = share(streams, processes.shard)
+    batches = segments(split, **cut, part=processes.shard) if own.start < own.stop else ()
+    nats, masks, stats = [], [], {}
+    stats_from = context // segment if collect_stats else None
+    for part_nats, mask, new in _scored(model, batches, runtime, stats_from=stats_from):
+        nats.append(part_nats)
+        masks.append(mask)
         stats = add_stats(stats, new)
-    by_stream = torch.cat(rows, dim=1) if own else ()
-    nats = [stream[:length] for stream, length in zip(by_stream, own, strict=True)]
-    return _summed(nats, stats, runtime)
+    scored = [torch.cat(nats, dim=1)[torch.cat(masks, dim=1)]] if nats else []  # row by row: the split's order
+    return _summed(scored, stats, runtime)
 
 
 def _summed(nats: list[Tensor], stats: dict, runtime: Runtime) -> Score:
@@ -122,7 +124,7 @@ def _summed(nats: list[Tensor], stats: dict, runtime: Runtime) -> Score:
 
 
 def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:
-    """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``context 512``."""
+    """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``window 1024, stride 512``."""
     own = windows(split, batch=batch, part=runtime.processes.shard)
     nats = [nats[mask] for nats, mask, _ in _scored(model, own, runtime, carry=False)]
     return _summed(nats, {}, runtime)
@@ -158,14 +160,15 @@ def score_context(
 
 @torch.no_grad()
 def _scored(
-    model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, collect_stats: bool = False
+    model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, stats_from: int | None = None
 ):
-    """Yields nats ``[L, T]`` and mask on the CPU, and statistics of each batch."""
+    """Yields nats ``[L, T]`` and mask on the CPU, and statistics of each batch from number ``stats_from`` on."""
     model.eval()
     state = None
-    for inputs, targets, mask in batches:
+    for number, (inputs, targets, mask) in enumerate(batches):
+        wanted = stats_from is not None and number >= stats_from
         with runtime.autocast():
-            out = model(inputs.to(runtime.device), state if carry else None, collect_stats=collect_stats)
+            out = model(inputs.to(runtime.device), state if carry else None, collect_stats=wanted)
         nats = F.cross_entropy(out.logits.transpose(1, 2), targets.to(runtime.device), reduction="none")
         state = out.state
         yield nats.float().cpu(), mask, out.stats

@@ -83,13 +83,12 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
 
 def final_score(training: TrainState, split: str, found: dict) -> dict:
     """Score a split as ``eval`` says, with the weights the model has now: into the summary ``found``, and as a row."""
-    plan, limit = training.plan, training.plan.eval.bytes
-    score = training.score(split, limit=limit)
-    part, metrics = training.corpus.splits[split][:limit], training.model.metrics(score.stats)
-    bits = {"bits_per_byte": score.bits_per_byte}
-    if plan.eval.context512:
-        bits["context_512_bits_per_byte"] = score_windows(training.model, part, runtime=training.runtime).bits_per_byte
-    capped = {split: limit} if training.capped(split, limit) else {}
+    plan, part = training.plan, training.reported(split)
+    score = training.score(part)
+    bits, metrics = {"bits_per_byte": score.bits_per_byte}, training.model.metrics(score.stats)
+    if plan.eval.windows:
+        bits["windows_bits_per_byte"] = score_windows(training.model, part, runtime=training.runtime).bits_per_byte
+    capped = {split: len(part)} if training.capped(split) else {}
     found |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
     found["capped"] |= capped
     # A second of work for each MB.

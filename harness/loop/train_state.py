@@ -3,6 +3,7 @@ checkpoint and comes back."""
 
 import math
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,21 @@ from harness.optim.budget import Spent
 from harness.plan.build import Plan
 from variants.contract import map_state
 
+TRAINED_PER_SCORED = 10
+"""Bytes that are trained on for each that a validation on the way scores: a count, so that what is chosen does not depend
+on the machine's speed."""
+FEWEST_SCORED = 2
+"""Bytes, which are one pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated:
+    """The last validation: bytes and fraction of the budget spent before it, and bytes scored in each, once known."""
+
+    bytes: int = 0
+    fraction: float = 0.0
+    size: int | None = None
+
 
 class TrainState:
     """Model, optimizers and stream of one run, or of one of the processes that make it together.
@@ -24,8 +40,10 @@ class TrainState:
     Parameters, optimizers and what is spent are the same in all processes; the carried state is of its own streams.
 
     Attributes:
-        spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock.
+        spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock, without
+            those of compiling, which are ``compile_seconds``.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
+        validated: where the last validation was, and how many bytes each of them scores.
         agreed: the largest of all processes' flags in the last step.
         wandb_id: kept for the checkpoint.
     """
@@ -42,11 +60,11 @@ class TrainState:
         self.trainer = Trainer(self.model, self.optimizers, device, accumulate=b.accumulate)
         self.backend = backend_of(self.model, device)
         self.spent, self.state = Spent(), None
-        self.best_bits, self.wandb_id = math.inf, None
+        self.best_bits, self.wandb_id, self.validated = math.inf, None, Validated()
         self.agreed: list[int] = []
         self._last = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
         self._nats, self._steps = 0.0, 0
-        self._exchange_seconds = 0.0
+        self._exchange_seconds = self.compile_seconds = 0.0
         self._check_scoring()
         self._check_division()
         if device.processes.world_size > 1:  # from here on, draws are dropout's
@@ -66,8 +84,8 @@ class TrainState:
     def finished(self) -> bool:
         return self.plan.budget.done(self.spent)
 
-    def step(self, *flags: int) -> float:
-        """One training step; returns the fraction of the budget spent before it.
+    def step(self, *flags: int) -> None:
+        """One training step.
 
         Args:
             flags: whole numbers that this process would have the others know, equally many in each.
@@ -79,23 +97,23 @@ class TrainState:
         state = None if self.stream.begins(self.spent.steps) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
-        nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
+        with self.runtime.compile_clock() as compiling:
+            nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
         self.state = after if self.plan.batch.carry else None
         self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
         ended = time.perf_counter()
-        gathered = self.runtime.processes.all_gather_numbers(
-            [nats.item(), ended - began + self._exchange_seconds, *flags]
-        )
+        seconds = ended - began - compiling.seconds + self._exchange_seconds
+        gathered = self.runtime.processes.all_gather_numbers([nats.item(), seconds, compiling.seconds, *flags])
         if len(gathered) > 1:
             self._exchange_seconds = time.perf_counter() - ended  # belongs to the step, and is known after it
-        each_nats, each_seconds, *each_flag = zip(*gathered, strict=True)
+        each_nats, each_seconds, each_compiling, *each_flag = zip(*gathered, strict=True)
+        self.compile_seconds += each_compiling[0]
         self._nats += sum(each_nats) / len(gathered)
         self._steps += 1
         # By one clock and for the same flags everywhere: what follows from them must be the same, too.
         self._last = Spent(bytes=self.stream.bytes_per_step, seconds=each_seconds[0], steps=1, flops=flops)
         self.agreed = [int(max(flag)) for flag in each_flag]
         self.spent += self._last
-        return before
 
     def _step_flops(self) -> int:
         """Training FLOPs of one step: 3 x forward, at the present parameters, because spans move."""
@@ -125,22 +143,60 @@ class TrainState:
         place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
         place |= {} if self.plan.budget.unit == "seconds" else {"fraction": self.fraction}
         clock = {"seconds": self.spent.seconds, "bytes_per_second": self.bytes_per_second}
+        clock |= {"compile_seconds": self.compile_seconds}
         return place | {"training_flops": self.spent.flops, "clock": clock}
 
-    def score(self, split: str, *, limit: int | None, collect_stats: bool = True) -> Score:
-        """Stream a split, or its first ``limit`` bytes, through the model as ``eval`` says."""
+    def score(self, part: Tensor, *, streams: int | None = None) -> Score:
+        """Stream some bytes, uint8 ``[n]``, through the model as ``eval`` says, or in another number of streams."""
+        how = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
+        how |= {} if streams is None else {"streams": streams}
+        return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, **how)
+
+    def reported(self, split: str) -> Tensor:
+        """The bytes of a split that are scored at the end."""
         e = self.plan.eval
-        part = self.corpus.splits[split][:limit]
-        return score_stream(
-            self.model, part, runtime=self.runtime, streams=e.streams, segment=e.segment, collect_stats=collect_stats
-        )
+        return self.corpus.reported(split, choice_bytes=e.choice_bytes, limit=e.bytes)
+
+    def capped(self, split: str) -> bool:
+        """Whether ``eval.bytes`` leaves out some of what a split would report."""
+        whole = self.corpus.reported(split, choice_bytes=self.plan.eval.choice_bytes)
+        return len(self.reported(split)) < len(whole)
+
+    @property
+    def bytes_to_score(self) -> int:
+        """Those of the validations and the final scores that are still to come; a window is read twice."""
+        e, last = self.plan.eval, self.validated
+        validations = 1 + (_marks(1 - 1e-6, e.every) - _marks(self.fraction, e.every) if e.every > 0 else 0)
+        final = sum(len(self.reported(split)) for split in self.splits) * (3 if e.windows else 1)
+        return final + validations * (last.size or len(self._choosing()))
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What is scored at the end."""
+        return ("valid", "test") if self.plan.eval.test else ("valid",)
+
+    def _choosing(self) -> Tensor:
+        return self.corpus.choosing(self.plan.eval.choice_bytes)[: self.plan.eval.bytes]
+
+    def validation_due(self) -> bool:
+        """Whether another ``eval.every`` of the budget is spent, and enough read since the last validation; the end has
+        its own."""
+        every, last = self.plan.eval.every, self.validated
+        if every <= 0 or self.finished or _marks(self.fraction, every) <= _marks(last.fraction, every):
+            return False
+        return self.spent.bytes - last.bytes >= TRAINED_PER_SCORED * (last.size or FEWEST_SCORED)
+
+    def validate(self) -> Score:
+        """The next validation: the first decides how many bytes each of them scores, or they would not compare."""
+        most, last = self._choosing(), self.validated
+        size = last.size or max(FEWEST_SCORED, min(len(most), (self.spent.bytes - last.bytes) // TRAINED_PER_SCORED))
+        self.validated = Validated(bytes=self.spent.bytes, fraction=self.fraction, size=size)
+        return self.score(most[:size], streams=min(self.plan.eval.streams, size - 1))
 
     def _check_scoring(self) -> None:
         """ValueError, before the first step, if a split is too short for ``eval.streams``."""
-        e = self.plan.eval
-        limits = [("valid", e.progress_bytes), ("valid", e.bytes)] + [("test", e.bytes)] * e.test
-        for split, limit in limits:
-            score_streams(len(self.corpus.splits[split][:limit]) - 1, e.streams)
+        for split in self.splits:
+            score_streams(len(self.reported(split)) - 1, self.plan.eval.streams)
 
     def _check_division(self) -> None:
         """ValueError, before the first step, if the streams cannot be divided among the processes."""
@@ -166,9 +222,6 @@ class TrainState:
                     "the batch only; allowed are one process, or a norm of each byte, such as LayerNorm"
                 )
 
-    def capped(self, split: str, limit: int | None) -> bool:
-        return limit is not None and limit < len(self.corpus.splits[split])
-
     def content(self, *, rows: int) -> dict:
         """Everything an exact resume needs, whole in the first process: all must call it."""
         processes = self.runtime.processes
@@ -183,6 +236,8 @@ class TrainState:
             "nats": self._nats,
             "steps": self._steps,
             "best_bits": self.best_bits,
+            "validated": vars(self.validated),
+            "compile_seconds": self.compile_seconds,
             "random": randoms[0],
             "random_others": randoms[1:],
             "rows": rows,
@@ -197,7 +252,8 @@ class TrainState:
         self.spent, self._last = Spent(**content["spent"]), Spent(**content["last"])
         self.state = map_state(lambda s: s[share(len(s), processes.shard)].to(device), content["state"])
         self._nats, self._steps, self.best_bits = (content[key] for key in ("nats", "steps", "best_bits"))
-        self.wandb_id = content["wandb_id"]
+        self.wandb_id, self.validated = content["wandb_id"], Validated(**content["validated"])
+        self.compile_seconds = content["compile_seconds"]
         randoms = [content["random"], *content.get("random_others", ())]
         if len(randoms) == processes.world_size:
             runtime.set_random_state(randoms[processes.rank])
@@ -216,6 +272,11 @@ class TrainState:
                 )
         self.model.load_state_dict(weights)
         self.model.project_()
+
+
+def _marks(fraction: float, every: float) -> int:
+    """Validations that are due in this fraction of the budget."""
+    return int(fraction / every + 1e-9)
 
 
 def backend_of(model: LanguageModel, device: Runtime) -> str:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
+from harness.data.streams import streamed_context
 from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS, Budget, Schedule
 from harness.optim.optimizers import Optimizers
@@ -96,6 +97,7 @@ class Plan:
         """How bits per byte are scored: part of the number."""
         e = self.eval
         how = {"streams": e.streams, "segment": e.segment, "span": self.model.span, "bytes": e.bytes}
+        how |= {"context": streamed_context(self.model.span, self.model.layers), "choice_bytes": e.choice_bytes}
         return how | {key: self.data[key] for key in ("vocabulary", "drop_newlines")}
 
 

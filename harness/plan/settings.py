@@ -58,8 +58,8 @@ class EvalSettings:
     streams: int
     segment: int
     bytes: int | None
-    progress_bytes: int | None
-    context512: bool
+    choice_bytes: int | None
+    windows: bool
     test: bool
 
 
@@ -107,7 +107,7 @@ class RecordSettings:
 
 POSITIVE = {
     *("d_model", "layers", "heads", "span", "embedding_std", "default_bytes", "streams", "segment", "accumulate"),
-    *("every_seconds", "every_steps", "keep", "threads", "bytes", "progress_bytes"),
+    *("every_seconds", "every_steps", "keep", "threads", "bytes", "choice_bytes"),
     *("rounds", "seconds", "memory_limit_gib"),
 }
 SHARES = {"dropout", "embedding_dropout", "every"}

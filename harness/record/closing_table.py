@@ -16,6 +16,8 @@ from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
 SPLITS = ("valid", "test")
+WINDOWS = "window 1024, stride 512"
+"""What a score without carried state is called."""
 
 
 def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: Console | None = None) -> None:
@@ -26,7 +28,7 @@ def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: 
         others: summaries of earlier runs that may stand beside it, from ``find_comparable``.
     """
     rows = [("this run", *(bits(summary, split=split) for split in SPLITS))]
-    rows += [("  context 512", *(bits(summary, split=split, context="_context_512") for split in SPLITS))]
+    rows += [(f"  {WINDOWS}", *(bits(summary, split=split, how="_windows") for split in SPLITS))]
     for key, label in COMPRESSORS.items():
         found = [((summary.get("compressors") or {}).get(split) or {}).get(key) for split in SPLITS]
         rows.append(
@@ -66,9 +68,9 @@ def data_label(data: dict) -> str:
     return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
 
 
-def bits(summary: dict, *, split: str, context: str = "") -> str:
-    """A split's bits per byte to four places, marked if capped; ``context`` is ``_context_512`` for that column."""
-    return _marked(summary, summary.get(f"{split}{context}_bits_per_byte"), split=split)
+def bits(summary: dict, *, split: str, how: str = "") -> str:
+    """A split's bits per byte to four places, marked if capped; ``how`` is ``_windows`` for that column."""
+    return _marked(summary, summary.get(f"{split}{how}_bits_per_byte"), split=split)
 
 
 def _marked(summary: dict, value: float | None, *, split: str) -> str:
@@ -101,7 +103,9 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     if summary.get("bytes_per_second") is not None:
         yield "speed", f"{_count(round(summary['bytes_per_second']))} bytes per second of training"
     if summary.get("seconds") is not None:
-        yield "training", f"{summary['seconds']:,.1f} s, {_count(summary.get('bytes_seen'))} bytes"
+        compiling = summary.get("compile_seconds")
+        beside = f", and {compiling:,.1f} s of compiling" if compiling else ""
+        yield "training", f"{summary['seconds']:,.1f} s, {_count(summary.get('bytes_seen'))} bytes{beside}"
     if spans:
         yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
     number, *where = _ground(summary)

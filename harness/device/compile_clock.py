@@ -1,0 +1,38 @@
+"""Compile clock: the seconds that torch spends compiling, so that a budget of seconds is one of training."""
+
+import time
+from typing import Self
+
+
+class CompileClock:
+    """Counts while the ``with`` statement lasts.
+
+    Args:
+        compiled: whether anything is compiled at all; without it nothing of the compiler is imported.
+
+    Attributes:
+        seconds: spent in tracing, compiling and compiling again, of forward and backward; 0.0 where nothing was.
+    """
+
+    def __init__(self, *, compiled: bool):
+        self.compiled, self.seconds, self._began = compiled, 0.0, None
+
+    def __enter__(self) -> Self:
+        if self.compiled:
+            from torch._dynamo import callback
+
+            self._handler = callback.callback_handler
+            self._handler.register_start_callback(self._start)
+            self._handler.register_end_callback(self._end)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.compiled:
+            self._handler.remove_start_callback(self._start)
+            self._handler.remove_end_callback(self._end)
+
+    def _start(self, _arguments: object) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _arguments: object) -> None:
+        self.seconds += time.perf_counter() - self._began
