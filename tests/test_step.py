@@ -153,13 +153,16 @@ def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
 
 
 @pytest.mark.parametrize("streams", [1, 3, 4])  # 101 pairs: streams of 33 and 34, of 25 and 26
-def test_stream_is_every_stream_byte_by_byte(model, streams):
+@pytest.mark.parametrize("wanted", [0, 11])
+def test_stream_is_every_stream_byte_by_byte_after_its_context(model, streams, wanted):
     split = some_bytes(102)
-    expected = [
-        n for stream in score_streams(101, streams) for n in byte_by_byte(model, split, first=stream[0], end=stream[1])
-    ]
     for segment in (1, 7, 26, 64):
-        score = score_stream(model, split, runtime=CPU, streams=streams, segment=segment)
+        before, expected = whole_context(wanted, n_pairs=101, streams=streams, segment=segment), []
+        assert before == (0 if wanted == 0 or 101 // streams < segment else -(-wanted // segment) * segment)
+        for first, end in score_streams(101, streams, context=before):
+            read = before if first else 0
+            expected += byte_by_byte(model, split, first=first - read, end=end)[read:]
+        score = score_stream(model, split, runtime=CPU, streams=streams, segment=segment, context=wanted)
         assert len(score.nats) == 101
         torch.testing.assert_close(score.nats.double(), torch.tensor(expected).double(), rtol=0, atol=1e-5)
         assert score.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / 101, abs=1e-6)
@@ -171,6 +174,9 @@ def test_statistics_are_of_the_scored_bytes_alone(model):
         assert score.stats["layers.0.memory"]["bytes"] == 100 + filling * (streams - 1)
         assert score.stats["layers.0.memory"]["usage_count"].sum() == (100 + filling * (streams - 1)) * 2 * 4
     assert not score_stream(model, some_bytes(101), runtime=CPU, streams=4, segment=9).stats
+    # 100 pairs after 12 of context, three times: streams of 34 and 22; all but the first's 12 are counted once.
+    score = score_stream(model, some_bytes(101), runtime=CPU, streams=4, segment=6, context=12, collect_stats=True)
+    assert len(score.nats) == 100 and score.stats["layers.0.memory"]["bytes"] == 100 - 12
 
 
 def test_blocks_sum_to_the_total():

@@ -57,11 +57,11 @@ def test_few_bytes_since_the_last_validation_put_the_next_one_off():
     for step in range(1, 40):
         run.step()
         if step == 20:  # as if the first had scored more: as many bytes must come ten times before another
-            run.validated = type(run.validated)(bytes=run.spent.bytes, fraction=0.3, size=64)
+            run.validated = type(run.validated)(bytes=run.spent.bytes, fraction=0.3, size=50)
         if run.validation_due():
             due.append(step)
             run.validate()
-    assert due == [8, 16, 30]
+    assert due == [8, 16, 28] and run.validated.size == 50
 
 
 def test_an_interrupted_run_validates_where_a_whole_one_does(here, monkeypatch):
