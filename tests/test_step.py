@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.data.recall import recall_floor
-from harness.data.streams import score_streams
+from harness.data.streams import score_streams, whole_context
 from harness.device.runtime import Runtime
 from harness.loop.step import Score, Trainer, score_context, score_stream, score_windows
 from harness.optim.budget import Schedule
