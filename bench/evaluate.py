@@ -21,9 +21,8 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import config_of_run, read_run, trained_model  # late, as everything slow
     from harness import source
     from harness.data import corpora
-    from harness.data.streams import streamed_context
     from harness.device import runtime
-    from harness.plan.build import plan_run
+    from harness.plan.build import plan_run, streamed_context
     from harness.plan.settings import checked
     from harness.record import folder
     from harness.record.rows import FORMAT, plain

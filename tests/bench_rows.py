@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+from harness.record.rows import FORMAT
+
 GIB = 2**30
 DATA = {"name": "file", "bytes": 4_000_000, "sha256": "ab" * 32}
-PROTOCOL = {"streams": 8, "segment": 512, "span": 512, "bytes": None, "vocabulary": 256, "drop_newlines": False}
+PROTOCOL = {"streams": 8, "segment": 512, "span": 512, "context": 2048, "bytes": None, "choice_bytes": 100_000}
+PROTOCOL |= {"vocabulary": 256, "drop_newlines": False}
 WHERE = {
     "device": "A made-up CPU",
     "device_kind": "cpu",
@@ -20,7 +23,7 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
     """Provenance that every row has."""
     return {
         "kind": kind,
-        "format": 2,
+        "format": FORMAT,
         "variant": variant,
         "seed": seed,
         "command": f"python -m bench.{kind} variant={variant}",

@@ -27,7 +27,17 @@ PLAIN = (
     "from_first",
     "wishes",
 )
-PLAIN += ("path_of", "fast_path", "Heat", "Rival", "Entrant", "relative_to_yardstick", "yardstick_in_judge")
+PLAIN += (
+    "context512",
+    "progress_bytes",
+    "path_of",
+    "fast_path",
+    "Heat",
+    "Rival",
+    "Entrant",
+    "relative_to_yardstick",
+    "yardstick_in_judge",
+)
 """Names that mean nothing else: ``first`` and ``path`` are also words."""
 
 
@@ -39,8 +49,7 @@ def older(folder) -> None:
     (folder / SUMMARY).write_text(json.dumps(json.loads((folder / SUMMARY).read_text()) | {"format": FORMAT - 1}))
     for path in (folder / checkpoint.FOLDER).glob("*.pt"):
         content = torch.load(path, weights_only=True)
-        del content["format"]  # the first format had none
-        torch.save(content, path)
+        torch.save(content | {"format": FORMAT - 1}, path)
 
 
 def test_what_a_run_leaves_names_its_format(here):
@@ -70,7 +79,7 @@ def test_a_run_folder_of_another_format_is_refused_by_one_message(here):
 
 
 def test_rows_of_another_format_are_refused_and_the_others_shown(tmp_path):
-    old = {key: value for key, value in cost_row().items() if key != "format"}
+    old = cost_row() | {"format": FORMAT - 1}
     write_rows(tmp_path, [cost_row(), old, cost_row() | {"format": FORMAT + 1}])
     found = gather([tmp_path])
     assert len(found.costs) == 1 and len(found.refused) == 2

@@ -26,7 +26,7 @@ from bench.report import (
 from bench.report.gather import Found, gather
 from harness.record.drawing import BINS, thinned
 from harness.record.table import Drawing
-from tests.bench_rows import cost_row, fit_row, peer_row, write_run
+from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, write_run
 from tests.report_of import draw_all
 
 OUT = {
@@ -154,16 +154,7 @@ def changed(run, **changes):
     "changes",
     [
         {"data": {"name": "file", "bytes": 4_000_000, "sha256": "99" * 32}},
-        {
-            "protocol": {
-                "streams": 1,
-                "segment": 512,
-                "span": 512,
-                "bytes": None,
-                "vocabulary": 256,
-                "drop_newlines": False,
-            }
-        },
+        {"protocol": PROTOCOL | {"streams": 1}},
         {"budget": {"bytes": 4_000_000}},
         {"capped": {"valid": 1000, "test": 1000}},
     ],

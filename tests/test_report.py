@@ -58,7 +58,8 @@ def test_means_over_seeds_the_best_first_and_compressors_beside(tmp_path):
     for words in (
         "4,000,000 bytes",
         "sha256 abab",
-        "streams, segment 512",
+        "8 streams, each after 2,048 bytes of unscored context, segment 512",
+        "the last 100,000 bytes of valid (at most half) choose the weights and are left out",
         "budget.bytes=2,000,000",
         "differ in: variant",
     ):

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from harness.hashing import integer_hash
 
-LONGEST_CONTEXT = 16_384
-"""Bytes that a stream of a score reads at most before its own."""
 WHOLE = (0, 1)
 """A part of what is divided: which, of how many; this one is all of it."""
 _RING, _WINDOW = 1, 2  # first key of the hash, so that the two kinds of draws are unrelated
@@ -97,11 +95,6 @@ def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple
     read = n_pairs + (streams - 1) * context
     cuts = [0, *(stream * read // streams - (stream - 1) * context for stream in range(1, streams + 1))]
     return list(pairwise(cuts))
-
-
-def streamed_context(span: int, layers: int) -> int:
-    """Bytes from which a prediction can have anything: the span times the layers, at most ``LONGEST_CONTEXT``."""
-    return min(span * layers, LONGEST_CONTEXT)
 
 
 def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:

@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
-from harness.data.streams import streamed_context
 from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS, Budget, Schedule
 from harness.optim.optimizers import Optimizers
@@ -35,6 +34,9 @@ PLAIN = {
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
 SECTIONS += ("checkpoint", "start")
 SINGLES = ("seed", "outputs", "force", "reuse", "trust")
+
+LONGEST_CONTEXT = 16_384
+"""Bytes that a stream of a score reads at most before its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,11 @@ class Plan:
         how = {"streams": e.streams, "segment": e.segment, "span": self.model.span, "bytes": e.bytes}
         how |= {"context": streamed_context(self.model.span, self.model.layers), "choice_bytes": e.choice_bytes}
         return how | {key: self.data[key] for key in ("vocabulary", "drop_newlines")}
+
+
+def streamed_context(span: int, layers: int) -> int:
+    """Bytes that each stream of a score reads before its own: from so many a prediction can have anything, to a limit."""
+    return min(span * layers, LONGEST_CONTEXT)
 
 
 def plan_run(

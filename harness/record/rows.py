@@ -21,8 +21,8 @@ from harness.cache import write_whole
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
 LARGEST_LIST = 4096
-FORMAT = 2
-"""Of run folders, checkpoints and rows, raised where keys or contents change; 1 had the old names of ``docs/renames.md``."""
+FORMAT = 3
+"""Of run folders, checkpoints and rows, raised where keys or contents change: ``docs/renames.md``."""
 
 SUMMARY_KEYS = ("format", "variant", "status", "data", "protocol", "budget", "parameters")
 SUMMARY_KEYS += ("bytes_seen", "epochs", "seconds", "bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte")
