@@ -7,7 +7,19 @@ has not decayed yet, is not what a run of that smaller budget would have reached
 
 from collections.abc import Callable, Sequence
 
-from bench.report.columns import BYTES, GFLOPS, PARAMETERS, PEAK, QUALITY, SECONDS, SEEDS, STATE, Means, table_of_arms
+from bench.report.columns import (
+    BYTES,
+    GFLOPS,
+    PARAMETERS,
+    PEAK,
+    QUALITY,
+    SECONDS,
+    SEEDS,
+    STATE,
+    Means,
+    table_of_arms,
+    thrice_notes,
+)
 from bench.report.comparison import RATE, Arm
 from bench.report.heads import Heads
 from bench.report.words import data_words, ground_words, protocol_words
@@ -88,7 +100,7 @@ def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: 
         title=f"Equal {what}{f' ({_told(arms)})' if what == 'parameters' else ''}: "
         f"{runs[-1].row['data']['name']}, {knob}",
         caption=_caption(arms, runs[-1].row, what=what, knob=knob, alone=alone, heads=heads),
-        notes=[*notes, *apart, *_other_knobs(arms, what=what, alone=alone)],
+        notes=[*notes, *apart, *thrice_notes(arms), *_other_knobs(arms, what=what, alone=alone)],
     )
 
 
