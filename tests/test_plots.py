@@ -261,6 +261,14 @@ def test_flops_spent_are_those_of_the_rows_and_end_at_the_trainers_sum(tmp_path)
     assert np.interp(1_000_000, at, spent) == pytest.approx(80.0)
 
 
+def test_a_caption_names_whose_training_flops_are_a_guess(tmp_path, figures):
+    said, guessed = runs(tmp_path, seeds=(0,), variants=("mhsa", "mine"))
+    (drawing,) = of(draw_all(found(runs=[said, guessed])), "curves")
+    assert "does not say" not in drawing.caption
+    (drawing,) = of(draw_all(found(runs=[said, changed(guessed, charged_thrice=["layers.0.mine"])])), "curves")
+    assert drawing.caption.endswith("FLOPs of mine: a mechanism does not say what it needs and is charged 3 x ideal.")
+
+
 def test_long_training_curves_are_averaged_not_cut():
     at, bits = thinned([(float(step), 2.0 + step % 2) for step in range(10_000)])
     assert len(at) == BINS and np.allclose(bits, 2.5) and at[-1] > 9_970
