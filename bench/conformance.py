@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from bench.planning import varied
-from harness.count.flops import forward_flops_per_byte
+from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.plan.build import Plan
 from variants.conformance import Finding, agree, check, finding_of, learns
 
@@ -43,7 +43,8 @@ def findings(plan: Plan) -> list[Finding]:
     found = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(found) > 1:
         backend = fast_backend(plan)
-        found += [ideal_at_most_executed(plan), learns(plan.make_model, vocabulary=vocabulary)]
+        found += [ideal_at_most_executed(plan), needed_at_most_executed(plan)]
+        found += [learns(plan.make_model, vocabulary=vocabulary)]
         found += [backends_agree(plan, backend)] if backend else []
     return found
 
@@ -77,6 +78,26 @@ def ideal_at_most_executed(plan: Plan) -> Finding:
         return [] if ideal <= executed else [told], told
 
     return finding_of("ideal FLOPs are at most the executed ones", compared)
+
+
+def needed_at_most_executed(plan: Plan) -> Finding:
+    """What a mechanism says a training step needs is no more than what it executes, without a past and with one."""
+    segment = 2 * plan.model.span
+
+    def compared() -> tuple[list[str], str]:
+        torch.manual_seed(0)
+        model, lines, breaks = plan.make_model().train(), [], []
+        if silent := model.charged_thrice():
+            return [], f"not said by {', '.join(silent)}"
+        tokens = torch.randint(plan.data["vocabulary"], (2, segment))
+        for carried, state in ((0, None), (segment, model(tokens).state)):
+            step = count_flops(lambda state=state: model(tokens, state).logits.sum().backward(), gradients=True)
+            needed, executed = model.needed_flops(segment, carried=carried).training, step.total / tokens.numel()
+            lines.append(f"train, {carried} bytes carried: {needed:,.0f} needed, {executed:,.0f} executed per byte")
+            breaks += lines[-1:] if needed > executed else []
+        return breaks, "; ".join(lines)
+
+    return finding_of("needed FLOPs are at most the executed ones", compared)
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:

@@ -142,7 +142,7 @@ class Subject:
         return found if warm else found[1:]
 
     def flops(self) -> dict:
-        """FLOPs counted and needed, and bytes moved: the forward per byte is warm, the step is the one that is timed."""
+        """FLOPs counted and needed, and bytes moved: the forward per byte is warm, step and training are what is timed."""
         segment = self.plan.batch.segment
         with self.runtime.autocast():
             warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
@@ -151,12 +151,15 @@ class Subject:
         backward_only = Trainer(self.model, nothing, plainly, accumulate=self.plan.batch.accumulate)
         inputs, targets = self._batch()
         step = count_flops(lambda: backward_only.step(inputs, targets, self.state, fraction=MIDDLE), gradients=True)
+        needed = self.model.needed_flops(segment, carried=self.span if self.task.warm else 0)
         update = optimizer_flops(lambda: self.trainer.optimizers.step(MIDDLE))
         self.trainer.optimizers.zero_grad()
         return {
             "flops": {
                 "executed_per_byte": warm.per_byte,
                 "ideal_per_byte": self.model.ideal_flops(),
+                "training_per_byte": needed.training,
+                "charged_thrice": self.model.charged_thrice(),
                 "step": step.total,
                 "optimizer": update.total,
                 "unknown": step.unknown,

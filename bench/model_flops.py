@@ -1,9 +1,10 @@
 """Model-FLOPs utilisation: how much of a GPU's arithmetic a training step uses.
 
-    share = 3 x ideal FLOPs per byte x bytes per second / dense peak of the device at the precision
+    share = FLOPs per byte that the step needs x bytes per second / dense peak of the device at the precision
 
-FLOPs that are computed but not needed do not count, and a backward pass is counted as twice the forward. Peaks are those
-of ``conf/fit.yaml``; of a device that is not there, or of a CPU, nothing is said.
+What forward and backward need depends on the segment and on what streams carry (``Sublayer.needed_flops``); FLOPs that are
+computed but not needed do not count. Peaks are those of ``conf/fit.yaml``; of a device that is not there, or of a CPU,
+nothing is said.
 """
 
 from functools import lru_cache
@@ -12,9 +13,6 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from bench import CONF
-
-TRAINING = 3
-"""Times the forward pass's FLOPs."""
 
 
 @lru_cache
@@ -33,5 +31,5 @@ def utilisation(row: dict) -> dict | None:
     if peak is None or not step or not row["flops"]:
         return None
     bytes_per_s = row["streams"] * row["segment"] / step["p50"] * 1000
-    needed = TRAINING * row["flops"]["ideal_per_byte"] * bytes_per_s
+    needed = row["flops"]["training_per_byte"] * bytes_per_s
     return {"flops_per_s": needed, "peak_flops_per_s": peak, "share": needed / peak}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.contract import LayerContext, Position, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, Position, State, Sublayer, SublayerOutput
 
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
@@ -172,6 +172,19 @@ class LanguageModel(nn.Module):
     def ideal_flops(self) -> int:
         """Forward FLOPs per byte that the mechanisms need at their present parameters, with the head, warm."""
         return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
+
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
+        """What a training step needs per byte, with the head, as ``Sublayer.needed_flops`` has it; of a sublayer that does
+        not say, three times its ideal forward. Norms, loss and the embedding's rows are neglected."""
+        found = [NeededFlops.of_products(2 * self.head.weight.numel())]
+        for _, sublayer in self.sublayers():
+            said = sublayer.needed_flops(segment, carried=carried)
+            found.append(NeededFlops.of_products(sublayer.ideal_flops()) if said is None else said)
+        return NeededFlops(*map(sum, zip(*found, strict=True)))
+
+    def charged_thrice(self) -> list[str]:
+        """Names of the sublayers that do not say what a training step needs."""
+        return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 
     def parameters_by_sublayer(self) -> dict[str, int]:
         """Parameters in each sublayer, norms and embeddings apart; a table shared by layers counts where it is first."""

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from bench.conformance import findings, gate, ideal_at_most_executed, passed, shrunk
+from bench.conformance import findings, gate, ideal_at_most_executed, needed_at_most_executed, passed, shrunk
 from harness.plan.build import Plan, plan_run
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
 from tests.toys import Gate, LeaksInEvaluation, Sums
 from variants.conformance import Finding
+from variants.contract import NeededFlops
 from variants.kernels import fused, window_cpu
 
 ONE = ("position=none", "model.cache=kv", "model.attend_self=true")
@@ -34,6 +35,20 @@ def toy(cls: type, *words: str) -> Plan:
     node = f"+variant.toy={{_target_: {cls.__module__}.{cls.__name__}, _partial_: true}}"
     cfg = compose_config("data=recall", node, "variant.name=mine", "variant.layers=[toy]", *words)
     return plan_run(cfg, trusted=("tests",))
+
+
+class NeedsMuch(Gate):
+    def needed_flops(self, segment, *, carried):
+        return NeededFlops(1e9, 2e9)
+
+
+def test_a_step_that_needs_more_than_it_executes_is_caught():
+    found = findings(shrunk(toy(NeedsMuch)))
+    assert [f for f in found if not f.passed] == [needed_at_most_executed(shrunk(toy(NeedsMuch)))]
+    detail = needed_at_most_executed(shrunk(toy(NeedsMuch))).detail
+    told = r"train, 26 bytes carried: 6,000,\d+,\d+ needed, [\d,]+ executed per byte"
+    assert re.fullmatch(told.replace("26", "0") + "; " + told, detail)
+    assert needed_at_most_executed(shrunk(toy(Gate))).detail == "not said by layers.0.toy, layers.1.toy"
 
 
 def test_more_flops_than_are_executed_is_caught():
@@ -161,7 +176,7 @@ def test_a_break_is_shown_with_byte_and_mode(here, imports):
     ended = check(*words)
     lines = ended.out.splitlines()
     assert ended.code == 1 and not ended.err and not list(here.glob("multirun*")), ended
-    assert re.match(r"FAIL  none, kv, attend_self=true, plain: \d of 22 promises broken", lines[0])
+    assert re.match(r"FAIL  none, kv, attend_self=true, plain: \d of 24 promises broken", lines[0])
     broken = [line for line in lines if line.startswith("      FAIL  evaluation does not see the future: ")]
     assert re.search(r"eval, byte 1 changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream \d", broken[0])
     assert any(re.match(r"mine: \d promises broken; it keeps the contract in 0 of 1 combination$", x) for x in lines)

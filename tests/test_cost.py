@@ -69,6 +69,7 @@ def test_costs_are_there_and_in_order(side_by_side):
         flops, memory = row["flops"], row["memory"]
         assert 0 < flops["ideal_per_byte"] <= flops["executed_per_byte"]
         assert flops["step"] > 0 and flops["optimizer"] > 0
+        assert flops["ideal_per_byte"] < flops["training_per_byte"] <= flops["step"] / row["length"]
         assert row["bytes_moved"]["step"] > 0 and row["bytes_moved"]["optimizer"] > 0
         assert "_softmax" in flops["unknown"] or "exp" in flops["unknown"] or "mul" in flops["unknown"]
         assert memory["gradient_bytes"] == memory["parameter_bytes"] == 4 * row["parameters"]["total"]
@@ -93,6 +94,12 @@ def test_a_warm_stream_keeps_its_segment(here):
     (cold,) = rows_of(cost("lengths=[128]", "backends=[plain]"))
     (warm,) = rows_of(cost("lengths=[128]", "backends=[plain]", "mode=stream", "batch.segment=32", "streams=2"))
     assert (warm["segment"], warm["span"], warm["streams"], warm["mode"]) == (32, 128, 2, "stream")
+    layers, width = 2, 32
+    products = 12 * width**2 * layers + width * 256  # projections, feed-forward, head
+    past = 128 - 33 / 2  # of 128 keys that a byte sees in a stream; in a cold window it sees 129 / 2
+    assert cold["flops"]["training_per_byte"] == 6 * (products + layers * 2 * width * 129 / 2)
+    needed = 6 * (products + layers * 2 * width * 128) - 4 * layers * width * past  # a constant past has no gradients
+    assert warm["flops"]["training_per_byte"] == pytest.approx(needed, rel=1e-12)
     attention = {row["mode"]: row["flops"]["step"] / row["segment"] / row["streams"] for row in (cold, warm)}
     assert attention["stream"] > attention["cold"]  # 159 keys for each segment against 128
 

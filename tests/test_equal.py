@@ -48,6 +48,15 @@ def test_a_view_names_what_is_equal_by_which_knob_and_what_is_not(tmp_path, budg
     assert any("FLOPs by budget.flops=1e+13" in note for note in found[name].notes) == (what != "FLOPs")
 
 
+def test_training_flops_are_marked_where_a_mechanism_does_not_say(tmp_path):
+    write_run(tmp_path, training_flops=2e13)
+    write_run(tmp_path, variant="mine", training_flops=1e13, charged_thrice=["layers.0.mine"])
+    view = tables(tmp_path)["equal-bytes-1"]
+    assert sorted(column(view, "training, GFLOPs")) == ["20,000", "~10,000"]
+    told = "Training FLOPs of mine: a mechanism does not say what it needs and is charged 3 x ideal."
+    assert told in view.notes
+
+
 def test_steps_of_unequal_batches_are_not_equal_bytes(tmp_path):
     for variant, seen in (("mhsa", 10_000), ("adaptive_span", 20_000)):
         change(write_run(tmp_path, variant=variant, bytes_seen=seen), budget={"steps": 20})

@@ -4,6 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from bench.measuring import _line
 from bench.model_flops import dense_peak, utilisation
 from bench.report.tables_costs import cost_tables, for_terminal
 from harness.record.table import print_table
@@ -19,7 +20,7 @@ def gpu_row(**changes) -> dict:
 
 def test_the_share_by_hand():
     row = gpu_row(time={"train_ms": {"p20": 19.0, "p50": 20.0, "p80": 22.0, "n": 9}})
-    row["flops"] = row["flops"] | {"ideal_per_byte": 88e6}
+    row["flops"] = row["flops"] | {"training_per_byte": 3 * 88e6}
     found = utilisation(row)
     assert found["flops_per_s"] == pytest.approx(3 * 88e6 * 64 * 512 / 0.020)
     assert found["peak_flops_per_s"] == 989e12 and found["share"] == pytest.approx(0.4374, abs=1e-4)
@@ -62,5 +63,11 @@ def test_the_report_has_a_column_of_it_where_a_peak_is_known():
     table, *_ = cost_tables([known, unknown])
     place = [column.heading for column in table.columns].index("of the peak, %")
     assert sorted(row[place].text for row in table.rows) == ["", "40.4"]
+    guessed = known | {"flops": known["flops"] | {"charged_thrice": ["layers.0.mine"]}}
+    table, *_ = cost_tables([guessed])
+    cells = dict(zip([column.heading for column in table.columns], table.rows[0], strict=True))
+    assert cells["of the peak, %"].text == "~40.4" and cells["needed in training, MFLOP/byte"].text == "~7.50"
+    assert _line(guessed | {"segment": 512}).endswith(", about 40.4% of the device's peak")
+    assert _line(known | {"segment": 512}).endswith("MiB, 40.4% of the device's peak")
     table, *_ = cost_tables([unknown])
     assert "of the peak, %" not in [column.heading for column in table.columns]

@@ -238,18 +238,26 @@ def test_missing_numbers_leave_out_what_lacks_them(tmp_path, figures):
     assert "valid" in of(draw_all(found(runs=[one, changed(three, test_bits_per_byte=None)])), "trade-off")[0].caption
 
 
-def test_flops_spent_follow_the_rows_and_end_at_the_trainers_sum(tmp_path):
+def test_flops_spent_are_those_of_the_rows_and_end_at_the_trainers_sum(tmp_path):
     (run,) = runs(tmp_path, seeds=(0,), variants=("mhsa",))
     for row in run.rows:
         if row["kind"] == "train":
-            row["ideal_flops_per_byte"] = 200 if row["step"] <= 10 else 100
-    run.summary["training_flops"] = 3 * (200 * 1_000_000 + 100 * 1_000_000)
+            row["training_flops"] = 6e7 * row["step"] if row["step"] <= 10 else 6e8 + 3e7 * (row["step"] - 10)
+    run.summary["training_flops"] = 9e8
     at, spent = plots_curves.scale_of(run, "flops")
     assert np.interp(1_000_000, at, spent) == pytest.approx(6e8) and np.interp(2_000_000, at, spent) == pytest.approx(
         9e8
     )
     at, spent = plots_curves.scale_of(run, "seconds")
     assert np.interp(1_000_000, at, spent) == pytest.approx(80.0)
+
+
+def test_a_caption_names_whose_training_flops_are_a_guess(tmp_path, figures):
+    said, guessed = runs(tmp_path, seeds=(0,), variants=("mhsa", "mine"))
+    (drawing,) = of(draw_all(found(runs=[said, guessed])), "curves")
+    assert "does not say" not in drawing.caption
+    (drawing,) = of(draw_all(found(runs=[said, changed(guessed, charged_thrice=["layers.0.mine"])])), "curves")
+    assert drawing.caption.endswith("FLOPs of mine: a mechanism does not say what it needs and is charged 3 x ideal.")
 
 
 def test_long_training_curves_are_averaged_not_cut():

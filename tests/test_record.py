@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -137,6 +138,13 @@ def test_closing_table_has_the_numbers_and_marks():
     assert "Runs with the same" not in text
     whole = printed_table(make_summary(capped={}))
     assert "*" not in whole and "first" not in whole
+
+
+def test_training_flops_are_about_so_many_where_a_sublayer_does_not_say():
+    said = printed_table(make_summary(training_flops=12_950_000_000_000, charged_thrice=[]))
+    assert re.search(r"training FLOPs +12\.9T needed *\n", said)
+    guessed = printed_table(make_summary(training_flops=12_950_000_000_000, charged_thrice=["layers.0.mine"] * 4))
+    assert "about 12.9T needed (3 x forward in 4 sublayers)" in guessed
 
 
 def test_closing_table_of_a_run_without_numbers():

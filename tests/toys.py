@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from harness.model import LanguageModel
 from variants.attention import Attention
 from variants.conformance import Finding, check
-from variants.contract import LayerContext, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput
 from variants.position import NoPosition, Rotary
 from variants.product_key_memory import ProductKeyMemory
 
@@ -32,6 +32,7 @@ AUXILIARY = "the auxiliary loss is for training only"
 STATISTICS = "statistics add up"
 BFLOAT16 = "bfloat16 autocast is finite"
 FLOPS = "ideal FLOPs are a positive int"
+NEEDED = "needed FLOPs are no fewer than the ideal ones"
 KNOWN = "declared limits are known"
 PATHS = "the fused backend equals the plain one"
 
@@ -325,6 +326,18 @@ class NoFlops(Gate):
         return float("nan")
 
 
+class NeedsNothing(Gate):
+    """Less than its ideal forward."""
+
+    def needed_flops(self, segment, *, carried):
+        return NeededFlops(0.0, 0.0)
+
+
+class OneNumber(Gate):
+    def needed_flops(self, segment, *, carried):
+        return 3 * self.ideal_flops()
+
+
 class Invents(Gate):
     limits = frozenset({"anything"})
 
@@ -386,6 +399,8 @@ BROKEN = [
     (NanMetric, {STATISTICS}),
     (OneType, {BFLOAT16}),
     (NoFlops, {FLOPS}),
+    (NeedsNothing, {NEEDED}),
+    (OneNumber, {NEEDED}),
     (Invents, {KNOWN}),
     (Overflows, {LOGITS, FAR, BFLOAT16}),
     (Cautious, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),

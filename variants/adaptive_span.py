@@ -11,6 +11,8 @@ The dynamic span of section 2.2's last paragraph depends on the input: z_t = S *
 It is computed over the whole window; what it could save appears in ``ideal_flops`` only, at the span S * sigmoid(b).
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -50,8 +52,9 @@ class AdaptiveSpan(AttentionSpan):
     def project_(self) -> None:
         self.fraction.clamp_(0, 1)
         # The far end of the closed ramp, x = z + R, has weight 0 and still a gradient: it is kept.
-        far = (self.fraction * self.span + self.ramp).floor()  # rounded as in soft_mask
-        self.max_keys = tuple(min(self.span, bucket(int(x) + 1)) for x in far.tolist())
+        far = (self.fraction * self.span + self.ramp).tolist()  # rounded as in soft_mask
+        self.max_keys = tuple(min(self.span, bucket(int(x) + 1)) for x in far)
+        self.weighted_keys = tuple(min(self.span, math.ceil(x)) for x in far)
 
     def carried(self) -> tuple[int, ...]:
         return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # a step moves a span into the next bucket
@@ -66,9 +69,9 @@ class AdaptiveSpan(AttentionSpan):
         z = (self.fraction * self.span).detach()
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
 
-    def keys_per_byte(self) -> float:
-        """Keys with a weight above 0: x < z + R."""
-        return (self.fraction.detach() * self.span + self.ramp).ceil().clamp(max=self.span).mean().item()
+    def visible_keys(self) -> tuple[int, ...]:
+        """Keys with a weight above 0, x < z + R, since the last ``project_``."""
+        return self.weighted_keys
 
 
 class DynamicSpan(AttentionSpan):
@@ -105,10 +108,10 @@ class DynamicSpan(AttentionSpan):
         z = stats["span_sum"] / stats["bytes"]
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
 
-    def keys_per_byte(self) -> float:
+    def visible_keys(self) -> tuple[int, ...]:
         """Keys with a weight above 0 at the span of an input that the gate's vectors do not see: S sigmoid(b)."""
         z = self.unit * torch.sigmoid(self.gate.bias.detach())
-        return (z + self.ramp).ceil().clamp(max=self.span).mean().item()
+        return tuple(min(self.span, math.ceil(x)) for x in (z + self.ramp).tolist())
 
     def ideal_flops(self) -> int:
         return 2 * self.gate.weight.numel()

@@ -21,9 +21,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.context import VisibleKeys, before, by_part, last
-from variants.contract import LayerContext, Part, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, Part, State, Sublayer, SublayerOutput
 from variants.kernels import fused, triton_window, window, window_cpu
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels.window import PastKV, Persistent, Window, pairs
 
 
 class AttentionSpan(Part):
@@ -66,9 +66,9 @@ class AttentionSpan(Part):
         """Look ``span`` keys back from now on."""
         self.span, self.max_keys = span, (span,) * self.heads
 
-    def keys_per_byte(self) -> float:
-        """Visible keys of a warm query, the mean over heads."""
-        return float(self.span)
+    def visible_keys(self) -> tuple[int, ...]:
+        """Keys that a warm query sees, for each head."""
+        return self.max_keys
 
     def ideal_flops(self) -> int:
         """Forward FLOPs per byte of deciding the spans."""
@@ -282,9 +282,31 @@ class Attention(Sublayer):
         return found
 
     def ideal_flops(self) -> int:
-        seen = self.span.keys_per_byte()
-        per_head = 4 * seen * self.d_head + self.position.ideal_flops(seen)
+        """Projections, scores and weighted values; softmax, rotation and what else is not a product is not counted."""
+        return round(self._forward_flops(sum(self.span.visible_keys()) / self.heads))
+
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
+        """Exact in the pairs of a query and a key that it sees; what is not a product is neglected, as in ``ideal_flops``.
+
+        - ``cache: kv``: past keys and values are constants. The gradients of queries need them, but they have none.
+        - ``cache: hidden``: they are made from past inputs by the present weights, so they are made anew in every
+          segment, for each head as many as it sees. All have gradients, which go to the weights and not to the inputs.
+
+        A key at the far end of a ramp has no weight and is not counted. Spans that have grown are taken to find their past.
+        """
+        windows = self.span.visible_keys()
+        own, past = map(sum, zip(*(pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True))
+        needed = NeededFlops.of_products(self._forward_flops((own + past) / segment / self.heads))
+        if self.cache == "kv":
+            return needed._replace(backward=needed.backward - 4 * self.d_head * past / segment)
+        inputs = sum(min(carried, n - 1 + self.shift) for n in windows)
+        again = 4 * self.d_head * self.key.in_features * inputs / segment
+        return NeededFlops(needed.forward + again, needed.backward + again)
+
+    def _forward_flops(self, keys: float) -> float:
+        """Per byte, where a head sees so many keys, the mean over bytes and heads, and those of the past are there."""
+        per_head = 4 * keys * self.d_head + self.position.ideal_flops(keys)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
         linears = (self.query, self.key, self.value, self.output)
-        return round(2 * sum(m.weight.numel() for m in linears) + self.heads * per_head) + self.span.ideal_flops()
+        return 2 * sum(m.weight.numel() for m in linears) + self.heads * per_head + self.span.ideal_flops()

@@ -77,6 +77,28 @@ class SublayerOutput(NamedTuple):
     stats: dict[str, Tensor] | None = None
 
 
+class NeededFlops(NamedTuple):
+    """What a training step needs, FLOPs per byte, two per multiply-add: the mean over the bytes of a segment.
+
+    Attributes:
+        forward: of the forward pass.
+        backward: of the gradients that the forward's own products do not give: of parameters and of the sublayer's input.
+    """
+
+    forward: float
+    backward: float
+
+    @classmethod
+    def of_products(cls, forward: float) -> "NeededFlops":
+        """Of products whose two factors both have a gradient, which is a product each: the backward is twice the forward."""
+        return cls(forward, 2 * forward)
+
+    @property
+    def training(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
 class Sublayer(nn.Module):
     """One residual sublayer of a layer. Subclass it, and the constructor's keywords are its configuration.
 
@@ -128,6 +150,17 @@ class Sublayer(nn.Module):
         """
         return 2 * sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops | None:
+        """What a training step needs at the present parameters, or None where the mechanism does not say.
+
+        Then the harness charges ``ideal_flops`` and twice that for the backward, and says so beside the number.
+
+        Args:
+            segment: T, bytes of each stream in a step.
+            carried: bytes that each stream has behind it, however many of them are seen; 0 where streams begin.
+        """
+        return None
+
 
 class Part(nn.Module):
     """A nested piece of a sublayer that configuration may name; a ``_target_`` below a sublayer's derives from it."""
@@ -170,7 +203,10 @@ class Position(nn.Module):
         return None
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Forward FLOPs per byte and head of ``bias`` at ``max_keys`` visible keys, a mean that need not be whole."""
+        """Forward FLOPs per byte and head of ``bias`` at ``max_keys`` visible keys, a mean that need not be whole.
+
+        It is linear in ``max_keys``, and the gradients of ``bias`` are charged twice as much.
+        """
         return 0.0
 
 

@@ -13,7 +13,7 @@ block has 1.5 times the parameters; 2/3 of the width of another activation makes
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.contract import LayerContext, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput
 
 
 def squared_relu(h: Tensor) -> Tensor:
@@ -62,3 +62,7 @@ class FeedForward(Sublayer):
         """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state and makes no statistics."""
         activations = self.activate(self.enter(x))  # [B, T, hidden]
         return SublayerOutput(self.leave(F.dropout(activations, self.dropout, self.training)))
+
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
+        """Both matrices; the activation is neglected."""
+        return NeededFlops.of_products(self.ideal_flops())

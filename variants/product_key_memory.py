@@ -27,7 +27,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from variants.contract import LayerContext, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput
 from variants.kernels import product_search
 from variants.kernels.table import read, read_uncompiled
 
@@ -239,6 +239,15 @@ class ProductKeyMemory(Sublayer):
         d_model = self.values.shape[1]
         per_head = d_model * self.d_query + self.half_keys * self.d_query + self.top_k * d_model
         return 2 * self.heads * per_head
+
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
+        """Forward as in ``ideal_flops``; the backward twice that, but of the half-keys only those of the chosen slots.
+
+        A half-key that several slots have in common counts with each. Norm, softmax and choice are neglected.
+        """
+        needed = NeededFlops.of_products(self.ideal_flops())
+        unchosen = self.half_keys - self.top_k
+        return needed._replace(backward=needed.backward - 4 * self.heads * unchosen * self.d_query)
 
     def touched_parameters(self) -> int:
         """Parameters read per byte: all but the values, and one row of values for each slot read."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.report.comparison import Arm, number
 from bench.report.gather import RunRow
 from bench.report.heads import Heads
-from harness.record.cells import bits, fixed, keep_filled, mean, mib, millions, significant, text, whole
+from harness.record.cells import bits, fixed, keep_filled, listed, mean, mib, millions, significant, text, whole
 from harness.record.closing_table import WINDOWS
 from harness.record.table import Cell, Column, Table, words
 
@@ -124,12 +124,26 @@ COSTS = (
 )
 
 
+def charged_thrice(runs: Sequence[RunRow]) -> bool:
+    """Whether training FLOPs of any of these runs are in part three times a forward."""
+    return any(run.summary.get("charged_thrice") for run in runs)
+
+
 def _gflops(of: Means) -> Cell:
     flops = of("training_flops")
-    return text(None) if flops is None else Cell(text=significant(flops / 1e9), value=flops / 1e9)
+    about = "~" if charged_thrice(of.runs) else ""
+    return text(None) if flops is None else Cell(text=about + significant(flops / 1e9), value=flops / 1e9)
 
 
-GFLOPS = Column("training, GFLOPs", "3 x ideal forward FLOPs of all bytes (10^9).", _gflops)
+NEEDED = "FLOPs that forward and backward of all bytes need (10^9); ~: where a mechanism does not say, 3 x ideal."
+GFLOPS = Column("training, GFLOPs", NEEDED, _gflops)
+
+
+def thrice_notes(arms: Sequence[Arm]) -> list[str]:
+    """Whose training FLOPs are in part a guess."""
+    labels = [arm.label for arm in arms if charged_thrice(arm.newest_of_each_seed)]
+    told = f"Training FLOPs of {listed(labels)}: a mechanism does not say what it needs and is charged 3 x ideal."
+    return [told] if labels else []
 
 
 def table_of_arms(

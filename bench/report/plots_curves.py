@@ -6,13 +6,14 @@ How one run's line is drawn is in ``harness.record.drawing``; here is which runs
 import numpy as np
 from matplotlib.axes import Axes
 
+from bench.report.columns import thrice_notes
 from bench.report.comparison import Arm, arms, comparable, grouped, number, split_by_ground, tag
 from bench.report.plot_style import LINES, Look, entry, entry_of, finish, legend_below, plain_axis
 from bench.report.words import budget_words, data_words, machine_words
 from harness.record.drawing import BINS, GREY, bits_axis, count_axis, draw_bits, panels, points
 from harness.record.table import Drawing
 
-FREE = (("bytes seen", "bytes"), ("FLOPs spent in training (3 x ideal forward)", "flops"))
+FREE = (("bytes seen", "bytes"), ("FLOPs needed in training", "flops"))
 MEASURED = (("time of training [s]", "seconds"),)
 
 
@@ -36,27 +37,19 @@ def prefixes(rows: list[dict]) -> tuple:
 
 
 def scale_of(run, unit: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Bytes seen, from 0, and what had been spent by then in ``bytes``, ``flops`` or ``seconds``; None if unknown.
-
-    FLOPs are summed over the training rows, whose ideal changes as spans do, and agree at the end with the trainer's
-    own sum, which has every step.
-    """
+    """Bytes seen, from 0, and what had been spent by then in ``bytes``, ``flops`` or ``seconds``; None if unknown."""
     train = [row for row in run.rows if row["kind"] == "train" and "bytes_seen" in row]
     end = number(run.summary, "bytes_seen")
     total = number(run.summary, {"bytes": "bytes_seen", "flops": "training_flops", "seconds": "seconds"}[unit])
     if end is None or total is None:
         return None
     at = np.array([0.0, *(row["bytes_seen"] for row in train)])
-    if unit == "seconds":
-        spent = np.array([0.0, *(number(row, "clock", "seconds") or np.nan for row in train)])
-        known = np.isfinite(spent)
-        return np.append(at[known], end), np.append(spent[known], total)
-    if unit == "flops" and train and all(number(row, "ideal_flops_per_byte") for row in train):
-        rate = np.array([row["ideal_flops_per_byte"] for row in train])
-        spent = np.append(np.cumsum(np.diff(at) * rate), 0.0)
-        spent = np.concatenate([[0.0], spent[:-1], [spent[-2] + (end - at[-1]) * rate[-1]]])
-        return np.append(at, end), spent * total / spent[-1]
-    return np.array([0.0, end]), np.array([0.0, total])
+    if unit == "bytes":
+        return np.array([0.0, end]), np.array([0.0, total])
+    keys = {"seconds": ("clock", "seconds"), "flops": ("training_flops",)}[unit]
+    spent = np.array([0.0, *(number(row, *keys) or np.nan for row in train)])
+    known = np.isfinite(spent)
+    return np.append(at[known], end), np.append(spent[known], total)
 
 
 def _curves(runs: list, *, scales: tuple, look: dict[str, Look], name: str) -> Drawing:
@@ -110,5 +103,5 @@ def _caption(runs: list, *, compared: list[Arm]) -> str:
         f"Bits per byte of the valid split while training, one line a seed. On the way {on_the_way} is scored, at the end "
         f"(large marks) {at_end}, so that marks need not lie on their lines. Thin: training bytes, averaged in at most "
         f"{BINS} bins. The first fifth of the bytes may leave the frame above. Held equal: data, protocol and budget "
-        f"({budget_words(first.get('budget'))})."
+        f"({budget_words(first.get('budget'))})." + "".join(f" {note}" for note in thrice_notes(compared))
     )

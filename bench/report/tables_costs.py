@@ -112,10 +112,22 @@ def _bound_per_second(row: dict) -> Cell:
     return whole(row["streams"] * row["segment"] / least_ms * 1000 if least_ms else None)
 
 
+def _guessed(cell: Callable[[dict], Cell]) -> Callable[[dict], Cell]:
+    """The cell with ``~`` before it where a mechanism does not say what training needs."""
+
+    def marked(row: dict) -> Cell:
+        found, guessed = cell(row), (row.get("flops") or {}).get("charged_thrice")
+        return replace(found, text=f"~{found.text}") if guessed and found.text else found
+
+    return marked
+
+
 DIFFERING = "What was measured, and in what it differs from others of its name."
 RAN = "Which code ran: plain PyTorch, fused, compiled, an own kernel."
 STEP = "Median of one training step, optimizer included; or why there is none."
-USED = "Model-FLOPs utilisation: 3 x ideal FLOPs a byte x bytes/s over the device's dense peak."
+GUESSED = "~: where a mechanism does not say, 3 x ideal."
+NEEDED = f"FLOPs that forward and backward of this step need for one byte; {GUESSED}"
+USED = "Model-FLOPs utilisation: FLOPs that the step needs, a second, over the device's dense peak; " + GUESSED
 PEAK = "Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate."
 EXECUTED = "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm."
 FIRST = "What they took beyond a later one: compilation, warm-up."
@@ -131,7 +143,7 @@ SPEED = (
     Column("step, ms", STEP, _timed("train_ms", 0)),
     Column("step, 20 to 80%", "Percentiles of the same, in ms.", _timed("train_ms", 1), number=False),
     Column("training, bytes/s", "Streams times segment over the median step.", _per_second),
-    Column("of the peak, %", USED, _at(percent, "utilisation", "share", scale=100)),
+    Column("of the peak, %", USED, _guessed(_at(percent, "utilisation", "share", scale=100))),
     Column("evaluate, ms", "Median of one forward of streams times segment bytes.", _timed("evaluate_ms", 0)),
     Column("evaluate, 20 to 80%", "", _timed("evaluate_ms", 1), number=False),
     Column("one byte, ms", "Median of generating one byte of one stream, warm.", _timed("generate_ms", 0, digits=3)),
@@ -143,6 +155,7 @@ SPEED = (
     Column(
         "ideal, MFLOP/byte", "FLOPs that the mechanism needs for one byte.", _at(millions, "flops", "ideal_per_byte")
     ),
+    Column("needed in training, MFLOP/byte", NEEDED, _guessed(_at(millions, "flops", "training_per_byte"))),
     Column("first steps, s", FIRST, _at(partial(fixed, digits=2), "time", "first_steps_s")),
 )
 PARTS = (

@@ -19,6 +19,7 @@ from bench.report.columns import (
     STATE,
     Means,
     table_of_arms,
+    thrice_notes,
 )
 from bench.report.comparison import RATE, Arm
 from bench.report.heads import Heads
@@ -100,7 +101,7 @@ def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: 
         title=f"Equal {what}{f' ({_told(arms)})' if what == 'parameters' else ''}: "
         f"{runs[-1].row['data']['name']}, {knob}",
         caption=_caption(arms, runs[-1].row, what=what, knob=knob, alone=alone, heads=heads),
-        notes=[*notes, *apart, *_other_knobs(arms, what=what, alone=alone)],
+        notes=[*notes, *apart, *thrice_notes(arms), *_other_knobs(arms, what=what, alone=alone)],
     )
 
 

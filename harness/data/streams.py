@@ -59,9 +59,13 @@ class Streams:
         """Targets in one step, B x T."""
         return self.streams * self.segment
 
+    def carried(self, position: int) -> int:
+        """Bytes of each stream before those of step ``position``, since it began."""
+        return position % self.steps_per_turn * self.segment if self.carry else 0
+
     def begins(self, position: int) -> bool:
         """Whether the streams of step ``position`` do not continue those of the step before: start without state."""
-        return not self.carry or position % self.steps_per_turn == 0
+        return self.carried(position) == 0
 
     def batch(self, position: int, *, part: tuple[int, int] = WHOLE) -> tuple[Tensor, Tensor]:
         """Step number ``position``, from 0: inputs and targets of a part of the streams, int64 ``[B, T]`` each."""

@@ -70,6 +70,7 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
             "warm": executed.warm,
         },
         "training_flops": training.spent.flops,
+        "charged_thrice": training.model.charged_thrice(),
         "memory": {
             "peak_bytes": peak.bytes,
             "approximate": peak.approximate,

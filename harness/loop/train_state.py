@@ -116,8 +116,9 @@ class TrainState:
         self.spent += self._last
 
     def _step_flops(self) -> int:
-        """Training FLOPs of one step: 3 x forward, at the present parameters, because spans move."""
-        return 3 * self.model.ideal_flops() * self.stream.bytes_per_step
+        """Training FLOPs that the next step needs, with what its streams carry and at the present parameters, as spans move."""
+        needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried(self.spent.steps))
+        return round(needed.training * self.stream.bytes_per_step)
 
     def train_row(self) -> dict:
         """The mean since the last such row, and where the parameters are."""

@@ -20,7 +20,7 @@ def check_number(key: str, value: object, *, zero: bool = False) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a run has spent so far: bytes predicted, seconds in training steps, updates, training FLOPs (3 x ideal)."""
+    """What a run has spent so far: bytes predicted, seconds in training steps, updates, FLOPs that training needs."""
 
     bytes: int = 0
     seconds: float = 0.0

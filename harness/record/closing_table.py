@@ -1,8 +1,8 @@
 """Closing tables: what a run reached and what it cost, beside general compressors and earlier comparable runs.
 
 A number from a prefix of its split carries ``*``. Executed and ideal FLOPs, valid and test, peak and state keep their
-own places. Time and memory of an earlier run appear only if they were measured on the same device, precision and path, by
-as many processes.
+own places. FLOPs of training are "about" where a sublayer does not say what it needs. Time and memory of an earlier run
+appear only if they were measured on the same device, precision and path, by as many processes.
 """
 
 import json
@@ -96,6 +96,10 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
             "FLOPs per byte",
             f"{_short(flops.get('executed'))} executed, {_short(flops.get('ideal'))} ideal (forward)",
         )
+    if summary.get("training_flops") is not None:
+        thrice = len(summary.get("charged_thrice") or [])
+        about, how = ("about ", f" (3 x forward in {cells.count_of(thrice, 'sublayer')})") if thrice else ("", "")
+        yield "training FLOPs", f"{about}{_short(summary['training_flops'])} needed{how}"
     if memory:
         about = "about " if memory.get("approximate") else ""
         peak, state = (_size(memory.get(key)) for key in ("peak_bytes", "state_bytes"))

@@ -1,13 +1,14 @@
 """The contract's promises about parameters, losses, statistics and precision, one function each."""
 
 import io
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, infinite, leaves, push, run
-from variants.contract import State, map_state
+from variants.contract import NeededFlops, State, map_state
 
 
 def apart(subject: Subject) -> Verdict:
@@ -148,6 +149,20 @@ def ideal_flops(subject: Subject) -> Verdict:
     return [] if isinstance(flops, int) and flops > 0 else [f"{flops!r} is not a positive int"], f"{flops} a byte"
 
 
+def needed_flops(subject: Subject) -> Verdict:
+    breaks, silent, span = [], [], subject.span
+    for name, sublayer in subject.build().sublayers():
+        steps = [(1, 2 * span), (1, 0), (span + 2, 0), (span + 2, span)]
+        said = [sublayer.needed_flops(segment, carried=carried) for segment, carried in steps]
+        if said == [None] * len(steps):
+            silent.append(name)
+        elif not all(isinstance(needed, NeededFlops) and 0 <= min(needed) <= max(needed) < math.inf for needed in said):
+            breaks.append(f"{name}: {said} are not NeededFlops of 0 or more")
+        elif said[0].forward < sublayer.ideal_flops() - 1:  # which is rounded
+            breaks.append(f"{name}: a warm byte needs {said[0].forward:,.0f}, ideal is {sublayer.ideal_flops():,}")
+    return breaks, f"not said, so 3 x ideal is charged: {', '.join(silent)}" if silent else "said by every sublayer"
+
+
 def _infinite_gradients(found: dict[str, Tensor]) -> list[str]:
     return [
         f"the gradient of {name} is not finite" for name, gradient in found.items() if not gradient.isfinite().all()
@@ -174,5 +189,6 @@ CHECKS = (
     ("statistics add up", None, statistics),
     ("bfloat16 autocast is finite", None, autocast),
     ("ideal FLOPs are a positive int", None, ideal_flops),
+    ("needed FLOPs are no fewer than the ideal ones", None, needed_flops),
 )
 """Promise, the limit that excuses it, and its check."""

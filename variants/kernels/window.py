@@ -81,6 +81,18 @@ def visible(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.de
     return (x >= 0) & (x < max_keys)
 
 
+def pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
+    """How many pairs of a query and a key that it sees ``rows`` queries of one head make, each with its nearest
+    ``max_keys``: with keys of the segment, and with those of the ``past`` before it."""
+
+    def seen(last: int) -> int:  # by queries that have 1, 2, .. last keys before them
+        rising = max(0, min(last, max_keys))
+        return rising * (rising + 1) // 2 + (max(0, last) - rising) * max_keys
+
+    own = seen(rows - shift)
+    return own, seen(past + rows - shift) - seen(past - shift) - own
+
+
 def attend(
     q: Tensor,
     k: Tensor,

@@ -1,0 +1,224 @@
+"""What a training step needs, in FLOPs: by loops over pairs, by what is executed where nothing is spared, and of models."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from harness.count.flops import count_flops
+from harness.model import LanguageModel
+from tests.attention_case import DOUBLE, B, Case, D, covering, starts
+from tests.composing import plan
+from tests.runs import CARRY, MOVING, make_job, make_run, own_folder, restored, stop, whole_run  # noqa: F401 - fixtures
+from tests.test_meters import KINDS, SPREAD, build, spread_spans
+from tests.toys import Gate
+from variants.contract import LayerContext, NeededFlops, Sublayer
+from variants.feed_forward import FeedForward
+from variants.kernels.window import soft_mask
+from variants.position import Relative, Rotary
+from variants.product_key_memory import ProductKeyMemory
+
+# One sublayer, by loops
+
+CASES = {
+    "length": [1, 2, 7],
+    "past": [0, 1, 3, 20],
+    "span": [1, 5, 8],
+    "position": ["rotary", "relative"],
+    "cache": ["kv", "hidden"],
+    "attend_self": [True, False],
+    "spans": ["fixed", "between", "zero", "dynamic"],
+    "persistent": [0, 3],
+}
+
+
+def seen_by(attention, head: int) -> list[int]:
+    """Distances x at which a key has a weight, by the mask itself."""
+    span = attention.span
+    if (z := span(torch.zeros(1, 1, D, dtype=DOUBLE))) is None:
+        return list(range(span.span))
+    mask = soft_mask(z.flatten()[head], span.ramp, span.span)  # a dynamic span's at an input of zeros
+    return [x for x, weight in enumerate(mask.tolist()) if weight > 0]
+
+
+def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[int, int]:
+    """Forward and backward FLOPs of one segment, product by product; the first key of the segment is number 0."""
+    width, hidden = attention.d_head, attention.cache == "hidden"
+    forward = backward = 0
+    for name in ("query", "key", "value", "output"):
+        size = getattr(attention, name).weight.numel()
+        forward, backward = forward + segment * 2 * size, backward + segment * (2 * size + 2 * size)
+    if hasattr(attention.span, "gate"):
+        gate = segment * 2 * attention.span.gate.weight.numel()
+        forward, backward = forward + gate, backward + 2 * gate
+    for head in range(attention.heads):
+        inputs = set()
+        for t in range(segment):
+            for x in seen_by(attention, head):
+                key = t - attention.shift - x
+                if key < -carried:
+                    continue
+                forward += 2 * width + 2 * width  # score, weighted value
+                backward += 2 * width + 2 * width  # of the weight, of the query
+                if key >= 0 or hidden:
+                    backward += 2 * width + 2 * width  # of the key, of the value
+                if relative:  # the score's vector: it, and the query through it
+                    forward, backward = forward + 2 * width, backward + 2 * width + 2 * width
+                if key < 0:
+                    inputs.add(key)
+            if attention.persistent is not None:
+                for _ in range(attention.persistent.number):
+                    forward, backward = forward + 4 * width, backward + 8 * width
+        if hidden:  # a key and a value of each past input, and the gradients of their matrices
+            forward += len(inputs) * 2 * (2 * D * width)
+            backward += len(inputs) * 2 * (2 * D * width)
+    return forward, backward
+
+
+@pytest.mark.parametrize("given", covering(CASES, strength=3), ids=lambda given: "-".join(map(str, given.values())))
+def test_attention_by_loops(given):
+    attention = Case(**given).build()
+    needed = attention.needed_flops(given["length"], carried=given["past"])
+    sizes = {"segment": given["length"], "carried": given["past"]}
+    forward, backward = by_loops(attention, relative=given["position"] == "relative", **sizes)
+    assert needed.forward * given["length"] == pytest.approx(forward, rel=1e-12)
+    assert needed.backward * given["length"] == pytest.approx(backward, rel=1e-12)
+
+
+# By what is executed where no product can be spared: one query that sees all that there is
+
+
+def executed(sublayer: Sublayer, x: torch.Tensor, state=None, start=None) -> tuple[int, int]:
+    """Forward and backward FLOPs per byte of a step, of a sublayer whose input has a gradient."""
+    forward = count_flops(lambda: sublayer(x, state, start)).total
+    whole = count_flops(lambda: sublayer(x, state, start).y.sum().backward(), gradients=True).total
+    return forward / x[..., 0].numel(), (whole - forward) / x[..., 0].numel()
+
+
+@pytest.mark.parametrize("position", ["none", "relative"])
+@pytest.mark.parametrize("persistent", [0, 3])
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+def test_attention_by_what_is_executed(cache, persistent, position):
+    case = Case(length=1, past=7, span=8, cache=cache, persistent=persistent, position=position)
+    attention, (past, x) = case.build(), case.stream()
+    found = executed(attention, x, attention(past, None, starts(0)).state, starts(7))
+    needed = attention.needed_flops(1, carried=7)
+    spared = (
+        0 if cache == "hidden" else 2 * 2 * 7 * case.heads * case.d_head
+    )  # the gradients of a past that is constant
+    assert found == (needed.forward, needed.backward + spared)
+
+
+def test_what_keeps_no_past_by_what_is_executed():
+    context = LayerContext(d_model=D, layer=0, n_layers=1, heads=1, span=4, scheme=Rotary)
+    x = torch.randn(B, 3, D, requires_grad=True)
+    for activation in ("relu", "swiglu"):
+        block = FeedForward(context, hidden=7, activation=activation, bias=True, zero_init=False)
+        assert executed(block, x) == block.needed_flops(3, carried=5)
+    sizes = {"half_keys": 6, "heads": 2, "d_query": 4, "query_norm": "none", "share": "layer", "sparse": False}
+    memory = ProductKeyMemory(context, top_k=6, activation="relu", **sizes)  # every half-key may be chosen
+    forward, backward = executed(memory, x)
+    additions = 3 * 2 * 6  # into rows of half-keys' scores and of the table
+    assert (forward, backward - additions) == memory.needed_flops(3, carried=0)
+    few = ProductKeyMemory(context, top_k=2, activation="relu", **sizes).needed_flops(3, carried=0)
+    assert few.forward == 2 * 2 * (D * 4 + 6 * 4 + 2 * D)
+    assert few.backward == 2 * 2 * 2 * (D * 4 + 2 * 4 + 2 * D)  # two chosen half-keys of each set
+
+
+# Models
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", [Rotary, Relative])
+def test_a_warm_byte_needs_the_ideal_forward(kind, scheme):
+    model = build(KINDS[kind], span=100, scheme=scheme, shift=1)
+    if kind.startswith("adaptive"):
+        spread_spans(model, SPREAD)
+    for carried in (100, 10**6):
+        assert model.needed_flops(1, carried=carried).forward == pytest.approx(model.ideal_flops(), abs=0.5)
+
+
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+@pytest.mark.parametrize("backend", ["plain", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_needs_more_than_it_executes(kind, backend, cache):
+    model = build(KINDS[kind], span=100, backend=backend, scheme=Relative, shift=1, cache=cache).train()
+    if kind.startswith("adaptive"):
+        spread_spans(model, SPREAD)
+    state, carried = None, 0
+    for segment in (1, 64, 7, 70, 5):
+        tokens = torch.randint(model.embedding.num_embeddings, (1, segment))
+        forward = count_flops(lambda tokens=tokens, state=state: model(tokens, state)).total
+        step = count_flops(lambda t=tokens, s=state: model(t, s).logits.sum().backward(), gradients=True).total
+        needed = model.needed_flops(segment, carried=carried)
+        assert needed.forward * segment <= forward and needed.training * segment <= step
+        state, carried = model(tokens, state).state, carried + segment
+
+
+def described(span: int, segment: int, carried: int) -> float:
+    """What the rule of three charges in warm state, over what a step needs: 12 layers of width 512, heads of 64."""
+    sizes = ("model.d_model=512", "model.heads=8", "model.layers=12", f"model.span={span}", "variant=mhsa")
+    with torch.device("meta"):
+        model = plan(*sizes).make_model()
+    return 3 * model.ideal_flops() / model.needed_flops(segment, carried=carried).training
+
+
+@pytest.mark.parametrize(
+    ("span", "segment", "carried", "ratio"),
+    [(2048, 2048, 0, 1.25), (8192, 8192, 0, 1.57), (8192, 512, 8192, 1.31)],
+    ids=["cold 2048", "cold 8192", "cached 8192"],
+)
+def test_how_much_the_rule_of_three_overcharges(span, segment, carried, ratio):
+    assert described(span, segment, carried) == pytest.approx(ratio, rel=0.01)
+
+
+def test_who_does_not_say_is_charged_three_forwards_and_named():
+    context = LayerContext(d_model=D, layer=0, n_layers=1, heads=1, span=4, scheme=Rotary)
+    model = LanguageModel([{"gate": Gate, "again": Gate}], lambda layer: context, vocabulary=11)
+    assert model.charged_thrice() == ["layers.0.gate", "layers.0.again"]
+    forward = model.ideal_flops()
+    assert model.needed_flops(7, carried=3) == NeededFlops(forward, 2 * forward)
+    assert build(*KINDS.values()).charged_thrice() == []
+
+
+# Runs
+
+
+def charged(run) -> list[int]:
+    """FLOPs of each step of a run of eight steps."""
+    found = [0]
+    for _ in range(8):
+        run.step()
+        found.append(run.spent.flops)
+    return [after - before for before, after in pairwise(found)]
+
+
+def test_windows_that_start_cold_are_charged_for_the_keys_that_they_see():
+    run = make_run("variant=mhsa", "budget.flops=1e8")
+    layers, width, span, vocabulary = 2, 16, 16, 256
+    products = 2 * 12 * width**2 * layers + 2 * width * vocabulary  # projections, feed-forward, head
+    step = 3 * 64 * (products + layers * 4 * width * (span + 1) / 2)
+    assert charged(run) == [step] * 8
+    while not run.finished:
+        run.step()
+    assert run.spent.steps == math.ceil(1e8 / step) == 25
+    assert math.ceil(1e8 / (3 * 64 * run.model.ideal_flops())) == 24, "as many as warm streams would be given"
+
+
+def test_streams_are_charged_for_what_they_carry():
+    run = make_run("variant=mhsa", *CARRY, "data.bytes=600", "eval.bytes=null", "model.span=40", "budget.steps=100")
+    needed = [run.model.needed_flops(16, carried=carried) for carried in (0, 16, 32, 48)]
+    cold, *growing, full = (round(64 * of.training) for of in needed)
+    assert charged(run) == [cold, *growing, *[full] * 5] and cold < growing[0] < growing[1] < full
+    assert run.stream.steps_per_turn == 8
+    run.step()
+    assert run.spent.flops == cold + sum(growing) + 5 * full + cold, "a new turn begins without a past"
+
+
+def test_a_resumed_run_is_charged_as_if_it_had_not_stopped():
+    given = (*MOVING, *CARRY, "model.span=40", "budget.steps=9")
+    _, summary = whole_run(*given, "outputs=whole")
+    stop(make_job(*given), step=3)
+    _, again = whole_run(*given)
+    assert again["training_flops"] == summary["training_flops"]
