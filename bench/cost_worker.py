@@ -86,6 +86,7 @@ class Subject:
         m = self.model
         return {
             "backend": backend_of(m, self.runtime),
+            "evaluation_backend": backend_of(m, self.runtime, training=False),
             "parameters": {
                 "total": sum(p.numel() for p in m.parameters()),
                 "touched": m.touched_parameters(),

@@ -6,7 +6,6 @@ Only this module knows. Everything else follows its input's device and dtype.
 import contextlib
 import gc
 import os
-import platform
 import random
 import signal
 import sys
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from harness.device import allocator, machine
+from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
@@ -59,9 +59,18 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def load_meter(self) -> LoadMeter:
+        """What others take of this machine from now on; the other processes of this run are no others."""
+        wanted = torch.get_num_threads() if self.device.type == "cpu" else 1
+        several = self.processes.world_size > 1
+        return LoadMeter(wanted=wanted * self.processes.local_world_size, root=os.getppid() if several else None)
+
     def describe(self) -> dict[str, object]:
-        """Device, processes and versions, for provenance."""
-        on_gpu = self.device.type == "cuda"
+        """Device, processes, versions and the machine around them, for provenance."""
+        on_gpu, gpu, cudnn = self.device.type == "cuda", {}, None
+        if on_gpu:
+            gpu = dict(machine.gpu_facts(str(torch.cuda.get_device_properties(self.device).uuid)))
+            cudnn = torch.backends.cudnn.version()
         return {
             "device": torch.cuda.get_device_name(self.device) if on_gpu else machine.cpu_name(),
             "device_kind": self.device.type,
@@ -69,7 +78,8 @@ class Runtime:
             "precision": self.precision,
             "compile": self.compile,
             "processes": self.processes.world_size,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "versions": machine.versions(cudnn=cudnn, driver=gpu.pop("driver", None)),
+            "machine": {"cpu": machine.cpu_name(), "cores": os.cpu_count() or 1, **gpu},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),
             "allocator": self.allocator,
