@@ -5,9 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from harness.device import load
 from harness.device.load import LoadMeter, Reading, is_busy, taken
+from harness.device.processes import SINGLE, ProcessGroup
+from harness.device.runtime import Runtime
 from harness.record.cells import busy_words
 
 QUIET = {
@@ -87,6 +90,15 @@ def test_a_child_that_computes_is_no_other():
         alive = load.read(os.getpid())
         child.communicate(b"\n")
     assert alive.own - before.own >= 0.4 and load.read(os.getpid()).own - before.own >= 0.4
+
+
+def test_processes_of_one_run_are_no_others_to_each_other():
+    """What torchrun started is the measurement's own, whichever process looks."""
+    pair = ProcessGroup(rank=1, world_size=4, local_rank=1, local_world_size=2)
+    where = {"device": torch.device("cpu"), "precision": "float32", "compile": False}
+    meter, alone = (Runtime(**where, processes=processes).load_meter() for processes in (pair, SINGLE))
+    assert (meter._root, meter._wanted) == (os.getppid(), 2 * torch.get_num_threads())
+    assert (alone._root, alone._wanted) == (os.getpid(), torch.get_num_threads())
 
 
 def test_a_meter_says_what_rows_have():

@@ -97,7 +97,7 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     if memory:
         about = "about " if memory.get("approximate") else ""
         peak, state = (_size(memory.get(key)) for key in ("peak_bytes", "state_bytes"))
-        yield "memory", f"{about}{peak} peak, {state} carried state"
+        yield "memory", f"{about}{peak} peak, {state} carried state; allocator: {summary.get('allocator') or '-'}"
     if summary.get("bytes_per_second") is not None:
         yield "speed", f"{_count(round(summary['bytes_per_second']))} bytes per second of training{_busy(summary)}"
     if summary.get("seconds") is not None:

@@ -27,7 +27,7 @@ FORMAT = 2
 SUMMARY_KEYS = ("format", "variant", "status", "data", "protocol", "budget", "parameters")
 SUMMARY_KEYS += ("bytes_seen", "epochs", "seconds", "bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte")
 SUMMARY_KEYS += ("capped", "flops_per_byte", "memory", "backend", "precision", "device", "seed", "commit", "source")
-SUMMARY_KEYS += ("config_hash", "command")
+SUMMARY_KEYS += ("evaluation_backend", "allocator", "load", "config_hash", "command")
 """What every summary has; None where the run did not get that far."""
 
 GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions", "processes")
