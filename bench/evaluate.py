@@ -22,6 +22,7 @@ def main(cfg: DictConfig) -> None:
     from harness import source
     from harness.data import corpora
     from harness.device import runtime
+    from harness.loop.train_state import backend_of
     from harness.plan.build import plan_run, streamed_context
     from harness.plan.settings import checked
     from harness.record import folder
@@ -52,6 +53,7 @@ def main(cfg: DictConfig) -> None:
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
     row |= {"trained_source": saved["source"], "source": source.digest(plan.trust), "commit": source.commit()}
     row |= {"measuring_source": source.digest(plan.trust, measuring=True)}
+    row |= {"evaluation_backend": backend_of(model, device, training=False)}
     row |= {"weights_bytes_seen": best["bytes"], **device.describe()}
     with (path / folder.EVALUATIONS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(row), allow_nan=False) + "\n")

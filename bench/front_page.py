@@ -13,14 +13,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.report.columns import EXECUTED, IDEAL, PARAMETERS, PEAK, QUALITY, SEEDS, STATE, Means, table_of_arms
-from bench.report.comparison import by, comparable
+from bench.report.columns import (
+    EXECUTED,
+    IDEAL,
+    IN_EVALUATION,
+    PARAMETERS,
+    PEAK,
+    QUALITY,
+    SEEDS,
+    STATE,
+    Means,
+    table_of_arms,
+)
+from bench.report.comparison import busy_notes, by, comparable
 from bench.report.gather import RunRow, gather
 from bench.report.heads import Heads
 from bench.report.tables_runs import Group, compressor_rows
 from bench.report.words import data_words
 from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
+from harness.record.cells import BUSY, busy_words, spread
 from harness.record.table import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +40,7 @@ ROWS = "bench/results/*/speed.jsonl"
 RUNS = "bench/results/*/runs"
 FIGURE = "docs/trade_off.png"
 SAME = ("model", "optim")
-RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, EXECUTED, IDEAL, PEAK, STATE)
+RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, IN_EVALUATION, EXECUTED, IDEAL, PEAK, STATE)
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 UNMEASURED = ("results", "report", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
 """Names of today, and of commits that rows are of."""
@@ -161,7 +173,8 @@ def _block(path: Path, rows: Sequence[dict]) -> str:
         "`python -m bench.front_page` says how much code has changed since.\n",
     ]
     table = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join([*about, *(f"| {' | '.join(line)} |" for line in [HEADINGS, ["---"] * len(HEADINGS), *table])])
+    lines = [f"| {' | '.join(line)} |" for line in [HEADINGS, ["---"] * len(HEADINGS), *table]]
+    return "\n".join([*about, *lines, *(f"\n{note}" for note in busy_notes(rows))])
 
 
 def _line(row: dict) -> list[str]:
@@ -169,19 +182,35 @@ def _line(row: dict) -> list[str]:
     room = _held(f"{peak:,.1f}", peak, limit, judged=row["peak_reached"], form=",.1f") if peak else "-"
     flops = _both(row, "training_flops_per_byte", lambda value: f"{value / 1e6:.1f} M")
     sizes = [_both(row, "parameters", "{:,}".format), flops, _both(row, "optimizer", str)]
-    return [f"`{row['case']}`", _ours(row), _opponent(row), _ratio(row), room, *sizes]
+    return [
+        f"`{row['case']}`{f' {BUSY}' if busy_words(row.get('load')) else ''}",
+        _ours(row),
+        _opponent(row),
+        _ratio(row),
+        room,
+        *sizes,
+    ]
 
 
 def _ratio(row: dict) -> str:
     value, second, judged = row["ratio"], row["second"], row["reached"]
     if value is None or row["void"]:
         return row["void"] or row["reason"]
-    spread = ", {:.3f} to {:.3f}".format(*row["ratio_range"]) if "ratio_range" in row else ""
-    said = _held(f"{value:.3f}{spread}", value, row["target"], judged=judged, at_most=row["ratio_of"] == "times")
+    said = _held(
+        f"{value:.3f}{_around(row.get('ratio_range'))}",
+        value,
+        row["target"],
+        judged=judged,
+        at_most=row["ratio_of"] == "times",
+    )
     if second:
-        value = second["ratio"]
-        said += "; " + _held(f"{second['what']}: {value:.3f}", value, second["target"], judged=judged)
+        value, around = second["ratio"], _around(second.get("ratio_range"))
+        said += "; " + _held(f"{second['what']}: {value:.3f}{around}", value, second["target"], judged=judged)
     return said
+
+
+def _around(found: Sequence[float] | None) -> str:
+    return f", {spread(found).text}" if found else ""
 
 
 def _held(said: str, value: float, limit: float | None, *, judged: bool | None, at_most: bool = True, form="g") -> str:
@@ -212,8 +241,10 @@ def _opponent(row: dict) -> str:
         return said
     if in_check is None or row["ratio"] is None:
         return f"{said}, not measured beside the reference model"
-    theirs, ours = (f"{share:.3f} of the reference model" for share in (1 / in_check, row["ratio"] / in_check))
-    return f"{said}, itself {theirs}: ours is {ours}"
+    ends = sorted(1 / share for share in row.get("reference_in_check_range") or ())
+    ours = row.get("beside_reference") or {"ratio": row["ratio"] / in_check, "range": None}
+    told = f"{1 / in_check:.3f}{_around(ends)} of the reference model"
+    return f"{said}, itself {told}: ours is {ours['ratio']:.3f}{_around(ours['range'])} of the reference model"
 
 
 def _both(row: dict, key: str, say: Callable[[object], str]) -> str:

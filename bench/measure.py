@@ -1,7 +1,8 @@
 """Two meters, which take a callable each; ``harness/count/flops.py`` is the third.
 
-- Seconds: wall time of one call with the device idle before and after it; 20th, 50th and 80th percentiles of many calls
-  after warm-up. Whoever compares two things lets their calls alternate, collects the times and takes ``percentiles``.
+- Seconds: wall time of one call with the device idle before and after it; the median of calls after warm-up, and the 20th
+  and 80th percentiles of 20 calls or more. Whoever compares two things lets their calls alternate, collects the times and
+  takes ``percentiles``.
 - Bytes: the peak of what is in use during a call, and what every call leaves behind.
 """
 
@@ -18,17 +19,18 @@ import torch
 
 from harness.count import memory
 from harness.count.memory import Peak, PeakMemory
+from harness.record.cells import LEAST_CALLS
 
 
 class Times(NamedTuple):
-    """Percentiles of the milliseconds of ``n`` calls."""
+    """Percentiles of the milliseconds of ``n`` calls; of fewer than ``LEAST_CALLS`` the median alone."""
 
-    p20_ms: float
+    p20_ms: float | None
     p50_ms: float
-    p80_ms: float
+    p80_ms: float | None
     n: int
 
-    def as_dict(self) -> dict[str, float | int]:
+    def as_dict(self) -> dict[str, float | int | None]:
         """As rows have it."""
         return {"p20": self.p20_ms, "p50": self.p50_ms, "p80": self.p80_ms, "n": self.n}
 
@@ -50,7 +52,9 @@ def percentiles(times_ms: Sequence[float]) -> Times:
     """Percentiles of times, interpolated between neighbours; ValueError if there are none."""
     if not times_ms:
         raise ValueError("no call was timed: percentiles need one at least")
-    return Times(*np.percentile(times_ms, (20, 50, 80)).tolist(), len(times_ms))
+    p20, p50, p80 = np.percentile(times_ms, (20, 50, 80)).tolist()
+    n = len(times_ms)
+    return Times(p20, p50, p80, n) if n >= LEAST_CALLS else Times(None, p50, None, n)
 
 
 def times(

@@ -8,15 +8,12 @@ import json
 import time
 from pathlib import Path
 
-from harness.record.rows import other_format, plain
+from harness.record.rows import GROUND, other_format, plain
 
 ROWS = "rows.jsonl"
 """Of one call of a verb, in a folder of its own."""
 IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
-GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions", "processes")
-GROUND += ("instruction_set", "environment")
-"""What time and memory depend on beside the code; ``backend`` is a column."""
-UNSAID = {"processes": 1, "instruction_set": None, "environment": {}}
+UNSAID = {"processes": 1, "machine": None, "allocator": None, "instruction_set": None, "environment": {}}
 """What a row means that does not say: some were written before it could differ, or was asked."""
 
 

@@ -1,11 +1,15 @@
 """Turns of several processes that are asked one after the other, A B A B, so that nothing else runs and all share the
 machine's moods."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.progress import Steps
 from bench.worker import Cell, CellError
+from harness.device.load import LoadMeter
+
+MOST_MS = 60_000.0
+"""Of one quantity: after that no further round is begun, whatever ``rounds`` says."""
 
 
 @dataclass(kw_only=True)
@@ -35,9 +39,14 @@ class Asked:
 
 
 def in_turn(
-    asked: Sequence[Asked], *question, rounds: int, progress: Steps, **keywords
+    asked: Sequence[Asked],
+    *question,
+    rounds: int,
+    progress: Steps,
+    spent_ms: Callable[[Asked], float],
+    **keywords,
 ) -> Iterator[tuple[Asked, object]]:
-    """Ask all that have not failed the same question, ``rounds`` times.
+    """Ask all that have not failed the same question, ``rounds`` times, or until ``spent_ms`` says ``MOST_MS``.
 
     Another one begins each round, so that nobody always follows the same neighbour's heat.
 
@@ -45,8 +54,13 @@ def in_turn(
         who was asked, and the answer or None.
     """
     for number in range(rounds):
-        ready = [one for one in asked if one.status is None]
+        ready = [one for one in asked if one.status is None and spent_ms(one) < MOST_MS]
         first = number % max(len(ready), 1)
         for one in ready[first:] + ready[:first]:
             progress.doing(f"{one.name}: {question[0]}, round {number + 1} of {rounds}")
             yield one, one.ask(*question, **keywords)
+
+
+def load_meter(row: Mapping) -> LoadMeter:
+    """What others take of the machine from now on, beside what ``row`` says is measured; processes of this one are ours."""
+    return LoadMeter(wanted=row["threads"] if row["device_kind"] == "cpu" else 1)

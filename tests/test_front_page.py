@@ -76,10 +76,13 @@ def test_no_case_is_missing_among_the_rows():
 
 def test_a_verdict_is_read_off_the_numbers(tmp_path):
     times = {"ratio": 0.3, "ratio_of": "times", "target": 0.25}
-    second = {"what": "time of a over b", "ratio": 0.9, "target": 1.1}
+    second = {"what": "time of a over b", "ratio": 0.9, "ratio_range": [0.8, 0.95], "target": 1.1}
     page = page_of(tmp_path, ROW | {"ratio": 0.3996}, ROW | times | {"second": second, "peak_bytes": 7e8})
     assert "| 0.400 (≥ 0.4 **MISSED**) | 400.0 (≤ 600.0 reached) |" in page
-    assert "| 0.300 (≤ 0.25 **MISSED**); time of a over b: 0.900 (≤ 1.1 reached) | 700.0 (≤ 600.0 **MISSED**) |" in page
+    assert (
+        "| 0.300 (≤ 0.25 **MISSED**); time of a over b: 0.900, 0.800 to 0.950 (≤ 1.1 reached) | 700.0 (≤ 600.0 **MISSED**) |"
+        in page
+    )
     assert "**here: 2 targets reached, 3 missed.**" in page and page.startswith("Before.") and page.endswith("After.\n")
     other_sizes = page_of(tmp_path, ROW | {"reached": None, "peak_reached": None})
     assert "0 targets reached, 0 missed" in other_sizes and "(≥ 0.4 not judged)" in other_sizes
@@ -104,10 +107,20 @@ def test_both_sides_are_shown_and_how_strong_the_judge_is(tmp_path):
     )
     assert "`x-transformers` 9.9, itself 0.800 of the reference model: ours is 0.880 of the reference model" in page
     assert "| 1.100, 1.000 to 1.200 (≥ 0.4 reached) |" in page
+    recorded = {"reference_in_check_range": [1.0, 2.0], "beside_reference": {"ratio": 0.9, "range": [0.7, 1.1]}}
+    both = "itself 0.800, 0.500 to 1.000 of the reference model: ours is 0.900, 0.700 to 1.100 of the reference model"
+    assert both in page_of(tmp_path, ROW | sanity_check | recorded | {"entry": SIDE, "opponent": SIDE})
     assert "| 9 / 1,234,567 | 2.5 M | Adam / fused AdamW |" in page
     assert "not measured beside the reference model" in page_of(
         tmp_path, ROW | sanity_check | {"reference_in_check": None}
     )
+
+
+def test_a_row_of_a_busy_machine_is_marked(tmp_path):
+    load = {"busy": True, "cores": 2, "wanted_cores": 2, "others_cores": 0.5, "stolen_cores": 0.0}
+    page = page_of(tmp_path, ROW, ROW | {"case": "shaken", "load": load})
+    assert "| `shaken` ! |" in page and f"| `{ROW['case']}` |" in page
+    assert "\n! BUSY MACHINE: others had 0.50" in page and "BUSY" not in page_of(tmp_path, ROW)
 
 
 def test_every_machine_has_a_table_and_changes_that_were_not_committed_are_said(tmp_path):

@@ -1,11 +1,15 @@
 """What a run takes from the machine it is on, and what it says of it: OpenMP's threads, the folder of compiled graphs."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 
@@ -16,6 +20,7 @@ from tests.needs import need
 from tests.runs import restored  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux only")
@@ -53,6 +58,80 @@ def test_what_changes_a_time_is_in_every_row(monkeypatch):
     described = runtime.start(plan("runtime.device=cpu", "runtime.threads=1").runtime).describe()
     assert described["environment"] == machine.environment()
     assert described["instruction_set"] == torch.backends.cpu.get_cpu_capability()
+
+
+def answering(monkeypatch, folder: Path, name: str, script: str) -> None:
+    """A command of that name is found before all others."""
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.fixture
+def forgotten():
+    """What was asked of this machine before is asked again, before and after."""
+    machine.cpu_name.cache_clear(), machine.gpu_facts.cache_clear()
+    yield
+    machine.cpu_name.cache_clear(), machine.gpu_facts.cache_clear()
+
+
+CLOUD = """processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: {}
+model name\t: Intel(R) Xeon(R) Processor\nstepping\t: 8\n\nprocessor\t: 1\nmodel\t\t: 999\n"""
+
+
+@pytest.mark.parametrize(
+    ("info", "name"),
+    [
+        (CLOUD.format(143), "Intel(R) Xeon(R) Processor (family 6 model 143 stepping 8)"),
+        (CLOUD.format(207), "Intel(R) Xeon(R) Processor (family 6 model 207 stepping 8)"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "Apple M9 (implementer 0x41 part 0xd40)"),
+        (None, "Apple M9"),
+    ],
+)
+def test_cpus_of_one_name_are_told_apart(monkeypatch, tmp_path, forgotten, info, name):
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    answering(monkeypatch, tmp_path, "sysctl", "echo Apple M9")
+    if info is not None:
+        (tmp_path / "cpuinfo").write_text(info)
+    assert machine.cpu_name() == name
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo 550.54.15, 700.00, 1980", ("550.54.15", 700.0, 1980.0)),
+        ("echo '470.1, [N/A], [Not Supported]'", ("470.1", None, None)),
+        ("echo No devices were found", (None, None, None)),
+        ("echo 550.54.15, 700.00, 1980; exit 9", (None, None, None)),
+    ],
+)
+def test_a_gpus_driver_and_limits_are_in_every_row(monkeypatch, tmp_path, forgotten, script, found):
+    """As ``nvidia-smi`` says of the very GPU that the run has; the GPU is pretended."""
+    answering(monkeypatch, tmp_path, "nvidia-smi", f'echo "$@" > {tmp_path}/asked; {script}')
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Mock(uuid="12-ab"))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    where = runtime.Runtime(device=torch.device("cuda"), precision="float32", compile=False)
+    driver, watts, mhz = found
+    for described in (where.describe(), where.describe()):
+        assert described["device"] == "A GPU" and described["versions"]["cudnn"] == "91002"
+        assert described["versions"].get("driver") == driver
+        limits = {"power_limit_w": watts, "clock_limit_mhz": mhz}
+        assert described["machine"] == {"cpu": machine.cpu_name(), "cores": os.cpu_count()} | limits
+    assert "--id=GPU-12-ab" in (tmp_path / "asked").read_text()
+
+
+def test_where_there_is_no_nvidia_smi_or_no_triton_nothing_is_claimed(monkeypatch, tmp_path, forgotten):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert set(machine.gpu_facts("12-ab").values()) == {None}
+
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", lambda name: "3.7.1")
+    assert machine.versions(cudnn=None) == {**LIBRARIES, "triton": "3.7.1"}
+    monkeypatch.setattr(metadata, "version", absent)
+    assert machine.versions(driver="1.2") == {**LIBRARIES, "driver": "1.2"}
 
 
 # The folder of compiled graphs

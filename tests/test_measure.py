@@ -76,10 +76,10 @@ def test_calls_are_begun_until_the_time_is_over(clock):
 
 
 def test_percentiles():
-    assert percentiles([5.0]) == (5, 5, 5, 1)
-    assert percentiles([6, 1, 5, 2, 4, 3]) == Times(2, 3.5, 5, 6)
-    assert percentiles([4, 0]) == pytest.approx((0.8, 2, 3.2, 2))
-    assert percentiles([3, 1, 2]).as_dict() == pytest.approx({"p20": 1.4, "p50": 2, "p80": 2.6, "n": 3})
+    assert percentiles([5.0]) == (None, 5, None, 1)
+    assert percentiles(range(19)) == (None, 9, None, 19)  # of so few, the ends say nothing
+    assert percentiles(range(20)) == pytest.approx(Times(3.8, 9.5, 15.2, 20))
+    assert percentiles([6, 1, 5, 2, 4, 3] * 4).as_dict() == {"p20": 2, "p50": 3.5, "p80": 5, "n": 24}
     with pytest.raises(ValueError, match="one at least"):
         percentiles([])
     with pytest.raises(ValueError, match="least_calls=0"):

@@ -2,7 +2,9 @@
 user sees."""
 
 import json
+import re
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +18,11 @@ from bench.baselines.entry_workers import LanguageWorker
 from bench.baselines.packages import INSTALL, PACKAGES, Memory, Peer, Sizes, touched_parameters, version
 from bench.baselines.proof import OK, Probe, passed, prove
 from bench.baselines.reference_model import ReferenceModel
-from bench.baselines.rounds import Entry, ratio, verdict
+from bench.baselines.rounds import Entry, compete, ratio, verdict
 from bench.baselines.settings import PeerSettings
-from bench.measure import percentiles
+from bench.progress import Steps
 from bench.report.tables_peers import peer_tables
+from bench.turns import MOST_MS
 from harness.record.table import print_table
 from tests.bench_rows import identity, peer_row
 from tests.command import call
@@ -166,8 +169,13 @@ def test_speeds_are_compared_within_a_round():
     assert ratio(entry("half", [20.0], [40.0], [20.0]), reference_model) == pytest.approx(0.5)
     assert ratio(entry("small", [20.0], [40.0], [20.0], bytes_per_step=50), reference_model) == pytest.approx(0.25)
     assert ratio(entry("none"), reference_model) is None
-    found = percentiles([1.0, 2.0, 3.0, 4.0, 5.0]).as_dict()
-    assert found == pytest.approx({"p20": 1.8, "p50": 3, "p80": 4.2, "n": 5})
+    half = entry("half", [20.0], [50.0], [20.0])
+    row = rows_of(comparison(reference_model, half, sanity_check=None), judged=True, planned_rounds=3)[1]
+    assert row["relative_to_reference"] == 0.5 and row["relative_range"] == [0.4, 0.5]
+    assert row["time"]["train_ms"] == {"p20": None, "p50": 20, "p80": None, "n": 3}
+    (table,) = peer_tables([row | {"read_from": "outputs/somewhere"}])
+    shown = dict(zip((column.heading for column in table.columns), (cell.text for cell in table.rows[0]), strict=True))
+    assert shown["its rounds"] == "0.400 to 0.500" and shown["step, n"] == "3" and "step, 20 to 80%" not in shown
 
 
 @pytest.mark.parametrize(("ms", "void"), [(10.0, False), (10.4, True)])
@@ -192,7 +200,7 @@ def test_without_its_judge_a_table_is_unjudged():
 
 @pytest.mark.parametrize(("slowest_ms", "disturbed"), [(1.4, False), (1.6, True)])
 def test_a_busy_machine_is_remarked_upon(slowest_ms, disturbed):
-    shaken = entry("reference_model", [1.0, 1.0, slowest_ms, slowest_ms])
+    shaken = entry("reference_model", [1.0, 1.0, slowest_ms, slowest_ms] * 5)
     rows = rows_of(comparison(shaken), judged=True, planned_rounds=1)
     assert ("DISTURBED: steps of reference_model" in printed(rows)) == disturbed
 
@@ -204,6 +212,41 @@ def test_an_interrupted_run_keeps_what_is_complete():
         ("reference_model", 2, False),
         ("mhsa", 1, True),
     ]
+
+
+def test_what_has_had_its_minute_is_not_interrupted():
+    entries = [entry("reference_model", [1.0], [1.0]), entry("mhsa", [MOST_MS])]
+    assert [row["interrupted"] for row in rows_of(comparison(*entries), judged=True, planned_rounds=2)] == [
+        False,
+        False,
+    ]
+
+
+BUSY = {"busy": True, "cores": 2, "wanted_cores": 2, "average_at_start": 1.0, "seconds": 9.0}
+BUSY |= {"others_cores": 0.75, "stolen_cores": 0.0}
+
+
+def test_rows_of_a_busy_machine_are_marked():
+    entries = [entry("reference_model", [1.0]), entry("mhsa", [1.0])]
+    entries[1].load = BUSY
+    shown = printed(rows_of(comparison(*entries), judged=True, planned_rounds=1))
+    assert "mhsa !" in shown and "reference_model !" not in shown
+    assert re.search(r"! BUSY MACHINE: others had 0\.75 .* of 2\s+cores.*: mhsa\.", shown, re.DOTALL)
+
+
+def test_a_comparison_says_at_once_that_the_machine_was_busy(monkeypatch, capsys):
+    """The rows have what others took while the rounds went on, however they ended."""
+    monkeypatch.setattr("bench.baselines.rounds.load_meter", lambda row: Mock(read=lambda: BUSY))
+    ready = entry("reference_model")
+    ready.fail("not installed")
+    with Steps(1) as progress:
+        compete([ready], rounds=1, seconds=1.0, progress=progress)
+    assert ready.load == BUSY and "BUSY MACHINE" in capsys.readouterr().out
+    monkeypatch.setattr("bench.baselines.rounds.in_turn", Mock(side_effect=KeyboardInterrupt))
+    ready.load = None
+    with Steps(1) as progress, pytest.raises(KeyboardInterrupt):
+        compete([ready], rounds=1, seconds=1.0, progress=progress)
+    assert ready.load == BUSY
 
 
 def test_ctrl_c_leaves_rows_and_exit_code_130(here, monkeypatch):  # noqa: F811

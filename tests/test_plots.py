@@ -338,11 +338,9 @@ def test_peers_that_failed_have_their_reason_and_void_tables_are_printed_over(fi
     assert "VOID" in texts(figures[drawing.name]) and "too slow a reference model" in drawing.caption
 
 
-def test_ranges_of_speed_come_from_those_of_time():
-    low, high = plots_bars._range(
-        {"relative_to_reference": 2.0, "time": {"train_ms": {"p20": 8.0, "p50": 10.0, "p80": 20.0}}}
-    )
-    assert (low, high) == (1.0, 2.5)
+def test_ranges_of_speed_are_those_of_the_rounds():
+    assert plots_bars._range({"relative_to_reference": 2.0, "relative_range": [1.0, 2.5]}) == (1.0, 2.5)
+    assert plots_bars._range({"relative_to_reference": 2.0}) == (2.0, 2.0)
 
 
 def test_fit_stacks_sum_to_the_peak_and_the_device_is_a_line(figures):

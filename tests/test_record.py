@@ -163,7 +163,7 @@ def test_earlier_runs_stand_beside_with_what_may_be_compared():
     assert mhsa < own, "best first"
     assert "2.2000 " in comparison[mhsa] and "42.1k" not in comparison[mhsa] and "#" in comparison[mhsa]
     assert "2.3913*" in comparison[own] and "42.1k" in comparison[own]
-    assert "other source" in text and "another device" in text
+    assert "other source" in text and "on other ground" in text
 
 
 def test_find_comparable_takes_only_what_is_equal(tmp_path):

@@ -103,6 +103,8 @@ def test_a_budget_of_seconds_is_equal_on_equal_ground_only(tmp_path):
         *({"device": "Another"}, {"threads": 9}, {"precision": "bfloat16"}, {"compile": True}),
         *(
             {"versions": {"torch": "1"}},
+            {"machine": {"cpu": "A made-up CPU", "cores": 9}},
+            {"allocator": "return"},
             {"processes": 2},
             {"instruction_set": "AVX2"},
             {"environment": {"MALLOC_ARENA_MAX": "1"}},
@@ -119,6 +121,43 @@ def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, ch
     for name in ("costs-1-1", "costs-1-2"):
         assert len(found[name].rows) == 1 and {"backend", "training peak, MiB"} <= set(headings(found[name]))
     assert found["costs-1-1"].caption != found["costs-1-2"].caption
+
+
+BUSY = {"busy": True, "cores": 2, "wanted_cores": 2, "average_at_start": 0.5, "seconds": 60.0}
+BUSY |= {"others_cores": 1.25, "stolen_cores": 0.0}
+
+
+def test_times_of_a_busy_machine_are_marked(tmp_path):
+    write_run(tmp_path, variant="mhsa")
+    change(write_run(tmp_path, variant="adaptive_span"), load=BUSY)
+    found = tables(tmp_path)["runs-1"]
+    for heading in ("bytes/s", "training, s"):
+        marked = [cell.endswith(" !") for cell in column(found, heading)]
+        assert marked == [name.startswith("adaptive_span") for name in column(found, "variant")], heading
+    assert not any("!" in cell for cell in column(found, "test, bits per byte"))
+    assert [note for note in found.notes if note.startswith("! BUSY MACHINE: others had 1.25")]
+    assert not any("BUSY" in note for note in tables(tmp_path)["seeds-1"].notes)
+    write_rows(tmp_path, [cost_row(), cost_row(variant="all_attention", load=BUSY | {"stolen_cores": 0.5})])
+    found = tables(tmp_path)["cost-1"]
+    assert column(found, "variant") == ["all_attention !", "mhsa"]
+    assert any("hypervisor 0.50 of 2 cores" in note for note in found.notes)
+
+
+def test_what_ran_in_evaluation_is_said_where_it_is_other_code(tmp_path):
+    write_run(tmp_path, variant="mhsa", evaluation_backend="kernel")
+    write_run(tmp_path, variant="adaptive_span", evaluation_backend="fused")
+    found = tables(tmp_path)["runs-1"]
+    said = dict(zip(column(found, "variant"), column(found, "in evaluation"), strict=True))
+    assert said["mhsa"] == "kernel" and said["adaptive_span"] == ""
+    write_run(tmp_path / "alike", variant="mhsa", evaluation_backend="fused")
+    assert "in evaluation" not in headings(tables(tmp_path / "alike")["runs-1"])
+
+
+def test_percentiles_are_shown_of_enough_calls(tmp_path):
+    few, many = ({"train_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": n}} for n in (19, 20))
+    write_rows(tmp_path, [cost_row(time=few), cost_row(variant="all_attention", time=many)])
+    found = tables(tmp_path)["cost-1"]
+    assert column(found, "step, n") == ["20", "19"] and column(found, "step, 20 to 80%") == ["1.00 to 3.00", ""]
 
 
 def test_a_row_that_does_not_say_was_made_by_one_process(tmp_path):

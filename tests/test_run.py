@@ -3,10 +3,12 @@
 import math
 import traceback
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from harness.device.runtime import Runtime
 from harness.loop.step import Trainer
 from harness.loop.train_state import TrainState
 from harness.record import checkpoint
@@ -40,7 +42,7 @@ def test_the_same_configuration_gives_the_same_record(variant, here, monkeypatch
     assert rows_of(one) == rows_of(other)
     assert [row["kind"] for row in rows_of(one)][-3:] == ["valid", "valid", "test"]
     differ = {key for key in summary if summary[key] != again[key]}
-    assert differ <= {"seconds", "bytes_per_second", "memory"}
+    assert differ <= {"seconds", "bytes_per_second", "memory", "load"}
     weights = [checkpoint.load(checkpoint.newest(job.folder.path))["model"] for job in (one, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -249,6 +251,31 @@ def test_summary_table_and_figures(variant, capsys):
     assert (job.folder.path / "spans.png").exists() == (variant == "adaptive_span")
     spans = summary["spans"]
     assert spans["min"] <= spans["mean"] <= spans["max"] if variant == "adaptive_span" else spans is None
+
+
+@pytest.mark.cpu_kernel
+def test_a_run_with_dropout_names_the_code_of_training_and_that_of_evaluation(capsys):
+    """The kernel has no dropout, so training is plain; scores and executed FLOPs are the kernel's."""
+    job, summary = whole_run("budget.steps=2", "model.dropout=0.1")
+    assert (summary["backend"], summary["evaluation_backend"]) == ("plain", "kernel")
+    assert "(kernel) executed" in capsys.readouterr().out
+    assert rows_of(job)[0]["evaluation_backend"] == "kernel"
+    _, plain = whole_run("budget.steps=2", "model.dropout=0.1", "runtime.backend=plain")
+    assert (plain["backend"], plain["evaluation_backend"]) == ("plain", "plain")
+    assert summary["flops_per_byte"]["executed"] < plain["flops_per_byte"]["executed"]
+    assert ") executed" not in capsys.readouterr().out
+
+
+def test_a_run_names_its_allocator_and_says_aloud_that_its_machine_was_busy(monkeypatch, capsys):
+    load = {"busy": True, "cores": 2, "wanted_cores": 2, "average_at_start": 0.0, "seconds": 9.0}
+    load |= {"others_cores": 0.5, "stolen_cores": 0.0}
+    monkeypatch.setattr(Runtime, "load_meter", lambda self: Mock(read=lambda: load))
+    _, summary = whole_run("budget.steps=2", "runtime.allocator=return")
+    assert summary["load"] == load and summary["allocator"] in ("return", None)
+    shown = capsys.readouterr().out
+    assert f"allocator: {summary['allocator'] or '-'}" in shown
+    assert shown.count("BUSY MACHINE: others had 0.50") == 2  # when it was measured, and below the table
+    assert "bytes per second of training !" in shown
 
 
 def test_a_tuning_job_never_scores_test():

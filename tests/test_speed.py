@@ -256,7 +256,7 @@ def test_a_slow_reference_model_judges_nothing():
 @pytest.mark.parametrize(("slowest_ms", "disturbed"), [(1.4, False), (1.6, True)])
 def test_a_busy_machine_is_remarked_upon(slowest_ms, disturbed):
     match = case("mhsa_256")
-    shaken = entry("x-transformers", [1.0, 1.0, slowest_ms, slowest_ms])
+    shaken = entry("x-transformers", [1.0, 1.0, slowest_ms, slowest_ms] * 5)
     row = judged(Comparison(entries=[shaken, entry("mhsa_256", [1.0])], cases=[match]))
     assert ("DISTURBED: steps of mhsa_256" in printed(row)) is disturbed
 
@@ -267,6 +267,20 @@ def test_one_open_head_is_to_cost_little_and_all_open_as_much_as_a_window(one_ms
     row = judged(Comparison(entries=entries, cases=[case("one_open")]))
     assert row["ratio"] == pytest.approx(one_ms / all_ms) and row["reached"] is reached
     assert row["second"]["ratio"] == pytest.approx(all_ms / 100)
+
+
+def test_ratios_have_the_range_of_their_rounds():
+    entries = [entry("one open", [20], [30]), entry("all open", [100], [100]), entry("mhsa", [100], [125])]
+    row = judged(Comparison(entries=entries, cases=[case("one_open")]))
+    assert row["ratio_range"] == [0.2, 0.3] and row["second"]["ratio_range"] == [0.8, 1.0]
+    assert "0.200 to 0.300" in printed(row) and "(0.800 to 1.000)" in printed(row)
+    match = case("mhsa_1024")
+    sides = [entry("x-transformers", [10.0], [12.0]), entry(match.entry, [10.0], [10.0])]
+    entries = [entry("reference_model", [10.0], [10.0]), *sides]
+    row = judged(Comparison(entries=entries, cases=[match], sanity_check="x-transformers"))
+    assert row["ratio_range"] == [1.0, 1.2] and row["reference_in_check_range"] == [1.0, 1.2]
+    assert row["beside_reference"] == {"ratio": 1.0, "range": [1.0, 1.0]}
+    assert "1.100 (1.000 to 1.200) of the speed of x-transformers" in " ".join(printed(row).split())
 
 
 @pytest.mark.parametrize(("peak_bytes", "reached"), [(700, True), (701, False)])

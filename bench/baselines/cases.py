@@ -1,10 +1,9 @@
 """Rows of a comparison of entries timed in turn: one for every entry, or for every case with its target."""
 
 from dataclasses import dataclass, field
-from statistics import median
 
 from bench.baselines.packages import REFERENCE_MODEL
-from bench.baselines.rounds import MEASURED, Entry, ratio, ratios, verdict
+from bench.baselines.rounds import MEASURED, Entry, middle, ratios, verdict
 from bench.baselines.settings import Case
 from bench.measure import percentiles
 from bench.worker import FAILED
@@ -40,9 +39,11 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
         planned_rounds: of each entry.
     """
     named = {entry.name: entry for entry in comparison.entries}
-    in_check, slow = None, None
+    in_check, slow, in_check_range = None, None, None
     if comparison.sanity_check:
-        in_check, slow = verdict(named[REFERENCE_MODEL], named.get(comparison.sanity_check))
+        reference_model, peer = named[REFERENCE_MODEL], named.get(comparison.sanity_check)
+        in_check, slow = verdict(reference_model, peer)
+        in_check_range = middle(ratios(reference_model, peer))[1] if peer else None
     found = []
     for one in comparison.cases or comparison.entries:
         entries = [named[name] for name in one.names] if comparison.cases else [one]
@@ -59,8 +60,10 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
             "status": (FAILED if comparison.cases else one.status) if failed else MEASURED,
             "void": void,
             "reference_in_check": in_check,
+            "reference_in_check_range": in_check_range,
             "rounds": rounds,
-            "interrupted": not failed and rounds < planned_rounds,
+            "interrupted": not failed and any(entry.interrupted(planned_rounds) for entry in entries),
+            "load": entries[0].load,
         }
         if comparison.cases:
             reason = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed) or None
@@ -73,6 +76,7 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
 
 def _entry(entry: Entry, reference: Entry, *, measured: bool) -> dict:
     step = _times(entry) if measured else None
+    share, around = middle(ratios(entry, reference)) if measured else (None, None)
     batch = entry.identity["config"]["batch"]
     return {
         "name": entry.name,
@@ -85,32 +89,36 @@ def _entry(entry: Entry, reference: Entry, *, measured: bool) -> dict:
         "bytes_per_second": entry.bytes_per_step / step["p50"] * 1000 if measured else None,
         "time": {"train_ms": step} if measured else None,
         "memory": entry.facts.get("memory") if measured else None,
-        "relative_to_reference": ratio(entry, reference) if measured else None,
+        "relative_to_reference": share,
+        "relative_range": around,
     }
 
 
 def _case(case: Case, named: dict[str, Entry], *, measured: bool, judged: bool) -> dict:
     entry, reference, times = named[case.entry], named[case.reference], case.at_most is not None
     target, limit = case.at_most if times else case.at_least, case.peak_mb and case.peak_mb * MB
-    found, around, second, kept, peak = None, None, None, None, None
+    found, around, second, kept, peak, beside = None, None, None, None, None, None
     if measured:
-        each = ratios(reference, entry) if times else ratios(entry, reference)
-        found, around = median(each), [min(each), max(each)]
+        found, around = middle(ratios(reference, entry) if times else ratios(entry, reference))
         kept = found <= target if times else found >= target
         peak = entry.facts["memory"]["train_peak_bytes"]
         if case.peak_share:
             limit = case.peak_share * reference.facts["memory"]["train_peak_bytes"]
         if case.second:
             above, below, most = case.second
-            value = ratio(named[below], named[above])
-            second = {"what": f"time of {above} over {below}", "ratio": value, "target": most}
+            value, ends = middle(ratios(named[below], named[above]))
+            what = f"time of {above} over {below}"
+            second = {"what": what, "ratio": value, "ratio_range": ends, "target": most}
             kept = kept and value <= most
+        if REFERENCE_MODEL in named and case.reference != REFERENCE_MODEL:
+            beside = dict(zip(("ratio", "range"), middle(ratios(entry, named[REFERENCE_MODEL])), strict=True))
     return {
         "case": case.name,
         **entry.setting,
         "ratio": found,
         "ratio_range": around,
         "ratio_of": "times" if times else "speeds",
+        "beside_reference": beside,
         "entry": _side(entry),
         "opponent": _side(reference),
         "target": target,

@@ -12,8 +12,9 @@ from statistics import median
 from bench.baselines.packages import INSTALL, version
 from bench.baselines.proof import OK, passed
 from bench.progress import Steps
-from bench.turns import Asked, in_turn
+from bench.turns import MOST_MS, Asked, in_turn, load_meter
 from bench.worker import FAILED, Cell
+from harness.record.cells import busy_words
 
 MEASURED = "measured"
 FAIR = 0.97
@@ -39,6 +40,7 @@ class Entry(Asked):
     checks: dict[str, str] = field(default_factory=dict)  # the proofs, ok or the reason of a failure
     facts: dict = field(default_factory=dict)  # of weigh
     rounds: list[list[float]] = field(default_factory=list)  # milliseconds of each step, by round
+    load: dict | None = None  # what others took of the machine while the rounds went on
 
     def __post_init__(self):
         self.version = version(self.package)
@@ -49,6 +51,15 @@ class Entry(Asked):
     def complete(self) -> bool:
         """Whether it has a row: a failure has one at once, a speed from its first round on."""
         return self.status is not None or bool(self.rounds)
+
+    @property
+    def spent_ms(self) -> float:
+        """In steps that were timed."""
+        return sum(map(sum, self.rounds))
+
+    def interrupted(self, planned_rounds: int) -> bool:
+        """Whether it has fewer rounds than planned, with time left for more."""
+        return len(self.rounds) < planned_rounds and self.spent_ms < MOST_MS
 
     def fail(self, reason: str) -> None:
         self.status, self.reason = FAILED, reason
@@ -73,9 +84,18 @@ def compete(entries: list[Entry], *, rounds: int, seconds: float, progress: Step
                 entry.facts = entry.ask("weigh") or {}
             progress.print(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "checked"))
             progress.advance(1 + rounds if entry.status else 1)
-        for entry, found in in_turn(entries, "round", seconds, rounds=rounds, progress=progress):
-            entry.rounds += [found] if found else []
-            progress.advance()
+        how = {"rounds": rounds, "progress": progress, "spent_ms": lambda entry: entry.spent_ms}
+        meter = load_meter(entries[0].identity)
+        try:
+            for entry, found in in_turn(entries, "round", seconds, **how):
+                entry.rounds += [found] if found else []
+                progress.advance()
+        finally:
+            load = meter.read()
+            for entry in entries:
+                entry.load = load
+        if said := busy_words(load):
+            progress.print(said)
     for entry in entries:
         entry.status = entry.status or MEASURED
 
@@ -94,14 +114,18 @@ def _proved(entry: Entry) -> bool:
 
 def ratio(entry: Entry, reference: Entry) -> float | None:
     """Speed of an entry in that of its reference, by position: median over the rounds that both have."""
-    found = ratios(entry, reference)
-    return median(found) if found else None
+    return middle(ratios(entry, reference))[0]
 
 
 def ratios(entry: Entry, reference: Entry) -> list[float]:
     """The same of each round."""
     own, theirs = ([median(ms) / e.bytes_per_step for ms in e.rounds] for e in (entry, reference))
     return [b / a for a, b in zip(own, theirs, strict=False)]  # an interrupted round has fewer
+
+
+def middle(found: list[float]) -> tuple[float | None, list[float] | None]:
+    """The median of some rounds' ratios, and the least and the greatest of them."""
+    return (median(found), [min(found), max(found)]) if found else (None, None)
 
 
 def verdict(reference_model: Entry, sanity_check: Entry | None) -> tuple[float | None, str | None]:

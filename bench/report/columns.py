@@ -3,10 +3,23 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report.comparison import Arm, number
+from bench.report.comparison import Arm, busy_notes, number, other_in_evaluation
 from bench.report.gather import RunRow
 from bench.report.heads import Heads
-from harness.record.cells import bits, fixed, keep_filled, listed, mean, mib, millions, significant, text, whole
+from harness.record.cells import (
+    BUSY,
+    bits,
+    busy_words,
+    fixed,
+    keep_filled,
+    listed,
+    mean,
+    mib,
+    millions,
+    significant,
+    text,
+    whole,
+)
 from harness.record.closing_table import WINDOWS
 from harness.record.table import Cell, Column, Table, words
 
@@ -46,6 +59,11 @@ class Means:
     def memory(self, name: str) -> Cell:
         about = any((run.summary.get("memory") or {}).get("approximate") for run in self.runs)
         return mib(self("memory", name), about=about and "peak" in name)
+
+    def timed(self, *keys: str, digits: int = 0) -> Cell:
+        """The same of a time or a speed, marked where others were busy on the machine of a run."""
+        busy = any(busy_words(run.row.get("load")) for run in self.runs)
+        return fixed(self(*keys), digits=digits, mark=f" {BUSY}" if busy else "")
 
     def optimizers(self) -> str | None:
         return optimizer_words(self.newest.get("optimizers"))
@@ -102,7 +120,12 @@ SIZES = (
 BACKEND = words(
     "backend", "Which code ran: plain PyTorch, fused, compiled, an own kernel.", lambda of: of.newest["backend"]
 )
-SECONDS = Column("training, s", "Seconds in training steps, scoring apart.", lambda of: fixed(of("seconds"), digits=1))
+IN_EVALUATION = words(
+    "in evaluation",
+    "The same of scores, executed FLOPs and the inference peak, where it is other code.",
+    lambda of: other_in_evaluation(of.newest),
+)
+SECONDS = Column("training, s", "Seconds in training steps, scoring apart.", lambda of: of.timed("seconds", digits=1))
 PEAK = _memory("training peak, MiB", "peak_bytes", "Highest memory of training (MiB = 2^20 bytes); ~ is approximate.")
 STATE = _memory("carried state, MiB", "state_bytes", "What one stream carries from segment to segment.")
 COMPILING = Column(
@@ -114,8 +137,9 @@ COSTS = (
     BACKEND,
     SECONDS,
     COMPILING,
-    _count("bytes/s", "Bytes predicted in training per second of it.", "bytes_per_second"),
+    Column("bytes/s", "Bytes predicted in training per second of it.", lambda of: of.timed("bytes_per_second")),
     PEAK,
+    IN_EVALUATION,
     _memory("inference peak, MiB", "inference_peak_bytes", "Highest memory while scoring."),
     _memory("parameters, MiB", "parameter_bytes", "Memory of the parameters."),
     _memory("gradients, MiB", "gradient_bytes", "Memory of the gradients."),
@@ -165,6 +189,8 @@ def table_of_arms(
     """
     columns = (*heads.columns, *columns)
     cells = [[*heads.of(arm), *(column.cell(of) for column in columns[len(heads.columns) :])] for arm, of in rows]
+    if any(cell.text.endswith(f" {BUSY}") for row in cells for cell in row):
+        about["notes"] = [*about["notes"], *busy_notes(run for _, of in rows for run in of.runs)]
     columns, cells = keep_filled(columns, [*cells, *more])
     folders = tuple(folder(arm, of) for arm, of in rows) + (None,) * len(more) if folder else ()
     return Table(columns=columns, rows=cells, runs=folders, **about | {"notes": tuple(about["notes"])})

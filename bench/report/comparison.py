@@ -21,13 +21,13 @@ import yaml
 from bench.report.gather import RunRow
 from bench.report.words import source_words
 from bench.rows import ground
-from harness.record.cells import OLDER, listed, mean
+from harness.record.cells import BUSY, OLDER, busy_words, listed, mean
 
 RATE = "optim.lr"
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
-BESIDE = ("backend", "checkpoint", "source")
+BESIDE = ("backend", "evaluation_backend", "checkpoint", "source")
 """What makes another arm beside the configuration."""
 SHORT_LABEL = 2
 """So many differences fit beside a dot; more than that are numbered."""
@@ -228,3 +228,15 @@ def marks(items: Sequence) -> tuple[Callable[[dict], str], list[str]]:
     told = listed(source_words(rows[-1]) for rows in others.values())
     note = f"{OLDER} made by other source code ({told}) than the newest rows ({source_words(newest)})."
     return lambda row: "" if row["source"] == newest["source"] else f" {OLDER}", [note]
+
+
+def other_in_evaluation(row: dict) -> str | None:
+    """The backend that scored, generated and was counted, where it is another than in training."""
+    found = row.get("evaluation_backend")
+    return None if found == row["backend"] else found
+
+
+def busy_notes(items: Iterable) -> list[str]:
+    """What ``BUSY`` means, with the loads of the items that have it, or nothing."""
+    said = dict.fromkeys(busy_words(row_of(item).get("load")) for item in items)
+    return [f"{BUSY} {words}." for words in said if words]

@@ -81,19 +81,17 @@ def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
         ax.text(0.5, 0.5, "VOID", transform=ax.transAxes, color=VERMILLION, alpha=0.35, zorder=10, **style)
     caption = (
         "Bytes per second of the same training step, as a multiple of the reference model's in the same run; whiskers "
-        "from the 20th to the 80th percentile, parameters and bytes per second beside. A peer that failed a check or "
+        "from the least to the greatest of its rounds, parameters and bytes per second beside. A peer that failed a check or "
         "crashed has its reason instead of a bar." + (f" VOID: {void}." if void else "")
     )
     return finish(figure, name=name, title=title, caption=caption)
 
 
 def _range(row: dict) -> tuple[float, float]:
-    """The 20th and 80th percentile of the speed, from those of the step time; the speed itself where it has none."""
+    """The least and the greatest of the rounds' speeds; the speed itself where they were not recorded."""
     speed = number(row, "relative_to_reference") or 0.0
-    slow, middle, fast = (number(row, "time", "train_ms", name) for name in ("p80", "p50", "p20"))
-    if not (slow and middle and fast):
-        return speed, speed
-    return min(speed, speed * middle / slow), max(speed, speed * middle / fast)
+    found = [speed, *(row.get("relative_range") or [])]
+    return min(found), max(found)
 
 
 def _without_bar(row: dict) -> str:

@@ -10,7 +10,7 @@ from statistics import median
 
 from matplotlib.axes import Axes
 
-from bench.report.comparison import Arm, arms, grouped, number, tag
+from bench.report.comparison import Arm, arms, grouped, number, other_in_evaluation, tag
 from bench.report.plot_style import (
     LINES,
     Look,
@@ -76,7 +76,7 @@ def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     lengths = sorted({row["length"] for row in rows})
     for ax, measure in zip(axes, MEASURES, strict=True):
         _draw_measure(ax, lines, measure=measure, backends=backends, look=look, lengths=lengths)
-    handles = [entry(f"{line.label}, {_backend(line)}", **_style(line, backends=backends, look=look)) for line in lines]
+    handles = [entry(f"{line.label}, {_told(line)}", **_style(line, backends=backends, look=look)) for line in lines]
     handles.append(entry("ideal FLOPs", color=GREY, marker="o", fillstyle="none"))
     if any(row["status"] == OUT for row in rows):
         handles.append(entry(OUT, color=GREY, marker="x", markersize=7))
@@ -94,6 +94,11 @@ def _mode(row: dict) -> str:
 
 def _backend(line: Arm) -> str:
     return line.members[0]["backend"]
+
+
+def _told(line: Arm) -> str:
+    other = other_in_evaluation(line.members[0])
+    return f"{_backend(line)} ({other} in evaluation)" if other else _backend(line)
 
 
 def _style(line: Arm, *, backends: dict[str, str], look: dict[str, Look]) -> dict:

@@ -6,11 +6,23 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 
-from bench.report.comparison import arms, by, differences, marks, newest_of_each, number, numbered_notes
+from bench.report.comparison import (
+    arms,
+    busy_notes,
+    by,
+    differences,
+    marks,
+    newest_of_each,
+    number,
+    numbered_notes,
+    other_in_evaluation,
+)
 from bench.report.words import data_words, ground_words
 from bench.rows import ground
 from harness.record.cells import (
+    BUSY,
     NOTHING,
+    busy_words,
     count_of,
     filled_table,
     fixed,
@@ -33,9 +45,10 @@ OF_A_CELL = (
     "batch.accumulate",
     "runtime.backend",
     "backend",
+    "evaluation_backend",
 )
 """Keys of a configuration that ``bench.cost`` itself sets for each cell."""
-OF_A_PREDICTION = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend")
+OF_A_PREDICTION = (*OF_A_CELL[:3], "runtime.backend", "backend", "evaluation_backend")
 """Keys of a configuration that have columns of their own in a table of predictions."""
 MODES = {
     "cold": "segment = span = length, no carried state",
@@ -63,7 +76,7 @@ def _at(form: Callable[[float | None], Cell], *keys: str, scale: float = 1.0) ->
 
 
 def _timed(kind: str, place: int, *, digits: int = 2) -> Callable[[dict], Cell]:
-    """Median (place 0) or percentiles (1) of some calls; in place of a step that was not measured, why."""
+    """Median (place 0), percentiles (1) or number (2) of some calls; in place of a step that was not measured, why."""
 
     def cell(row: dict) -> Cell:
         if kind == "train_ms" and row["status"] != "measured":
@@ -128,6 +141,8 @@ STEP = "Median of one training step, optimizer included; or why there is none."
 GUESSED = "~: where a mechanism does not say, 3 x ideal."
 NEEDED = f"FLOPs that forward and backward of this step need for one byte; {GUESSED}"
 USED = "Model-FLOPs utilisation: FLOPs that the step needs, a second, over the device's dense peak; " + GUESSED
+CALLS = "Calls that the time is of; percentiles are given of 20 and more."
+IN_EVALUATION = "The same of evaluation, generation, the inference peak and executed FLOPs, where it is other code."
 PEAK = "Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate."
 EXECUTED = "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm."
 FIRST = "What they took beyond a later one: compilation, warm-up."
@@ -142,12 +157,16 @@ SPEED = (
     *LENGTH,
     Column("step, ms", STEP, _timed("train_ms", 0)),
     Column("step, 20 to 80%", "Percentiles of the same, in ms.", _timed("train_ms", 1), number=False),
+    Column("step, n", CALLS, _timed("train_ms", 2)),
     Column("training, bytes/s", "Streams times segment over the median step.", _per_second),
     Column("of the peak, %", USED, _guessed(_at(percent, "utilisation", "share", scale=100))),
+    words("in evaluation", IN_EVALUATION, other_in_evaluation),
     Column("evaluate, ms", "Median of one forward of streams times segment bytes.", _timed("evaluate_ms", 0)),
     Column("evaluate, 20 to 80%", "", _timed("evaluate_ms", 1), number=False),
+    Column("evaluate, n", "", _timed("evaluate_ms", 2)),
     Column("one byte, ms", "Median of generating one byte of one stream, warm.", _timed("generate_ms", 0, digits=3)),
     Column("one byte, 20 to 80%", "", _timed("generate_ms", 1, digits=3), number=False),
+    Column("one byte, n", "", _timed("generate_ms", 2)),
     Column("training peak, MiB", PEAK, _peak("train_peak_bytes")),
     Column("inference peak, MiB", "Highest memory of an evaluation.", _peak("inference_peak_bytes")),
     Column("state, MiB/stream", "What one stream carries from byte to byte.", _at(mib, "memory", "state_bytes")),
@@ -195,8 +214,16 @@ LIMITS = (
     Column("bound, ms", "Least time of a step at those peaks.", _at(partial(fixed, digits=3), "roofline", "train_ms")),
     Column("bound, bytes/s", "Most bytes of training at those peaks.", _bound_per_second),
 )
-ON_TERMINAL = ("variant", "backend", "length, bytes", "step, ms", "of the peak, %", "evaluate, ms", "one byte, ms")
-ON_TERMINAL += ("training peak, MiB", "executed, MFLOP/byte", "ideal, MFLOP/byte")
+ON_TERMINAL = ("variant", "backend", "length, bytes", "step, ms", "step, n", "of the peak, %", "in evaluation")
+ON_TERMINAL += (
+    "evaluate, ms",
+    "evaluate, n",
+    "one byte, ms",
+    "one byte, n",
+    "training peak, MiB",
+    "executed, MFLOP/byte",
+    "ideal, MFLOP/byte",
+)
 
 
 def cost_tables(rows: Sequence[dict]) -> list[Table]:
@@ -213,7 +240,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
 
 
 def _costs(rows: list[dict], *, index: int) -> list[Table]:
-    named = ("variant", "config_hash", "backend", "length", "segment", "source", "checkpoint")
+    named = ("variant", "config_hash", "backend", "evaluation_backend", "length", "segment", "source", "checkpoint")
     labelled, notes = _labelled(rows, named=named, without=OF_A_CELL)
     labelled.sort(key=lambda row: (row["length"], row["label"], row["backend"]))
     row = rows[-1]
@@ -267,11 +294,17 @@ def _labelled(
     kept, older = newest_of_each(rows, key=lambda row: json.dumps([row.get(key) for key in named], sort_keys=True))
     found = arms(kept, without=without)
     mark, of_source = marks(kept)
-    labelled = [row | {"label": f"{arm.label}{_trained(row)}{mark(row)}"} for arm in found for row in arm.members]
-    notes = [*of_source, *numbered_notes(found, without=without)]
+    labelled = [
+        row | {"label": f"{arm.label}{_trained(row)}{mark(row)}{_busy(row)}"} for arm in found for row in arm.members
+    ]
+    notes = [*of_source, *busy_notes(kept), *numbered_notes(found, without=without)]
     if older:
         notes.append(f"{count_of(older, 'older row')} of an equal kind left out: the newest counts.")
     return labelled, notes
+
+
+def _busy(row: dict) -> str:
+    return f" {BUSY}" if busy_words(row.get("load")) else ""
 
 
 def _trained(row: dict) -> str:
@@ -290,7 +323,7 @@ def _differing(rows: Sequence[dict]) -> str:
 
 
 def _row_notes(rows: Sequence[dict]) -> list[str]:
-    """Why rows have no figures, which leak, which were timed alone, over how many steps, and of which peak."""
+    """Why rows have no figures, which leak, which were timed alone, and of which peak."""
     notes, alone = [], []
     for row in rows:
         name = f"{row['label']}, {row['backend']}, length {row['length']:,}"
@@ -302,9 +335,6 @@ def _row_notes(rows: Sequence[dict]) -> list[str]:
             alone.append(name)
     if alone:
         notes.append(f"Timed alone, not in turn with the others of its length: {listed(alone)}.")
-    calls = [count for count in (number(row, "time", "train_ms", "n") for row in rows) if count is not None]
-    if calls:
-        notes.append(f"Medians of a step are over {min(calls):,.0f} to {max(calls):,.0f} steps.")
     peaks = {number(row, "utilisation", "peak_flops_per_s") for row in rows} - {None}
     if peaks:
         rates = listed(f"{peak / 1e12:g}" for peak in sorted(peaks))

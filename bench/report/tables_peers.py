@@ -8,7 +8,19 @@ from pathlib import PurePath
 from bench.report.comparison import by, number
 from bench.report.words import data_words, ground_words
 from bench.rows import ground
-from harness.record.cells import count_of, filled_table, fixed, listed, mib, text, times, whole
+from harness.record.cells import (
+    BUSY,
+    busy_words,
+    count_of,
+    filled_table,
+    fixed,
+    listed,
+    mib,
+    spread,
+    text,
+    times,
+    whole,
+)
 from harness.record.table import Cell, Column, Table, words
 
 VOID = "VOID"
@@ -24,6 +36,16 @@ def _of(key: str, make: Callable[..., Cell]) -> Callable[[dict], Cell]:
 def _valid(key: str) -> Callable[[dict], Cell]:
     """The same for a ratio, which a void row has none of."""
     return lambda row: text(VOID) if row.get("void") and row.get(key) is not None else fixed(row.get(key), digits=3)
+
+
+def _range(key: str) -> Callable[[dict], Cell]:
+    """From the least to the greatest of the rounds' ratios."""
+    return lambda row: spread(None if row.get("void") else row.get(key))
+
+
+def _name(key: str) -> Callable[[dict], str | None]:
+    """What the row is of, marked where others were busy on the machine."""
+    return lambda row: row.get(key) and f"{row[key]} {BUSY}" if busy_words(row.get("load")) else row.get(key)
 
 
 def _step(place: int) -> Callable[[dict], Cell]:
@@ -57,17 +79,21 @@ SHARE = "Speed as a share of the reference model's in the same call, the median 
 RATIO = (
     "Speed in that of what it is held against, or time over its time where the target has ≤; the median over rounds."
 )
+ROUNDS = "The least and the greatest of the rounds' ratios."
+CALLS = "Steps that the time is of; percentiles are given of 20 and more."
 PEAK = "Highest memory of training in a fresh process, above the bare one (MiB = 2^20 bytes); ~ is approximate."
 TOTAL = "All trained numbers: a speed says little without them."
 CHECKS = "Gradients and causality, checked before anything was timed."
 PEERS = (
-    words("name", "", lambda row: row.get("name")),
+    words("name", "", _name("name")),
     Column("package", "With the version that ran.", _package, number=False),
     words("backend", CODE, lambda row: row.get("backend")),
     Column("bytes/s", "Bytes of training per second; or why there are none.", _speed),
     Column("of the reference model", SHARE, _valid("relative_to_reference")),
+    Column("its rounds", ROUNDS, _range("relative_range"), number=False),
     Column("step, ms", "Median of one training step.", _step(0)),
     Column("step, 20 to 80%", "", _step(1), number=False),
+    Column("step, n", CALLS, _step(2)),
     Column("training peak, MiB", PEAK, _peak),
     Column("parameters", TOTAL, lambda row: whole(number(row, "parameters", "total"))),
     Column(
@@ -76,11 +102,13 @@ PEERS = (
     Column("checks", CHECKS, _checks, number=False),
 )
 SPEEDS = (
-    words("case", "As conf/lineup names it.", lambda row: row.get("case")),
+    words("case", "As conf/lineup names it.", _name("case")),
     words("position", "", lambda row: row.get("position")),
     words("cache", "", lambda row: row.get("cache")),
     words("backend", CODE, lambda row: row.get("backend")),
     Column("ratio", RATIO, _valid("ratio")),
+    Column("its rounds", ROUNDS, _range("ratio_range"), number=False),
+    Column("rounds, n", "In which both took turns.", lambda row: whole(row.get("rounds"))),
     words("held against", "", lambda row: row.get("relative_to")),
     Column(
         "target",
@@ -157,10 +185,10 @@ def _notes(rows: list[dict]) -> list[str]:
         for row in rows
         if row["status"] != "measured"
     ]
-    for share, same in by(measured, key=lambda row: row.get("reference_in_check")).items():
-        if share is not None:
-            beside = listed(map(_label, same))
-            notes.append(f"The reference model runs at {share:.3f} of the speed of x-transformers, beside {beside}.")
+    for same in by(measured, key=lambda row: json.dumps(row.get("reference_in_check"))).values():
+        if (share := same[0].get("reference_in_check")) is not None:
+            share, beside = f"{share:.3f}{_around(same[0], 'reference_in_check_range')}", listed(map(_label, same))
+            notes.append(f"The reference model runs at {share} of the speed of x-transformers, beside {beside}.")
     if any(row.get("relative_to") == "reference_model" and row.get("reference_in_check") is None for row in valid):
         notes.append(
             "UNJUDGED: x-transformers was not measured, so nothing shows that the reference model is a fair one."
@@ -172,16 +200,23 @@ def _notes(rows: list[dict]) -> list[str]:
         notes += [f"MISSED: the {said} of {listed(map(_label, missed))}."] if missed else []
     for row in valid:
         if second := row.get("second"):
-            found = f"{second['what']} is {second['ratio']:.3f}"
+            found = f"{second['what']} is {second['ratio']:.3f}{_around(second, 'ratio_range')}"
             notes.append(f"{_label(row)}: {found}, to be {second['target']:g} at most.")
     if any(row.get("judged") is False for row in measured):
         notes.append("NOT JUDGED: other sizes or settings than those of the targets.")
     if shaken := [_label(row) for row in measured if _disturbed(row)]:
         notes.append(f"DISTURBED: steps of {listed(shaken)} vary more than {DISTURBED}-fold: is the machine busy?")
+    for said, same in by(measured, key=lambda row: busy_words(row.get("load"))).items():
+        notes += [f"{BUSY} {said}: {listed(map(_label, same))}."] if said else []
     cut = [f"{_label(row)} ({count_of(row.get('rounds') or 0, 'round')})" for row in rows if row.get("interrupted")]
     return notes + ([f"INTERRUPTED, so of fewer rounds than planned: {listed(cut)}."] if cut else [])
 
 
+def _around(row: dict, key: str) -> str:
+    return f" ({spread(row[key]).text})" if row.get(key) else ""
+
+
 def _disturbed(row: dict) -> bool:
-    """Whether a step's time varies too much, of one or of both whose ratio it is."""
-    return any(found and found["p80"] > DISTURBED * found["p20"] for found in (row.get("time") or {}).values())
+    """Whether a step's time varies too much, of one or of both whose ratio it is; of few steps nobody knows."""
+    times_ms = [found for found in (row.get("time") or {}).values() if found and found.get("p20") is not None]
+    return any(found["p80"] > DISTURBED * found["p20"] for found in times_ms)

@@ -3,7 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.report.columns import BACKEND, COSTS, QUALITY, SEEDS, SIZES, Means, optimizer_words, table_of_arms
+from bench.report.columns import (
+    BACKEND,
+    COSTS,
+    IN_EVALUATION,
+    QUALITY,
+    SEEDS,
+    SIZES,
+    Means,
+    optimizer_words,
+    table_of_arms,
+)
 from bench.report.comparison import (
     Arm,
     arms,
@@ -133,7 +143,7 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
     if not alone:
         told = ground_differences(rows)
         notes.append(f"Time and memory stand in tables of their own, because these runs differ in {told}.")
-    columns = (SEEDS, *QUALITY, *SIZES, *(COSTS if alone else (BACKEND,)))
+    columns = (SEEDS, *QUALITY, *SIZES, *(COSTS if alone else (BACKEND, IN_EVALUATION)))
     return table_of_arms(
         [(arm, Means(arm.newest_of_each_seed)) for arm in found],
         heads=heads,

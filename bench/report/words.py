@@ -6,6 +6,9 @@ from bench.rows import GROUND, ground_value
 from harness.record.cells import count_of, listed
 from harness.record.closing_table import data_label
 
+LIMITS = {"power_limit_w": "W", "clock_limit_mhz": "MHz"}
+"""Of a GPU, as a row's ``machine`` has them, with their units."""
+
 
 def data_words(rows: Iterable[dict]) -> str:
     """What was really read."""
@@ -45,11 +48,16 @@ def ground_words(row: dict) -> str:
     """All that time and memory depend on beside the code."""
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
     compiled = "compiled" if row["compile"] else "not compiled"
-    where = f"{row['device']} ({row['device_kind']}), {count_of(row['threads'], 'thread')}"
+    machine = row.get("machine") or {}
+    cores = f" on {count_of(machine['cores'], 'core')}" if machine.get("cores") else ""
+    where = f"{row['device']} ({row['device_kind']}), {count_of(row['threads'], 'thread')}{cores}"
     if (row.get("processes") or 1) > 1:
         where = f"{row['processes']} processes on {where} each"
     environment = [f"{name}={value}" for name, value in (row.get("environment") or {}).items()]
-    beside = ", ".join(filter(None, [row.get("instruction_set"), *environment]))
+    host = [machine.get("cpu")] if row["device_kind"] != "cpu" else []
+    limits = [f"at most {machine[key]:g} {unit}" for key, unit in LIMITS.items() if machine.get(key)]
+    kept = f"freed memory: {row['allocator']}" if row.get("allocator") else None
+    beside = ", ".join(filter(None, [*host, *limits, row.get("instruction_set"), kept, *environment]))
     return f"{where}, {row['precision']}, {compiled}, {versions}{beside and ', '}{beside}"
 
 

@@ -1,4 +1,5 @@
-"""The machine under a run: its CPU, its environment, a folder for what is compiled for it alone, and which job has which GPU.
+"""The machine under a run: its CPU, its GPU's driver and limits, its environment, a folder for what is compiled for it
+alone, and which job has which GPU.
 
 A GPU is a file, locked by the job that computes on it. A lock goes with its process, however that ends. So parallel jobs,
 of one sweep or of several, share a machine without knowing of each other, and a job that finds every GPU taken waits.
@@ -11,13 +12,17 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+import numpy as np
 import torch
 
 from harness.cache import cache_folder
@@ -31,18 +36,58 @@ SINGLE = (
 )
 SAID_APART = ("KMP_INIT_AT_FORK", "MKL_NUM_THREADS", "OMP_DISPLAY_ENV", "OMP_NUM_THREADS")
 """Of the families: ``threads`` has the number, and joblib sets the first in its processes."""
+CPUINFO = Path("/proc/cpuinfo")
+CPU_NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
+CPU_NUMBERS |= {"CPU implementer": "implementer", "CPU part": "part"}  # of ARM
+GPU_FACTS = {"driver": "driver_version", "power_limit_w": "power.limit", "clock_limit_mhz": "clocks.max.sm"}
+ANSWER_SECONDS = 10.0
 COMPILED = "windtunnel-"
 ASK_SECONDS = 1.0
 """Between two looks for a free GPU."""
 
 
+@cache
 def cpu_name() -> str:
-    """The CPU as its maker calls it."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    """The CPU as its maker calls it, with the numbers that tell it from others of that name, as clouds have them."""
+    lines = CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines() if CPUINFO.exists() else []
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = found.get("model name") or _answer("sysctl", "-n", "machdep.cpu.brand_string")
+    name = name or platform.processor() or platform.machine()
+    numbers = " ".join(f"{short} {found[key]}" for key, short in CPU_NUMBERS.items() if key in found)
+    return f"{name} ({numbers})" if numbers else name
+
+
+@cache
+def gpu_facts(uuid: str) -> dict[str, str | float | None]:
+    """A GPU's ``driver`` and what bounds its speed: power in watts, clock of its multiprocessors in MHz.
+
+    None for what ``nvidia-smi`` does not know, or all where there is none.
+
+    Args:
+        uuid: as ``torch.cuda`` has it.
+    """
+    asked = f"--query-gpu={','.join(GPU_FACTS.values())}"
+    words = _answer("nvidia-smi", asked, "--format=csv,noheader,nounits", f"--id=GPU-{uuid.removeprefix('GPU-')}")
+    values = [word.strip() for word in words.split(",")]
+    values = values if len(values) == len(GPU_FACTS) else [""] * len(GPU_FACTS)
+    driver, *limits = (value if re.fullmatch(r"\d[\d.]*", value) else None for value in values)
+    return dict(zip(GPU_FACTS, [driver, *(limit and float(limit) for limit in limits)], strict=True))
+
+
+def versions(**known: object) -> dict[str, str]:
+    """Of Python and the libraries that make a time what it is; of ``known`` those that are not None."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["triton"] = metadata.version("triton")
+    return found | {name: str(version) for name, version in known.items() if version is not None}
+
+
+def _answer(*command: str) -> str:
+    """The first line that a command prints; empty where it is not there, fails or hangs."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS)
+        return found.stdout.strip().partition("\n")[0]
+    return ""
 
 
 def environment() -> dict[str, str]:

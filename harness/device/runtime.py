@@ -6,7 +6,6 @@ Only this module knows. Everything else follows its input's device and dtype.
 import contextlib
 import gc
 import os
-import platform
 import random
 import signal
 import sys
@@ -17,8 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.device import machine
+from harness.device import allocator, machine
 from harness.device.compile_clock import CompileClock
+from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
@@ -34,12 +34,14 @@ class Runtime:
         device: where tensors live.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
         compile: whether the model's forward is compiled.
+        allocator: what becomes of freed memory, or None where that is not ours to say; see ``allocator.use``.
         processes: of the run; each has a device of its own.
     """
 
     device: torch.device
     precision: str
     compile: bool
+    allocator: str | None = None
     processes: ProcessGroup = SINGLE
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -62,9 +64,18 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def load_meter(self) -> LoadMeter:
+        """What others take of this machine from now on; the other processes of this run are no others."""
+        wanted = torch.get_num_threads() if self.device.type == "cpu" else 1
+        several = self.processes.world_size > 1
+        return LoadMeter(wanted=wanted * self.processes.local_world_size, root=os.getppid() if several else None)
+
     def describe(self) -> dict[str, object]:
-        """Device, processes and versions, for provenance."""
-        on_gpu = self.device.type == "cuda"
+        """Device, processes, versions and the machine around them, for provenance."""
+        on_gpu, gpu, cudnn = self.device.type == "cuda", {}, None
+        if on_gpu:
+            gpu = dict(machine.gpu_facts(str(torch.cuda.get_device_properties(self.device).uuid)))
+            cudnn = torch.backends.cudnn.version()
         return {
             "device": torch.cuda.get_device_name(self.device) if on_gpu else machine.cpu_name(),
             "device_kind": self.device.type,
@@ -72,9 +83,11 @@ class Runtime:
             "precision": self.precision,
             "compile": self.compile,
             "processes": self.processes.world_size,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "versions": machine.versions(cudnn=cudnn, driver=gpu.pop("driver", None)),
+            "machine": {"cpu": machine.cpu_name(), "cores": os.cpu_count() or 1, **gpu},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),
+            "allocator": self.allocator,
         }
 
 
@@ -105,7 +118,7 @@ def forget_earlier_jobs() -> None:
 
 
 def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: ProcessGroup = SINGLE) -> Runtime:
-    """Choose the device and set what is global: threads and determinism.
+    """Choose the device and set what is global: threads, determinism and the allocator.
 
     Args:
         gpu: the index of the GPU that ``auto`` means, for one process.
@@ -126,7 +139,13 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over every tensor
-    return Runtime(device=device, precision=settings.precision, compile=settings.compile, processes=processes)
+    return Runtime(
+        device=device,
+        precision=settings.precision,
+        compile=settings.compile,
+        allocator=allocator.use(settings.allocator),
+        processes=processes,
+    )
 
 
 def seed(number: int) -> None:

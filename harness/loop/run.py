@@ -18,6 +18,7 @@ from harness.loop.progress import ProgressBar
 from harness.loop.train_state import TrainState
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder
+from harness.record.cells import busy_words
 from harness.record.closing_table import bits, print_closing_table
 from harness.record.rows import Record, find_comparable, read_rows, write_summary
 from harness.record.wandb_run import WandbRun
@@ -96,6 +97,7 @@ class Run:
                 if self._processes.is_main:
                     self._open(stack, rows=rows, whose=whose)
             name = self.folder.path.name if self.plan.beside_others else None
+            self._load = self.training.runtime.load_meter()
             yield stack.enter_context(ProgressBar(every_seconds=self.plan.record.progress_seconds, name=name))
 
     def _open(self, stack: ExitStack, *, rows: int, whose: dict) -> None:
@@ -209,7 +211,9 @@ class Run:
     def finish(self, progress: ProgressBar) -> dict:
         """The last validation, the best weights' scores on whole splits, the summary and the figures."""
         training, plan = self.training, self.plan
-        found = summary.identity(training, self.folder.identity, command=self.command)
+        found = summary.identity(training, self.folder.identity, command=self.command) | {"load": self._load.read()}
+        if said := busy_words(found["load"]):
+            progress.print(said)
         self.validate(progress)
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path))
         training.take_weights(best["model"])

@@ -43,6 +43,7 @@ def identity(training: TrainState, whose: Identity, *, command: str) -> dict:
         },
         "optimizers": training.optimizers.describe(),
         "backend": training.backend,
+        "evaluation_backend": training.evaluation_backend,
     }
 
 

@@ -40,6 +40,7 @@ class TrainState:
     Parameters, optimizers and what is spent are the same in all processes; the carried state is of its own streams.
 
     Attributes:
+        backend, evaluation_backend: which code attention runs in training, and in scoring: dropout may forbid a faster one.
         spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock, without
             those of compiling, which are ``compile_seconds``.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
@@ -58,7 +59,7 @@ class TrainState:
         self.model = plan.make_model().to(device.device)
         self.optimizers = plan.make_optimizers(self.model)
         self.trainer = Trainer(self.model, self.optimizers, device, accumulate=b.accumulate)
-        self.backend = backend_of(self.model, device)
+        self.backend, self.evaluation_backend = (backend_of(self.model, device, training=now) for now in (True, False))
         self.spent, self.state = Spent(), None
         self.best_bits, self.wandb_id, self.validated = math.inf, None, Validated()
         self.agreed: list[int] = []
@@ -280,8 +281,11 @@ def _marks(fraction: float, every: float) -> int:
     return int(fraction / every + 1e-9)
 
 
-def backend_of(model: LanguageModel, device: Runtime) -> str:
-    """Which code the sublayers run; ValueError where ``runtime.backend`` is impossible."""
-    backends = {sublayer.backend(device.device, training=True) for _, sublayer in model.sublayers()}
+def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
+    """Which code the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible.
+
+    Only training is compiled.
+    """
+    backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
-    return f"{name}, compiled" if device.compile else name
+    return f"{name}, compiled" if device.compile and training else name

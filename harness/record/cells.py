@@ -11,6 +11,9 @@ MIB = 2**20
 NOTHING = Cell(text="")
 CAPPED = "*"
 OLDER = "+"
+BUSY = "!"
+LEAST_CALLS = 20
+"""Fewer calls have a median, and no 20th and 80th percentile."""
 
 
 def text(value: object) -> Cell:
@@ -45,11 +48,18 @@ def millions(value: float | None) -> Cell:
     return NOTHING if value is None else Cell(text=significant(value / 1e6), value=value / 1e6)
 
 
-def times(found: Mapping | None, *, digits: int = 2) -> tuple[Cell, Cell]:
-    """The middle of some calls' milliseconds, and the 20th and 80th percentiles beside it."""
+def times(found: Mapping | None, *, digits: int = 2) -> tuple[Cell, Cell, Cell]:
+    """The middle of some calls' milliseconds, the 20th and 80th percentiles of enough of them, and how many there were."""
     if not found:
-        return NOTHING, NOTHING
-    return fixed(found["p50"], digits=digits), Cell(text=f"{found['p20']:,.{digits}f} to {found['p80']:,.{digits}f}")
+        return NOTHING, NOTHING, NOTHING
+    enough = found["n"] >= LEAST_CALLS
+    between = spread((found["p20"], found["p80"]) if enough else None, digits=digits)
+    return fixed(found["p50"], digits=digits), between, whole(found["n"])
+
+
+def spread(found: Sequence[float] | None, *, digits: int = 3) -> Cell:
+    """From the least to the most: ``0.981 to 1.204``."""
+    return NOTHING if found is None else Cell(text=" to ".join(f"{end:,.{digits}f}" for end in found))
 
 
 def significant(value: float) -> str:
@@ -94,6 +104,17 @@ def listed(words: Iterable[str], *, most: int = 8) -> str:
 def count_of(number: int, thing: str) -> str:
     """``1 run``, ``2 runs``."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def busy_words(load: Mapping | None) -> str | None:
+    """One line about a machine that others were busy on, or None; ``load`` as rows have it."""
+    if not (load and load["busy"]):
+        return None
+    if load.get("others_cores") is None:
+        found = f"a load average of {load['average_at_start']:.1f}"
+    else:
+        found = f"others had {load['others_cores']:.2f} and a hypervisor {load['stolen_cores']:.2f}"
+    return f"BUSY MACHINE: {found} of {load['cores']} cores, of which {load['wanted_cores']} were wanted: times are too long"
 
 
 def uncounted(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:

@@ -2,7 +2,7 @@
 
 A number from a prefix of its split carries ``*``. Executed and ideal FLOPs, valid and test, peak and state keep their
 own places. FLOPs of training are "about" where a sublayer does not say what it needs. Time and memory of an earlier run
-appear only if they were measured on the same device, precision and path, by as many processes.
+appear only if they were measured on the same ground, by the same path.
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 
 from harness.record import cells
+from harness.record.rows import GROUND
 from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
@@ -94,7 +95,7 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     if flops:
         yield (
             "FLOPs per byte",
-            f"{_short(flops.get('executed'))} executed, {_short(flops.get('ideal'))} ideal (forward)",
+            f"{_executed(summary)} executed, {_short(flops.get('ideal'))} ideal (forward)",
         )
     if summary.get("training_flops") is not None:
         thrice = len(summary.get("charged_thrice") or [])
@@ -103,16 +104,16 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     if memory:
         about = "about " if memory.get("approximate") else ""
         peak, state = (_size(memory.get(key)) for key in ("peak_bytes", "state_bytes"))
-        yield "memory", f"{about}{peak} peak, {state} carried state"
+        yield "memory", f"{about}{peak} peak, {state} carried state; allocator: {summary.get('allocator') or '-'}"
     if summary.get("bytes_per_second") is not None:
-        yield "speed", f"{_count(round(summary['bytes_per_second']))} bytes per second of training"
+        yield "speed", f"{_count(round(summary['bytes_per_second']))} bytes per second of training{_busy(summary)}"
     if summary.get("seconds") is not None:
         compiling = summary.get("compile_seconds")
         beside = f", and {compiling:,.1f} s of compiling" if compiling else ""
         yield "training", f"{summary['seconds']:,.1f} s, {_count(summary.get('bytes_seen'))} bytes{beside}"
     if spans:
         yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
-    number, *where = _ground(summary)
+    number, where = summary.get("processes", 1), [summary.get(key) for key in ("device", "precision", "backend")]
     yield "where", ", ".join([f"{number} processes"] * (number > 1) + [str(word) for word in where if word])
 
 
@@ -123,8 +124,8 @@ def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, 
         parameters, flops, memory = (run.get(key) or {} for key in ("parameters", "flops_per_byte", "memory"))
         row = [f"{label} +" if run.get("source") != summary.get("source") else label, str(run["seed"])]
         row += [*(bits(run, split=split) for split in SPLITS), _short(parameters.get("total"))]
-        measured = [_size(memory.get("peak_bytes")), _short(run.get("bytes_per_second"))]
-        rows.append([*row, _short(flops.get("executed")), *(measured if _ground(run) == _ground(summary) else "##")])
+        measured = [_size(memory.get("peak_bytes")), f"{_short(run.get('bytes_per_second'))}{_busy(run)}"]
+        rows.append([*row, _executed(run), *(measured if _ground(run) == _ground(summary) else "##")])
     heads = (heading, "seed", *SPLITS, "params", "FLOPs", "peak", "bytes/s")
     styles = ["bold" * (run is summary and heading == "variant") for _, run in best_first]
     return _table(title, heads=heads, rows=rows, notes=_notes([summary, *(run for _, run in runs)]), styles=styles)
@@ -137,14 +138,26 @@ def _notes(runs: Sequence[dict]) -> tuple[str, ...]:
     if capped:
         notes.append(f"* first {', '.join(f'{n_bytes:,} bytes of {split}' for split, n_bytes in capped.items())} only")
     if any(_ground(run) != _ground(runs[0]) for run in runs):
-        notes.append("# on another device, precision, path or number of processes: do not compare")
+        notes.append("# on other ground (device, versions, threads, precision, path): do not compare")
     if any(run.get("source") != runs[0].get("source") for run in runs):
         notes.append("+ made by other source code than this run's")
-    return tuple(notes)
+    said = dict.fromkeys(cells.busy_words(run.get("load")) for run in runs)
+    return (*notes, *(f"{cells.BUSY} {words}" for words in said if words))
 
 
 def _ground(run: dict) -> tuple:
-    return run.get("processes", 1), *(run.get(key) for key in ("device", "precision", "backend"))
+    return run.get("processes", 1), *(run.get(key) for key in (*GROUND, "backend") if key != "processes")
+
+
+def _executed(run: dict) -> str:
+    """FLOPs, with the code that ran them where it is not that of training."""
+    name = run.get("evaluation_backend")
+    by_whom = f" ({name})" if name and name != run.get("backend") else ""
+    return f"{_short((run.get('flops_per_byte') or {}).get('executed'))}{by_whom}"
+
+
+def _busy(run: dict) -> str:
+    return f" {cells.BUSY}" if cells.busy_words(run.get("load")) else ""
 
 
 def _count(number: int | None) -> str:

@@ -27,8 +27,12 @@ FORMAT = 3
 SUMMARY_KEYS = ("format", "variant", "status", "data", "protocol", "budget", "parameters")
 SUMMARY_KEYS += ("bytes_seen", "epochs", "seconds", "bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte")
 SUMMARY_KEYS += ("capped", "flops_per_byte", "memory", "backend", "precision", "device", "seed", "commit", "source")
-SUMMARY_KEYS += ("config_hash", "command")
+SUMMARY_KEYS += ("evaluation_backend", "allocator", "load", "config_hash", "command")
 """What every summary has; None where the run did not get that far."""
+
+GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions", "processes")
+GROUND += ("machine", "allocator", "instruction_set", "environment")
+"""What time and memory depend on beside the code and the backend."""
 
 
 class Record:
@@ -131,7 +135,7 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
 
     Same data digest, budget, protocol and capping, and, unless ``any_source`` (as with ``reuse=config``), the same
     source: a number from code that has since changed is stale. A budget of seconds is equal only on equal ground, so
-    it also asks for the same device, precision, path and number of processes.
+    it also asks for the same ``GROUND`` and backend.
 
     Args:
         outputs: the folder whose subfolders are run folders.
@@ -157,7 +161,7 @@ def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
         return False
     if (other.get("data") or {}).get("sha256") != (summary.get("data") or {}).get("sha256"):
         return False
-    equal_ground = ("device", "precision", "backend", "processes") if "seconds" in (summary.get("budget") or {}) else ()
+    equal_ground = (*GROUND, "backend") if "seconds" in (summary.get("budget") or {}) else ()
     return same("format", "budget", "protocol", "capped", *equal_ground)
 
 

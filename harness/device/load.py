@@ -1,0 +1,104 @@
+"""Load: what others took of the machine's cores while something was timed. Their work makes times longer, not memory.
+
+Linux says how long all cores were busy and how long a hypervisor withheld them (``/proc/stat``), and how long each
+process ran; what is left after this process and its descendants is others'. Elsewhere the load average has to do.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+PROC = Path("/proc")
+TAKEN_CORES = 0.1
+"""From here on a machine is busy: a step waits for its slowest thread, and one that shares its core so takes a tenth longer."""
+LEAST_SECONDS = 0.2
+"""Of others' work that make a verdict: the system counts in hundredths."""
+WAITING = 0.5
+"""Of the load average beyond the cores that are free, where nothing else is known."""
+
+
+class Reading(NamedTuple):
+    """Seconds since some moment in the past: by the clock, and of processor time of all cores together."""
+
+    clock: float
+    busy: float
+    stolen: float
+    own: float
+
+
+class LoadMeter:
+    """What others took since this was made.
+
+    Args:
+        wanted: cores that the measured process computes on, at most.
+        root: the process whose descendants are the measurement's own, itself included; None for this one.
+    """
+
+    def __init__(self, *, wanted: int, root: int | None = None):
+        self._wanted, self._root = wanted, root or os.getpid()
+        self._average, self._before = os.getloadavg()[0], read(self._root)
+
+    def read(self) -> dict[str, float | bool | None]:
+        """As rows have it."""
+        known = {"average_at_start": self._average, "cores": os.cpu_count() or 1, "wanted_cores": self._wanted}
+        found = known | taken(self._before, read(self._root))
+        return found | {"busy": is_busy(found)}
+
+
+def read(root: int) -> Reading | None:
+    """The machine's counters now, and those of the process ``root`` with its descendants; None where there are none."""
+    try:
+        user, nice, system, _, _, interrupts, soft, stolen = _numbers(PROC / "stat")[:8]
+        processes = [_process(path) for path in PROC.glob("[0-9]*/stat")]
+    except (OSError, ValueError):
+        return None
+    parents = {number: parent for number, parent, _ in filter(None, processes)}
+    ticks = sum(own for number, _, own in filter(None, processes) if _descends(number, root, parents))
+    a_second = os.sysconf("SC_CLK_TCK")
+    busy = user + nice + system + interrupts + soft
+    return Reading(time.monotonic(), busy / a_second, stolen / a_second, ticks / a_second)
+
+
+def taken(before: Reading | None, after: Reading | None) -> dict[str, float | None]:
+    """Cores that others and the hypervisor had on average between two readings; None where nobody counted."""
+    if before is None or after is None or after.busy == before.busy:  # a sandbox may show counters that stand still
+        return {"seconds": None, "others_cores": None, "stolen_cores": None}
+    seconds = max(after.clock - before.clock, 1e-9)
+    others = (after.busy - before.busy) - (after.own - before.own)
+    stolen = (after.stolen - before.stolen) / seconds
+    return {"seconds": seconds, "others_cores": max(0.0, others) / seconds, "stolen_cores": max(0.0, stolen)}
+
+
+def is_busy(load: Mapping[str, float | None]) -> bool:
+    """Whether others had more than a tenth of one of the cores that were wanted.
+
+    What they did on cores that would have been idle does not count. What a hypervisor withheld does: it can do so only
+    where something is to run.
+    """
+    spare = load["cores"] - load["wanted_cores"]
+    if load["others_cores"] is None:
+        return load["average_at_start"] > max(0, spare) + WAITING
+    missing = max(0.0, load["others_cores"] - max(0, spare)) + load["stolen_cores"]
+    return missing > max(TAKEN_CORES, LEAST_SECONDS / load["seconds"])
+
+
+def _numbers(path: Path) -> list[int]:
+    with path.open(encoding="ascii") as lines:
+        return [int(word) for word in lines.readline().split()[1:]]
+
+
+def _process(path: Path) -> tuple[int, int, int] | None:
+    """A process, its parent, and the ticks that it and its children that ended ran; None where it has just ended."""
+    try:
+        words = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(path.parent.name), int(words[1]), sum(map(int, words[11:15]))
+
+
+def _descends(number: int, root: int, parents: Mapping[int, int]) -> bool:
+    while number and number != root:
+        number = parents.get(number, 0)
+    return number == root
