@@ -16,10 +16,10 @@ from harness.hashing import integer_hash
 
 OCTAVES = 13
 """Of ranks: 1, 2 to 3, 4 to 7, ... to 8191."""
-ONSETS = "t s n r d l h m c p b w f g th y k v st tr ch pr sh z qu x".split()
-NUCLEI = "e a i o u ea ou io ai y".split()
+ONSETS = [*"tsnrdlhmcpbwfg", "th", *"ykv", "st", "tr", "ch", "pr", "sh", "z", "qu", "x"]
+NUCLEI = [*"eaiou", "ea", "ou", "io", "ai", "y"]
 CODAS = ["", "", "n", "r", "s", "t", "l", "d", "ng", "m", "nd", "st", "ck", "x"]
-GREEK = "α ει ον τ σ ρ κ πλ μ η υς δ θω χ".split()
+GREEK = ["α", "ει", "ον", *"τσρκ", "πλ", *"μη", "υς", "δ", "θω", "χ"]
 GAPS = [" "] * 96 + [", "] * 10 + [". "] * 7 + ["\n"] * 3 + [" [[", "]] "] * 3
 GAPS += [
     "]], ",
