@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 from bench.measure import growth_bytes, peak_bytes, time_call, times
 from bench.planning import provenance, read_run, trained_model
 from harness.count.flops import count_flops, forward_flops_per_byte, optimizer_flops
-from harness.count.memory import PeakMemory, keep_freed, optimizer_bytes, parameter_bytes, state_bytes
+from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
 from harness.data.corpora import Streams
-from harness.device import runtime
+from harness.device import allocator, runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.step import Trainer
@@ -72,7 +72,7 @@ class Subject:
 
     def build(self) -> None:
         """The model, and in warm state the streams' past."""
-        keep_freed(False)
+        allocator.use("return")
         _rehearse(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         runtime.seed(self.plan.seed)
@@ -124,7 +124,7 @@ class Subject:
             "growth_bytes_per_step": growth,
             "first_steps_s": max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000,
         }
-        keep_freed(True)  # from here on time counts
+        allocator.use("keep")  # from here on time counts
         return found
 
     def times(self, kind: str, *, seconds: float) -> list[float]:

@@ -41,6 +41,7 @@ AUTO = {
     "backend": "auto",
     "threads": 1,
     "deterministic": True,
+    "allocator": "keep",
 }
 
 

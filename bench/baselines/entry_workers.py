@@ -23,9 +23,9 @@ from bench.baselines.reference_model import fused_adamw
 from bench.cost_worker import MIDDLE, WARM_STEPS, full_state
 from bench.measure import peak_bytes, times
 from harness.count.flops import count_flops
-from harness.count.memory import PeakMemory, keep_freed
+from harness.count.memory import PeakMemory
 from harness.data import corpora
-from harness.device import runtime
+from harness.device import allocator, runtime
 from harness.loop.step import Trainer
 from harness.loop.train_state import TrainState, backend_of
 from harness.model import LanguageModel
@@ -96,10 +96,10 @@ class EntryWorker:
             for _ in range(number):
                 self.train()
 
-        keep_freed(False)
+        allocator.use("return")
         steps(WARM_STEPS)
         peak = peak_bytes(lambda: steps(MEASURED_STEPS), device=self.device, meter=self.meter)
-        keep_freed(True)  # from here on time counts
+        allocator.use("keep")  # from here on time counts
         backend, seen = self.backend(), self.device.type == "cpu" and not self.runtime.compile
         names = [("fused " if o.defaults.get("fused") else "") + type(o).__name__ for o in self.moved_by]
         touched = touched_parameters(self.model) if self.task.peer else self.model.touched_parameters()

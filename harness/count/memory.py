@@ -22,8 +22,6 @@ from variants.contract import State
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
-MALLOPT = {-1: 2**26, -3: 2**25}
-"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, and the values at which it ends by itself (mallopt(3))."""
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -116,15 +114,3 @@ def release_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def keep_freed(keep: bool) -> None:
-    """Let glibc keep freed blocks for the next one, which is quick, or give those from 64 KiB on back to the system.
-
-    Left alone, it begins with the second and moves to the first as blocks come and go, and the resident memory of a
-    training step is then up to 1.4 times what was in use. Elsewhere than on glibc nothing is done.
-    """
-    option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if option is not None:
-        for name, bytes_kept in MALLOPT.items():
-            option(name, bytes_kept if keep else 2**16)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.device import machine
+from harness.device import allocator, machine
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
@@ -33,12 +33,14 @@ class Runtime:
         device: where tensors live.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
         compile: whether the model's forward is compiled.
+        allocator: what becomes of freed memory, or None where that is not ours to say; see ``allocator.use``.
         processes: of the run; each has a device of its own.
     """
 
     device: torch.device
     precision: str
     compile: bool
+    allocator: str | None = None
     processes: ProcessGroup = SINGLE
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -70,6 +72,7 @@ class Runtime:
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),
+            "allocator": self.allocator,
         }
 
 
@@ -100,7 +103,7 @@ def forget_earlier_jobs() -> None:
 
 
 def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: ProcessGroup = SINGLE) -> Runtime:
-    """Choose the device and set what is global: threads and determinism.
+    """Choose the device and set what is global: threads, determinism and the allocator.
 
     Args:
         gpu: the index of the GPU that ``auto`` means, for one process.
@@ -121,7 +124,13 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over every tensor
-    return Runtime(device=device, precision=settings.precision, compile=settings.compile, processes=processes)
+    return Runtime(
+        device=device,
+        precision=settings.precision,
+        compile=settings.compile,
+        allocator=allocator.use(settings.allocator),
+        processes=processes,
+    )
 
 
 def seed(number: int) -> None:

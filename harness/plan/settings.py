@@ -84,6 +84,7 @@ class RuntimeSettings:
     backend: str = field(metadata={"allowed": ("auto", "plain", "fused", "kernel")})
     threads: int | None
     deterministic: bool
+    allocator: str = field(metadata={"allowed": ("keep", "return")})
 
 
 @dataclass(frozen=True, kw_only=True)
