@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
 from bench.report.comparison import by, number
-from bench.report.words import data_words, ground_words
+from bench.report.words import FREED, data_words, freed_words, ground_words
 from bench.rows import ground
 from harness.record.cells import count_of, filled_table, fixed, listed, mib, text, times, whole
 from harness.record.table import Cell, Column, Table, words
@@ -43,6 +43,10 @@ def _peak(row: dict) -> Cell:
     return mib(memory.get("train_peak_bytes"), about=memory.get("approximate"))
 
 
+def _timed_peak(row: dict) -> Cell:
+    return mib((row.get("timed_peak") or {}).get("bytes"))
+
+
 def _checks(row: dict) -> Cell:
     return text(", ".join(f"{name}: {found}" for name, found in (row.get("checks") or {}).items()) or None)
 
@@ -53,7 +57,7 @@ def _reached(row: dict) -> Cell:
 
 
 CODE = "Which code ran: plain PyTorch, fused, compiled, an own kernel."
-SHARE = "Speed as a share of the reference model's in the same call, the median over rounds measured in turn."
+SHARE = "Speed in that of the reference model in the same call and setting, the median over rounds measured in turn."
 RATIO = (
     "Speed in that of what it is held against, or time over its time where the target has ≤; the median over rounds."
 )
@@ -64,6 +68,7 @@ PEERS = (
     words("name", "", lambda row: row.get("name")),
     Column("package", "With the version that ran.", _package, number=False),
     words("backend", CODE, lambda row: row.get("backend")),
+    words("freed memory", FREED, freed_words),
     Column("bytes/s", "Bytes of training per second; or why there are none.", _speed),
     Column("of the reference model", SHARE, _valid("relative_to_reference")),
     Column("step, ms", "Median of one training step.", _step(0)),
@@ -88,7 +93,9 @@ SPEEDS = (
         lambda row: fixed(row.get("target"), digits=2, mark=" ≤" if row.get("ratio_of") == "times" else ""),
     ),
     Column("reached", "Empty where the sizes were not the target's.", _reached, number=False),
-    Column("training peak, MiB", PEAK, _of("peak_bytes", mib)),
+    words("freed memory", f"{FREED} In the steps of the ratio, on both sides.", freed_words),
+    Column("peak as timed, MiB", "Highest memory of training in the ratio's setting.", _timed_peak),
+    Column("training peak, MiB", f"{PEAK} Freed memory is returned, on both sides.", _of("peak_bytes", mib)),
     Column("limit, MiB", "Of that peak.", _of("peak_limit_bytes", mib)),
 )
 
@@ -124,7 +131,9 @@ def _together(rows: Sequence[dict], *keys: str) -> list[list[dict]]:
 
     def key(row: dict) -> str:
         about = [row.get(key) for key in ("read_from", "source", *keys)]
-        return json.dumps([about, ground(row), row["data"]["sha256"], row["protocol"]["vocabulary"]])
+        return json.dumps(
+            [about, ground(row, without=("allocator",)), row["data"]["sha256"], row["protocol"]["vocabulary"]]
+        )
 
     return list(by(rows, key=key).values())
 
@@ -144,7 +153,9 @@ def _table(rows: list[dict], columns: tuple[Column, ...], *, name: str, title: s
 
 
 def _label(row: dict) -> str:
-    return f"{row['case']} {row.get('position') or ''}".strip() if "case" in row else row["name"]
+    if "case" in row:
+        return f"{row['case']} {row.get('position') or ''}".strip()
+    return ", ".join(filter(None, (row["name"], freed_words(row))))
 
 
 def _notes(rows: list[dict]) -> list[str]:
@@ -168,6 +179,7 @@ def _notes(rows: list[dict]) -> list[str]:
     for said, missed in (
         ("ratio", [row for row in valid if row.get("reached") is False]),
         ("peak", [row for row in measured if row.get("peak_reached") is False]),
+        ("peak as timed", [row for row in measured if (row.get("timed_peak") or {}).get("reached") is False]),
     ):
         notes += [f"MISSED: the {said} of {listed(map(_label, missed))}."] if missed else []
     for row in valid:

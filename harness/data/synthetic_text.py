@@ -21,25 +21,8 @@ NUCLEI = [*"eaiou", "ea", "ou", "io", "ai", "y"]
 CODAS = ["", "", "n", "r", "s", "t", "l", "d", "ng", "m", "nd", "st", "ck", "x"]
 GREEK = ["α", "ει", "ον", *"τσρκ", "πλ", *"μη", "υς", "δ", "θω", "χ"]
 GAPS = [" "] * 96 + [", "] * 10 + [". "] * 7 + ["\n"] * 3 + [" [[", "]] "] * 3
-GAPS += [
-    "]], ",
-    " (",
-    ") ",
-    " ''",
-    "'' ",
-    "|",
-    ":",
-    "-",
-    "/",
-    " = ",
-    "\n\n== ",
-    " ==\n",
-    "\n* ",
-    " {{",
-    "}}\n",
-    "&nbsp;",
-]
-GAPS += [" &quot;", "&quot; ", " &lt;br&gt;", "</text>\n<text xml:space=#", "\t"]
+GAPS += ["]], ", " (", ") ", " ''", "'' ", "|", ":", "-", "/", " = ", "\n\n== ", " ==\n", "\n* ", " {{", "}}\n"]
+GAPS += ["&nbsp;", " &quot;", "&quot; ", " &lt;br&gt;", "</text>\n<text xml:space=#", "\t"]
 FORMS = 16
 """One word in so many is a number of one to four digits, and as many have a capital."""
 _LEXICON, _TEXT = 1, 2  # first key of the hash, so that the two kinds of draws are unrelated
