@@ -167,7 +167,7 @@ def test_a_leaking_variant_is_caught_by_its_own_row(here):
     (row,) = rows_of(ended)
     assert row["memory"]["growth_bytes_per_step"] == pytest.approx(2 * 2**20, rel=0.1)
     kept = significant(row["memory"]["growth_bytes_per_step"] / 1024)
-    assert f"toy, plain, length 64: every step keeps {kept} KiB more, a leak." in ended.out
+    assert f"toy, plain, keep, length 64: every step keeps {kept} KiB more, a leak." in ended.out
 
 
 def test_a_variant_that_keeps_what_it_should_not_is_no_leak_elsewhere(side_by_side):

@@ -188,8 +188,8 @@ def _caption(rows: list[dict]) -> str:
     return (
         "Cost of the trainer's own step against length of context, both logarithmic; a steeper line grows faster. Line style "
         "is the backend, with where spans are if not where a run has learned them. Times are medians with bars from the "
-        "20th to the 80th percentile; FLOPs are forward and executed, hollow marks ideal; generation is one byte of one stream. Crosses at "
-        "the upper edge: out of memory, with the first such length and the backend."
+        "20th to the 80th percentile; FLOPs are forward and executed, hollow marks ideal; generation is one byte of one "
+        "stream. Crosses at the upper edge: out of memory, with the first such length and the backend."
         + (" Memory is a process's high-water mark, approximate." if approximate else "")
         + (f" Failed: {'; '.join(failed)}." if failed else "")
     )
