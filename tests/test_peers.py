@@ -17,9 +17,10 @@ from bench.baselines.entry_workers import LanguageWorker
 from bench.baselines.packages import INSTALL, PACKAGES, Memory, Peer, Sizes, touched_parameters, version
 from bench.baselines.proof import OK, Probe, passed, prove
 from bench.baselines.reference_model import ReferenceModel
-from bench.baselines.rounds import Entry, ratio, verdict
+from bench.baselines.rounds import Entry, compete, ratio, verdict
 from bench.baselines.settings import PeerSettings
 from bench.measure import percentiles
+from bench.progress import Steps
 from bench.report.tables_peers import peer_tables
 from harness.record.table import print_table
 from tests.bench_rows import identity, peer_row
@@ -205,6 +206,43 @@ def test_an_interrupted_run_keeps_what_is_complete():
         ("reference_model", 2, False),
         ("mhsa", 1, True),
     ]
+
+
+def test_an_entry_is_proved_once_and_measured_in_each_setting(monkeypatch):
+    asked = []
+
+    class Answering:
+        """In place of a cell: notes who was asked what."""
+
+        def __init__(self, make, task):
+            self.task = task
+
+        def ask(self, method, *arguments):
+            asked.append((self.task, method))
+            return {"prove": {"causal": OK}, "weigh": {"backend": "plain"}, "round": [1.0]}[method]
+
+        def close(self):
+            asked.append((self.task, "close"))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr("bench.baselines.rounds.Cell", Answering)
+    entries = [entry("x-transformers"), entry("x-transformers")]
+    for made, setting in zip(entries, ("keep", "return"), strict=True):
+        made.allocator = made.task = setting
+        made.timed, made.checks = setting == "keep", {}
+    with Steps(4) as progress:
+        compete(entries, rounds=2, seconds=0, progress=progress)
+    assert asked == [
+        *(("keep", "prove"), ("keep", "weigh"), ("return", "weigh"), ("return", "close")),
+        *[("keep", "round")] * 2,
+    ]
+    assert [made.checks for made in entries] == [{"causal": OK}] * 2
+    assert [made.status for made in entries] == ["measured"] * 2
 
 
 def test_ctrl_c_leaves_rows_and_exit_code_130(here, monkeypatch):  # noqa: F811

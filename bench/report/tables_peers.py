@@ -104,7 +104,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
     """A table for each call of the verb, job and reference model, the fastest first; calls are never mixed."""
     tables = []
     for index, same in enumerate(_together(rows, "job", "streams", "segment", "relative_to"), start=1):
-        row, void = same[-1], next((row["void"] for row in same if row.get("void")), None)
+        row, void = same[-1], {freed_words(row): row["void"] for row in same if row.get("void")}
         same.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         about = (
@@ -112,7 +112,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
             "streams, segment, threads, precision and data, not parameters. The rows differ in who wrote the code"
         )
         title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}"
-        shown = [row | {"void": void} for row in same]
+        shown = [row | {"void": void.get(freed_words(row))} for row in same]
         tables.append(_table(shown, PEERS, name=f"peers-{index}", title=title, about=about + against))
     return tables
 
