@@ -4,6 +4,9 @@ Every variant must first keep the contract. Then, for each length, every variant
 memory is read there, and the training step, an evaluation and the generation of one byte are timed in turn, A B A B, so
 that all of a length share the machine's moods. Out of memory is a row. Rows go to ``outputs/bench/<time>-cost/rows.jsonl``.
 
+On a CPU each is there twice: freed memory is kept by the process, or returned to the system. Weights are shaken, because
+hardware is quicker on zeros, and learned spans are those that a run has learned, in keys, at every length.
+
 ``mode=cold``: segment = span = length and nothing carried, so that growth with context is visible. ``mode=stream``: the
 segment stays, the span is the length, and streams carry a full state. FLOPs per byte are warm in both.
 """
@@ -27,6 +30,8 @@ class CostSettings:
     lengths: list
     mode: str = field(metadata={"allowed": ("cold", "stream")})
     backends: list
+    spans: list
+    allocators: list
     streams: int
     rounds: int
     seconds: float
@@ -34,7 +39,13 @@ class CostSettings:
 
 
 OWN = tuple(CostSettings.__dataclass_fields__)
-BESIDE_A_CHECKPOINT = (*(key for key in OWN if key != "variants"), "checkpoint", "runtime", "trust", "outputs")
+BESIDE_A_CHECKPOINT = (
+    *(key for key in OWN if key not in ("variants", "spans")),
+    "checkpoint",
+    "runtime",
+    "trust",
+    "outputs",
+)
 """What may be given beside a checkpoint, which has its own configuration for the rest."""
 
 
@@ -52,9 +63,11 @@ def main(cfg: DictConfig) -> None:
     plans = [bench_plan(config) for config in configs]
     groups = [
         [
-            _task(cfg, settings, length=length, backend=backend, weights=weights)
+            _task(cfg, settings, length=length, backend=backend, allocator=allocator, spans=spans, weights=weights)
             for cfg in configs
             for backend in settings.backends
+            for spans in settings.spans
+            for allocator in settings.allocators
         ]
         for length in settings.lengths
     ]
@@ -97,30 +110,34 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
 
 
 def _check_lists(settings: CostSettings) -> None:
+    from bench.weights import KINDS
     from harness.plan.settings import RuntimeSettings
 
-    backends = RuntimeSettings.__dataclass_fields__["backend"].metadata["allowed"]
-    if not settings.backends or set(settings.backends) - set(backends):
-        raise ValueError(f"backends={settings.backends}: must be a list of {', '.join(backends)}")
+    fields = RuntimeSettings.__dataclass_fields__
+    choices = {f"{key}s": fields[key].metadata["allowed"] for key in ("backend", "allocator")} | {"spans": KINDS}
+    for key, allowed in choices.items():
+        found = getattr(settings, key)
+        if not found or set(map(str, found)) - set(allowed):
+            raise ValueError(f"{key}={found}: must be a list of {', '.join(allowed)}")
     if not settings.lengths or not all(isinstance(length, int) and length > 0 for length in settings.lengths):
         raise ValueError(f"lengths={settings.lengths}: must be a list of bytes, each an integer above 0")
     if settings.variants is not None and not settings.variants:
         raise ValueError("variants=[]: must be a list of variants, or null for the one of variant=")
 
 
-def _task(config: DictConfig, settings: CostSettings, *, length: int, backend: str, weights: str | None):
-    """One cell: the configuration with the cell's own length and backend."""
+def _task(config: DictConfig, settings: CostSettings, *, length: int, weights: str | None, spans: str, **runtime: str):
+    """One cell: the configuration with the cell's own length, backend and allocator."""
     from bench.cost_worker import Task
     from bench.planning import bench_plan, typed_command
 
     own, warm = copy.deepcopy(config), settings.mode == "stream"
     own.batch.streams, own.batch.carry, own.batch.accumulate = settings.streams, warm, 1
     own.batch.segment = own.batch.segment if warm else length
-    own.runtime.backend = backend
+    own.runtime.update(runtime)
     if weights is None:
         own.model.span = length
-    plan, command = bench_plan(own), typed_command("cost")
-    return Task(config=plan.config, trusted=plan.trust, warm=warm, weights=weights, span=length, command=command)
+    plan, same = bench_plan(own), {"weights": weights, "spans": spans, "command": typed_command("cost")}
+    return Task(config=plan.config, trusted=plan.trust, warm=warm, span=length, **same)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """The subject of ``bench.cost``: a plan's model, the trainer's very step, scoring and generation, in a process of its own.
 
 What is timed is ``harness.loop.step.Trainer.step`` on bytes of the corpus, with the learning rate at 0: the optimizer does all
-its work, but spans and everything else stay where they were, at the start or as a checkpoint has them.
+its work, but weights and spans stay where they were put: shaken and at a list of spans, or as a checkpoint has them.
 """
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
-from bench.measure import growth_bytes, peak_bytes, time_call, times
+from bench.measure import growth_bytes, peak_bytes, times
 from bench.planning import provenance, read_run, trained_model
+from bench.weights import learned_spans, place_spans, shake_, spans_of
 from harness.count.flops import count_flops, forward_flops_per_byte, optimizer_flops
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
 from harness.data.corpora import Streams
-from harness.device import allocator, runtime
+from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.step import Trainer
@@ -28,7 +30,7 @@ from harness.model import LanguageModel
 from harness.plan.build import Plan, plan_run
 from variants.contract import State
 
-WARM_STEPS, REHEARSED_BYTES = 2, 16
+WARM_STEPS, MEASURED_STEPS, REHEARSED_BYTES = 2, 3, 16
 MIDDLE = 0.5
 """Fraction of the budget that a schedule is asked for; the rate is 0 whatever it answers."""
 
@@ -43,6 +45,7 @@ class Task:
         warm: whether the streams carry a state as long as the window.
         weights: a run folder whose best weights are measured, or None for a fresh model.
         span: what a query may see, where that differs from what the model was built for.
+        spans: where a fresh model's learned spans are, one of ``bench.weights.KINDS``.
         command: what was typed.
     """
 
@@ -51,6 +54,7 @@ class Task:
     warm: bool
     weights: str | None
     span: int
+    spans: str
     command: str
 
 
@@ -67,12 +71,12 @@ class Subject:
         self.steps = 0
 
     def identity(self) -> dict:
-        """Provenance."""
-        return provenance(self.plan, kind="cost", corpus=self.corpus, runtime=self.runtime, command=self.task.command)
+        """Provenance; no allocator on a GPU, whose memory the C library does not manage."""
+        found = provenance(self.plan, kind="cost", corpus=self.corpus, runtime=self.runtime, command=self.task.command)
+        return found | ({"allocator": None} if self.device.type == "cuda" else {})
 
     def build(self) -> None:
         """The model, and in warm state the streams' past."""
-        allocator.use("return")
         _rehearse(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         runtime.seed(self.plan.seed)
@@ -82,7 +86,7 @@ class Subject:
         self._warmed: set[str] = set()
 
     def facts(self) -> dict:
-        """What is measured: backend, sizes, spans."""
+        """What is measured: backend, sizes, spans, and which they are where they are learned and no checkpoint's."""
         m = self.model
         return {
             "backend": backend_of(m, self.runtime),
@@ -93,6 +97,7 @@ class Subject:
                 "by_sublayer": m.parameters_by_sublayer(),
             },
             "spans": summary.spans(m.metrics({})),
+            "spans_from": self.task.spans if self.task.weights is None and learned_spans(m) else None,
         }
 
     def inference_memory(self) -> dict:
@@ -109,12 +114,12 @@ class Subject:
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.trainer = Trainer(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
-        taken_ms = times(self._train, synchronise=self.runtime.synchronise, least_calls=WARM_STEPS, most_seconds=0)
+        steps = partial(times, self._train, synchronise=self.runtime.synchronise, most_seconds=0)
+        taken_ms = steps(least_calls=WARM_STEPS)
         self.meter.reset()
-        growth = growth_bytes(
-            lambda: taken_ms.append(time_call(self._train, self.runtime.synchronise)), calls=2, device=self.device
-        )
-        peak = self.meter.read()
+        taken_ms += steps(least_calls=MEASURED_STEPS)
+        peak = self.meter.read()  # before the growth is, which gives freed memory back after every step
+        growth = growth_bytes(self._train, calls=2, device=self.device)
         found = {
             "parameter_bytes": parameter_bytes(self.model),
             "touched_bytes": self.model.touched_parameters() * next(self.model.parameters()).element_size(),
@@ -125,7 +130,6 @@ class Subject:
             "growth_bytes_per_step": growth,
             "first_steps_s": max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000,
         }
-        allocator.use("keep")  # from here on time counts
         return found
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
@@ -170,7 +174,11 @@ class Subject:
 
     def _model(self) -> LanguageModel:
         if self.task.weights is None:
-            return self.plan.make_model()
+            model = self.plan.make_model()
+            shake_(model)
+            if self.task.spans != "initial":
+                place_spans(model, spans_of(self.task.spans, span=self.span), heads=self.plan.model.heads)
+            return model
         _, best = read_run(Path(self.task.weights), key="checkpoint")
         return trained_model(self.plan, best, span=self.span, key="checkpoint")
 

@@ -51,8 +51,9 @@ CARRIED = {"kv": "keys and values", "hidden": "past inputs"}
 LEGEND = """\
 - Ratio: our speed in the opponent's, or where a target has ≤, our time over the opponent's. The median of rounds in which
   both take turns, then the least and the greatest. Whole training steps are timed: forward, backward, optimizer.
-- Peak: resident memory of a training step above the bare process, approximate. It is to be half of what the papers' published
-  code takes, or 0.7 of the package's peak.
+- Peak: resident memory of a training step above the bare process, approximate, with freed memory returned to the system on
+  both sides. `as timed`: kept by the process on both sides, as it was while the ratio was measured. It is to be half of what
+  the papers' published code takes, or 0.7 of the package's peak.
 - Parameters, FLOPs per byte (forward and backward, counted) and optimizer: ours / the opponent's. `-` was not recorded.
 - `reference_model`: a minimal PyTorch transformer with fused attention, `bench/baselines/reference_model.py`. It sees
   one block of bytes and carries no past. `x-transformers`: the package, with flash attention and rotary positions.
@@ -180,6 +181,9 @@ def _block(path: Path, rows: Sequence[dict]) -> str:
 def _line(row: dict) -> list[str]:
     peak, limit = (row[key] and row[key] / 1e6 for key in ("peak_bytes", "peak_limit_bytes"))
     room = _held(f"{peak:,.1f}", peak, limit, judged=row["peak_reached"], form=",.1f") if peak else "-"
+    if timed := row.get("timed_peak"):
+        peak, limit = (timed[key] and timed[key] / 1e6 for key in ("bytes", "limit_bytes"))
+        room += "; as timed: " + _held(f"{peak:,.1f}", peak, limit, judged=timed["reached"], form=",.1f")
     flops = _both(row, "training_flops_per_byte", lambda value: f"{value / 1e6:.1f} M")
     sizes = [_both(row, "parameters", "{:,}".format), flops, _both(row, "optimizer", str)]
     return [

@@ -29,8 +29,8 @@ class _Measured(Asked):
 def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Iterator[dict]:
     """Rows of cells that are timed in turn.
 
-    A backend that turns out to be another cell's is left out. What runs out of memory beside the others is measured once
-    more alone, because their processes hold memory, too.
+    A cell that turns out to run another one's code, at its spans and with its allocator, is left out. What runs out of
+    memory beside the others is measured once more alone, because their processes hold memory, too.
 
     Args:
         tasks: all of one length.
@@ -62,7 +62,9 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
             new.found |= new.ask("identity") or {}
             new.ask("build")
             new.found |= new.ask("facts") or {}
-            new.name = f"{name}, {new.found.get('backend', task.config['runtime']['backend'])}"
+            new.name = ", ".join(
+                [name, new.found.get("backend", task.config["runtime"]["backend"]), *_setting(new.found)]
+            )
             if any(_same(new, other) for other in cells[:-1]):
                 cells.pop().cell.close()
                 progress.advance(STEPS)
@@ -90,9 +92,15 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
 
 
 def _same(new: _Measured, other: _Measured) -> bool:
-    """Whether two cells run the same code."""
+    """Whether two cells run the same code in the same setting."""
     known = "backend" in new.found and "backend" in other.found
-    return known and all(new.found[key] == other.found[key] for key in ("variant", "backend", "evaluation_backend"))
+    same = ("variant", "backend", "evaluation_backend", "spans_from", "allocator")
+    return known and all(new.found[key] == other.found[key] for key in same)
+
+
+def _setting(found: dict) -> list[str]:
+    """Where the spans are and what becomes of freed memory, where a cell has one of each."""
+    return list(filter(None, (found.get("spans_from"), found.get("allocator"))))
 
 
 def _row(cell: _Measured, *, settings, together: int) -> dict:
@@ -113,14 +121,14 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "interleaved": together > 1,
         "time": {"first_steps_s": memory.pop("first_steps_s", None), **times},
     }
-    nothing = dict.fromkeys(("evaluation_backend", "parameters", "spans", "flops", "bytes_moved"))
+    nothing = dict.fromkeys(("evaluation_backend", "parameters", "spans", "spans_from", "flops", "bytes_moved"))
     backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
     row = {"backend": backend} | nothing | measured | cell.found | {"memory": memory}
     return row | {"utilisation": utilisation(row)}
 
 
 def _line(row: dict) -> str:
-    name = f"length {row['length']:>6,}  {row['variant']}, {row['backend']}"
+    name = ", ".join([f"length {row['length']:>6,}  {row['variant']}", row["backend"], *_setting(row)])
     if row["status"] != "measured":
         return f"{name}: {row['status']} ({row['reason']})"
     train, generate = row["time"]["train_ms"], row["time"]["generate_ms"]

@@ -68,9 +68,13 @@ def refusal(row: object) -> str | None:
     return other_format(row)
 
 
-def ground(row: dict) -> tuple[tuple[str, str], ...]:
-    """What two rows must have in common for their times and memory to stand in one table, hashable."""
-    return tuple((key, ground_value(row, key)) for key in GROUND)
+def ground(row: dict, *, without: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
+    """What two rows must have in common for their times and memory to stand in one table, hashable.
+
+    Args:
+        without: what the table shows of each row itself.
+    """
+    return tuple((key, ground_value(row, key)) for key in GROUND if key not in without)
 
 
 def ground_value(row: dict, key: str) -> str:

@@ -55,6 +55,8 @@ def cost_row(
         "span": length,
         "streams": 1,
         "backend": backend,
+        "allocator": "keep",  # or "return"; None where the C library has no such setting
+        "spans_from": "learned" if variant == "adaptive_span" else None,  # or "one_long", "initial"
         "status": "measured",  # or "out of memory", "failed": then reason says why and what follows is None
         "reason": None,
         "interleaved": True,
@@ -110,6 +112,7 @@ def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.
         "relative_to_reference": tokens_per_second / 10_000.0,
         "void": None,  # or why the whole table is void
         "backend": "plain",
+        "allocator": "keep",
     }
     return identity("peers", variant=name) | found | changes
 
@@ -151,6 +154,10 @@ def speed_row(*, case: str = "fixed", ratio: float = 0.5, **changes) -> dict:
         "reached": ratio >= 0.4,
         "peak_bytes": 4 * 10**8,
         "peak_limit_bytes": 6 * 10**8,
+        "peak_reached": True,
+        "allocator": "keep",  # of the ratio and of timed_peak
+        "peak_allocator": "return",
+        "timed_peak": {"bytes": 5 * 10**8, "limit_bytes": 6 * 10**8, "reached": True},
         "status": "measured",
         "reason": None,
         "void": None,

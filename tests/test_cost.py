@@ -1,13 +1,17 @@
 """``python -m bench.cost``: rows that can be traced, costs that grow where they must, and toys caught by their own rows."""
 
+import itertools
 import json
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from bench.cost_worker import Subject, Task
+from bench.planning import read_run
 from bench.progress import Steps
-from bench.report.tables_costs import cost_tables
+from bench.report.tables_costs import cost_tables, for_terminal
 from bench.rows import refusal
 from bench.turns import Asked, in_turn
 from harness.record.cells import LEAST_CALLS, significant
@@ -15,7 +19,7 @@ from tests.command import Ended, call, empty_folder, run_folders, train  # noqa:
 from tests.composing import CONF, compose_config
 
 TINY = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.threads=1")
-QUICK = ("rounds=1", "seconds=0.01")
+QUICK = ("rounds=1", "seconds=0.01", "allocators=[keep]")
 TOY = """import time
 import torch
 from torch import nn
@@ -52,20 +56,23 @@ def rows_of(ended: Ended) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def side_by_side(tmp_path_factory) -> list[dict]:
-    """Two variants at two lengths, on both paths."""
+    """Two variants at two lengths, on both paths, with freed memory kept and returned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("cost"))
-        return rows_of(cost("variants=[mhsa,adaptive_span]", "lengths=[64,256]"))
+        return rows_of(cost("variants=[mhsa,adaptive_span]", "lengths=[64,256]", "allocators=[keep,return]"))
 
 
 def test_every_cell_has_a_row_that_can_stand_alone(side_by_side):
-    cells = [(row["length"], row["variant"], row["backend"]) for row in side_by_side]
-    assert cells == [(n, v, p) for n in (64, 256) for v in ("mhsa", "adaptive_span") for p in ("plain", "kernel")]
+    cells = [(row["length"], row["variant"], row["backend"], row["allocator"]) for row in side_by_side]
+    variants, backends, settings = ("mhsa", "adaptive_span"), ("plain", "kernel"), ("keep", "return")
+    assert cells == list(itertools.product((64, 256), variants, backends, settings))
     for row in side_by_side:
         assert refusal(row) is None
         assert row["status"] == "measured" and row["interleaved"]
         assert row["span"] == row["segment"] == row["length"] == row["config"]["model"]["span"]
         assert row["config"]["runtime"]["backend"] in ("plain", "auto")
+        assert row["config"]["runtime"]["allocator"] == row["allocator"]
+        assert row["data"]["name"] == "synthetic_text" and row["data"]["sha256"].startswith("a8ae164c")
         assert row["utilisation"] is None  # of a CPU no peak is known
 
 
@@ -134,6 +141,37 @@ def test_the_state_is_as_long_as_the_window_and_the_square_is_in_the_plain_rows(
     assert step[256, "plain"] > step[256, "kernel"]  # causal attention needs half of the square
 
 
+def test_a_table_shows_both_settings_of_the_allocator_and_one_figure_each(side_by_side):
+    (speed, _) = cost_tables(side_by_side)
+    headings = [column.heading for column in speed.columns]
+    freed, backend = headings.index("freed memory"), headings.index("backend")
+    shown = [(row[backend].text, row[freed].text) for row in speed.rows]
+    assert shown == list(itertools.product(("kernel", "plain"), ("keep", "return"))) * 4
+    assert "what becomes of freed memory" in speed.caption
+    assert "freed memory" in [column.heading for column in for_terminal(speed).columns]
+
+
+def test_learned_spans_are_those_of_a_run_in_keys_at_every_length(side_by_side):
+    found = [row for row in side_by_side if row["variant"] == "adaptive_span"]
+    assert {row["spans_from"] for row in found} == {"learned"}
+    assert {row["spans_from"] for row in side_by_side if row["variant"] == "mhsa"} == {None}
+    longest = {row["length"]: row["spans"]["max"] for row in found}
+    assert longest == pytest.approx({64: 64, 256: 119.59})  # cut by the shorter, the same keys in the longer
+
+
+def test_one_long_head_is_a_row_of_its_own_and_costs_more(here):
+    words = ("variants=[mhsa,adaptive_span]", "lengths=[256]", "backends=[plain]", "spans=[learned,one_long,initial]")
+    rows = {(row["variant"], row["spans_from"]): row for row in rows_of(cost(*words))}
+    assert list(rows) == [
+        ("mhsa", None),
+        *(("adaptive_span", kind) for kind in ("learned", "one_long", "initial")),
+    ]  # where no span is learned there is one row
+    assert rows["adaptive_span", "one_long"]["spans"]["max"] == 256
+    assert rows["adaptive_span", "initial"]["spans"] == {"mean": 32, "min": 32, "max": 32}
+    ideal = {kind: row["flops"]["ideal_per_byte"] for (_, kind), row in rows.items()}
+    assert ideal["one_long"] > ideal["learned"]
+
+
 def test_a_warm_stream_keeps_its_segment(here):
     (cold,) = rows_of(cost("lengths=[128]", "backends=[plain]"))
     (warm,) = rows_of(cost("lengths=[128]", "backends=[plain]", "mode=stream", "batch.segment=32", "streams=2"))
@@ -179,7 +217,7 @@ def test_a_leaking_variant_is_caught_by_its_own_row(here):
     (row,) = rows_of(ended)
     assert row["memory"]["growth_bytes_per_step"] == pytest.approx(2 * 2**20, rel=0.1)
     kept = significant(row["memory"]["growth_bytes_per_step"] / 1024)
-    assert f"toy, plain, length 64: every step keeps {kept} KiB more, a leak." in ended.out
+    assert f"toy, plain, keep, length 64: every step keeps {kept} KiB more, a leak." in ended.out
 
 
 def test_a_variant_that_keeps_what_it_should_not_is_no_leak_elsewhere(side_by_side):
@@ -195,6 +233,15 @@ def test_a_checkpoint_is_measured_at_its_learned_spans(here):
     assert all(row["spans"] == pytest.approx(summary["spans"]) for row in rows)
     assert all(row["config"]["model"] == rows[0]["config"]["model"] for row in rows)
     assert rows[0]["checkpoint"] == str(folder)
+    assert {row["spans_from"] for row in rows} == {None}
+    task = Task(
+        config=rows[0]["config"], trusted=(), warm=False, weights=str(folder), span=64, spans="learned", command=""
+    )
+    subject = Subject(task)
+    subject.build()
+    _, best = read_run(folder, key="checkpoint")
+    for name, parameter in subject.model.named_parameters():
+        assert torch.equal(parameter, best["model"][name])  # nothing is shaken
     missing = call("bench/cost.py", "checkpoint=nowhere")
     assert missing.code == 2 and "checkpoint=nowhere: must be a run folder" in missing.err
     refused = call("bench/cost.py", f"checkpoint={folder}", "model.d_model=64")
@@ -205,6 +252,8 @@ def test_a_checkpoint_is_measured_at_its_learned_spans(here):
     ("words", "said"),
     [
         (("backends=[nope]",), ("backends=['nope']", "auto, plain, fused, kernel")),
+        (("spans=[long]",), ("spans=['long']", "learned, one_long, initial")),
+        (("allocators=[]",), ("allocators=[]", "keep, return")),
         (("lengths=[0]",), ("lengths=[0]", "above 0")),
         (("lengths=[]",), ("lengths=[]",)),
         (("mode=warm",), ("mode=warm", "cold, stream")),

@@ -57,7 +57,7 @@ def test_configs_have_the_keys_of_load_and_only_those():
         assert list(node) == keywords
         assert node["name"] == name
         assert node["fallback"] == ("stdlib" if name == "enwik8" else None)
-    assert load(**node).name == "recall"
+    assert load(**node).name == name
 
 
 def test_plain_file(tmp_path):

@@ -1,6 +1,7 @@
 """``python -m bench.peers``: the reference model, the checks before the clock, the fairness of the table, and what a
 user sees."""
 
+import itertools
 import json
 import re
 from functools import partial
@@ -249,6 +250,43 @@ def test_a_comparison_says_at_once_that_the_machine_was_busy(monkeypatch, capsys
     assert ready.load == BUSY
 
 
+def test_an_entry_is_proved_once_and_measured_in_each_setting(monkeypatch):
+    asked = []
+
+    class Answering:
+        """In place of a cell: notes who was asked what."""
+
+        def __init__(self, make, task):
+            self.task = task
+
+        def ask(self, method, *arguments):
+            asked.append((self.task, method))
+            return {"prove": {"causal": OK}, "weigh": {"backend": "plain"}, "round": [1.0]}[method]
+
+        def close(self):
+            asked.append((self.task, "close"))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr("bench.baselines.rounds.Cell", Answering)
+    entries = [entry("x-transformers"), entry("x-transformers")]
+    for made, setting in zip(entries, ("keep", "return"), strict=True):
+        made.allocator = made.task = setting
+        made.timed, made.checks = setting == "keep", {}
+    with Steps(4) as progress:
+        compete(entries, rounds=2, seconds=0, progress=progress)
+    assert asked == [
+        *(("keep", "prove"), ("keep", "weigh"), ("return", "weigh"), ("return", "close")),
+        *[("keep", "round")] * 2,
+    ]
+    assert [made.checks for made in entries] == [{"causal": OK}] * 2
+    assert [made.status for made in entries] == ["measured"] * 2
+
+
 def test_ctrl_c_leaves_rows_and_exit_code_130(here, monkeypatch):  # noqa: F811
     def stopped(entries, **_):
         entries[0].checks, entries[0].rounds = {"causal": OK}, [[1.0]]
@@ -277,15 +315,18 @@ def test_a_table_from_the_command_line(here, monkeypatch):  # noqa: F811
         monkeypatch.setitem(PACKAGES, name, peer)
     ended = call("bench/peers.py", *TINY, "variants=[product_key_memory]", "peers=[leaking,missing]")
     assert ended.code == 0, ended.err
-    rows = {row["name"]: row for row in rows_in(here)}
-    assert list(rows) == ["reference_model", "leaking", "missing", "product_key_memory"]
+    rows = {(row["name"], row["allocator"]): row for row in rows_in(here)}
+    names = ["reference_model", "leaking", "missing", "product_key_memory"]
+    assert list(rows) == list(itertools.product(names, ("keep", "return")))
     assert all(set(peer_row()) <= set(row) for row in rows.values())
-    for name in ("reference_model", "product_key_memory"):
-        row = rows[name]
+    for name, setting in itertools.product(("reference_model", "product_key_memory"), ("keep", "return")):
+        row = rows[name, setting]
+        assert row["config"]["runtime"]["allocator"] == setting and row["data"]["name"] == "synthetic_text"
         assert row["status"] == "measured" and row["reason"] is None and passed(row["checks"])
         assert row["bytes_per_second"] > 0 and row["time"]["train_ms"]["n"] >= 4 and row["rounds"] == 2
         assert row["memory"]["train_peak_bytes"] > 0 and row["relative_to_reference"] > 0
-    assert rows["reference_model"]["relative_to_reference"] == 1
+        assert name != "reference_model" or row["relative_to_reference"] == 1  # of the same setting
+    rows = {name: rows[name, "keep"] for name in names}
     assert rows["product_key_memory"]["checks"]["contract"] == OK
     assert rows["product_key_memory"]["config"]["variant"]["memory"]["half_keys"] == MEMORY.half_keys
     assert rows["reference_model"]["config"]["variant"]["arguments"]["longest"] == 16
@@ -302,7 +343,8 @@ def test_the_layer_alone(here):  # noqa: F811
     words = ("lineup=layer", *sizes, "rounds=1", "seconds=0.01", "runtime.device=cpu", "runtime.threads=1")
     ended = call("bench/peers.py", *words, "data.bytes=20000")
     assert ended.code == 0, ended.err
-    *package, ours = rows_in(here)
+    *package, ours, returned = rows_in(here)
+    assert (ours["name"], ours["allocator"], returned["allocator"]) == (returned["name"], "keep", "return")
     assert ours["status"] == "measured" and passed(ours["checks"]) and ours["streams"] * ours["segment"] == 32
     assert {row["job"] for row in (*package, ours)} == {"product-key layer, 8^2 slots"}
     if version("product-key-memory") is None:
@@ -321,6 +363,7 @@ def test_the_layer_alone(here):  # noqa: F811
         (["variants=[mhsa,mhsa]"], ["variants=", "each once"]),
         (["variant=mhsa"], ["variant=mhsa", "variants=[..]"]),
         (["batch.segment=512"], ["batch.segment=512", "context=.."]),
+        (["runtime.allocator=return"], ["runtime.allocator=return", "in both settings"]),
         (["model.layers=1"], ["model.layers=1", "from 2"]),
         (["context=0"], ["context=0", "from 4"]),
         (["lineup=foo"], ["lineup=foo", "layer, packages, targets"]),

@@ -180,8 +180,9 @@ def test_time_and_memory_of_two_machines_are_apart_but_their_bits_and_flops_toge
         assert all(own in words and shared not in words for words in rest)
         assert sum("Another" in words for words in rest) == 1
     costs = [cost_row(), cost_row(device="Another"), cost_row(mode="stream"), cost_row(streams=4)]
-    assert len(set(names(of(draw_all(found(costs=costs)), "cost")))) == 4
-    fits, peers = [fit_row(), fit_row(threads=4)], [peer_row(), peer_row(precision="bf16"), peer_row(job="other")]
+    costs.append(cost_row(allocator="return"))
+    assert len(set(names(of(draw_all(found(costs=costs)), "cost")))) == 5
+    fits, peers = [fit_row(), fit_row(threads=4)], [peer_row(), peer_row(allocator="return"), peer_row(job="other")]
     drawings = draw_all(found(fits=fits, peers=peers))
     assert len(set(names(of(drawings, "fit")))) == 2 and len(set(names(of(drawings, "peers")))) == 3
 
@@ -299,6 +300,19 @@ def test_cost_lines_are_told_apart_by_path_and_what_ran_out_is_a_cross(figures):
     slopes = [line.get_xydata() for line in ax.lines if line.get_linewidth() == 0.8]
     powers = [np.log(line[1, 1] / line[0, 1]) / np.log(line[1, 0] / line[0, 0]) for line in slopes]
     assert powers == pytest.approx([1.0, 2.0])
+
+
+def test_a_figure_of_costs_says_what_becomes_of_freed_memory_and_where_spans_are(figures):
+    rows = [
+        cost_row(variant="adaptive_span", length=n, spans_from=s) for n in (256, 512) for s in ("learned", "one_long")
+    ]
+    ax, _ = cost_axes(figures, rows)
+    drawn = [line for line in ax.lines if len(line.get_xdata()) == 2 and line.get_linewidth() > 1]
+    assert {line.get_linestyle() for line in drawn if not line.get_marker()} == {"-", "--"}
+    said = texts(ax.figure)
+    assert "freed memory kept" in said and "fused, one_long" in said
+    ax, _ = cost_axes(figures, [row | {"allocator": "return"} for row in rows])
+    assert "freed memory returned" in texts(ax.figure)
 
 
 @pytest.mark.parametrize("lengths", [(512,), (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)])

@@ -286,7 +286,21 @@ def test_peers_of_different_calls_do_not_mix_and_void_ones_say_so(tmp_path):
     assert not found["peers-1"].title.startswith("VOID") and found["peers-3"].title.startswith("VOID")
     assert column(found["peers-3"], "of the reference model") == ["VOID", "VOID"]
     assert column(found["peers-3"], "bytes/s") == ["10,000", "failed"]
-    assert f"VOID: {reason}." in found["peers-3"].notes and "bad: failed (not causal)." in found["peers-3"].notes
+    assert f"VOID: {reason}." in found["peers-3"].notes and "bad, keep: failed (not causal)." in found["peers-3"].notes
+
+
+def test_settings_of_freed_memory_share_a_table_and_one_that_is_void_leaves_the_other(tmp_path):
+    write_rows(tmp_path, [peer_row(), peer_row(allocator="return", void="slow")], name="20261120-000000-peers")
+    write_rows(tmp_path, [cost_row(), cost_row(allocator="return")])
+    over = {"bytes": 7 * 10**8, "limit_bytes": 6 * 10**8, "reached": False}
+    write_rows(tmp_path, [speed_row(timed_peak=over)], name="20261120-000000-speed")
+    found = tables(tmp_path)
+    for name in ("peers-1", "cost-1"):
+        assert sorted(column(found[name], "freed memory")) == ["keep", "return"]
+    assert sorted(column(found["peers-1"], "of the reference model")) == ["1.000", "VOID"]
+    assert column(found["speed-1"], "freed memory") == ["keep"]
+    assert column(found["speed-1"], "peak as timed, MiB") == ["668"]
+    assert "MISSED: the peak as timed of fixed rotary." in found["speed-1"].notes
 
 
 def test_predictions_are_split_by_cause_and_checked_where_measured(tmp_path):

@@ -169,7 +169,7 @@ def test_spans_that_reach_beyond_the_segment_are_proved_within_it():
 
 
 def test_only_learned_spans_can_be_set():
-    with pytest.raises(ValueError, match="no sublayer's span has a learned fraction"):
+    with pytest.raises(ValueError, match="no sublayer has learned spans"):
         set_spans(plan("variant=mhsa", *TINY).make_model(), SPANS)
 
 
@@ -196,8 +196,12 @@ def test_the_trainer_takes_the_runs_own_step_and_writes_rows(tmp_path):
 # Verdicts
 
 
-def entry(name: str, *rounds: list[float], peak_bytes: int = 10**6) -> Entry:
+def entry(
+    name: str, *rounds: list[float], peak_bytes: int = 10**6, allocator: str | None = None, timed: bool = True
+) -> Entry:
     made = Entry(
+        allocator=allocator,
+        timed=timed,
         name=name,
         job="whole training step",
         make=OurModel,
@@ -292,6 +296,22 @@ def test_a_peak_may_be_bounded_by_the_references(peak_bytes, reached):
     assert row["position"] is row["cache"] is None
 
 
+@pytest.mark.parametrize(("kept_bytes", "reached"), [(1400, True), (1401, False)])
+def test_a_case_says_of_which_setting_its_ratio_and_its_peaks_are(kept_bytes, reached):
+    memory, entries = case("pkm_128"), []
+    for name, ms, peaks in ((memory.reference, 30.0, (2000, 1000)), (memory.entry, 10.0, (kept_bytes, 600))):
+        entries.append(entry(name, [ms], peak_bytes=peaks[0], allocator="keep"))
+        entries.append(entry(name, peak_bytes=peaks[1], allocator="return", timed=False))
+    row = judged(Comparison(entries=entries, cases=[memory]))
+    assert row["ratio"] == pytest.approx(3) and row["rounds"] == 1 and not row["interrupted"]
+    assert (row["peak_allocator"], row["peak_bytes"], row["peak_limit_bytes"], row["peak_reached"]) == (
+        *("return", 600, 700),  # the limit is of the reference's in the same setting
+        True,
+    )
+    assert row["timed_peak"] == {"bytes": kept_bytes, "limit_bytes": 1400, "reached": reached}
+    assert ("MISSED: the peak as timed of pkm_128" in printed(row)) is not reached
+
+
 def test_what_failed_has_a_row_with_the_reason_and_what_was_not_timed_has_none():
     match = case("mhsa_256")
     broken = entry("x-transformers")
@@ -321,6 +341,7 @@ def test_rows_from_the_command_line_are_added_to_the_file(here):  # noqa: F811
         assert row["opponent"]["name"] == row["relative_to"] and row["opponent"]["package"] == "torch"
         for side in (row["entry"], row["opponent"]):
             assert side["optimizer"] == "fused AdamW" and side["parameters"] > 0 and side["training_flops_per_byte"] > 0
+        assert (row["allocator"], row["peak_allocator"]) == ("keep", "return") and row["timed_peak"]["bytes"] > 0
         assert row["ratio"] > 0 and row["peak_bytes"] > 0 and row["reached"] is None and row["spans"] == [8, 40]
         assert row["config"]["data"]["vocabulary"] == 205 and row["config"]["model"]["span"] == 64
         assert row["config"]["batch"]["carry"] and row["config"]["model"]["attend_self"] == (
@@ -347,7 +368,10 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkey
     monkeypatch.setattr("bench.baselines.cases.rows_of", lambda comparison, **_: comparisons.append(comparison) or [])
     ended = call("bench/peers.py", *SMALL)
     assert ended.code == 0 and "nothing was measured" in ended.out, ended.err
-    assert [one.name for one in untimed] == [
+    assert [(one.allocator, one.timed) for one in untimed] == [("keep", True), ("return", False)] * (len(untimed) // 2)
+    kept, returned = untimed[::2], untimed[1::2]
+    assert [one.name for one in returned] == [one.name for one in kept]
+    assert [one.name for one in kept] == [
         *("reference_model", "x-transformers", "fixed relative", "fixed rotary", "zero relative", "zero rotary"),
         *("mixed relative", "mixed rotary", "persistent relative", "persistent rotary", "mhsa_256"),
         *("one open", "all open", "mhsa", "product-key-memory 8^2 fused adamw"),
@@ -365,7 +389,7 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkey
         comparison.sanity_check for comparison in comparisons if comparison.cases[-1].reference == "x-transformers"
     ]
     assert judges == ["x-transformers"] * 2
-    by_name = {one.name: one for one in untimed}
+    by_name = {one.name: one for one in kept}
     assert by_name["one open"].task.spans == (32, 96) and by_name["all open"].task.spans == (96, 96)
     assert by_name["mhsa"].task.config["model"]["span"] == 96 and by_name["zero rotary"].task.spans == (0, 0)
     assert by_name["persistent rotary"].task.config["variant"]["attention"]["persistent"]["number"] == 8
@@ -373,7 +397,7 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkey
         **{"streams": 0, "segment": 32, "carry": False, "accumulate": 1}
     }
     (here / "scratch").mkdir()
-    for one in untimed:
+    for one in kept:
         if one.status is None:  # what is installed
             known = replace(one.task, scratch=str(here / "scratch")) if one.make is TrainerLoop else one.task
             facts = one.make(known).weigh()

@@ -12,6 +12,7 @@ It is computed over the whole window; what it could save appears in ``ideal_flop
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class AdaptiveSpan(AttentionSpan):
         loss_weight: lambda, nats per byte and key of span.
         initial: fraction of S at which every head starts, in [0, 1].
     """
+
+    placeable = True
 
     def __init__(self, context: LayerContext, *, ramp: int = 32, loss_weight: float = 2e-6, initial: float = 0.0):
         super().__init__(context)
@@ -63,6 +66,11 @@ class AdaptiveSpan(AttentionSpan):
     def set_span(self, span: int) -> None:
         self.fraction.mul_(self.span / span)
         super().set_span(span)
+        self.project_()
+
+    @torch.no_grad()
+    def place_(self, keys: Sequence[float]) -> None:
+        self.fraction.copy_(torch.tensor(keys) / self.span)
         self.project_()
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:

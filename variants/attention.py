@@ -21,12 +21,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.context import VisibleKeys, before, by_part, last
-from variants.contract import LayerContext, NeededFlops, Part, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, Part, Spans, State, Sublayer, SublayerOutput
 from variants.kernels import fused, triton_window, window, window_cpu
 from variants.kernels.window import PastKV, Persistent, Window, pairs
 
 
-class AttentionSpan(Part):
+class AttentionSpan(Spans):
     """How far each head looks. The base class looks S keys back, everywhere, with a hard edge.
 
     ``max_keys`` are decided in ``project_`` and rounded up, so that a forward pass never waits for a parameter's value.

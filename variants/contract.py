@@ -9,7 +9,7 @@ How to add a mechanism, in ten lines: see ``variants/__init__.py``. The promises
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
@@ -164,6 +164,17 @@ class Sublayer(nn.Module):
 
 class Part(nn.Module):
     """A nested piece of a sublayer that configuration may name; a ``_target_`` below a sublayer's derives from it."""
+
+
+class Spans(Part):
+    """How far a sublayer's heads look. Its parameters decide what a step costs, so whoever moves weights leaves them."""
+
+    placeable: bool = False
+    """Whether every head has one learned length, which can be set."""
+
+    def place_(self, keys: Sequence[float]) -> None:
+        """Put each head's length at so many keys, or at S if that is less; only where they are ``placeable``."""
+        raise NotImplementedError
 
 
 class Position(nn.Module):

@@ -23,6 +23,8 @@ class ReplayedSpans(AdaptiveSpan):
         spans: in keys, from 0 to S: a list for each layer with a number for each head, or null for S everywhere.
     """
 
+    placeable = False
+
     def __init__(self, context: LayerContext, *, ramp: int = 32, spans: tuple[tuple[float, ...], ...] | None = None):
         super().__init__(context, ramp=ramp, loss_weight=0.0, initial=1.0)
         if spans is not None:

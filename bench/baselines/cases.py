@@ -38,15 +38,15 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
         judged: whether the targets are for what was measured.
         planned_rounds: of each entry.
     """
-    named = {entry.name: entry for entry in comparison.entries}
-    in_check, slow, in_check_range = None, None, None
-    if comparison.sanity_check:
-        reference_model, peer = named[REFERENCE_MODEL], named.get(comparison.sanity_check)
-        in_check, slow = verdict(reference_model, peer)
-        in_check_range = middle(ratios(reference_model, peer))[1] if peer else None
+    settings = list(dict.fromkeys(entry.allocator for entry in comparison.entries))
+    named = {own: {e.name: e for e in comparison.entries if e.allocator == own} for own in settings}
+    judges = {own: _judge(comparison, named[own]) for own in settings}
+    timed = next((entry.allocator for entry in comparison.entries if entry.timed), None)  # of cases
     found = []
     for one in comparison.cases or comparison.entries:
-        entries = [named[name] for name in one.names] if comparison.cases else [one]
+        setting = timed if comparison.cases else one.allocator
+        ours, (in_check, slow, in_check_range) = named[setting], judges[setting]
+        entries = [ours[name] for name in one.names] if comparison.cases else [one]
         if not all(entry.complete for entry in entries):
             continue
         failed = [entry for entry in entries if entry.reason]
@@ -68,10 +68,18 @@ def rows_of(comparison: Comparison, *, judged: bool, planned_rounds: int) -> lis
         if comparison.cases:
             reason = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed) or None
             row |= {"judged": judged, "reason": reason}
-            found.append(row | _case(one, named, measured=not failed, judged=judged and not void))
+            found.append(row | _case(one, named, setting, measured=not failed, judged=judged and not void))
         else:
-            found.append(row | {"reason": one.reason} | _entry(one, named[one.reference], measured=not failed))
+            found.append(row | {"reason": one.reason} | _entry(one, ours[one.reference], measured=not failed))
     return found
+
+
+def _judge(comparison: Comparison, named: dict[str, Entry]) -> tuple[float | None, str | None, list[float] | None]:
+    """As ``verdict``, of the entries of one setting, and the range of the rounds' ratios."""
+    if not comparison.sanity_check:
+        return None, None, None
+    reference_model, peer = named[REFERENCE_MODEL], named.get(comparison.sanity_check)
+    return *verdict(reference_model, peer), middle(ratios(reference_model, peer))[1] if peer else None
 
 
 def _entry(entry: Entry, reference: Entry, *, measured: bool) -> dict:
@@ -94,16 +102,18 @@ def _entry(entry: Entry, reference: Entry, *, measured: bool) -> dict:
     }
 
 
-def _case(case: Case, named: dict[str, Entry], *, measured: bool, judged: bool) -> dict:
+def _case(
+    case: Case, by_setting: dict[str | None, dict[str, Entry]], setting: str | None, *, measured: bool, judged: bool
+) -> dict:
+    """What was found. The ratio is of the entries of ``setting``, ``allocator`` of the row, and so is ``timed_peak``; the
+    other peak is of the other setting, ``peak_allocator``, where there is one."""
+    named = by_setting[setting]
     entry, reference, times = named[case.entry], named[case.reference], case.at_most is not None
-    target, limit = case.at_most if times else case.at_least, case.peak_mb and case.peak_mb * MB
-    found, around, second, kept, peak, beside = None, None, None, None, None, None
+    target = case.at_most if times else case.at_least
+    found, around, second, kept, beside = None, None, None, None, None
     if measured:
         found, around = middle(ratios(reference, entry) if times else ratios(entry, reference))
         kept = found <= target if times else found >= target
-        peak = entry.facts["memory"]["train_peak_bytes"]
-        if case.peak_share:
-            limit = case.peak_share * reference.facts["memory"]["train_peak_bytes"]
         if case.second:
             above, below, most = case.second
             value, ends = middle(ratios(named[below], named[above]))
@@ -112,6 +122,8 @@ def _case(case: Case, named: dict[str, Entry], *, measured: bool, judged: bool) 
             kept = kept and value <= most
         if REFERENCE_MODEL in named and case.reference != REFERENCE_MODEL:
             beside = dict(zip(("ratio", "range"), middle(ratios(entry, named[REFERENCE_MODEL])), strict=True))
+    weighed = next((own for own in by_setting if own != setting), setting)
+    own_peak, peak = (_peak(case, by_setting[own], judged=measured and judged) for own in (setting, weighed))
     return {
         "case": case.name,
         **entry.setting,
@@ -124,10 +136,27 @@ def _case(case: Case, named: dict[str, Entry], *, measured: bool, judged: bool) 
         "target": target,
         "reached": kept if judged else None,
         "second": second,
-        "peak_bytes": peak,
-        "peak_limit_bytes": None if limit is None else round(limit),
-        "peak_reached": peak <= limit if judged and peak is not None and limit is not None else None,
+        "peak_allocator": weighed,
+        **{f"peak_{key}": value for key, value in peak.items()},
+        "timed_peak": own_peak if weighed != setting else None,
         "time": {name: _times(named[name]) for name in case.names} if measured else None,
+    }
+
+
+def _peak(case: Case, named: dict[str, Entry], *, judged: bool) -> dict:
+    """The entry's peak of memory in one setting, its limit, for a share the reference's in the same setting, and whether
+    it is kept; None where nothing was measured or is to be said."""
+    peak, theirs = (
+        named[name].facts.get("memory", {}).get("train_peak_bytes") for name in (case.entry, case.reference)
+    )
+    limit = case.peak_mb and case.peak_mb * MB
+    if case.peak_share:
+        limit = theirs and case.peak_share * theirs
+    known = None not in (peak, limit)
+    return {
+        "bytes": peak,
+        "limit_bytes": limit and round(limit),
+        "reached": peak <= limit if known and judged else None,
     }
 
 

@@ -4,7 +4,8 @@ An entry is the configuration of a training run, what was typed with further wor
 sizes of a peer.
 """
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -19,12 +20,17 @@ from bench.planning import bench_plan, own_keys, provenance, recompose, typed_co
 from harness.data import corpora
 from harness.data.corpora import Corpus, Streams
 from harness.device import runtime
+from harness.device.allocator import SETTINGS
+from harness.device.runtime import Runtime
 from harness.loop.train_state import backend_of
 from harness.plan.build import Plan, plan_run
 from harness.plan.settings import checked, parse
 from harness.record import folder
 
 OURS = "attention-windtunnel"
+Planned = tuple[Plan, Sizes, Tensor, Corpus]
+TIMED = "keep"
+"""The setting of the allocator in which the entries of cases are timed; in the others they are weighed."""
 
 
 class Gate:
@@ -50,12 +56,29 @@ class EntryMaker:
     """
 
     def __init__(self, *, kind: str, scratch: str):
-        self.kind, self.scratch, self._planned = kind, scratch, {}
+        self.kind, self.scratch = kind, scratch
+        self._planned: dict[tuple[str, ...], Planned] = {}
+        self._corpora: dict[str, Corpus] = {}
 
-    def entry(self, name: str, asked: EntrySettings, comparison: ComparisonSettings) -> Entry:
-        """An entry that has not begun."""
-        plan, sizes, batches, corpus = self._plan(*comparison.words.split(), *asked.words.split())
-        here = runtime.start(plan.runtime)
+    def entries(self, name: str, asked: EntrySettings, comparison: ComparisonSettings, *, cases: bool) -> list[Entry]:
+        """An entry that has not begun, for each setting of the allocator, where there are some; of cases one is timed."""
+        words = (*comparison.words.split(), *asked.words.split())
+        here = runtime.start(self._plan(*words)[0].runtime)
+        managed = here.allocator is not None and here.device.type == "cpu"
+        found = []
+        for setting in SETTINGS if managed else (None,):
+            own = [*words, f"runtime.allocator={setting}"] if setting else words
+            entry = self._entry(
+                name, asked, comparison, planned=self._plan(*own), here=replace(here, allocator=setting)
+            )
+            entry.allocator, entry.timed = setting, not cases or setting in (TIMED, None)
+            found.append(entry)
+        return found
+
+    def _entry(
+        self, name: str, asked: EntrySettings, comparison: ComparisonSettings, *, planned: Planned, here: Runtime
+    ) -> Entry:
+        plan, sizes, batches, corpus = planned
         identity = provenance(plan, kind=self.kind, corpus=corpus, runtime=here, command=typed_command("peers"))
         setting = {"position": None, "cache": None, "spans": None}
         task = {"config": plan.config, "trusted": plan.trust, "batches": batches, "layer": comparison.layer}
@@ -100,7 +123,7 @@ class EntryMaker:
         }
         return Entry(name=name, make=make, task=Task(**task), setting=setting, **same, **own)
 
-    def _plan(self, *words: str) -> tuple[Plan, Sizes, Tensor, Corpus]:
+    def _plan(self, *words: str) -> Planned:
         """The plan of a training run with these words, its peers' sizes, its first batches, and its corpus."""
         if words not in self._planned:
             config = recompose("peers", *words, own=())
@@ -113,7 +136,10 @@ class EntryMaker:
                 if isinstance(node, DictConfig) and isinstance(node.get("persistent"), DictConfig):
                     node.persistent.number = persistent
             plan = bench_plan(config)
-            m, corpus = plan.model, corpora.load(**plan.data)
+            m, data = plan.model, json.dumps(plan.data)
+            if data not in self._corpora:
+                self._corpora[data] = corpora.load(**plan.data)
+            corpus = self._corpora[data]
             if m.layers < 2:
                 allowed = "allowed are integers from 2, one of them with a product-key memory"
                 raise ValueError(f"model.layers={m.layers}: {allowed}")

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from bench.baselines.packages import MEMORY_PACKAGE, Peer, Sizes, library, touched_parameters
 from bench.baselines.proof import Probe, prove
 from bench.baselines.reference_model import fused_adamw
-from bench.cost_worker import MIDDLE, WARM_STEPS, full_state
+from bench.cost_worker import MEASURED_STEPS, MIDDLE, WARM_STEPS, full_state
 from bench.measure import peak_bytes, times
+from bench.weights import learned_spans, place_spans, shake_
 from harness.count.flops import count_flops
 from harness.count.memory import PeakMemory
 from harness.data import corpora
-from harness.device import allocator, runtime
+from harness.device import runtime
 from harness.loop.step import Trainer
 from harness.loop.train_state import TrainState, backend_of
 from harness.model import LanguageModel
@@ -33,7 +34,6 @@ from harness.plan.build import plan_run
 from harness.record.rows import Record
 from variants.contract import State
 
-MEASURED_STEPS = 3
 PROOF_STREAMS = 2
 
 
@@ -57,7 +57,7 @@ class EntryWorker:
     """What a cell is asked: ``prove`` in a process that is thrown away, in another ``weigh``, then ``round`` by round.
 
     A subclass makes ``model`` on the run's device, and ``moved_by``, its optimizers: above the memory's baseline, below
-    which lies what is imported.
+    which lies what is imported. What is weighed and timed has its weights shaken, ours and packages' alike.
     """
 
     model: nn.Module
@@ -90,16 +90,18 @@ class EntryWorker:
         return prove(self.probe())
 
     def weigh(self) -> dict:
-        """Parameters, optimizer, backend, FLOPs of a training step, and its peak of memory after warm-up."""
+        """Parameters, optimizer, backend, FLOPs of a training step, and its peak of memory after warm-up.
+
+        Ask it first: it shakes the weights, which start in part at zero, where hardware is quicker.
+        """
 
         def steps(number: int) -> None:
             for _ in range(number):
                 self.train()
 
-        allocator.use("return")
+        shake_(self.model)
         steps(WARM_STEPS)
         peak = peak_bytes(lambda: steps(MEASURED_STEPS), device=self.device, meter=self.meter)
-        allocator.use("keep")  # from here on time counts
         backend, seen = self.backend(), self.device.type == "cpu" and not self.runtime.compile
         names = [("fused " if o.defaults.get("fused") else "") + type(o).__name__ for o in self.moved_by]
         touched = touched_parameters(self.model) if self.task.peer else self.model.touched_parameters()
@@ -248,13 +250,8 @@ def load_libraries(device: torch.device) -> None:
     torch.optim.AdamW([x]).step()
 
 
-@torch.no_grad()
 def set_spans(model: LanguageModel, spans: tuple[int, ...]) -> None:
     """Put each head's learned span at so many keys, from 0 to S, in every layer; ValueError if none is learned."""
-    found = [getattr(sublayer, "span", None) for _, sublayer in model.sublayers()]
-    found = [one for one in found if isinstance(getattr(one, "fraction", None), nn.Parameter)]
-    if not found:
-        raise ValueError("spans cannot be set: no sublayer's span has a learned fraction")
-    for one in found:
-        one.fraction.copy_(torch.tensor(spans) / one.span)
-    model.project_()
+    if not learned_spans(model):
+        raise ValueError("spans cannot be set: no sublayer has learned spans")
+    place_spans(model, [spans], heads=len(spans))

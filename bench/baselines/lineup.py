@@ -42,7 +42,11 @@ def make_comparisons(settings: PeerSettings, *, scratch: str) -> list[Comparison
         )
         chosen = {name: entry for name, entry in entries.items() if name in needed or not allowed}
         if chosen:
-            made = [maker.entry(name, entry, comparison) for name, entry in chosen.items()]
+            made = [
+                one
+                for name, entry in chosen.items()
+                for one in maker.entries(name, entry, comparison, cases=bool(allowed))
+            ]
             comparisons.append(
                 Comparison(entries=made, cases=cases, longer=comparison.longer, sanity_check=comparison.sanity_check)
             )

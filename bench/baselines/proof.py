@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bench.weights import shake_
+
 OK = "ok"
 STEPS = (1e-4, 1e-6, 1e-7, 1e-8)
 """Of the finite difference: large ones err by curvature and by jumps, where another slot or bucket is chosen, small ones
@@ -113,13 +115,7 @@ def _shaken(probe: Probe) -> tuple[nn.Module, Tensor, str]:
     except RuntimeError as error:
         model, double = model.float(), inputs
         remark = f"float32 only, in float64 {str(error).strip().partition(chr(10))[0]}"
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(0.02 * noise.to(parameter))
-    if hasattr(model, "project_"):  # ours know which values are legal
-        model.project_()
+    shake_(model, spans=True)  # also off the kinks of whole keys, where a difference has no one slope
     return model, double, remark
 
 

@@ -1,5 +1,5 @@
 """Rounds of several entries against each other: each is proved in a process that is thrown away, weighed in a fresh one
-that stays alive, and timed there in turn with the others.
+that stays alive, and timed there in turn with the others. An entry is there once for each setting of the allocator.
 
 Speeds are compared within a round: a ratio is the median over rounds of the reference's step time over the entry's.
 """
@@ -33,6 +33,8 @@ class Entry(Asked):
     reference: str  # name of the entry that it is compared with
     bytes_per_step: int  # positions that a step trains on
     identity: dict  # provenance of its row
+    allocator: str | None = None  # runtime.allocator of its process, or None where that has no meaning
+    timed: bool = True  # or weighed alone
     setting: dict = field(
         default_factory=lambda: dict.fromkeys(("position", "cache", "spans"))
     )  # for the row of a case
@@ -50,7 +52,12 @@ class Entry(Asked):
     @property
     def complete(self) -> bool:
         """Whether it has a row: a failure has one at once, a speed from its first round on."""
-        return self.status is not None or bool(self.rounds)
+        return self.status is not None or bool(self.rounds if self.timed else self.facts)
+
+    @property
+    def label(self) -> str:
+        """For the terminal."""
+        return ", ".join(filter(None, (self.name, self.allocator)))
 
     @property
     def spent_ms(self) -> float:
@@ -75,19 +82,22 @@ class Entry(Asked):
 
 def compete(entries: list[Entry], *, rounds: int, seconds: float, progress: Steps) -> None:
     """Prove, weigh and time all entries; what happens to each is written into it, also if this is interrupted."""
+    checks: dict[str, dict] = {}
     with ExitStack() as stack:
         for entry in entries:
             progress.doing(f"{entry.name}: gradients and causality")
-            if entry.status is None and _proved(entry):
-                progress.doing(f"{entry.name}: memory")
+            if entry.status is None and _proved(entry, checks):
+                progress.doing(f"{entry.label}: memory")
                 entry.cell = stack.enter_context(Cell(entry.make, entry.task))
                 entry.facts = entry.ask("weigh") or {}
-            progress.print(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "checked"))
-            progress.advance(1 + rounds if entry.status else 1)
+                if not entry.timed:
+                    entry.cell.close()  # what it holds would be missing for the others
+            progress.print(f"{entry.label}: " + (f"{entry.status}: {entry.reason}" if entry.status else "checked"))
+            progress.advance(1 + rounds * entry.timed if entry.status else 1)
         how = {"rounds": rounds, "progress": progress, "spent_ms": lambda entry: entry.spent_ms}
-        meter = load_meter(entries[0].identity)
+        timed, meter = [entry for entry in entries if entry.timed], load_meter(entries[0].identity)
         try:
-            for entry, found in in_turn(entries, "round", seconds, **how):
+            for entry, found in in_turn(timed, "round", seconds, **how):
                 entry.rounds += [found] if found else []
                 progress.advance()
         finally:
@@ -100,15 +110,20 @@ def compete(entries: list[Entry], *, rounds: int, seconds: float, progress: Step
         entry.status = entry.status or MEASURED
 
 
-def _proved(entry: Entry) -> bool:
-    """Whether all checks pass; otherwise it has failed, with the reasons."""
-    with Cell(entry.make, entry.task) as entry.cell:
-        entry.checks = entry.ask("prove") or {}
-    if entry.gate and entry.status is None:
-        with Cell(*entry.gate) as entry.cell:
-            entry.checks["contract"] = "; ".join(entry.ask("broken") or []) or OK
-    if entry.status is None and not passed(entry.checks):
-        entry.fail("; ".join(f"{name}: {said}" for name, said in entry.checks.items() if not passed({name: said})))
+def _proved(entry: Entry, known: dict[str, dict]) -> bool:
+    """Whether all checks pass; otherwise it has failed, with the reasons. ``known``, by name, are checked once."""
+    if entry.name in known:
+        entry.checks = known[entry.name]
+    else:
+        with Cell(entry.make, entry.task) as entry.cell:
+            entry.checks = entry.ask("prove") or {}
+        if entry.gate and entry.status is None:
+            with Cell(*entry.gate) as entry.cell:
+                entry.checks["contract"] = "; ".join(entry.ask("broken") or []) or OK
+    if entry.status is None:
+        known[entry.name] = entry.checks
+        if not passed(entry.checks):
+            entry.fail("; ".join(f"{name}: {said}" for name, said in entry.checks.items() if not passed({name: said})))
     return entry.status is None
 
 

@@ -22,7 +22,7 @@ from bench.report.plot_style import (
     legend_below,
     memory_unit,
 )
-from bench.report.words import data_words, machine_words
+from bench.report.words import data_words, freed_words, machine_words
 from bench.rows import ground
 from harness.record.drawing import GREY, INK, panels
 from harness.record.table import Drawing
@@ -42,10 +42,18 @@ FAR = 2.5
 
 
 def draw_peers(peers: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
-    """Bytes per second relative to the reference model; one drawing for each job on equal ground, void ones apart."""
+    """Bytes per second relative to the reference model; one drawing for each job on equal ground and with the same setting
+    of freed memory, void ones apart."""
 
     def same(row: dict) -> tuple:
-        return ground(row), row["job"], row["streams"], row["segment"], row["data"]["sha256"], str(row.get("void"))
+        return (
+            (*ground(row), freed_words(row)),
+            row["job"],
+            row["streams"],
+            row["segment"],
+            row["data"]["sha256"],
+            str(row.get("void")),
+        )
 
     return [_peers(rows, look=look, name=f"peers-{tag(found)}") for found, rows in grouped(peers, key=same).items()]
 

@@ -1,7 +1,8 @@
 """Cost against length of context, on logarithmic axes: time, memory, FLOPs and latency of ``bench.cost``.
 
-One drawing for each ground, mode, number of streams and data digest. Line style is ``backend``; what ran out of memory is a
-cross at the upper edge. Thin grey slopes show growth with the length and with its square.
+One drawing for each ground, setting of freed memory, mode, number of streams and data digest. Line style is ``backend``
+and where spans are, if not as learned; what ran out of memory is a cross at the upper edge. Thin grey slopes show growth
+with the length and with its square.
 """
 
 import json
@@ -22,12 +23,12 @@ from bench.report.plot_style import (
     plain_number,
     ticks_at,
 )
-from bench.report.words import data_words, machine_words
+from bench.report.words import data_words, freed_words, machine_words
 from bench.rows import ground
 from harness.record.drawing import GREY, INK, panels
 from harness.record.table import Drawing
 
-LENGTHS = ("model.span", "batch.segment", "batch.carry", "runtime.backend")
+LENGTHS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
 MOST_TICKS = 9
 OUT = "out of memory"
@@ -60,7 +61,10 @@ MEASURES = (
 def draw_costs(costs: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
     """One drawing for each group of rows whose cost may be compared."""
 
-    found = grouped(costs, key=lambda row: (ground(row), row["mode"], row["streams"], row["data"]["sha256"]))
+    def same(row: dict) -> tuple:
+        return (*ground(row), freed_words(row)), row["mode"], row["streams"], row["data"]["sha256"]
+
+    found = grouped(costs, key=same)
     return [_costs(rows, look=look, name=f"cost-{same[1]}-{tag(same)}") for same, rows in found.items()]
 
 
@@ -70,7 +74,7 @@ def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     title = f"Cost against length of context: {_mode(first)}"
     size = {"width": 10.5, "height": 8.6}
     figure, axes = panels(2, 2, title=title, subtitle=f"{machine_words(first)}\n{data_words(rows)}", **size)
-    by_backend = grouped(rows, key=lambda row: row["backend"])
+    by_backend = grouped(rows, key=_ran)
     lines = [line for found in by_backend.values() for line in arms(found, without=LENGTHS)]
     backends = {backend: LINES[index % len(LINES)] for index, backend in enumerate(by_backend)}
     lengths = sorted({row["length"] for row in rows})
@@ -92,8 +96,13 @@ def _mode(row: dict) -> str:
     return f"span = L, segment of {row['segment']} bytes, {streams}, warm"
 
 
+def _ran(row: dict) -> str:
+    kind = row.get("spans_from")
+    return row["backend"] if kind in (None, "learned") else f"{row['backend']}, {kind}"
+
+
 def _backend(line: Arm) -> str:
-    return line.members[0]["backend"]
+    return _ran(line.members[0])
 
 
 def _told(line: Arm) -> str:
@@ -183,9 +192,9 @@ def _caption(rows: list[dict]) -> str:
     approximate = any((row.get("memory") or {}).get("approximate") for row in rows)
     return (
         "Cost of the trainer's own step against length of context, both logarithmic; a steeper line grows faster. Line style "
-        "is the backend. Times are medians with bars from the 20th to the 80th percentile; FLOPs are forward "
-        "and executed, hollow marks ideal; generation is one byte of one stream. Crosses at the upper edge: out of memory, "
-        "with the first such length and the backend."
+        "is the backend, with where spans are if not where a run has learned them. Times are medians with bars from the "
+        "20th to the 80th percentile; FLOPs are forward and executed, hollow marks ideal; generation is one byte of one "
+        "stream. Crosses at the upper edge: out of memory, with the first such length and the backend."
         + (" Memory is a process's high-water mark, approximate." if approximate else "")
         + (f" Failed: {'; '.join(failed)}." if failed else "")
     )

@@ -17,7 +17,7 @@ from bench.report.comparison import (
     numbered_notes,
     other_in_evaluation,
 )
-from bench.report.words import data_words, ground_words
+from bench.report.words import FREED, data_words, freed_words, ground_words
 from bench.rows import ground
 from harness.record.cells import (
     BUSY,
@@ -44,6 +44,7 @@ OF_A_CELL = (
     "batch.carry",
     "batch.accumulate",
     "runtime.backend",
+    "runtime.allocator",
     "backend",
     "evaluation_backend",
 )
@@ -152,7 +153,12 @@ WHAT = (
     words("variant", DIFFERING, lambda row: row["label"]),
     words("backend", RAN, lambda row: row["backend"]),
 )
-LENGTH = (*WHAT, Column("length, bytes", "Span; in cold mode also the segment.", _at(whole, "length")))
+SPANS = "Where learned spans are: learned (by another run, in keys), one_long (each layer's longest at S), initial."
+SETTING = (
+    words("freed memory", FREED, freed_words),
+    words("spans", SPANS, lambda row: row.get("spans_from")),
+)
+LENGTH = (*WHAT, *SETTING, Column("length, bytes", "Span; in cold mode also the segment.", _at(whole, "length")))
 SPEED = (
     *LENGTH,
     Column("step, ms", STEP, _timed("train_ms", 0)),
@@ -214,16 +220,9 @@ LIMITS = (
     Column("bound, ms", "Least time of a step at those peaks.", _at(partial(fixed, digits=3), "roofline", "train_ms")),
     Column("bound, bytes/s", "Most bytes of training at those peaks.", _bound_per_second),
 )
-ON_TERMINAL = ("variant", "backend", "length, bytes", "step, ms", "step, n", "of the peak, %", "in evaluation")
-ON_TERMINAL += (
-    "evaluate, ms",
-    "evaluate, n",
-    "one byte, ms",
-    "one byte, n",
-    "training peak, MiB",
-    "executed, MFLOP/byte",
-    "ideal, MFLOP/byte",
-)
+ON_TERMINAL = ("variant", "backend", "freed memory", "spans", "length, bytes", "step, ms", "step, n", "of the peak, %")
+ON_TERMINAL += ("in evaluation", "evaluate, ms", "evaluate, n", "one byte, ms", "one byte, n", "training peak, MiB")
+ON_TERMINAL += ("executed, MFLOP/byte", "ideal, MFLOP/byte")
 
 
 def cost_tables(rows: Sequence[dict]) -> list[Table]:
@@ -233,23 +232,25 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         """Equal for rows that share a table: the work of a step is then the same at equal length."""
         segment = row["segment"] if row["mode"] == "stream" else None
         data = (row["data"]["sha256"], row["protocol"]["vocabulary"], row["protocol"]["drop_newlines"])
-        return json.dumps([ground(row), row["mode"], data, row["streams"], segment])
+        return json.dumps([ground(row, without=("allocator",)), row["mode"], data, row["streams"], segment])
 
     groups = by(rows, key=together).values()
     return [table for index, same in enumerate(groups, start=1) for table in _costs(same, index=index)]
 
 
 def _costs(rows: list[dict], *, index: int) -> list[Table]:
-    named = ("variant", "config_hash", "backend", "evaluation_backend", "length", "segment", "source", "checkpoint")
+    named = ("variant", "config_hash", "backend", "evaluation_backend", "allocator", "spans_from", "length", "segment")
+    named += ("source", "checkpoint")
     labelled, notes = _labelled(rows, named=named, without=OF_A_CELL)
-    labelled.sort(key=lambda row: (row["length"], row["label"], row["backend"]))
+    labelled.sort(key=lambda row: (row["length"], row["label"], row["backend"], *map(str, _setting(row))))
     row = rows[-1]
     streams = count_of(row["streams"], "stream")
     segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
     caption = (
         f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}; time of the training step that the trainer takes, "
-        f"after warm-up. Data: {data_words([row])}. Held equal at one length: streams, segment, span and ground, "
-        f"not parameters or FLOPs. The rows differ in: {_differing(labelled)}."
+        f"after warm-up, with shaken weights where no checkpoint's are. Data: {data_words([row])}. "
+        "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs. "
+        f"The rows differ in: {_differing(labelled)}."
     )
     notes += _row_notes(labelled)
     unknown = uncounted((row["label"], (row.get("flops") or {}).get("unknown")) for row in labelled)
@@ -315,9 +316,17 @@ def _table(name: str, title: str, caption: str, columns: Sequence[Column], rows:
     return filled_table(rows, columns, name=name, title=title, caption=caption, notes=tuple(notes))
 
 
+def _setting(row: dict) -> tuple[str | None, str | None]:
+    return freed_words(row), row.get("spans_from")
+
+
 def _differing(rows: Sequence[dict]) -> str:
     """By configuration, and by what a cell sets itself."""
     own = [key for key in ("length", "backend") if len({row[key] for row in rows}) > 1]
+    told = ("what becomes of freed memory", "where learned spans are")
+    own += [
+        what for what, found in zip(told, zip(*map(_setting, rows), strict=True), strict=True) if len(set(found)) > 1
+    ]
     settings = differences(rows, without=OF_A_CELL)
     return listed([*([] if settings == "nothing" else [settings]), *own])
 
@@ -326,7 +335,7 @@ def _row_notes(rows: Sequence[dict]) -> list[str]:
     """Why rows have no figures, which leak, which were timed alone, and of which peak."""
     notes, alone = [], []
     for row in rows:
-        name = f"{row['label']}, {row['backend']}, length {row['length']:,}"
+        name = ", ".join([row["label"], row["backend"], *filter(None, _setting(row)), f"length {row['length']:,}"])
         if row["status"] != "measured":
             notes.append(f"{name}: {row['status']} ({row.get('reason') or 'no reason given'}).")
         elif is_leak(row):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
 from bench.report.comparison import by, number
-from bench.report.words import data_words, ground_words
+from bench.report.words import FREED, data_words, freed_words, ground_words
 from bench.rows import ground
 from harness.record.cells import (
     BUSY,
@@ -65,6 +65,10 @@ def _peak(row: dict) -> Cell:
     return mib(memory.get("train_peak_bytes"), about=memory.get("approximate"))
 
 
+def _timed_peak(row: dict) -> Cell:
+    return mib((row.get("timed_peak") or {}).get("bytes"))
+
+
 def _checks(row: dict) -> Cell:
     return text(", ".join(f"{name}: {found}" for name, found in (row.get("checks") or {}).items()) or None)
 
@@ -75,7 +79,7 @@ def _reached(row: dict) -> Cell:
 
 
 CODE = "Which code ran: plain PyTorch, fused, compiled, an own kernel."
-SHARE = "Speed as a share of the reference model's in the same call, the median over rounds measured in turn."
+SHARE = "Speed in that of the reference model in the same call and setting, the median over rounds measured in turn."
 RATIO = (
     "Speed in that of what it is held against, or time over its time where the target has ≤; the median over rounds."
 )
@@ -88,6 +92,7 @@ PEERS = (
     words("name", "", _name("name")),
     Column("package", "With the version that ran.", _package, number=False),
     words("backend", CODE, lambda row: row.get("backend")),
+    words("freed memory", FREED, freed_words),
     Column("bytes/s", "Bytes of training per second; or why there are none.", _speed),
     Column("of the reference model", SHARE, _valid("relative_to_reference")),
     Column("its rounds", ROUNDS, _range("relative_range"), number=False),
@@ -116,7 +121,9 @@ SPEEDS = (
         lambda row: fixed(row.get("target"), digits=2, mark=" ≤" if row.get("ratio_of") == "times" else ""),
     ),
     Column("reached", "Empty where the sizes were not the target's.", _reached, number=False),
-    Column("training peak, MiB", PEAK, _of("peak_bytes", mib)),
+    words("freed memory", f"{FREED} In the steps of the ratio, on both sides.", freed_words),
+    Column("peak as timed, MiB", "Highest memory of training in the ratio's setting.", _timed_peak),
+    Column("training peak, MiB", f"{PEAK} Freed memory is returned, on both sides.", _of("peak_bytes", mib)),
     Column("limit, MiB", "Of that peak.", _of("peak_limit_bytes", mib)),
 )
 
@@ -125,7 +132,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
     """A table for each call of the verb, job and reference model, the fastest first; calls are never mixed."""
     tables = []
     for index, same in enumerate(_together(rows, "job", "streams", "segment", "relative_to"), start=1):
-        row, void = same[-1], next((row["void"] for row in same if row.get("void")), None)
+        row, void = same[-1], {freed_words(row): row["void"] for row in same if row.get("void")}
         same.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         about = (
@@ -133,7 +140,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
             "streams, segment, threads, precision and data, not parameters. The rows differ in who wrote the code"
         )
         title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}"
-        shown = [row | {"void": void} for row in same]
+        shown = [row | {"void": void.get(freed_words(row))} for row in same]
         tables.append(_table(shown, PEERS, name=f"peers-{index}", title=title, about=about + against))
     return tables
 
@@ -152,7 +159,9 @@ def _together(rows: Sequence[dict], *keys: str) -> list[list[dict]]:
 
     def key(row: dict) -> str:
         about = [row.get(key) for key in ("read_from", "source", *keys)]
-        return json.dumps([about, ground(row), row["data"]["sha256"], row["protocol"]["vocabulary"]])
+        return json.dumps(
+            [about, ground(row, without=("allocator",)), row["data"]["sha256"], row["protocol"]["vocabulary"]]
+        )
 
     return list(by(rows, key=key).values())
 
@@ -172,7 +181,9 @@ def _table(rows: list[dict], columns: tuple[Column, ...], *, name: str, title: s
 
 
 def _label(row: dict) -> str:
-    return f"{row['case']} {row.get('position') or ''}".strip() if "case" in row else row["name"]
+    if "case" in row:
+        return f"{row['case']} {row.get('position') or ''}".strip()
+    return ", ".join(filter(None, (row["name"], freed_words(row))))
 
 
 def _notes(rows: list[dict]) -> list[str]:
@@ -196,6 +207,7 @@ def _notes(rows: list[dict]) -> list[str]:
     for said, missed in (
         ("ratio", [row for row in valid if row.get("reached") is False]),
         ("peak", [row for row in measured if row.get("peak_reached") is False]),
+        ("peak as timed", [row for row in measured if (row.get("timed_peak") or {}).get("reached") is False]),
     ):
         notes += [f"MISSED: the {said} of {listed(map(_label, missed))}."] if missed else []
     for row in valid:

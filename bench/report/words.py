@@ -67,7 +67,16 @@ def machine_words(row: dict) -> str:
     compiled = ", compiled" if row.get("compile") else ""
     many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
     torch = (row["versions"] or {}).get("torch", "?")
-    return f"{many}{row['device']}{threads}, {row['precision']}{compiled}, torch {torch}"
+    freed = {"keep": ", freed memory kept", "return": ", freed memory returned"}.get(freed_words(row), "")
+    return f"{many}{row['device']}{threads}, {row['precision']}{compiled}, torch {torch}{freed}"
+
+
+FREED = "What becomes of freed memory: keep (it stays with the process: fast), return (to the system: small)."
+
+
+def freed_words(row: dict) -> str | None:
+    """``keep`` or ``return``; None where it is not known, and on a GPU, whose memory this does not concern."""
+    return None if row.get("device_kind") == "cuda" else row.get("allocator")
 
 
 def ground_differences(rows: Sequence[dict]) -> str:

@@ -23,11 +23,16 @@ from harness.data.public import KNOWN, fetch
 from harness.data.recall import recall_floor, recall_stream
 from harness.data.sources import compressed_bits, digest, distinct_values, read_path, read_stdlib
 from harness.data.streams import Streams, score_streams, segments, windows
+from harness.data.synthetic_text import synthetic_text
 
 __all__ = ["Corpus", "Streams", "compressed_bits", "load", "score_streams", "segments", "windows"]
 
 SPLITS = ("train", "valid", "test")
-NAMES = ("enwik8", "text8", "file", "stdlib", "recall")
+MADE = {"stdlib": read_stdlib, "recall": recall_stream, "synthetic_text": synthetic_text}
+"""What is read from no file of the user's."""
+OPTIONS = {"bytes": ("recall", "synthetic_text"), "distances": ("recall",), "seed": ("recall", "synthetic_text")}
+"""Keys that only some corpora have."""
+NAMES = ("enwik8", "text8", "file", *MADE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +40,7 @@ class Corpus:
     """A corpus as a run reads it.
 
     Attributes:
-        name: what was read: ``enwik8``, ``text8``, ``stdlib``, ``recall``, or ``file:`` and the path's last part.
+        name: what was read: a corpus's name, or ``file:`` and the path's last part.
         sha256, n_bytes: of the whole corpus as read, before newlines are dropped or a vocabulary is applied.
         splits: ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or mapped.
         vocabulary: V; all values are below it.
@@ -97,18 +102,17 @@ def load(
         vocabulary: 256 keeps byte values; a smaller V numbers the values that occur in their order.
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
         split: shares of train, valid and test, each above 0, 1 in sum.
-        bytes, distances, seed: of ``recall``, see `harness.data.recall.recall_stream`.
+        bytes, distances, seed: of what is made: `harness.data.recall`, `harness.data.synthetic_text`.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
     _check(name, path, sha256, fallback=fallback, vocabulary=vocabulary, drop_newlines=drop_newlines)
-    made = {"n_bytes": bytes, "distances": distances, "seed": seed}
+    made = {"bytes": bytes, "distances": distances, "seed": seed}
     made = {key: value for key, value in made.items() if value is not None}
-    if made and name != "recall":
-        raise ValueError(
-            f"data.bytes={bytes}, data.distances={distances}, data.seed={seed}: allowed for data=recall only"
-        )
+    for key, value in made.items():
+        if name not in OPTIONS[key]:
+            raise ValueError(f"data.{key}={value}: allowed for data={' and '.join(OPTIONS[key])} only")
     fallback_from = None
     if name in KNOWN:
         content, reason = _read_known(name, path, fallback)
@@ -118,7 +122,7 @@ def load(
         content = read_path(path)
         name = f"file:{Path(path).expanduser().resolve().name}"
     else:
-        content = read_stdlib() if name == "stdlib" else recall_stream(**made)
+        content = MADE[name](**{"n_bytes" if key == "bytes" else key: value for key, value in made.items()})
     found = digest(content)
     if fallback_from:
         print(
@@ -147,7 +151,7 @@ def _check(name: str, path: str | None, sha256: str | None, *, fallback, vocabul
     for key, value in (("path", path), ("sha256", sha256)):
         if value is not None and (type(value) is not str or not value):
             raise ValueError(f"data.{key}={value!r}: allowed is text, in quotes if it looks like a number, or null")
-    if path is not None and name in ("stdlib", "recall"):
+    if path is not None and name in MADE:
         raise ValueError(f"data.path={path!r}: allowed for data=enwik8, text8 and file; {name} reads no file")
     if name == "file" and path is None:
         raise ValueError("data.path=null: data=file needs data.path=FILE, or a folder")

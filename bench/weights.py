@@ -1,0 +1,65 @@
+"""Weights of a network that is measured: moved off their start, and spans put where a run has learned them.
+
+Hardware is quicker on zeros, and a network starts with many: matrices that start at zero leave all behind them without a
+gradient, too.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+from harness.model import LanguageModel
+from variants.contract import Spans
+
+NOISE = 0.02
+"""Standard deviation of what is added: that of many a network's first weights."""
+ONCE = 2**20
+"""Elements that are drawn at a time: the noise of a large table must not show in a peak of memory."""
+LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))
+KINDS = ("learned", "one_long", "initial")
+"""Where spans are: as a run left them, the same with each layer's longest at S, or where the configuration begins."""
+
+
+@torch.no_grad()
+def shake_(model: nn.Module, *, spans: bool = False) -> None:
+    """Add normal noise to every parameter, the same at every call; back into the legal range where the model knows it.
+
+    Args:
+        spans: whether parameters of ``Spans`` move, too: 0.02 of a span of 8192 is 164 keys.
+    """
+    own = [] if spans else [part for part in model.modules() if isinstance(part, Spans)]
+    kept = {id(parameter) for part in own for parameter in part.parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (parameter for parameter in model.parameters() if id(parameter) not in kept):
+        for part in parameter.view(-1).split(ONCE):
+            part.add_(NOISE * torch.randn(part.shape, generator=generator).to(part))
+    if hasattr(model, "project_"):
+        model.project_()
+
+
+def learned_spans(model: LanguageModel) -> list[Spans]:
+    """The spans that ``place_spans`` sets, a part for each sublayer that has some."""
+    parts = [part for _, sublayer in model.sublayers() for part in sublayer.modules() if isinstance(part, Spans)]
+    return [part for part in parts if part.placeable]
+
+
+def place_spans(model: LanguageModel, spans: Sequence[Sequence[float]], *, heads: int) -> None:
+    """Put learned spans at so many keys, or at S where that is less.
+
+    Args:
+        spans: a list for each sublayer that has spans, with a number for each head. Fewer lists or numbers than there are
+            sublayers or heads are read in a circle.
+        heads: H.
+    """
+    for number, part in enumerate(learned_spans(model)):
+        own = spans[number % len(spans)]
+        part.place_([own[head % len(own)] for head in range(heads)])
+
+
+def spans_of(kind: str, *, span: int) -> list[list[float]]:
+    """Lists for ``place_spans`` of a kind that has them; a layer's longest comes first, so that few heads have it, too."""
+    lists = [sorted(own, reverse=True) for own in LEARNED["spans"]]
+    return [[float(span), *own[1:]] for own in lists] if kind == "one_long" else lists
