@@ -8,8 +8,8 @@ own but its first, for which there is no prediction: 8 bits.
 """
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,18 +24,18 @@ from harness.model import LanguageModel
 ESCAPE = 1 << 12
 """Frequency of what stands before a byte that the vocabulary lacks: it costs 12 bits, and all others 0.0004."""
 RAW = np.arange(1, 257) << (BITS - 8)
-"""All bytes alike."""
-RAW_BITS = 8
+"""All bytes alike, 8 bits each."""
 
 
-class Coded(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Coded:
     """What was coded.
 
     Attributes:
         content: the code of a file, or the file of a code.
         predicted: bytes that the model predicted, all but the first of each stream.
         nats: what they cost by the model's own probabilities, before these became frequencies.
-        escaped: how many of them the vocabulary lacks; such a byte counts as the 20 bits that it costs.
+        escaped: how many of them the vocabulary lacks; each counts as the 20 bits that it costs.
     """
 
     content: bytes
@@ -49,35 +49,76 @@ class Coded(NamedTuple):
         return self.nats / math.log(2) / self.predicted if self.predicted else None
 
 
-def encode(model: LanguageModel, content: bytes, *, symbols: bytes, streams: int, runtime: Runtime) -> Coded:
-    """The code of ``content``.
+@dataclass(frozen=True, kw_only=True)
+class ModelCoder:
+    """A model that codes.
 
-    Args:
-        symbols: the byte of each number of the model's vocabulary.
-        streams: at most; there are no more than bytes.
-
-    Raises:
-        ValueError: the model's probabilities are not numbers.
+    Attributes:
+        symbols: the byte of each number of its vocabulary; numbers beyond have none.
+        advance: told how many more bytes are done.
     """
-    coder, lengths = Encoder(), stream_lengths(len(content), streams)
-    cut = np.zeros((len(lengths), max(lengths, default=0)), np.uint8)
-    for own, part in zip(cut, _parts(content, lengths), strict=True):
-        own[: len(part)] = np.frombuffer(part, np.uint8)
-    told = _code(coder, model, cut, np.array(lengths), symbols=symbols, runtime=runtime)
-    return Coded(coder.finish(), *told)
 
+    model: LanguageModel
+    symbols: bytes
+    runtime: Runtime
+    advance: Callable[[int], object] = lambda more: None
 
-def decode(model: LanguageModel, code: bytes, *, n_bytes: int, symbols: bytes, streams: int, runtime: Runtime) -> Coded:
-    """The ``n_bytes`` bytes that ``code`` is the code of; others where the probabilities are not those of the encoder."""
-    lengths = stream_lengths(n_bytes, streams)
-    cut = np.zeros((len(lengths), max(lengths, default=0)), np.uint8)
-    told = _code(Decoder(code), model, cut, np.array(lengths), symbols=symbols, runtime=runtime)
-    return Coded(b"".join(own[:length].tobytes() for own, length in zip(cut, lengths, strict=True)), *told)
+    def encode(self, content: bytes, *, streams: int) -> Coded:
+        """The code of ``content`` in so many streams, or one a byte if there are fewer.
 
+        Raises:
+            ValueError: the model's probabilities are not finite.
+        """
+        coder, lengths = Encoder(), stream_lengths(len(content), streams)
+        told = self._code(coder, _columns(content, lengths), lengths)
+        return Coded(content=coder.finish(), **told)
 
-def stream_lengths(n_bytes: int, streams: int) -> list[int]:
-    """Bytes of each stream, differing by at most one; no stream is empty."""
-    return [end - first for first, end in score_streams(n_bytes, min(streams, n_bytes))] if n_bytes else []
+    def decode(self, code: bytes, *, n_bytes: int, streams: int) -> Coded:
+        """The ``n_bytes`` bytes that ``code`` is the code of; others where the probabilities are not the encoder's."""
+        lengths = stream_lengths(n_bytes, streams)
+        columns = _columns(bytes(n_bytes), lengths)
+        told = self._code(Decoder(code), columns, lengths)
+        found = (columns[:length, stream].tobytes() for stream, length in enumerate(lengths))
+        return Coded(content=b"".join(found), **told)
+
+    @torch.no_grad()
+    def _code(self, coder: Coder, columns: np.ndarray, lengths: list[int]) -> dict:
+        """Code ``columns`` (uint8 ``[L, S]``, of which ``lengths`` count) in place; returns the rest of ``Coded``."""
+        self.model.eval()
+        lacking = self.model.embedding.num_embeddings  # the number of every byte that the vocabulary lacks
+        number_of = np.full(256, lacking)
+        number_of[np.frombuffer(self.symbols, np.uint8)] = np.arange(len(self.symbols))
+        byte_of, escape = self.symbols.ljust(lacking, b"\0"), ESCAPE if len(self.symbols) < 256 else 0
+        state, nats, escaped = None, 0.0, 0
+        for place, here in enumerate(columns):
+            present = np.array(lengths) > place
+            if place == 0:
+                here[:] = [coder.code(RAW, byte) for byte in here.tolist()]
+            else:
+                before = number_of[columns[place - 1]]
+                before[before == lacking] = 0  # the model does not know it: it reads its first symbol there
+                state, log_probabilities = self._predict(before, state)
+                ends = frequencies(log_probabilities.exp(), escape=escape).cumsum(dim=1).numpy()
+                for stream in np.flatnonzero(present).tolist():
+                    byte = int(here[stream])
+                    number = coder.code(ends[stream], int(number_of[byte]))
+                    here[stream] = byte_of[number] if number < lacking else coder.code(RAW, byte)
+                numbers = number_of[here]
+                known = present & (numbers < lacking)
+                nats -= float(log_probabilities.numpy()[known, numbers[known]].sum())
+                escaped += int((present & ~known).sum())
+            self.advance(int(present.sum()))
+        nats += escaped * math.log(256 * TOTAL / ESCAPE)
+        return {"predicted": sum(lengths) - len(lengths), "nats": nats, "escaped": escaped}
+
+    def _predict(self, before: np.ndarray, state: object) -> tuple[object, Tensor]:
+        """The state after one more symbol of each stream, int64 ``[S]``, and log-probabilities of the next ``[S, V]``."""
+        with self.runtime.autocast():
+            out = self.model(torch.from_numpy(before)[:, None].to(self.runtime.device), state)
+        found = out.logits[:, 0].cpu().double().log_softmax(dim=1)
+        if not found.isfinite().all():
+            raise ValueError("run: its weights give no probabilities, logits are not finite; allowed is another run")
+        return out.state, found
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
@@ -92,49 +133,15 @@ def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
     return F.pad(found, (0, 1), value=escape)
 
 
-def _parts(content: bytes, lengths: list[int]) -> Iterator[bytes]:
-    first = 0
-    for length in lengths:
-        yield content[first : first + length]
+def stream_lengths(n_bytes: int, streams: int) -> list[int]:
+    """Bytes of each stream, differing by at most one; no stream is empty."""
+    return [end - first for first, end in score_streams(n_bytes, min(streams, n_bytes))] if n_bytes else []
+
+
+def _columns(content: bytes, lengths: list[int]) -> np.ndarray:
+    """Streams beside each other, uint8 ``[L, S]``; those that are shorter end in a zero that is not theirs."""
+    found, first = np.zeros((max(lengths, default=0), len(lengths)), np.uint8), 0
+    for stream, length in enumerate(lengths):
+        found[:length, stream] = np.frombuffer(content, np.uint8, length, first)
         first += length
-
-
-@torch.no_grad()
-def _code(
-    coder: Coder, model: LanguageModel, content: np.ndarray, lengths: np.ndarray, *, symbols: bytes, runtime: Runtime
-) -> tuple[int, float, int]:
-    """Code ``content`` (uint8 ``[S, L]``, of which ``lengths [S]`` count) in place: predicted, nats and escaped of `Coded`."""
-    model.eval()
-    lacking = model.embedding.num_embeddings  # the number of all bytes that the vocabulary lacks
-    number_of = np.full(256, lacking)
-    number_of[np.frombuffer(symbols, np.uint8)] = np.arange(len(symbols))
-    byte_of, escape = symbols.ljust(lacking, b"\0"), ESCAPE if len(symbols) < 256 else 0
-    state, nats, escaped = None, 0.0, 0
-    for place in range(content.shape[1]):
-        here, present = content[:, place], lengths > place
-        if place == 0:
-            here[:] = [coder.code(RAW, byte) for byte in here.tolist()]
-            continue
-        before = number_of[content[:, place - 1]]
-        tokens = torch.from_numpy(
-            np.where(before < lacking, before, 0)
-        )  # what the model does not know stands as its first
-        with runtime.autocast():
-            out = model(tokens[:, None].to(runtime.device), state)
-        state = out.state
-        log_probabilities = out.logits[:, 0].cpu().double().log_softmax(dim=1)
-        if not log_probabilities.isfinite().all():
-            raise ValueError(
-                "run: its weights give no probabilities (logits are not finite); allowed is a run that learned"
-            )
-        ends = frequencies(log_probabilities.exp(), escape=escape).cumsum(dim=1).numpy()
-        for stream in np.flatnonzero(present).tolist():
-            byte = int(here[stream])
-            number = coder.code(ends[stream], int(number_of[byte]))
-            here[stream] = byte_of[number] if number < lacking else coder.code(RAW, byte)
-        numbers = number_of[here]
-        known = present & (numbers < lacking)
-        nats -= log_probabilities.numpy()[known, numbers[known]].sum()
-        escaped += int((present & ~known).sum())
-    predicted = int(lengths.sum()) - len(lengths)
-    return predicted, float(nats) + escaped * math.log(256 * TOTAL / ESCAPE), escaped
+    return found

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.arithmetic import BITS, TOTAL, Decoder, Encoder
-from bench.coding import ESCAPE, decode, encode, frequencies, stream_lengths
+from bench.coding import ESCAPE, ModelCoder, frequencies, stream_lengths
 from harness.device import runtime
 from harness.model import LanguageModel
 from harness.plan.settings import RuntimeSettings
@@ -72,8 +72,9 @@ def few_or_many(content: bytes) -> int:
 
 def there_and_back(model: LanguageModel, content: bytes, *, streams: int, symbols: bytes = ALL, **how):
     """What was coded, once it has come back as it was."""
-    coded = encode(model, content, symbols=symbols, streams=streams, runtime=here(**how))
-    back = decode(model, coded.content, n_bytes=len(content), symbols=symbols, streams=streams, runtime=here(**how))
+    coder = ModelCoder(model=model, symbols=symbols, runtime=here(**how))
+    coded = coder.encode(content, streams=streams)
+    back = coder.decode(coded.content, n_bytes=len(content), streams=streams)
     assert back.content == content
     assert (back.predicted, back.nats, back.escaped) == (coded.predicted, coded.nats, coded.escaped)
     return coded
@@ -178,4 +179,4 @@ def test_weights_that_are_no_numbers_are_refused():
     with torch.no_grad():
         broken.head.weight.fill_(math.nan)
     with pytest.raises(ValueError, match="run: its weights give no probabilities"):
-        encode(broken, TEXT, symbols=ALL, streams=5, runtime=here())
+        ModelCoder(model=broken, symbols=ALL, runtime=here()).encode(TEXT, streams=5)
