@@ -24,6 +24,7 @@ def main(cfg: DictConfig) -> None:
     from bench.progress import Steps
     from harness.data.sources import digest
     from harness.plan.settings import checked
+    from harness.record.cells import count_of
 
     file, split = (checked(cfg[key], str | None, key=key) for key in ("file", "split"))
     if (file is None) == (split is None):
@@ -43,10 +44,8 @@ def main(cfg: DictConfig) -> None:
     write_out(out, packed)
     lengths = stream_lengths(len(content), streams)
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
-    print(
-        f"  {len(lengths)} streams of at most {max(lengths, default=0):,} bytes, each with a cold start and its first"
-    )
-    print(f"  byte at 8 bits; {len(packed) - len(coded.content)} bytes of header; {coded.escaped:,} escaped")
+    cut = f"{count_of(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each from a cold start"
+    print(f"  {cut}; {len(packed) - len(coded.content)} bytes of header; {coded.escaped:,} escaped")
     print(last_line(coded.bits_per_byte, n_bytes=len(content), n_packed=len(packed)))
 
 

@@ -92,6 +92,7 @@ def test_a_coder_gives_back_what_it_was_given_at_the_cost_of_its_frequencies():
     for own, symbol in zip(ends, symbols, strict=True):
         encoder.code(own, symbol)
     code = encoder.finish()
+    assert Encoder().finish() == b""
     decoder = Decoder(code)
     assert [decoder.code(own, 0) for own in ends] == symbols
     bits = sum(BITS - math.log2(own[symbol]) for own, symbol in zip(counts, symbols, strict=True))
