@@ -18,9 +18,8 @@ from harness.compose.cli import run_command
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
-    from bench.planning import config_of_run, read_run, trained_model  # late, as everything slow
+    from bench.planning import config_of_run, corpus_of_run, read_run, trained_model  # late, as everything slow
     from harness import source
-    from harness.data import corpora
     from harness.device import runtime
     from harness.loop.train_state import backend_of
     from harness.plan.build import plan_run, streamed_context
@@ -40,9 +39,7 @@ def main(cfg: DictConfig) -> None:
     if limit is not None and limit < 2:
         raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
     device = runtime.start(plan.runtime)
-    corpus = corpora.load(**plan.data)
-    if corpus.sha256 != saved["data"]["sha256"]:
-        raise ValueError(f"data: the run read {saved['data']['sha256']}, now it is {corpus.sha256}")
+    corpus = corpus_of_run(plan, saved)
     model = trained_model(plan, best, span=protocol["span"], key="run").to(device.device)
     split = corpus.reported(cfg.split, choice_bytes=protocol["choice_bytes"])
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None

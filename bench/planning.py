@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness import source
+from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.loop import summary
@@ -83,6 +84,14 @@ def config_of_run(path: Path, *, runtime: DictConfig, trust: list | None) -> Dic
     own.runtime = runtime
     own.trust = own.trust if trust is None else trust
     return own
+
+
+def corpus_of_run(plan: Plan, saved: dict) -> Corpus:
+    """The run's corpus; ValueError where it is not what the run read."""
+    corpus = corpora.load(**plan.data)
+    if corpus.sha256 != saved["data"]["sha256"]:
+        raise ValueError(f"data: the run read {saved['data']['sha256']}, now it is {corpus.sha256}")
+    return corpus
 
 
 def trained_model(plan: Plan, best: dict, *, span: int, key: str) -> LanguageModel:

@@ -22,6 +22,8 @@ FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CON
 # Hydra's own groups and those of bench.peers are composed where they are used, W&B does not read its sweeps as Hydra does.
 FILES = [file for file in FILES if not file.startswith(("hydra/", "lineup/", "sweep/wandb_"))]
 COMMANDS = {"train": TINY, "bench": TINY, "evaluate": ("run=somewhere",)}
+COMMANDS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
+COMMANDS |= {"score": ("nats=losses.npy", "name=theirs")}
 VERBS = ("check", "cost", "dashboard", "fit", "peers")
 COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
 ON_GPU = ("runtime/gpu", "sweep/leaderboard", "sweep/smoke")

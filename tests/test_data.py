@@ -265,11 +265,13 @@ def test_vocabulary_numbers_values_in_order(tmp_path):
     path = written(tmp_path, "few", data)
     corpus = load("file", path=path, vocabulary=4)
     assert whole(corpus) == bytes([3, 1, 2, 1, 0, 2]) * 50
-    assert corpus.vocabulary == 4
+    assert (corpus.vocabulary, corpus.symbols) == (4, bytes([0, 10, 65, 200]))
     assert corpus.sha256 == hashlib.sha256(data).hexdigest()
     dropped = load("file", path=path, vocabulary=3, drop_newlines=True)
     assert whole(dropped) == bytes([2, 1, 0, 1]) * 50
-    assert (dropped.n_bytes, dropped.sha256) == (len(data), corpus.sha256)
+    assert (dropped.n_bytes, dropped.sha256, dropped.symbols) == (len(data), corpus.sha256, bytes([0, 65, 200]))
+    assert load("file", path=path, vocabulary=6).symbols == corpus.symbols
+    assert load("file", path=path).symbols == bytes(range(256))
     with pytest.raises(ValueError, match=r"data\.vocabulary=3: the corpus has 4"):
         load("file", path=path, vocabulary=3)
 

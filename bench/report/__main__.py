@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from bench.report.claims import claim_line
 from bench.report.diff import diff_lines, facts_by_run
 from bench.report.gather import Found, gather
 from bench.report.tables_costs import cost_tables, fit_tables
@@ -25,6 +26,11 @@ from harness.record.cells import count_of
 from harness.record.table import Drawing, Table, markdown_list, to_csv, to_markdown
 
 TITLE = "attention-windtunnel report"
+LIMITATIONS = (
+    "Limitations: models are small and budgets short beside the published ones, text is read as bytes, most often of one "
+    "corpus (English Wikipedia), and a result at one size says nothing of another; a row with n = 1 has no interval; times on a "
+    "CPU move with what else the machine does. docs/numbers.md and docs/data.md have the rest."
+)
 CONTENTS = "contents.txt"
 """What a report wrote, so that the next one in the same folder can take away what is no longer true."""
 
@@ -95,7 +101,7 @@ def write_report(found: Found, swept: Sequence[Sequence[Pick]], out: Path, *, co
 def all_tables(found: Found, swept: Sequence[Sequence[Pick]]) -> list[Table]:
     """Runs, costs, peers and predictions, each by what may be compared."""
     return [
-        *run_tables(found.runs, swept=swept),
+        *run_tables(found.runs, swept=swept, claims=found.claims),
         *cost_tables(found.costs),
         *peer_tables(found.peers),
         *fit_tables(found.fits),
@@ -119,17 +125,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _must_have_rows(found: Found) -> None:
-    if found.runs or found.costs or found.peers or found.fits or found.speeds:
+    if found.runs or found.costs or found.peers or found.fits or found.speeds or found.claims:
         return
     raise ValueError("nothing to report; " + "; ".join(_left_out(found)))
 
 
 def _notes(found: Found) -> list[str]:
     verbs = {"cost": found.costs, "peers": [*found.peers, *found.speeds], "fit": found.fits}
+    verbs["score"] = found.claims
     read = [count_of(len(found.runs), "finished run")] if found.runs else []
     read += [f"{count_of(len(rows), 'row')} of bench.{verb}" for verb, rows in verbs.items() if rows]
     notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
-    return notes + [f"{line[0].upper()}{line[1:]}" for line in _left_out(found)]
+    said = [*map(claim_line, found.claims), *_left_out(found)]
+    return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in said), LIMITATIONS]
 
 
 def _to_type(swept: Sequence[Sequence[Pick]]) -> list[str]:
@@ -146,7 +154,9 @@ def _left_out(found: Found) -> list[str]:
 
 def _commands(found: Found, *, command: str) -> list[str]:
     made = [run.provenance["command"] for run in found.runs]
-    made += [row["command"] for rows in (found.costs, found.peers, found.fits, found.speeds) for row in rows]
+    made += [
+        row["command"] for rows in (found.costs, found.peers, found.fits, found.speeds, found.claims) for row in rows
+    ]
     return list(dict.fromkeys([*made, command]))
 
 

@@ -54,7 +54,7 @@ class Found:
 
     Attributes:
         runs: finished ones, the oldest first.
-        costs, peers, fits, speeds: rows of each verb in the order they were measured, as far as the folders' names tell;
+        costs, peers, fits, speeds, claims: rows of each verb in the order they were measured, as far as the folders' names tell;
             ``read_from`` is the folder of one call.
         refused: ``path: why``, of what is not shown.
         unfinished: ``path: status``, of runs that have not ended.
@@ -72,6 +72,7 @@ class Found:
     failed: list[str] = field(default_factory=list)
     failed_runs: list[RunRow] = field(default_factory=list)
     speeds: list[dict] = field(default_factory=list)
+    claims: list[dict] = field(default_factory=list)
     files: int = 0
 
 
@@ -164,6 +165,7 @@ def _first_line(error: Exception) -> str:
 def _read_rows(path: Path, found: Found) -> None:
     """One verb's rows, each by its kind."""
     places = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
+    places["claimed"] = found.claims
     rows, reasons = _rows(path, wrong=lambda row, number: refusal(row) or _bench_misfit(row))
     for row in rows:
         places[row["kind"]].append(row | {"read_from": str(path.parent)})

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 SHAPES = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
-VERBS = ("cost", "peers", "fit", "speed")
+VERBS = ("cost", "peers", "fit", "speed", "claimed")
 MAYBE = "maybe "
 LARGEST = 1e30
 """No measured number is larger; what is would overflow where it is multiplied."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bench.report.claims import claimed_rows, claimed_words, claims_beside
 from bench.report.columns import (
     BACKEND,
     COSTS,
@@ -67,6 +68,7 @@ class Group:
         notes: for each table of these runs.
         title: their data and budget.
         caption: what is held equal and in what they differ.
+        claims: on the same bytes.
     """
 
     runs: list[RunRow]
@@ -75,9 +77,10 @@ class Group:
     notes: list[str]
     title: str
     caption: str
+    claims: list[dict]
 
     @classmethod
-    def of(cls, runs: list[RunRow]) -> "Group":
+    def of(cls, runs: list[RunRow], *, claims: Sequence[dict] = ()) -> "Group":
         rows, row, found = [run.row for run in runs], runs[-1].row, arms(runs)
         mark, of_source = marks(runs)
         notes = [*capped_words(rows), *of_source, *numbered_notes(found)]
@@ -85,16 +88,17 @@ class Group:
         notes += _without_bits(found)
         tuning = "Tuning runs, no results: " if is_tuning(row) else ""
         title = f"{tuning}{row['data']['name']}, {budget_words(row['budget'])} of training"
-        caption = _caption(rows, n_arms=len(found))
-        return cls(runs=runs, arms=found, mark=mark, notes=notes, title=title, caption=caption)
+        caption, beside = _caption(rows, n_arms=len(found)), claims_beside(row, claims)
+        return cls(runs=runs, arms=found, mark=mark, notes=notes, title=title, caption=caption, claims=beside)
 
 
-def run_tables(runs: Sequence[RunRow], *, swept: Sequence[Sequence[Pick]]) -> list[Table]:
+def run_tables(runs: Sequence[RunRow], *, swept: Sequence[Sequence[Pick]], claims: Sequence[dict] = ()) -> list[Table]:
     """All tables of runs: results at picked rates first, then each group that may be compared, then how rates were picked.
 
     Args:
         runs: finished ones, the oldest first.
         swept: picks of each sweep of rates among them.
+        claims: rows of ``bench.score``, each shown where runs have read the same bytes.
     """
     every = [pick for some in swept for pick in some]
     trials = {id(run) for pick in every for run in pick.setting.arm.members}
@@ -106,7 +110,9 @@ def run_tables(runs: Sequence[RunRow], *, swept: Sequence[Sequence[Pick]]) -> li
         words = f"Left out of means, having trained with a seed that chose the rate: {listed(left_out)}."
         said = [words] if left_out else []
         tuned = any(id(run) in trials for run in same)  # its rates have tables of their own
-        tables = [] if tuned or not clean else _means(Group.of(clean), index=index, said=said, picked=every)
+        tables = (
+            [] if tuned or not clean else _means(Group.of(clean, claims=claims), index=index, said=said, picked=every)
+        )
         (of_sweeps if tuned else results).extend([*tables, _seeds(group, index=index, said=said)])
     return results + of_sweeps
 
@@ -140,15 +146,17 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
         (arm.label, (run.summary.get("flops_per_byte") or {}).get("unknown")) for arm in found for run in arm.members
     )
     notes = [*notes, *([unknown] if unknown else []), *_older_of_one_seed(found), *_unequal_seeds(found)]
+    notes += claimed_words(group.claims)
     if not alone:
         told = ground_differences(rows)
         notes.append(f"Time and memory stand in tables of their own, because these runs differ in {told}.")
     columns = (SEEDS, *QUALITY, *SIZES, *(COSTS if alone else (BACKEND, IN_EVALUATION)))
+    beside = {"before": len(heads.swept) + 1, "after": len(columns) - 3}
     return table_of_arms(
         [(arm, Means(arm.newest_of_each_seed)) for arm in found],
         heads=heads,
         columns=columns,
-        more=list(compressor_rows(row, before=len(heads.swept) + 1, after=len(columns) - 3)),
+        more=[*compressor_rows(row, **beside), *claimed_rows(group.claims, **beside)],
         name=f"runs-{index}",
         title=group.title,
         caption=group.caption + (f" Time and memory: {ground_words(row)}." if alone else ""),

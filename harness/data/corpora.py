@@ -44,6 +44,7 @@ class Corpus:
         sha256, n_bytes: of the whole corpus as read, before newlines are dropped or a vocabulary is applied.
         splits: ``train``, ``valid`` and ``test``, uint8 ``[n]`` each, in memory or mapped.
         vocabulary: V; all values are below it.
+        symbols: the byte that each value stands for; fewer than V where the corpus has not as many.
         floor_bits: fewest bits per byte that any causal model can need, where that is known (recall).
         fallback_from: what was asked for and could not be had, if this is read in its place.
     """
@@ -53,6 +54,7 @@ class Corpus:
     n_bytes: int
     splits: dict[str, Tensor]
     vocabulary: int
+    symbols: bytes
     floor_bits: float | None = None
     fallback_from: str | None = None
 
@@ -133,13 +135,14 @@ def load(
         )
     if sha256 and sha256.lower() != found:
         raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {found}")
-    splits = _cut(content, split)
+    splits, symbols = _cut(content, split), _symbols(content, vocabulary, drop_newlines)
     return Corpus(
         name=name,
         sha256=found,
         n_bytes=len(content),
-        splits=_apply_vocabulary(splits, content, vocabulary, drop_newlines),
+        splits=_apply_vocabulary(splits, symbols, drop_newlines),
         vocabulary=vocabulary,
+        symbols=symbols,
         floor_bits=min(recall_floor(len(part)) for part in splits) if name == "recall" else None,
         fallback_from=fallback_from,
     )
@@ -203,21 +206,25 @@ def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
     return np.split(content, [train, train + valid])
 
 
-def _apply_vocabulary(
-    splits: list[np.ndarray], content: np.ndarray, vocabulary: int, drop_newlines: bool
-) -> dict[str, Tensor]:
+def _symbols(content: np.ndarray, vocabulary: int, drop_newlines: bool) -> bytes:
+    """The byte of each number: all of them, or for a smaller vocabulary those that occur, in order."""
+    if vocabulary == 256:
+        return bytes(range(256))
+    values = [value for value in distinct_values(content) if not (drop_newlines and value == ord("\n"))]
+    if len(values) > vocabulary:
+        raise ValueError(
+            f"data.vocabulary={vocabulary}: the corpus has {len(values)} byte values, allowed is as many or 256"
+        )
+    return bytes(values)
+
+
+def _apply_vocabulary(splits: list[np.ndarray], symbols: bytes, drop_newlines: bool) -> dict[str, Tensor]:
     dropped = b"\n" if drop_newlines else b""
-    if vocabulary == 256 and not dropped:
+    if len(symbols) == 256 and not dropped:
         return {name: torch.from_numpy(part) for name, part in zip(SPLITS, splits, strict=True)}
     table = bytearray(range(256))
-    if vocabulary < 256:
-        values = [value for value in distinct_values(content) if value not in dropped]
-        if len(values) > vocabulary:
-            raise ValueError(
-                f"data.vocabulary={vocabulary}: the corpus has {len(values)} byte values, allowed is as many or 256"
-            )
-        for number, value in enumerate(values):
-            table[value] = number
+    for number, value in enumerate(symbols):
+        table[value] = number
     # bytearray.translate maps and drops in one pass with no index of 8 bytes a byte, as tensor indexing would need.
     mapped = [bytearray(part).translate(table, dropped) for part in splits]
     if min(map(len, mapped)) < 2:

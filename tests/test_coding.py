@@ -1,0 +1,183 @@
+"""Coding a file by a model's probabilities: what comes back, and what it costs beside what the score claims."""
+
+import functools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.arithmetic import BITS, TOTAL, Decoder, Encoder
+from bench.coding import ESCAPE, ModelCoder, frequencies, stream_lengths
+from harness.device import runtime
+from harness.model import LanguageModel
+from harness.plan.settings import RuntimeSettings
+from tests.composing import CONF, TINY, plan, recall
+from tests.runs import MEMORY, restored  # noqa: F401 - a fixture
+
+VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+ALL = bytes(range(256))
+TEXT = b"Attention is a weighted mean of values; the weights are a softmax. " * 12
+RANDOM = random.Random(3)
+FILES = {
+    "empty": b"",
+    "one byte": b"x",
+    "one zero": b"\0",
+    "two bytes": b"ab",
+    "fewer than streams": b"abcd",
+    "as many as streams": b"abcde",
+    "one more than streams": b"abcdef",
+    "every value": ALL,
+    "every value, falling": ALL[::-1],
+    "every pair of bits": bytes(a << 4 | b for a in range(16) for b in range(16)) * 2,
+    "random": RANDOM.randbytes(700),
+    "random, and long runs": RANDOM.randbytes(100) + b"\0" * 400 + RANDOM.randbytes(100),
+    "zeros": bytes(900),
+    "ones": b"\xff" * 900,
+    "one letter": b"e" * 600,
+    "newlines": b"\n" * 300 + b"\r\n" * 100,
+    "text": TEXT,
+    "text of other scripts": "Ελληνικά, 日本語, العربية, кириллица, 🎈. ".encode() * 8,
+    "cut within a character": "日本語".encode()[1:-1] * 40,
+    "no encoding": b"\xc3\x28\xa0\xa1\xe2\x28\xa1\xf0\x28\x8c\xbc" * 30,
+    "already packed": bytes.fromhex("1f8b0800000000000203") + RANDOM.randbytes(300),
+}
+
+
+def small(variant: str, *overrides: str) -> LanguageModel:
+    """A model whose weights are shaken, so that no two of its probabilities are alike."""
+    more = MEMORY if "memory" in variant else ()
+    wide = [f"model.d_model={16 * (1 + ('memory' in variant))}"]
+    torch.manual_seed(1)
+    model = plan(*TINY, *wide, f"variant={variant}", *more, *overrides).make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.project_()
+    return model
+
+
+@functools.cache
+def here(**changes) -> runtime.Runtime:
+    asked = {"device": "cpu", "precision": "float32", "compile": False, "backend": "auto", "threads": 1}
+    return runtime.start(RuntimeSettings(**asked | {"deterministic": True} | changes))
+
+
+def few_or_many(content: bytes) -> int:
+    """Streams: some files have fewer bytes, or are cut unevenly."""
+    return 5 if len(content) < 20 else 33
+
+
+def there_and_back(model: LanguageModel, content: bytes, *, streams: int, symbols: bytes = ALL, **how):
+    """What was coded, once it has come back as it was."""
+    coder = ModelCoder(model=model, symbols=symbols, runtime=here(**how))
+    coded = coder.encode(content, streams=streams)
+    back = coder.decode(coded.content, n_bytes=len(content), streams=streams)
+    assert back.content == content
+    assert (back.predicted, back.nats, back.escaped) == (coded.predicted, coded.nats, coded.escaped)
+    return coded
+
+
+def test_a_coder_gives_back_what_it_was_given_at_the_cost_of_its_frequencies():
+    draw = np.random.default_rng(0)
+    weights = draw.dirichlet(np.full(257, 0.02), size=4000) * (TOTAL - 257)
+    counts = 1 + weights.astype(np.int64)
+    counts[:, -1] += TOTAL - counts.sum(axis=1)
+    ends = counts.cumsum(axis=1)
+    symbols = [int(draw.choice(257, p=own / TOTAL)) for own in counts]
+    symbols[::50] = [int(own.argmin()) for own in counts[::50]]  # what costs 24 bits
+    encoder = Encoder()
+    for own, symbol in zip(ends, symbols, strict=True):
+        encoder.code(own, symbol)
+    code = encoder.finish()
+    assert Encoder().finish() == b""
+    decoder = Decoder(code)
+    assert [decoder.code(own, 0) for own in ends] == symbols
+    bits = sum(BITS - math.log2(own[symbol]) for own, symbol in zip(counts, symbols, strict=True))
+    assert bits <= 8 * len(code) + 1e-6 and 8 * len(code) <= bits + 8 + 4000 * 2**-23
+
+
+def test_a_carry_runs_through_settled_bytes():
+    """Near the top of the interval all settled bytes are 255, until one symbol more makes them zeros."""
+    ends, last = np.array([1, TOTAL - 1, TOTAL]), 2
+    for tail in ([1] * 40, [last] * 3, [0], [1, 0, last]):
+        for lead in range(1, 12):
+            symbols = [1, *[last] * lead, *tail]
+            encoder = Encoder()
+            for symbol in symbols:
+                encoder.code(ends, symbol)
+            decoder = Decoder(encoder.finish())
+            assert [decoder.code(ends, 0) for _ in symbols] == symbols
+    encoder = Encoder()
+    encoder._settled, encoder._low, encoder._width = bytearray(b"\x07\xff\xff"), (1 << 64) - 1, 1 << 50
+    encoder.code(np.array([1 << 23, TOTAL]), 1)
+    assert encoder.finish().startswith(b"\x08\0\0")
+
+
+@pytest.mark.parametrize("escape", [0, ESCAPE])
+def test_frequencies_are_exact_in_sum_and_nothing_is_impossible(escape):
+    torch.manual_seed(0)
+    for scale in (0.0, 0.1, 5.0, 100.0, 1e4):
+        probabilities = (scale * torch.randn(64, 205, dtype=torch.float64)).softmax(dim=1)
+        found = frequencies(probabilities, escape=escape)
+        assert found.dtype == torch.int64 and (found.sum(dim=1) == TOTAL).all()
+        assert (found[:, :-1] >= 1).all() and (found[:, -1] == escape).all()
+        likely = probabilities > 1e-4
+        assert ((found[:, :-1] / TOTAL / probabilities)[likely] - 1).abs().max() < 0.02
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return small("mhsa")
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_every_file_comes_back(model, content):
+    streams = few_or_many(content)
+    coded = there_and_back(model, content, streams=streams)
+    assert coded.predicted == max(0, len(content) - streams) and coded.escaped == 0
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_what_the_vocabulary_lacks_comes_back_too(content):
+    symbols = bytes(sorted(set(TEXT)))
+    own = small("mhsa", f"data.vocabulary={len(symbols) + 3}")  # a few numbers have no byte
+    coded = there_and_back(own, content, streams=few_or_many(content), symbols=symbols)
+    lengths = stream_lengths(len(content), few_or_many(content))
+    firsts = [sum(lengths[:i]) for i in range(len(lengths))]
+    lacking = [at for at, byte in enumerate(content) if byte not in symbols and at not in firsts]
+    assert coded.escaped == len(lacking)
+    if coded.escaped == coded.predicted > 0:
+        assert coded.bits_per_byte == pytest.approx(20)
+        assert 8 * len(coded.content) == pytest.approx(20 * coded.predicted + 8 * len(lengths), abs=16)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_code_is_as_long_as_the_score_claims(variant):
+    content = recall().splits["train"].numpy().tobytes()[:4000] + TEXT + ALL
+    streams, model = 100, small(variant)
+    coded = there_and_back(model, content, streams=streams)
+    nats, at = 0.0, 0
+    for length in stream_lengths(len(content), streams):  # a whole stream at once, as scoring has it
+        tokens = torch.tensor(list(content[at : at + length]))[None]
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits
+        nats += F.cross_entropy(logits[0], tokens[0, 1:], reduction="sum").double().item()
+        at += length
+    assert coded.nats == pytest.approx(nats, rel=1e-4) and coded.predicted == len(content) - streams
+    claimed_bits = nats / math.log(2) + 8 * streams
+    assert 8 * len(coded.content) == pytest.approx(claimed_bits, rel=0.005)
+
+
+def test_bfloat16_comes_back(model):
+    there_and_back(model, TEXT, streams=50, precision="bfloat16")
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    broken = small("mhsa")
+    with torch.no_grad():
+        broken.head.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="run: its weights give no probabilities"):
+        ModelCoder(model=broken, symbols=ALL, runtime=here()).encode(TEXT, streams=5)

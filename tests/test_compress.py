@@ -1,0 +1,212 @@
+"""``python -m bench.compress`` and ``bench.decompress``: what is written, what comes back, and what is refused by name."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from bench import compress, decompress
+from bench.coded_file import CONDITIONS, MAGIC, pack, unpack
+from bench.coding import stream_lengths
+from harness.data import corpora
+from harness.record import checkpoint
+from tests.command import call
+from tests.composing import CONF
+from tests.runs import restored, whole_run  # noqa: F401 - a fixture
+
+CPU = ("runtime.device=cpu", "runtime.threads=1")
+TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
+LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score under the same cut: ([+-]\d+\.\d\d) %\n$"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run; its corpus has 32 letters, and its vocabulary as many."""
+    own = ("budget.steps=6", "data.vocabulary=32", "model.head_zero_init=false")
+    return whole_run(*own, f"outputs={tmp_path_factory.mktemp('runs')}")[0].folder.path
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """A run of another seed, of all bytes."""
+    own = ("budget.steps=2", "seed=1")
+    return whole_run(*own, f"outputs={tmp_path_factory.mktemp('others')}")[0].folder.path
+
+
+def done(verb, *words: str) -> None:
+    """What the command does, in this process."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(verb.__name__.removeprefix("bench."), overrides=[*CPU, *words])
+    verb.main.__wrapped__(cfg)
+
+
+def coded(run: Path, folder: Path, content: bytes, *words: str) -> Path:
+    """The code of a file with this content, on disk."""
+    (folder / "plain").write_bytes(content)
+    done(compress, f"run={run}", f"file={folder / 'plain'}", f"out={folder / 'code'}", *words)
+    return folder / "code"
+
+
+def back(run: Path, code: Path, *words: str) -> bytes:
+    out = code.with_name("back")
+    done(decompress, f"run={run}", f"file={code}", f"out={out}", *words)
+    return out.read_bytes()
+
+
+def refused(match: str, run: Path, code: Path, *words: str) -> None:
+    """A mistake by name, and nothing is written."""
+    before = sorted(code.parent.iterdir())
+    with pytest.raises(ValueError, match=match):
+        back(run, code, *words)
+    assert sorted(code.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"aA" * 500, TEXT], ids=["empty", "one", "letters", "others"])
+@pytest.mark.parametrize("which", ["run", "other"])
+def test_a_file_comes_back(request, tmp_path, which, content, capsys):
+    folder = request.getfixturevalue(which)
+    code = coded(folder, tmp_path, content, "streams=40")
+    said = capsys.readouterr().out
+    assert back(folder, code) == content
+    assert f"{len(content):,} bytes in, {code.stat().st_size:,} bytes out" in said
+    if len(content) < 2:
+        assert said.endswith("no byte was predicted, so there is no score to compare with\n")
+        return
+    by_file, by_score, difference = map(float, re.search(LAST, said).groups())
+    assert by_file == pytest.approx(8 * code.stat().st_size / len(content), abs=1e-4)
+    assert difference == pytest.approx(100 * (by_file / by_score - 1), abs=0.02)
+
+
+def test_the_code_of_a_split_is_as_long_as_its_score_claims(run, tmp_path, capsys):
+    """The payload: a header of some hundred bytes is much beside a thousand."""
+    done(compress, f"run={run}", "split=test", f"out={tmp_path / 'code'}", "streams=20")
+    said = capsys.readouterr().out
+    split = corpora.load("recall", bytes=20000, distances=[3, 5]).splits["test"].numpy().tobytes()
+    assert back(run, tmp_path / "code") == split and "0 escaped" in said
+    _, payload = unpack((tmp_path / "code").read_bytes(), key="file")
+    predicted, claimed = len(split) - 20, float(re.search(LAST, said)[2])
+    assert 8 * len(payload) == pytest.approx(claimed * predicted + 8 * 20, rel=0.005)
+
+
+def test_streams_have_a_length_of_ours_unless_said(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compress, "STREAM_BYTES", 64)
+    code = coded(run, tmp_path, b"a" * 129)
+    assert unpack(code.read_bytes(), key="file")[0]["streams"] == 3
+    assert "3 streams of at most 43 bytes" in capsys.readouterr().out
+
+
+def test_a_header_is_short_and_says_all(run, tmp_path):
+    code = coded(run, tmp_path, TEXT, "streams=40").read_bytes()
+    header, payload = unpack(code, key="file")
+    assert code.startswith(MAGIC) and len(code) - len(payload) < 150
+    assert {name: header[name] for name in ("bytes", "streams", "threads", "precision", "device_kind")} == {
+        "bytes": len(TEXT), "streams": 40, "threads": 1, "precision": "float32", "device_kind": "cpu"
+    }  # fmt: skip
+    assert header["torch"] == torch.__version__ and len(header["sha256"]) == 64
+    assert max(stream_lengths(len(TEXT), 40)) == math.ceil(len(TEXT) / 40)
+
+
+@pytest.fixture(scope="module")
+def text_code(run, tmp_path_factory) -> bytes:
+    return coded(run, tmp_path_factory.mktemp("text"), TEXT, "streams=200").read_bytes()
+
+
+@pytest.fixture
+def code(text_code, tmp_path) -> Path:
+    (tmp_path / "code").write_bytes(text_code)
+    return tmp_path / "code"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("runtime.threads=2",), r"these differ: threads \(then 1, now 2\);"),
+        (("runtime.precision=bfloat16",), r"these differ: precision \(then float32, now bfloat16\)"),
+        (("runtime.backend=plain",), r"backend \(then .*, now plain\)"),
+        (("runtime.deterministic=false",), r"runtime\.deterministic=false: allowed is true"),
+    ],
+)
+def test_another_way_to_compute_is_refused(run, code, words, message):
+    refused(message, run, code, *words)
+
+
+def test_other_weights_are_refused(run, other, code, tmp_path):
+    refused(r"these differ: weights \(", other, code)
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for path in (p for p in run.rglob("*") if p.is_file()):
+        (copied / path.relative_to(run)).parent.mkdir(parents=True, exist_ok=True)
+        (copied / path.relative_to(run)).write_bytes(path.read_bytes())
+    assert back(copied, code) == TEXT
+    code.with_name("back").unlink()
+    best = checkpoint.load_best(copied)
+    best["model"]["head.weight"][0, 0] += 1e-6
+    checkpoint.save_best(copied, best)
+    refused(r"these differ: weights \(", copied, code)
+    (copied / "config.yaml").write_text((run / "config.yaml").read_text().replace("span: 16", "span: 15"))
+    checkpoint.save_best(copied, checkpoint.load_best(run))
+    refused(r"these differ: weights \(", copied, code)
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_each_condition_is_refused_by_its_name(run, code, name):
+    header, payload = unpack(code.read_bytes(), key="file")
+    code.write_bytes(pack(header | {name: "another"}, payload))
+    refused(rf"these differ: {name} \(then another, now ", run, code)
+
+
+def test_what_is_damaged_is_refused(run, code):
+    whole = code.read_bytes()
+    end = len(whole) - len(unpack(whole, key="file")[1])
+    for content in (b"", whole[:3], b"PK\3\4" + whole[4:], TEXT):
+        code.write_bytes(content)
+        refused(r"is no file of this format \(AWT1\)", run, code)
+    for content in (whole[:5], whole[:20], whole[:end], whole[:-1], whole + b"\0"):
+        code.write_bytes(content)
+        refused("is damaged or cut off", run, code)
+    for place in (4, 5, 7, end // 2, end - 1, end, (end + len(whole)) // 2, len(whole) - 1):
+        code.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        refused("is damaged or cut off", run, code)
+
+
+def test_what_decodes_to_something_else_is_not_written(run, code):
+    header, payload = unpack(code.read_bytes(), key="file")
+    code.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))  # with a checksum of its own
+    refused("what was decoded is not what was coded, its SHA-256 is", run, code)
+    out = code.with_name("back")
+    out.write_bytes(b"of before")
+    refused("what was decoded is not what was coded", run, code)
+    assert out.read_bytes() == b"of before"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), r"file=None split=None: one of them must be given"),
+        (("file=plain", "split=test"), r"file=plain split=test: one of them"),
+        (("file=nowhere",), r"file=nowhere: cannot be read \(No such file"),
+        (("split=tset",), r"split=tset: allowed are train, valid, test"),
+        (("file=plain", "streams=0"), r"streams=0: must be at least 1"),
+        (("file=plain", "streams=few"), r"streams=few: must be int or null"),
+        (("file=plain", "out=plain"), r"out=plain: is the file that is read"),
+        (("file=plain", "out=."), r"out=\.: is a folder"),
+        (("file=plain", "out=plain/code"), r"out=plain/code: cannot be written"),
+        (("file=plain", "runtime.deterministic=false"), r"runtime\.deterministic=false: allowed is true"),
+    ],
+)
+def test_a_mistake_writes_nothing(run, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("plain").write_bytes(b"ab")
+    with pytest.raises(ValueError, match=message):
+        done(compress, f"run={run}", "out=code", *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_the_commands_end_with_2(run, code, monkeypatch):
+    monkeypatch.chdir(code.parent)
+    for script, words in (("compress", ("file=nowhere", "out=b")), ("decompress", ("file=nowhere", "out=b"))):
+        ended = call(f"bench/{script}.py", f"run={run}", *words, *CPU)
+        assert (ended.code, ended.out) == (2, "") and ended.err.startswith("error: file=nowhere: cannot be read"), ended
