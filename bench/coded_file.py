@@ -33,7 +33,8 @@ DIGITS = 16
 """Of the digests of weights and source; the file's own digest is whole."""
 _MOST_BYTES = 1 << 16
 _USUAL = (
-    b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor","device_kind":"cpu",'
+    b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor '
+    b'(family 6 model 143 stepping 8)","device_kind":"cpu",'
     b'"instruction_set":"AVX512","threads":2,"precision":"float32","backend":"kernel+plain","torch":"2.13.0+cpu",'
     b'"environment":{"GOMP_SPINCOUNT":"10000"},"checksum":'
 )

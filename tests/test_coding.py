@@ -61,7 +61,14 @@ def small(variant: str, *overrides: str) -> LanguageModel:
 
 @functools.cache
 def here(**changes) -> runtime.Runtime:
-    asked = {"device": "cpu", "precision": "float32", "compile": False, "backend": "auto", "threads": 1}
+    asked = {
+        "device": "cpu",
+        "precision": "float32",
+        "compile": False,
+        "backend": "auto",
+        "threads": 1,
+        "allocator": "keep",
+    }
     return runtime.start(RuntimeSettings(**asked | {"deterministic": True} | changes))
 
 
