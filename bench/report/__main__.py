@@ -95,7 +95,7 @@ def write_report(found: Found, swept: Sequence[Sequence[Pick]], out: Path, *, co
 def all_tables(found: Found, swept: Sequence[Sequence[Pick]]) -> list[Table]:
     """Runs, costs, peers and predictions, each by what may be compared."""
     return [
-        *run_tables(found.runs, swept=swept),
+        *run_tables(found, swept=swept),
         *cost_tables(found.costs),
         *peer_tables(found.peers),
         *fit_tables(found.fits),
