@@ -41,7 +41,9 @@ class Means:
         """Bits per byte, of a key of ``SCORES``; none of a split that only some of the runs were scored on."""
         split = name.partition("_")[0]
         scored = [number(run.summary, "valid_bits_per_byte") is not None for run in self.runs]
-        if split == "test" and sum(scored) > sum(number(run.summary, "test_bits_per_byte") is not None for run in self.runs):
+        if split == "test" and sum(scored) > sum(
+            number(run.summary, "test_bits_per_byte") is not None for run in self.runs
+        ):
             return NOTHING
         capped = any((run.row.get("capped") or {}).get(split) for run in self.runs)
         return bits(self(f"{name}_bits_per_byte"), capped=capped)

@@ -25,7 +25,8 @@ from harness.record.cells import OLDER, listed, mean
 
 RATE = "optim.lr"
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
-NOT_AN_ARM = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
+NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
+NOT_AN_ARM += ("purpose", "trial", "space")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
 BESIDE = ("backend", "checkpoint", "source")
 """What makes another arm beside the configuration."""
