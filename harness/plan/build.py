@@ -246,11 +246,15 @@ def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
     given = ("hydra.searchpath in main", "hydra.searchpath in command-line")
     sources = [s for s in hydra.runtime.config_sources if s.provider in given and s.schema == "pkg"]
     sweeping, choices = hydra.mode == RunMode.MULTIRUN, hydra.runtime.choices
-    resized = any(word.lstrip("+").startswith("model.") for word in hydra.overrides.task)
+    words = OmegaConf.to_container(
+        hydra.overrides.task, resolve=False
+    )  # whatever is in them, it is not ours to resolve
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    resized = any(key.startswith("model.") for key in typed)
     return {
         "size": choices.get("recipe") or (None if resized else choices.get("model")),
         "trusted": tuple(s.path.partition(".")[0] for s in sources),
         "sweeping": sweeping,
-        "typed": {word.lstrip("+").partition("=")[0] for word in hydra.overrides.task},
+        "typed": typed,
         "beside_others": sweeping and not hydra.launcher._target_.endswith(".BasicLauncher"),
     }

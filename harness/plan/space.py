@@ -68,7 +68,9 @@ def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, 
     if cfg.purpose != "tune":
         raise ValueError(f"purpose={cfg.purpose}: a trial chooses and is no result; allowed with trial is tune")
     if not space:
-        raise ValueError(f"trial={cfg.trial}: there is no space for it; allowed is a variant that conf/space has, or null")
+        raise ValueError(
+            f"trial={cfg.trial}: there is no space for it; allowed is a variant that conf/space has, or null"
+        )
     units = SobolEngine(len(space), scramble=True, seed=SCRAMBLE_SEED).fast_forward(cfg.trial).draw(1)[0].tolist()
     point = {}
     for key, unit in zip(sorted(space), units, strict=True):

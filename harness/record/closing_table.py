@@ -52,7 +52,9 @@ def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | No
     """
     alike: dict[str, list] = {}
     for label, summary in jobs:
-        key = json.dumps([summary["data"]["sha256"], summary["protocol"], summary["budget"], summary["capped"].get("valid")])
+        key = json.dumps(
+            [summary["data"]["sha256"], summary["protocol"], summary["budget"], summary["capped"].get("valid")]
+        )
         alike.setdefault(key, []).append((label, summary))
     for same in alike.values():
         first = same[0][1]
@@ -69,7 +71,9 @@ def data_label(data: dict) -> str:
 
 def scored_splits(summaries: Sequence[dict]) -> list[str]:
     """Valid, and test where one of the runs has scored it."""
-    return [split for split in SPLITS if split == "valid" or any(s.get("test_bits_per_byte") is not None for s in summaries)]
+    return [
+        split for split in SPLITS if split == "valid" or any(s.get("test_bits_per_byte") is not None for s in summaries)
+    ]
 
 
 def bits(summary: dict, *, split: str, context: str = "") -> str:
