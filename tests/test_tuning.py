@@ -304,7 +304,8 @@ def test_trials_of_two_spaces_are_two_sweeps(tmp_path):
     sweep(tmp_path)
     keys = {"variant": {"name": "mhsa", "loss_weight": 1e-6}}
     sweep(tmp_path, keys=keys, point={"optim.lr": 0.5, LOSS: 0.5})
-    assert column(tables(tmp_path)["picked-1"], "trials") == ["4", "4"]
+    sweep(tmp_path, keys={"space": {"optim.lr": {"low": 1e-3, "high": 1.0, "scale": "log"}}})
+    assert column(tables(tmp_path)["picked-1"], "trials") == ["4", "4", "4"]
 
 
 def test_tuning_on_other_data_does_not_choose(tmp_path):
