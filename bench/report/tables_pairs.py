@@ -54,7 +54,8 @@ def pairs_table(
     for place, (arm, split, pairs) in enumerate(found):
         capped = CAPPED if any((run.row.get("capped") or {}).get(split) for run in arm.members) else ""
         rows.append((text(f"{arm.label}{mark(arm.row)}"), text(f"{split}{capped}"), *_cells(pairs, p.get(place))))
-    said = [f"p and verdicts are corrected for {count_of(len(corrected), 'difference')} in this table, by Holm."]
+    told = f"p and verdicts are corrected for {count_of(len(corrected), 'difference')} in this table, by Holm."
+    said = [told] if corrected else []
     for place in in_advance:
         said.append(
             f"{own.label} less {reference.label} on {found[place][1]} was named in advance: it is not corrected."
