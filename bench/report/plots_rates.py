@@ -9,9 +9,10 @@ from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from bench.report.comparison import comparable, number, tag
-from bench.report.plot_style import FILLS, Look, entry, finish, legend_below, ticks_at
+from bench.report.plot_style import FILLS, Look, entry, finish, legend_below
 from bench.report.shapes import LARGEST
 from bench.report.tuning import Pick
 from bench.report.words import budget_words, data_words, scored_words
@@ -22,7 +23,6 @@ MOST_SETTINGS = 8
 """Of one panel; more get panels of their own."""
 HEADROOM = 4
 """The frame reaches so many times the spread of the good half of all scores above its lowest."""
-MOST_TICKS = 8
 
 
 def draw_rates(found: Sequence[Sequence[Pick]], *, look: dict[str, Look]) -> list[Drawing]:
@@ -67,12 +67,11 @@ def _draw(found: Sequence[Pick], *, look: dict[str, Look], name: str) -> Drawing
         1, len(shares), width=max(8.6, 5.4 * len(shares)), height=height, title=title, subtitle=subtitle
     )
     limits, handles = top_of_frame(found), []
-    rates = sorted({_rate(pick, trial) for pick in found for trial in pick.setting.numbers})
     capped = (found[-1].setting.newest.summary.get("capped") or {}).get("valid")
     for ax, some in zip(axes, shares, strict=True):
         for pick in some:
             handles.append(_marks(ax, pick, look=look[pick.setting.arm.variant], limits=limits))
-        _axes(ax, rates, limits=limits)
+        _axes(ax, limits=limits)
         ax.set_ylabel(f"valid bits per byte{'*' if capped else ''}")
     legend_below(figure, [*handles, *_key(found)])
     return finish(figure, name=name, title=title, caption=_caption(found, row, capped=capped))
@@ -99,10 +98,11 @@ def _marks(ax: Axes, pick: Pick, *, look: Look, limits: tuple[float, float]) -> 
     return entry(f"{setting.arm.label}: {told}", **style, markersize=6)
 
 
-def _axes(ax: Axes, rates: Sequence[float], *, limits: tuple[float, float]) -> None:
-    """Ticks where rates were tried, as far as they have room."""
+def _axes(ax: Axes, *, limits: tuple[float, float]) -> None:
     ax.set_xscale("log")
-    ticks_at(ax.xaxis, rates, most=MOST_TICKS, text=lambda value: f"{value:g}")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.margins(x=0.08)
     ax.set_ylim(*limits)
     ax.set_xlabel("optim.lr, which scales the rates of all groups")
