@@ -24,8 +24,7 @@ def main(cfg: DictConfig) -> None:
     from harness.loop.train_state import backend_of
     from harness.plan.build import plan_run, streamed_context
     from harness.plan.settings import checked
-    from harness.record import folder
-    from harness.record.rows import FORMAT, plain
+    from harness.record.rows import EVALUATIONS, FORMAT, plain
 
     path = Path(cfg.run)
     saved, best = read_run(path, key="run")
@@ -52,10 +51,10 @@ def main(cfg: DictConfig) -> None:
     row |= {"measuring_source": source.digest(plan.trust, measuring=True)}
     row |= {"evaluation_backend": backend_of(model, device, training=False)}
     row |= {"weights_bytes_seen": best["bytes"], **device.describe()}
-    with (path / folder.EVALUATIONS).open("a", encoding="utf-8") as file:
+    with (path / EVALUATIONS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(row), allow_nan=False) + "\n")
     _show(row, path)
-    print(f"appended to {path / folder.EVALUATIONS}")
+    print(f"appended to {path / EVALUATIONS}")
 
 
 def _score(model, split, device, protocol: dict) -> dict:

@@ -32,7 +32,7 @@ from bench.report.tables_runs import Group, compressor_rows
 from bench.report.words import data_words
 from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
-from harness.record.cells import BUSY, busy_words, spread
+from harness.record.cells import BUSY, busy_words, listed, spread
 from harness.record.table import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,9 +87,18 @@ def written(page: str, block: Callable[[Path], str], root: Path, *, name: str) -
 
 
 def committed_runs(root: Path) -> list[RunRow]:
-    """ValueError without runs, or where some are refused or differ in more than variant and seed."""
+    """Of any sittings; ValueError without runs, or where some are refused or differ in more than variant and seed."""
     found = gather(sorted(root.glob(RUNS)) or [root / RUNS])
-    same = by(found.runs, key=lambda run: (comparable(run), *(json.dumps(run.row["config"][key]) for key in SAME)))
+
+    def held(run: RunRow) -> tuple:
+        return (
+            comparable(run),
+            run.row["source"],
+            run.row["device"],
+            *(json.dumps(run.row["config"][key]) for key in SAME),
+        )
+
+    same = by(found.runs, key=held)
     if found.refused or len(same) != 1:
         raise ValueError(f"{RUNS}: {'; '.join(found.refused) or f'{len(same)} groups of runs that compare'}")
     return found.runs
@@ -107,10 +116,11 @@ def results(root: Path) -> str:
         **{"name": "results", "title": "", "caption": "", "notes": group.notes},
     )
     model, budget = row["config"]["model"], row["budget"]["bytes"]
+    commits = listed(dict.fromkeys(run.row["commit"][:8] for run in runs))
     sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads, a window of {model['span']} bytes"
     about = (
         f"After {budget:,} bytes of training ({sizes}, optim.lr={row['config']['optim']['lr']:g}) on {data_words([row])}: a "
-        f"beginning, not what they reach in the end. n: seeds; ~: approximate. Commit {row['commit'][:8]}, {row['device']}."
+        f"beginning, not what they reach in the end. n: seeds; ~: approximate. Commit {commits}, {row['device']}."
     )
     notes = "".join(f"{note}\n" for note in table.notes)
     return f"{about}\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()

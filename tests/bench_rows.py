@@ -239,31 +239,43 @@ def write_run(
     return folder
 
 
-def trial_config(*, variant: str, rate: float, test: bool = False, **keys) -> dict:
-    """A configuration with a rate; ``keys`` such as ``model={"span": 64}`` replace parts."""
-    config = {"variant": {"name": variant}, "model": {"d_model": 128, "layers": 4, "heads": 4, "span": 512}}
-    config |= {
-        "optim": {"lr": rate},
-        "eval": {"test": test},
-        "record": {"wandb": {"group": "rates-1a2b" if not test else None}},
-    }
-    return config | keys
-
-
 def write_trial(
-    outputs: Path, *, variant: str = "mhsa", rate: float, seed: int, bits: float | None, test: bool = False, **changes
+    outputs: Path,
+    *,
+    variant: str = "mhsa",
+    rate: float,
+    seed: int,
+    bits: float | None,
+    trial: int | None = None,
+    **changes,
 ) -> Path:
-    """A run of a sweep of learning rates, or with ``test`` one that reports; ``keys`` of ``trial_config`` in ``changes``."""
-    keys = changes.pop("keys", {})
-    scores = {"valid_bits_per_byte": bits}
-    scores |= {} if test else {"test_bits_per_byte": None, "test_windows_bits_per_byte": None}
-    config = trial_config(variant=variant, rate=rate, test=test, **keys)
-    return write_run(outputs, variant=variant, seed=seed, bits=bits or 9.0, config=config, **scores | changes)
+    """Trial number ``trial`` of a sweep of learning rates from 0.0001 to 0.1, or a result at that rate.
+
+    Among the ``changes`` may be ``keys`` such as ``{"model": {"span": 64}}``, which replace parts of the configuration, and
+    ``point``, the keys of its space.
+    """
+    keys, point = changes.pop("keys", {}), changes.pop("point", {"optim.lr": 0.5})
+    scores = {"valid_bits_per_byte": bits, "purpose": "result" if trial is None else "tune"}
+    scores |= {"point": None} if trial is None else {"point": point, "test_bits_per_byte": None}
+    scores |= {} if trial is None else {"test_windows_bits_per_byte": None}
+    space = {key: {"low": 1e-4, "high": 0.1, "scale": "log"} for key in point}
+    config = {"variant": {"name": variant}, "model": {"d_model": 128, "layers": 4, "heads": 4, "span": 512}}
+    config |= {"optim": {"lr": rate}, "record": {"wandb": {"group": "rates-1a2b"}}}
+    config |= {"trial": trial, "space": space} | keys
+    folder = write_run(outputs, variant=variant, seed=seed, bits=bits or 9.0, config=config, **scores | changes)
+    record = folder / "record.jsonl"
+    first, *others = record.read_text().splitlines()
+    own = {"purpose": scores["purpose"], "point": scores["point"]}
+    others = [row for row in others if trial is None or json.loads(row)["kind"] != "test"]
+    record.write_text("\n".join([json.dumps(json.loads(first) | own), *others]) + "\n")
+    return folder
 
 
-def write_failed(outputs: Path, *, error: object, rate: float = 0.1, variant: str = "mhsa", seed: int = 100) -> Path:
+def write_failed(
+    outputs: Path, *, error: object, rate: float = 0.1, variant: str = "mhsa", seed: int = 100, trial: int = 9
+) -> Path:
     """What a trial leaves that ended with an error: its provenance, and a summary that knows little."""
-    folder = write_trial(outputs, variant=variant, rate=rate, seed=seed, bits=9.0)
+    folder = write_trial(outputs, variant=variant, rate=rate, seed=seed, bits=9.0, trial=trial)
     first = (folder / "record.jsonl").read_text().splitlines()[0]
     (folder / "record.jsonl").write_text(first + "\n")
     summary = dict.fromkeys(json.loads((folder / "summary.json").read_text()))

@@ -28,7 +28,7 @@ SMALL = (
     *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.streams=4", "batch.segment=16"),
     *("runtime.device=cpu", "runtime.threads=1", "record.every_steps=2", "record.figures=false"),
     *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.choice_bytes=200", "eval.bytes=400"),
-    *("eval.windows=false", "checkpoint.every_seconds=null"),
+    *("eval.windows=false", "eval.test=true", "checkpoint.every_seconds=null"),
 )
 MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
 VARIANTS = {

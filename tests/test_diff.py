@@ -25,8 +25,8 @@ HOSTILE = "</script x><!--<script></script><svg onload='window.struck = 1'>\u202
 
 @pytest.fixture(name="runs")
 def two_runs(tmp_path) -> tuple[Path, Path]:
-    one = write_trial(tmp_path, rate=0.003, seed=0, bits=2.4, test=True)
-    other = write_trial(tmp_path, variant="adaptive_span", rate=0.01, seed=0, bits=2.3, test=True)
+    one = write_trial(tmp_path, rate=0.003, seed=0, bits=2.4)
+    other = write_trial(tmp_path, variant="adaptive_span", rate=0.01, seed=0, bits=2.3)
     change(other, source="99" * 32, device="Another", data={"name": "file", "bytes": 4, "sha256": "77" * 32})
     return one, other
 
@@ -69,7 +69,7 @@ def test_equal_runs_say_so(runs, capsys, tmp_path):
 def test_a_failed_run_can_be_compared(runs, capsys, tmp_path):
     failed = write_failed(tmp_path, error="RuntimeError: bad", rate=0.1, seed=5)
     keys = [line[0] for line in said(capsys, str(tmp_path), "--diff", runs[0].name, failed.name)[4:]]
-    assert {"optim.lr", "eval.test"} <= set(keys)
+    assert {"optim.lr", "trial"} <= set(keys)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_hostile_text_is_one_line_on_the_terminal(runs, capsys, tmp_path):
 
 
 def test_facts_that_all_runs_share_are_left_out(runs, tmp_path):
-    write_trial(tmp_path, rate=0.003, seed=1, bits=2.4, test=True)
+    write_trial(tmp_path, rate=0.003, seed=1, bits=2.4)
     found = facts_by_run(gather([tmp_path]).runs)
     assert len(found) == 3 and {*found[runs[0]]} == {*found[runs[1]]}
     assert "seed" in found[runs[0]] and "model.d_model" not in found[runs[0]]
@@ -106,7 +106,7 @@ def test_facts_that_all_runs_share_are_left_out(runs, tmp_path):
 
 def test_any_two_rows_of_the_page_are_compared_without_a_server(runs, opened, tmp_path):
     change(runs[0], device=HOSTILE)
-    write_trial(tmp_path, rate=0.003, seed=1, bits=2.4, test=True)
+    write_trial(tmp_path, rate=0.003, seed=1, bits=2.4)
     found = gather([tmp_path])
     tables = [table for table in all_tables(found) if table.runs]
     page = opened(tables=tables, drawings=[], facts=facts_by_run(found.runs))

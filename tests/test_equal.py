@@ -75,7 +75,7 @@ def test_equal_parameters_are_within_two_percent(tmp_path):
     }
     for rate, (variant, total) in enumerate(totals.items(), start=1):
         parameters = PARAMETERS | {"total": total}
-        write_trial(tmp_path, variant=variant, rate=rate / 100, seed=0, bits=2.4, test=True, parameters=parameters)
+        write_trial(tmp_path, variant=variant, rate=rate / 100, seed=0, bits=2.4, parameters=parameters)
     found = {name: table for name, table in tables(tmp_path).items() if name.startswith("equal-parameters")}
     assert list(found) == ["equal-parameters-1"]
     assert sorted(column(found["equal-parameters-1"], "variant")) == ["adaptive_span", "mhsa"]
@@ -85,19 +85,19 @@ def test_equal_parameters_are_within_two_percent(tmp_path):
 
 
 def test_one_row_or_rates_alone_are_no_view_and_only_picked_rates_are_in_one(tmp_path):
-    write_trial(tmp_path, rate=0.003, seed=0, bits=2.4, test=True)
-    write_trial(tmp_path, rate=0.01, seed=0, bits=2.5, test=True)
+    write_trial(tmp_path, rate=0.003, seed=0, bits=2.4)
+    write_trial(tmp_path, rate=0.01, seed=0, bits=2.5)
     assert not [name for name in tables(tmp_path) if name.startswith("equal")]
-    write_trial(tmp_path, variant="adaptive_span", rate=0.003, seed=0, bits=2.4, test=True)
+    write_trial(tmp_path, variant="adaptive_span", rate=0.003, seed=0, bits=2.4)
     assert len(tables(tmp_path)["equal-bytes-1"].rows) == 3
-    for rate, bits in ((0.003, 2.5), (0.01, 2.4), (0.03, 2.6)):
-        write_trial(tmp_path, rate=rate, seed=100, bits=bits)
+    for trial, (rate, bits) in enumerate(((0.003, 2.5), (0.01, 2.4), (0.03, 2.6))):
+        write_trial(tmp_path, rate=rate, seed=100, bits=bits, trial=trial)
     view = tables(tmp_path)["equal-bytes-1"]
     assert dict(zip(column(view, "variant"), column(view, "optim.lr"), strict=True)) == {
         "adaptive_span": "0.003",
         "mhsa": "0.01",
     }
-    assert any("other rates than the picked: mhsa, lr=0.003" in note for note in view.notes)
+    assert any("other points than the picked: mhsa, lr=0.003" in note for note in view.notes)
 
 
 def test_seconds_and_memory_stand_in_a_view_on_one_ground_only(tmp_path):
@@ -166,6 +166,6 @@ def test_rows_that_columns_cannot_tell_apart_keep_their_labels(tmp_path):
 def test_the_rate_is_a_column_of_its_own(tmp_path):
     for variant, rate, layers in (("mhsa", 0.01, 2), ("adaptive_span", 0.02, 4)):
         keys = {"model": {"layers": layers}}
-        write_trial(tmp_path, variant=variant, rate=rate, seed=0, bits=2.4, test=True, keys=keys)
+        write_trial(tmp_path, variant=variant, rate=rate, seed=0, bits=2.4, keys=keys)
     assert swept(tmp_path)[0] == [RATE, "model.layers"]
     assert swept(tmp_path, without=(RATE,))[0] == ["model.layers"]

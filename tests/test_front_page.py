@@ -11,7 +11,8 @@ import pytest
 
 from bench import front_page
 from bench.front_page import BEGIN, END, MISSED, REACHED, lines_changed, written
-from tests.bench_rows import speed_row
+from tests.bench_rows import speed_row, write_run
+from tests.test_report import change
 from tests.test_speed import lineup
 
 ROOT = front_page.ROOT
@@ -72,6 +73,22 @@ def test_no_case_is_missing_among_the_rows():
             assert len(asked) > 14 and asked <= {(row["case"], row["position"]) for row in rows}, path
         for row in rows:
             assert row["commit"][:8] in BLOCK and {row["reached"], row["peak_reached"]} <= {True, False, None}
+
+
+def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
+    runs = tmp_path / "bench/results/here/runs"
+    model = {"layers": 4, "d_model": 128, "heads": 4, "span": 512}
+    for seed in range(3):
+        config = {"variant": {"name": "mhsa"}, "model": model, "optim": {"lr": 0.003}}
+        change(write_run(runs, seed=seed, config=config), commit=f"{seed}" * 40)
+    block = front_page.results(tmp_path)
+    assert "Commit 00000000, 11111111 and 22222222, A made-up CPU." in block
+    assert re.search(r"^\| mhsa +\| +3 \|", block, re.MULTILINE)
+    for other in ({"source": "ff" * 32}, {"device": "Another CPU"}):
+        change(next(runs.glob("mhsa-s1-*")), **other)
+        with pytest.raises(ValueError, match="2 groups of runs that compare"):
+            front_page.results(tmp_path)
+        change(next(runs.glob("mhsa-s1-*")), source="cd" * 32, device="A made-up CPU")
 
 
 def test_a_verdict_is_read_off_the_numbers(tmp_path):

@@ -38,7 +38,7 @@ VARIANTS = {path.stem for path in (CONF / "variant").glob("*.yaml")}
 NOT_COMPOSED = ("pip", "pytest", "bench.report")
 SMALL = (*TINY, "budget.seconds=null", "eval.streams=2", "runtime.backend=auto", "runtime.precision=float32")
 SMALL += ("runtime.compile=false",)
-SMALL_MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.d_query=8")
+SMALL_MEMORY = ("variant.memory.half_keys=16", "variant.memory.top_k=4", "variant.memory.d_query=8")
 LEARNED = [[float(100 * head) for head in range(8)]] * 12
 """Spans as a run of the page's size may have them."""
 SHELL = """
@@ -91,10 +91,10 @@ def placed(words: list[str]) -> bool:
 
 
 def distinct(commands: list[list[str]]) -> list[list[str]]:
-    """One job of those that differ in seed, precision or compilation only."""
+    """One job of those that differ in seed, trial, precision or compilation only."""
     found = {}
     for job in (job for words in commands for job in jobs(words)):
-        kind = [word for word in job if not re.match(r"(seed|runtime\.(precision|compile)|optim\.lr)=", word)]
+        kind = [word for word in job if not re.match(r"(seed|trial|runtime\.(precision|compile))=", word)]
         found.setdefault(tuple(kind), job)
     return list(found.values())
 

@@ -147,6 +147,14 @@ def test_training_flops_are_about_so_many_where_a_sublayer_does_not_say():
     assert "about 12.9T needed (3 x forward in 4 sublayers)" in guessed
 
 
+def test_a_column_of_test_is_there_where_a_run_has_scored_it():
+    untested = make_summary(test_bits_per_byte=None, variant="mhsa", config_hash="22")
+    assert "test" not in printed_table(untested, others=[untested])
+    beside = printed_table(untested, others=[make_summary()])
+    own, other = beside.split("Runs with the same")
+    assert "test" not in own and "test" in other and "2.4123" in other
+
+
 def test_closing_table_of_a_run_without_numbers():
     bare = make_summary(**{key: None for key in SUMMARY_KEYS if key not in ("variant", "seed", "data")})
     assert "-" in printed_table(bare | {"compressors": None, "spans": None})
@@ -184,6 +192,8 @@ def test_find_comparable_takes_only_what_is_equal(tmp_path):
     put("longer", budget={"bytes": 1})
     put("protocol", protocol={"streams": 8})
     put("whole", capped={})
+    put("tuning", purpose="tune")
+    put("tested", capped=mine["capped"] | {"test": 65_536}, valid_bits_per_byte=2.9)
     put("data", data=mine["data"] | {"sha256": "f" * 64})
     (tmp_path / "latest").symlink_to(tmp_path / "better")
     (tmp_path / "broken").mkdir()
@@ -192,8 +202,8 @@ def test_find_comparable_takes_only_what_is_equal(tmp_path):
     def found(**keywords):
         return [other["config_hash"] for other in find_comparable(tmp_path, **keywords)]
 
-    assert found(summary=mine) == ["better", "worse", "slower"]
-    assert found(summary=mine, any_source=True) == ["older", "better", "worse", "slower"]
+    assert found(summary=mine) == ["better", "worse", "slower", "tested"], "whether or not test was scored"
+    assert found(summary=mine, any_source=True) == ["older", "better", "worse", "slower", "tested"]
     seconds = make_summary(budget={"seconds": 180})
     put("seconds", budget={"seconds": 180})
     put("elsewhere", budget={"seconds": 180}, device="cuda")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.report import __main__ as report
 from bench.report import plots
 from bench.report.__main__ import main
 from bench.report.comparison import comparable
@@ -77,7 +78,7 @@ def test_means_over_seeds_the_best_first_and_compressors_beside(tmp_path):
         {"protocol": PROTOCOL | {"streams": 1}},
         {"budget": {"bytes": 3_000_000}},
         {"budget": {"steps": 2_000_000}},
-        {"capped": {"test": 10_000}},
+        {"capped": {"valid": 10_000}},
         {"config": {"variant": {"name": "mhsa"}, "data": {"split": [0.8, 0.1, 0.1]}}},
     ],
 )
@@ -174,7 +175,7 @@ def test_intervals_are_of_matched_seeds(tmp_path):
     write_run(tmp_path, variant="adaptive_span", seed=7, bits=5.0)  # no match: no part of the difference
     found = tables(tmp_path)["differences-1"]
     assert found.caption.startswith("Reference: mhsa.")
-    assert column(found, "over") == ["seeds", "blocks"] * 2
+    assert column(found, "split") == ["valid", "test"]
     assert column(found, "n")[0] == "3" and column(found, "difference, bits per byte")[0] == "-0.1000"
     half = 4.30265 * 0.01 / 3**0.5
     assert column(found, "smallest visible")[0] == f"{half:.4f}"
@@ -183,32 +184,117 @@ def test_intervals_are_of_matched_seeds(tmp_path):
     assert any("different seeds" in note for note in tables(tmp_path)["runs-1"].notes)
 
 
-def test_what_is_not_separated_says_so_and_one_seed_has_no_interval(tmp_path):
+def test_one_seed_has_neither_interval_nor_verdict(tmp_path):
+    """However many bytes were scored: these are one set of weights."""
     for seed, own, other in ((0, 2.40, 2.30), (1, 2.50, 2.61)):
         write_run(tmp_path, variant="mhsa", seed=seed, bits=own)
         write_run(tmp_path, variant="adaptive_span", seed=seed, bits=other)
     write_run(tmp_path, variant="all_attention", seed=1, bits=2.6)
     found = tables(tmp_path)["differences-1"]
-    verdicts = {
-        (variant, over): (verdict, interval, n)
-        for variant, over, verdict, interval, n in zip(
-            *(column(found, name) for name in ("variant", "over", "verdict", "95% interval", "n")), strict=True
-        )
-    }
-    assert verdicts["adaptive_span", "seeds"][0] == "not separated"
-    assert verdicts["all_attention", "seeds"] == ("n = 1", "", "1")
+    names = ("variant", "verdict", "95% interval", "n", "p")
+    rows = set(zip(*(column(found, name) for name in names), strict=True))
+    assert ("all_attention", "n = 1", "", "1", "") in rows
+    assert {row[1] for row in rows if row[0] == "adaptive_span"} == {"not separated"}
 
 
-def test_blocks_pair_the_same_text(tmp_path):
-    for variant, nats in (("mhsa", [7000.0, 9000.0, 8000.0, 1.0]), ("adaptive_span", [6900.0, 8920.0, 7880.0, 9.0])):
-        folder = write_run(tmp_path, variant=variant)
-        rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-        for row in rows:
-            row |= {"block_nats": nats} if row.get("final") else {}
-        (folder / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = tables(tmp_path)["differences-1"]
-    assert column(found, "over")[1] == "blocks" and column(found, "n")[1] == "3", "the last block is shorter"
-    assert column(found, "difference, bits per byte")[1] == f"{-100 / 10_000 / 0.693147:+.4f}"
+def compared(folder: Path, **of_variants: float) -> Path:
+    """Five seeds of each variant on valid alone, that much better than the reference, give or take 0.01."""
+    for variant, better in {"mhsa": 0.0, **of_variants}.items():
+        for seed in range(5):
+            bits = 2.4 + seed / 10 - better * (1 + 0.5 * (seed - 2))
+            write_run(folder, variant=variant, seed=seed, bits=bits, test_bits_per_byte=None)
+    return folder
+
+
+def judged(table: Table) -> dict[str, tuple[str, str]]:
+    shown = (column(table, name) for name in ("variant", "p", "verdict"))
+    return {variant: (p, verdict) for variant, p, verdict in zip(*shown, strict=True)}
+
+
+def test_verdicts_are_corrected_for_all_differences_of_a_table(tmp_path):
+    """Student's t of one is 2.83, p 0.0474: separated alone, and not among two or three."""
+    alone = tables(compared(tmp_path / "alone", adaptive_span=0.01))["differences-1"]
+    assert judged(alone) == {"adaptive_span": ("0.0474", "better")}
+    three = tables(compared(tmp_path / "three", adaptive_span=0.01, all_attention=0.02, dynamic_span=0.03))
+    assert judged(three["differences-1"]) == dict.fromkeys(
+        ("adaptive_span", "all_attention", "dynamic_span"), ("0.1423", "not separated")
+    )
+    assert "p and verdicts are corrected for 3 differences in this table, by Holm." in three["differences-1"].notes
+
+
+def test_a_difference_that_was_named_in_advance_is_not_corrected(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plots, "draw_all", lambda found, swept: [])
+    compared(tmp_path / "runs", adaptive_span=0.01, all_attention=0.02)
+    words = [str(tmp_path / "runs"), "--out", str(tmp_path / "report")]
+    assert main([*words, "--contrast", "adaptive_span", "mhsa"]) == 0
+    told = (tmp_path / "report" / "differences-1.md").read_text()
+    rows = {line.split("|")[1].strip(): line for line in told.splitlines() if line.startswith("| a")}
+    assert "| 0.0474 | better" in rows["adaptive_span"] and "| 0.0474 | better" in rows["all_attention"]
+    assert "adaptive_span less mhsa on valid was named in advance: it is not corrected." in told
+    assert "corrected for 1 difference in this table" in told
+    assert main([*words, "--contrast", "mhsa", "all_attention"]) == 0
+    told = (tmp_path / "report" / "differences-1.md").read_text()
+    assert "Reference: all_attention." in told and "mhsa less all_attention on valid" in told
+    capsys.readouterr()
+    assert main([*words, "--contrast", "mhsa", "nonsense"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "error: --contrast mhsa nonsense: must be two rows of one table; rows here are adaptive_span, "
+    )
+
+
+def test_the_named_difference_is_that_of_test_where_test_was_scored(tmp_path):
+    for seed, own, other in ((0, 2.40, 2.30), (1, 2.50, 2.41), (2, 2.60, 2.49)):
+        write_run(tmp_path, variant="mhsa", seed=seed, bits=own)
+        write_run(tmp_path, variant="adaptive_span", seed=seed, bits=other)
+    found = gather([tmp_path])
+    (pairs,) = [
+        table
+        for table in report.all_tables(found, [], contrast=("adaptive_span", "mhsa"))
+        if table.name == "differences-1"
+    ]
+    assert any("on test was named in advance" in note for note in pairs.notes)
+    assert "p and verdicts are corrected for 1 difference in this table, by Holm." in pairs.notes
+
+
+def test_runs_of_one_source_pool_over_sittings_and_commits(tmp_path):
+    """Bits per byte depend on neither; times stay apart where the ground differs."""
+    for seed in range(3):
+        change(write_run(tmp_path / f"sitting-{seed}", variant="mhsa", seed=seed), commit=f"{seed}" * 40)
+    shown = tables(tmp_path)["runs-1"]
+    assert column(shown, "n")[0] == "3" and "bytes/s" in headings(shown)
+    change(write_run(tmp_path / "elsewhere", variant="mhsa", seed=3), threads=9)
+    shown = tables(tmp_path)["runs-1"]
+    assert column(shown, "n")[0] == "4" and "bytes/s" not in headings(shown)
+
+
+def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
+    write_run(tmp_path, variant="mhsa", seed=0, capped={"valid": 1000, "test": 1000})
+    write_run(tmp_path, variant="mhsa", seed=1, capped={"valid": 1000}, test_bits_per_byte=None)
+    write_run(tmp_path, variant="adaptive_span", capped={"valid": 1000, "test": 1000})
+    shown = tables(tmp_path)["runs-1"]
+    assert column(shown, "n")[:2] == ["1", "2"] and column(shown, "variant")[:2] == ["adaptive_span", "mhsa"]
+    assert column(shown, "test, bits per byte")[:2] == ["2.4300*", ""], "no mean over some of the seeds"
+
+
+def test_how_often_test_was_scored_is_said_of_runs_and_of_what_was_evaluated_later(tmp_path):
+    """Every look counts: of failed and of unfinished runs, too, and on these data alone."""
+    folder = write_run(tmp_path, variant="mhsa")
+    rows = [{"split": "test"}, {"split": "valid"}, {"split": "test"}, [], "garbage"]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
+    change(write_run(tmp_path, variant="adaptive_span"), status="failed", error="late")
+    (write_run(tmp_path, variant="all_attention") / "summary.json").unlink()
+    other = {"name": "file", "bytes": 4_000_000, "sha256": "99" * 32}
+    change(write_run(tmp_path, variant="dynamic_span"), data=other)
+    said = [next(note for note in table.notes if "Test was" in note) for table in all_runs(tmp_path)]
+    assert sorted(said) == [
+        "Test was scored 1 time in the folders that were read.",
+        "Test was scored 5 times in the folders that were read.",
+    ]
+
+
+def all_runs(folder: Path) -> list[Table]:
+    return [table for name, table in tables(folder).items() if name.startswith("runs-")]
 
 
 def test_capped_scores_and_other_sources_are_marked(tmp_path):

@@ -13,6 +13,7 @@ from harness.loop.step import Trainer
 from harness.loop.train_state import TrainState
 from harness.record import checkpoint
 from harness.record.rows import SUMMARY_KEYS
+from tests.composing import plan
 from tests.runs import (
     DROPOUT,
     MOVING,
@@ -278,9 +279,24 @@ def test_a_run_names_its_allocator_and_says_aloud_that_its_machine_was_busy(monk
     assert "bytes per second of training !" in shown
 
 
-def test_a_tuning_job_never_scores_test():
-    job, summary = whole_run("budget.steps=4", "eval.test=false")
+@pytest.mark.parametrize("purpose", ["result", "tune"])
+def test_test_is_scored_only_when_asked_whatever_the_purpose(purpose, capsys):
+    assert plan().eval.test is False and plan().purpose == "result"
+    job, summary = whole_run("budget.steps=4", "eval.test=false", f"purpose={purpose}")
     assert summary["test_bits_per_byte"] is None and not [r for r in rows_of(job) if r["kind"] == "test"]
+    heads = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("bits per byte")]
+    assert heads == [["bits", "per", "byte", "valid"]], "no empty column"
+    assert summary["purpose"] == rows_of(job)[0]["purpose"] == rows_of(job)[0]["config"]["purpose"] == purpose
+    _, asked = whole_run("budget.steps=4", "eval.test=true", f"purpose={purpose}")
+    assert asked["test_bits_per_byte"] > 0 and asked["config_hash"] != summary["config_hash"]
+
+
+def test_the_purpose_is_part_of_what_a_run_is():
+    (_, result), (_, tuned) = (whole_run("budget.steps=4", f"purpose={purpose}") for purpose in ("result", "tune"))
+    assert result["config_hash"] != tuned["config_hash"]
+    assert result["valid_bits_per_byte"] == tuned["valid_bits_per_byte"]
+    with pytest.raises(ValueError, match="purpose=tuning: allowed are result, tune"):
+        make_job("purpose=tuning")
 
 
 @pytest.mark.parametrize("key", ["eval.bytes=3", "eval.bytes=1"])

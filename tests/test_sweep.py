@@ -200,20 +200,35 @@ def test_the_sweeps_of_conf(here):
     on_cpu = ("runtime=default", "budget.seconds=null")
     words = {
         "variants": ("seed=0",),
-        "spans": ("model.span=16,32",),
+        "spans": ("model.span=16,32", "seed=0,1"),
         "slots": ("seed=0",),
-        "learning_rates": ("seed=100", "variant=mhsa"),
+        "learning_rates": ("variant=mhsa", "trial=range(0,4)"),
+        "tuning": ("variant=mhsa,adaptive_span", "trial=range(0,2)"),
         "leaderboard": ("seed=0", *on_cpu),
         "smoke": ("runtime.compile=false", "variant=mhsa,replayed_spans", *on_cpu),
     }
-    jobs = {"variants": 4, "spans": 8, "slots": 3, "learning_rates": 4, "leaderboard": 4, "smoke": 4}
+    jobs = {"variants": 4, "spans": 8, "slots": 3, "learning_rates": 4, "tuning": 4, "leaderboard": 4, "smoke": 4}
     assert {path.stem for path in (ROOT / "conf" / "sweep").glob("*.yaml") if "wandb" not in path.stem} == set(words)
     for name, own in words.items():
         ended = train(*MADE, f"sweep={name}", *own, f"outputs={name}")
         assert ended.code == 0 and status_lines(ended.out)[0].startswith(f"{jobs[name]} jobs: {jobs[name]} new")
         found = summaries(here / name).values()
         assert len(found) == jobs[name]
-        assert all((s["test_bits_per_byte"] is None) == (name == "learning_rates") for s in found)
+        assert {s["test_bits_per_byte"] for s in found} == {None}
+        tuning = name in ("learning_rates", "tuning")
+        assert {s["purpose"] for s in found} == {"tune" if tuning else "result"}
+        assert len({json.dumps(s["point"]) for s in found}) == (jobs[name] if tuning else 1)
+
+
+def test_a_sweep_of_trials_goes_on_to_more_of_them(here):
+    words = (*MADE, "sweep=tuning", "variant=mhsa")
+    assert train(*words, "trial=range(0,2)").code == 0
+    more = train(*words, "trial=range(0,4)")
+    assert status_lines(more.out)[0] == "4 jobs: 2 finished before, 2 new"
+    typed = next(iter(summaries(here / "outputs").values()))["command"].split()
+    assert "finished before" in call("train.py", *typed[2:]).out, "the command of one trial is that trial"
+    spoilt = train(*words, "trial=0", "optim.lr=0.1")
+    assert spoilt.code == 2 and "error: optim.lr: is given by trial=0" in spoilt.err
 
 
 # Launchers, and kill -9

@@ -1,10 +1,12 @@
-"""Student's t against printed tables, and what an interval says."""
+"""Student's t against printed tables, what an interval says, and several differences judged together."""
 
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bench.report.uncertainty import paired, t_below, t_quantile
+from bench.report.uncertainty import holm, paired, t_below, t_quantile
 
 TABLE = [  # degrees of freedom, 0.90, 0.975, 0.995 quantiles as printed in textbooks
     (1, 3.078, 12.706, 63.657),
@@ -32,16 +34,31 @@ def test_one_and_two_degrees_of_freedom_have_closed_forms():
 
 def test_interval_of_pairs():
     found = paired([1.0, 2.0, 3.0])
-    assert (found.n, found.mean, found.separated) == (3, 2.0, False)
+    assert (found.n, found.mean) == (3, 2.0)
     assert found.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
-    assert paired([1.0, 1.1, 0.9]).separated
-    assert paired([-1.0, -1.1, -0.9]).separated
+    t = 2.0 / (1 / math.sqrt(3))
+    assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9), "two degrees of freedom, both sides"
+    assert paired([-1.0, -2.0, -3.0]).p == found.p
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8))
+def test_p_is_below_5_percent_where_the_interval_leaves_0_out(differences):
+    found = paired(differences)
+    if abs(abs(found.mean) - found.half_width) > 1e-9:
+        assert (found.p < 0.05) == (abs(found.mean) > found.half_width)
 
 
 def test_one_pair_has_no_interval():
     found = paired([0.5])
-    assert (found.n, found.mean, found.half_width, found.separated) == (1, 0.5, None, None)
+    assert (found.n, found.mean, found.half_width, found.p) == (1, 0.5, None, None)
 
 
-def test_no_difference_at_all_is_not_separated():
-    assert not paired([0.0, 0.0, 0.0]).separated
+def test_no_difference_at_all_is_certain_to_be_seen_by_chance():
+    assert paired([0.0, 0.0, 0.0]).p == 1.0 and paired([0.5, 0.5, 0.5]).p == 0.0
+
+
+def test_holm_by_hand():
+    """Four differences at once: 4 x 0.01, 3 x 0.02 and 2 x 0.03 are 0.04, 0.06 and 0.06, and the last is 0.2."""
+    assert holm([0.02, 0.2, 0.01, 0.03]) == pytest.approx([0.06, 0.2, 0.04, 0.06])
+    assert holm([0.012, 0.013]) == pytest.approx([0.024, 0.024]), "what is larger is not judged more mildly"
+    assert holm([0.6, 0.7]) == [1.0, 1.0] and holm([0.03]) == [0.03] and holm([]) == []

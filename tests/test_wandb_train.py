@@ -42,7 +42,7 @@ def test_two_jobs_are_two_runs_of_one_group(offline_runs):
 def test_group_and_job_type_are_in_the_file(offline_runs):
     for found in offline_runs.records:
         (run,) = [record["run"] for record in found if record["type"] == "run"]
-        assert (run["run_group"], run["job_type"], run["project"]) == ("together", "train", "attention-windtunnel")
+        assert (run["run_group"], run["job_type"], run["project"]) == ("together", "result", "attention-windtunnel")
 
 
 def test_the_config_is_the_resolved_config_with_layers_as_text(offline_runs):
@@ -155,11 +155,12 @@ def test_a_sweep_of_wandb_is_made_of_our_keys(file, tmp_path, monkeypatch):
     planned = plan(*command[3:])
     assert planned.data["fallback"] is None, "in a sweep another corpus would spoil the comparison"
     assert sweep["metric"] == {"name": "valid_bits_per_byte", "goal": "minimize"}
-    assert sweep["method"] in ("grid", "bayes") and (planned.eval.test or "rates" in file.stem)
+    assert sweep["method"] == "grid" and planned.optim["matrices"] is None and not planned.eval.test
+    assert (planned.purpose == "tune") == (planned.point is not None) == ("trials" in file.stem)
 
 
 def test_a_job_of_a_sweep_is_that_run_with_the_metric_as_logged(tmp_path, monkeypatch):
-    file = CONF / "sweep" / "wandb_rates.yaml"
+    file = CONF / "sweep" / "wandb_trials.yaml"
     sizes = dict(word.split("=") for word in (*SIZES, "budget.steps=6", "record.figures=false"))
     parameters = drawn(file) | sizes
     command, variables = started_by_agent(file, parameters=parameters, folder=tmp_path, monkeypatch=monkeypatch)
@@ -168,7 +169,7 @@ def test_a_job_of_a_sweep_is_that_run_with_the_metric_as_logged(tmp_path, monkey
     trained(command[2], *command[3:], environment=environment)
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-fromagent")
     run = inspect(folder, environment=environment)
-    assert run["config"]["optim"]["lr"] == run["config"]["optim.lr"] == drawn(file)["optim.lr"], "ours, and the sweep's"
+    assert run["config"]["trial"] == drawn(file)["trial"] == 0 and run["config"]["optim"]["lr"] == 0.002675
     assert run["summary"]["valid_bits_per_byte"] > 0 and "test_bits_per_byte" not in run["summary"]
     (first,) = [r["run"] for r in records(folder, environment=environment) if r["type"] == "run"]
     assert (first["sweep_id"], first["job_type"]) == ("sweep1", "tune")

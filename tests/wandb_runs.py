@@ -74,7 +74,7 @@ class OfflineRuns:
 def make_offline_runs(here: Path) -> OfflineRuns:
     """Train adaptive_span and product_key_memory for a second each, in one command."""
     environment = lonely_environment(here)
-    words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4")
+    words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4", "eval.test=true")
     words += ("record.every_steps=3", "record.wandb.every_seconds=0.001", "record.wandb.group=together")
     words += ("record.wandb.tags=[mine]", "eval.windows=true")
     trained("train.py", "-m", *words, environment=environment)

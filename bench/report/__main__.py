@@ -15,9 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench.report.claims import claim_line
+from bench.report.comparison import arms, by, comparable, is_tuning
 from bench.report.diff import diff_lines, facts_by_run
 from bench.report.gather import Found, gather
 from bench.report.tables_costs import cost_tables, fit_tables
+from bench.report.tables_pairs import Contrast, named
 from bench.report.tables_peers import peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
 from bench.report.tuning import Pick, fresh_command, picks
@@ -46,8 +48,9 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         found = gather(folders)
         _must_have_rows(found)
-        swept = picks(found.runs, found.failed_runs)
-        for line in write_report(found, swept, Path(asked.out), command=typed):
+        swept, contrast = picks(found.runs, found.failed_runs), asked.contrast and tuple(asked.contrast)
+        _check(contrast, found)
+        for line in write_report(found, swept, Path(asked.out), command=typed, contrast=contrast):
             print(line)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,7 +60,9 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_report(found: Found, swept: Sequence[Sequence[Pick]], out: Path, *, command: str) -> Iterator[str]:
+def write_report(
+    found: Found, swept: Sequence[Sequence[Pick]], out: Path, *, command: str, contrast: Contrast | None
+) -> Iterator[str]:
     """Write everything, and say each thing that was written.
 
     Args:
@@ -65,6 +70,7 @@ def write_report(found: Found, swept: Sequence[Sequence[Pick]], out: Path, *, co
         swept: from ``picks``.
         out: a folder, made if it is not there.
         command: what was typed.
+        contrast: the one that was named in advance.
 
     Raises:
         ValueError: ``out`` cannot be written.
@@ -74,7 +80,7 @@ def write_report(found: Found, swept: Sequence[Sequence[Pick]], out: Path, *, co
 
     try:
         out.mkdir(parents=True, exist_ok=True)  # before the drawings, which take seconds
-        tables, drawings = all_tables(found, swept), draw_all(found, swept)
+        tables, drawings = all_tables(found, swept, contrast=contrast), draw_all(found, swept)
         notes, commands, written = _notes(found), _commands(found, command=command), set()
         for table in tables:
             for suffix, form in (("md", to_markdown), ("csv", to_csv)):
@@ -98,10 +104,10 @@ def write_report(found: Found, swept: Sequence[Sequence[Pick]], out: Path, *, co
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
 
 
-def all_tables(found: Found, swept: Sequence[Sequence[Pick]]) -> list[Table]:
+def all_tables(found: Found, swept: Sequence[Sequence[Pick]], *, contrast: Contrast | None = None) -> list[Table]:
     """Runs, costs, peers and predictions, each by what may be compared."""
     return [
-        *run_tables(found.runs, swept=swept, claims=found.claims),
+        *run_tables(found, swept=swept, contrast=contrast),
         *cost_tables(found.costs),
         *peer_tables(found.peers),
         *fit_tables(found.fits),
@@ -116,12 +122,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", default="outputs/report", help="folder to write to (default: %(default)s)")
     parser.add_argument(
+        "--contrast",
+        nargs=2,
+        metavar=("A", "B"),
+        help="the one difference that was named in advance, A less B: rows of tables; it is not corrected for the others",
+    )
+    parser.add_argument(
         "--diff",
         nargs=2,
         metavar=("A", "B"),
         help="only say in what two runs differ: folders, names or their beginnings",
     )
     return parser
+
+
+def _check(contrast: Contrast | None, found: Found) -> None:
+    """ValueError unless some results that compare have both."""
+    results = by((run for run in found.runs if not is_tuning(run.row)), key=comparable).values()
+    there = [arms(same) for same in results]
+    if contrast and not any(all(named(some, name) for name in contrast) for some in there):
+        labels = sorted({label for some in there for arm in some for label in (arm.variant, arm.label)})
+        raise ValueError(
+            f"--contrast {' '.join(contrast)}: must be two rows of one table; rows here are {', '.join(labels)}"
+        )
 
 
 def _must_have_rows(found: Found) -> None:

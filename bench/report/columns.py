@@ -8,6 +8,7 @@ from bench.report.gather import RunRow
 from bench.report.heads import Heads
 from harness.record.cells import (
     BUSY,
+    NOTHING,
     bits,
     busy_words,
     fixed,
@@ -31,7 +32,7 @@ SCORES = {
 }
 EXPLAINED = {
     "valid": "Of the validation split less the bytes that choose the best weights, with these, streamed with carried state.",
-    "test": "Of the test split, scored once, at the end, with the same weights.",
+    "test": "Of the test split, scored once, at the end, with the same weights; where every seed was.",
     "valid_windows": "Bits per byte of windows of 1024 bytes, stride 512, no state, the last 512 scored.",
     "test_windows": "The same of the test split.",
 }
@@ -52,8 +53,14 @@ class Means:
         return mean(number(run.summary, *keys) for run in self.runs)
 
     def score(self, name: str) -> Cell:
-        """Bits per byte, of a key of ``SCORES``."""
-        capped = (self.newest.get("capped") or {}).get(name.partition("_")[0])
+        """Bits per byte, of a key of ``SCORES``; none of a split that only some of the runs were scored on."""
+        split = name.partition("_")[0]
+        scored = [number(run.summary, "valid_bits_per_byte") is not None for run in self.runs]
+        if split == "test" and sum(scored) > sum(
+            number(run.summary, "test_bits_per_byte") is not None for run in self.runs
+        ):
+            return NOTHING
+        capped = any((run.row.get("capped") or {}).get(split) for run in self.runs)
         return bits(self(f"{name}_bits_per_byte"), capped=capped)
 
     def memory(self, name: str) -> Cell:

@@ -26,6 +26,7 @@ from harness.record.cells import BUSY, OLDER, busy_words, listed, mean
 RATE = "optim.lr"
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
+NOT_AN_ARM += ("purpose", "trial", "space")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
 BESIDE = ("backend", "evaluation_backend", "checkpoint", "source")
 """What makes another arm beside the configuration."""
@@ -97,9 +98,8 @@ def tag(*keys: Hashable) -> str:
 
 
 def is_tuning(row: dict) -> bool:
-    """Whether a run was there to choose a setting on the validation split: ``eval.test=false``."""
-    scored = row["config"].get("eval")
-    return isinstance(scored, dict) and scored.get("test") is False
+    """Whether a run was there to choose a setting on the validation split: ``purpose=tune``."""
+    return row.get("purpose") == "tune"
 
 
 def comparable(run: RunRow) -> str:
@@ -109,7 +109,8 @@ def comparable(run: RunRow) -> str:
     own is a setting that may be compared, not a way of scoring.
     """
     row = run.row
-    held = {name: row.get(name) for name in ("protocol", "budget", "capped")} | {"tuning": is_tuning(row)}
+    held = {name: row.get(name) for name in ("protocol", "budget")} | {"tuning": is_tuning(row)}
+    held |= {"capped": (row.get("capped") or {}).get("valid")}  # test may not have been scored, and is capped alike
     if number(row["config"], "model", "span") == row["protocol"]["span"]:
         held["protocol"] = row["protocol"] | {"span": None, "context": None}
     data = row["config"].get("data")

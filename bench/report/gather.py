@@ -2,18 +2,20 @@
 
 A run folder has ``record.jsonl`` and, once finished, ``summary.json``; a verb's folder has ``rows.jsonl``. What cannot be
 read, or traced, or is of the wrong shape, is refused with its reason, and the rest is still there. Neither torch nor a
-server is needed. What ``bench.evaluate`` appends to a run folder has protocols of its own and is no part of a report.
+server is needed. What ``bench.evaluate`` appends to a run folder has protocols of its own: of it a report only counts how
+often test was scored.
 """
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.report.shapes import SHAPES, VERBS, misfit, shape_of_run_row, shown
 from bench.rows import ROWS, refusal
-from harness.record.rows import RECORD
+from harness.record.rows import EVALUATIONS, RECORD
 from harness.record.rows import SUMMARY as SUMMARY_FILE
 
 NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
@@ -61,6 +63,7 @@ class Found:
         failed: ``path: error``, of runs that ended with an error.
         failed_runs: those of them whose provenance is known, so that a sweep can say which of its trials they were.
         files: how many files of rows were read.
+        test_scores: how often test was scored, by SHA-256 of the data: runs' final scores and those of ``bench.evaluate``.
     """
 
     runs: list[RunRow]
@@ -74,6 +77,7 @@ class Found:
     speeds: list[dict] = field(default_factory=list)
     claims: list[dict] = field(default_factory=list)
     files: int = 0
+    test_scores: Counter[str] = field(default_factory=Counter)
 
 
 def gather(folders: Sequence[Path]) -> Found:
@@ -187,6 +191,11 @@ def _read_run(folder: Path, found: Found) -> None:
     rows, reasons = _record(folder / RECORD)
     summary, reason = _summary(folder / SUMMARY_FILE)
     traced = bool(rows) and rows[0].get("kind") == "provenance"
+    if traced:
+        later = folder / EVALUATIONS
+        evaluated = _rows(later, wrong=lambda row, number: None)[0] if later.exists() else []
+        scores = sum(row["kind"] == "test" for row in rows) + sum(row.get("split") == "test" for row in evaluated)
+        found.test_scores[rows[0]["data"]["sha256"]] += scores
     failed = isinstance(summary, dict) and summary.get("status") == "failed"
     if not traced and not failed:
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")

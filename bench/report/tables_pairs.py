@@ -1,55 +1,74 @@
-"""Differences, and whether they are real: each setting against a reference, over matched seeds and blocks of one text.
+"""Differences, and whether they are real: each setting against a reference, over matched seeds.
 
-The reference is the best setting of the variant that ``variants.yaml`` names, or, without one, the setting of the best
-validation bits. Seeds say whether a difference would survive another initialisation; blocks of 10,000 bytes say whether
-these very weights differ on more of such text, and nothing of other seeds.
+The reference is that of the contrast named in advance, else the best setting of the variant that ``variants.yaml`` names,
+else the setting of the best validation bits. A verdict needs seeds: blocks of one text under one set of weights depend on
+each other, and say nothing of another initialisation.
 """
 
-import math
 from collections.abc import Sequence
 
 from bench.report.comparison import VARIANTS, Arm
-from bench.report.uncertainty import Paired, paired
-from harness.record.cells import CAPPED, NOTHING, fixed, mean, text, whole
+from bench.report.uncertainty import CONFIDENCE, Paired, holm, paired
+from harness.record.cells import CAPPED, NOTHING, count_of, fixed, text, whole
 from harness.record.table import Cell, Column, Table, words
 
+Contrast = tuple[str, str]
+"""Two rows by label or variant: the first less the second."""
 REFERENCE = VARIANTS["reference"]
-BLOCK_BYTES = 10_000
 SPLITS = ("valid", "test")
 COLUMNS = (
     words("variant", "What is compared with the reference."),
     words("split"),
-    words("over", "Pairs of runs of one seed, or of blocks of 10,000 bytes of text."),
-    Column("n", "Pairs."),
+    Column("n", "Pairs of runs of one seed."),
     Column("difference, bits per byte", "Mean of the pairs, variant less reference: below 0 is better."),
-    words("95% interval", "Student's t, paired; n = 1 has none."),
+    words("95% interval", "Student's t, paired, of this row alone; n = 1 has none."),
     Column("smallest visible", "Half the interval: a true difference smaller than this could not have been seen."),
-    words("verdict", "'not separated' where the interval covers 0."),
-)
-NOTES = (
-    "Intervals are of each row alone, not adjusted for the number of rows.",
-    "Rows over blocks average the matched seeds first: they speak of these weights on such text, not of other seeds.",
+    Column("p", "Of a difference as large if there is none; by Holm, corrected for the other rows."),
+    words("verdict", "'not separated' where p is above 0.05."),
 )
 
 
-def pairs_table(arms: Sequence[Arm], *, mark, name: str, title: str, caption: str, notes: Sequence[str]) -> list[Table]:
+def pairs_table(
+    arms: Sequence[Arm], *, mark, name: str, title: str, caption: str, notes: Sequence[str], contrast: Contrast | None
+) -> list[Table]:
     """The table, or none where there is nothing to compare.
 
     Args:
         arms: settings whose bits may be compared, the best first.
         mark: from ``compare.marks``.
+        contrast: the one that was named in advance; it counts where its two are among the arms.
     """
-    reference = choose_reference(arms)
+    own, other = (named(arms, name) for name in contrast) if contrast else (None, None)
+    reference = other if own and other else choose_reference(arms)
     if reference is None or len(arms) < 2:
         return []
+    found = [(arm, split, pairs) for arm in arms if arm is not reference for split, pairs in _splits(arm, reference)]
+    judged = [place for place, (_, _, pairs) in enumerate(found) if pairs and pairs.p is not None]
+    in_advance = [place for place in judged if other is reference and found[place][0] is own][
+        -1:
+    ]  # test, if it was scored
+    corrected = [place for place in judged if place not in in_advance]
+    p = {place: found[place][2].p for place in in_advance}
+    p |= dict(zip(corrected, holm([found[place][2].p for place in corrected]), strict=True))
     rows = []
-    for arm in arms:
-        if arm is not reference:
-            label = f"{arm.label}{mark(arm.row)}"
-            rows += [row for split in SPLITS for row in _rows(arm, reference, split=split, label=label)]
+    for place, (arm, split, pairs) in enumerate(found):
+        capped = CAPPED if any((run.row.get("capped") or {}).get(split) for run in arm.members) else ""
+        rows.append((text(f"{arm.label}{mark(arm.row)}"), text(f"{split}{capped}"), *_cells(pairs, p.get(place))))
+    told = f"p and verdicts are corrected for {count_of(len(corrected), 'difference')} in this table, by Holm."
+    said = [told] if corrected else []
+    for place in in_advance:
+        said.append(
+            f"{own.label} less {reference.label} on {found[place][1]} was named in advance: it is not corrected."
+        )
     caption = f"Reference: {reference.label}{mark(reference.row)}. {caption}"
-    table = Table(name=name, title=title, caption=caption, columns=COLUMNS, rows=tuple(rows), notes=(*notes, *NOTES))
+    table = Table(name=name, title=title, caption=caption, columns=COLUMNS, rows=tuple(rows), notes=(*notes, *said))
     return [table] if rows else []
+
+
+def named(arms: Sequence[Arm], name: str) -> Arm | None:
+    """The one arm of that label or variant; None where there are several, or none."""
+    found = [arm for arm in arms if name in (arm.label, arm.variant)]
+    return found[0] if len(found) == 1 else None
 
 
 def choose_reference(arms: Sequence[Arm]) -> Arm | None:
@@ -64,41 +83,24 @@ def _bits(arm: Arm, *, split: str) -> dict[int, float]:
     return {seed: value for seed, value in found.items() if value is not None}
 
 
-def _rows(arm: Arm, reference: Arm, *, split: str, label: str) -> list[tuple[Cell, ...]]:
-    """Over seeds, and over blocks where both have them; capped splits are marked."""
-    own, theirs = _bits(arm, split=split), _bits(reference, split=split)
-    seeds = sorted(own.keys() & theirs.keys())
-    mark = CAPPED if (arm.row.get("capped") or {}).get(split) else ""
-    if not seeds:
-        start = (text(label), text(f"{split}{mark}"), text("seeds"), whole(0))
-        return [(*start, *[NOTHING] * 3, text("no matched seeds"))] if own and theirs else []
-    rows = [_row(paired([own[seed] - theirs[seed] for seed in seeds]), label, f"{split}{mark}", "seeds")]
-    blocks = _block_differences(arm, reference, split=split, seeds=seeds)
-    return [*rows, _row(paired(blocks), label, f"{split}{mark}", "blocks")] if len(blocks) > 1 else rows
+def _splits(arm: Arm, reference: Arm) -> list[tuple[str, Paired | None]]:
+    """Each split that both have bits of; None where no seed is matched."""
+    found = []
+    for split in SPLITS:
+        own, theirs = _bits(arm, split=split), _bits(reference, split=split)
+        seeds = sorted(own.keys() & theirs.keys())
+        if own and theirs:
+            found.append((split, paired([own[seed] - theirs[seed] for seed in seeds]) if seeds else None))
+    return found
 
 
-def _row(found: Paired, label: str, split: str, over: str) -> tuple[Cell, ...]:
-    signed = Cell(text=f"{found.mean:+.4f}", value=found.mean)
-    start = [text(label), text(split), text(over), whole(found.n), signed]
-    if found.half_width is None:
-        return (*start, NOTHING, NOTHING, text("n = 1"))
+def _cells(found: Paired | None, p: float | None) -> tuple[Cell, ...]:
+    """All after the split; ``p`` as it is judged by."""
+    if found is None:
+        return (whole(0), *[NOTHING] * 4, text("no matched seeds"))
+    start = (whole(found.n), Cell(text=f"{found.mean:+.4f}", value=found.mean))
+    if p is None:
+        return (*start, *[NOTHING] * 3, text("n = 1"))
     interval = f"{found.mean - found.half_width:+.4f} to {found.mean + found.half_width:+.4f}"
-    verdict = ("better" if found.mean < 0 else "worse") if found.separated else "not separated"
-    return (*start, text(interval), fixed(found.half_width, digits=4), text(verdict))
-
-
-def _block_differences(arm: Arm, reference: Arm, *, split: str, seeds: Sequence[int]) -> list[float]:
-    """Bits per byte of each whole block, arm less reference, a mean over seeds; the last block may be short and is left out."""
-    both = [[_blocks(one, split=split, seed=seed) for one in (arm, reference)] for seed in seeds]
-    both = [(own[:-1], theirs[:-1]) for own, theirs in both if len(own) == len(theirs)]
-    scale = BLOCK_BYTES * math.log(2)
-    each = [[(a - b) / scale for a, b in zip(own, theirs, strict=True)] for own, theirs in both]
-    return [mean(of_block) for of_block in zip(*(d for d in each if d), strict=True)] if each else []
-
-
-def _blocks(arm: Arm, *, split: str, seed: int) -> list[float]:
-    """Nats of each block, as the final score of that split recorded them; none where one is no number."""
-    run = next(run for run in arm.newest_of_each_seed if run.row["seed"] == seed)
-    final = [row for row in run.rows if row["kind"] == split and row.get("final")]
-    found = (final[-1].get("block_nats") or []) if final else []
-    return [] if None in found else found
+    verdict = "not separated" if p > 1 - CONFIDENCE else "better" if found.mean < 0 else "worse"
+    return (*start, text(interval), fixed(found.half_width, digits=4), fixed(p, digits=4), text(verdict))

@@ -1,19 +1,19 @@
-"""Results at the picked rates: each tuned setting at the rate that its tuning seeds picked, on fresh seeds.
+"""Results at the picked points: each tuned setting at the point that its tuning seeds picked, on fresh seeds.
 
-A run that trained with a tuning seed, or at another rate, is no part of it. Settings without fresh runs are named in the
+A run that trained with a tuning seed, or at another point, is no part of it. Settings without fresh runs are named in the
 table of picks, with the command to type.
 """
 
 from collections.abc import Sequence
 
 from bench.report.columns import QUALITY, Means, table_of_arms
-from bench.report.comparison import RATE, Arm, arms, by, comparable, marks, mean_valid
-from bench.report.gather import RunRow
+from bench.report.comparison import Arm, arms, by, comparable, marks, mean_valid
+from bench.report.gather import Found, RunRow
 from bench.report.heads import Heads
-from bench.report.tables_pairs import pairs_table
-from bench.report.tables_tuning import flags_of, rate_cell, spent, unequal_tuning
+from bench.report.tables_pairs import Contrast, pairs_table
+from bench.report.tables_tuning import TRIED, flags_of, picked_words, unequal_tuning
 from bench.report.tuning import Pick
-from bench.report.words import budget_words, data_words, protocol_words
+from bench.report.words import budget_words, data_words, protocol_words, test_scores_words
 from harness.record.cells import CAPPED, listed, whole
 from harness.record.table import Column, Table, words
 
@@ -32,16 +32,12 @@ class Reported(Means):
 
 
 COLUMNS = (
-    Column(
-        RATE,
-        "Picked on tuning seeds; it scales the rates of all groups of parameters.",
-        lambda of: rate_cell(of.pick.choice.rate),
-    ),
+    words("picked", "What was tuned, on tuning seeds.", lambda of: picked_words(of.pick)),
     Column("n", "Fresh seeds, of which none chose anything.", lambda of: whole(len(of.runs))),
     words("seeds", "", lambda of: ", ".join(str(run.row["seed"]) for run in of.runs)),
     *QUALITY,
     words("test, lowest and highest seed", "", Reported.range),
-    Column("trials", "Runs that the rate was picked from.", lambda of: whole(spent(of.pick)[0])),
+    TRIED,
     words("a trial's budget", "What one trial of the tuning could spend.", lambda of: budget_words(of.pick.budget)),
     words(
         "flags",
@@ -51,17 +47,17 @@ COLUMNS = (
 )
 
 
-def reported_tables(runs: Sequence[RunRow], found: Sequence[Pick]) -> list[Table]:
+def reported_tables(gathered: Found, found: Sequence[Pick], *, contrast: Contrast | None) -> list[Table]:
     """A table for each group of comparable runs that has fresh runs at a pick, and one of the differences in it.
 
     Args:
-        runs: finished ones, the oldest first.
         found: of all sweeps.
     """
     tables, fresh = [], {id(run) for pick in found for run in pick.fresh}
-    groups = by((run for run in runs if id(run) in fresh), key=comparable).values()
+    groups = by((run for run in gathered.runs if id(run) in fresh), key=comparable).values()
     for index, same in enumerate(groups, start=1):
-        tables += _tables(same, found, index=index)
+        told = test_scores_words(gathered.test_scores, same[-1].row)
+        tables += _tables(same, found, index=index, told=told, contrast=contrast)
     return tables
 
 
@@ -85,17 +81,19 @@ def reported_arms(runs: Sequence[RunRow], found: Sequence[Pick]) -> list[tuple[A
     return pairs
 
 
-def _tables(runs: list[RunRow], found: Sequence[Pick], *, index: int) -> list[Table]:
+def _tables(
+    runs: list[RunRow], found: Sequence[Pick], *, index: int, told: str, contrast: Contrast | None
+) -> list[Table]:
     pairs = reported_arms(runs, found)
     shown, row = [arm for arm, _ in pairs], runs[-1].row
     mark, of_source = marks(runs)
-    heads = Heads(shown, mark=mark, without=(RATE,))
+    heads = Heads(shown, mark=mark, without=tuple({key for _, pick in pairs for key in pick.setting.keys}))
     unequal = unequal_tuning([pick for _, pick in pairs])
     title = f"{row['data']['name']}, {budget_words(row['budget'])} of training"
     caption = (
-        f"Rates were picked on validation bits of tuning seeds, and are reported on fresh ones. Data: {data_words([row])}. "
+        f"Points were picked on validation bits of tuning seeds, and are reported on fresh ones. Data: {data_words([row])}. "
         f"Bits per byte: {protocol_words([run.row for run in runs])}. Held equal: data, protocol and budget "
-        f"({budget_words(row['budget'])}); each row has its own picked {RATE}. Rows are by {heads.words()}."
+        f"({budget_words(row['budget'])}); each row is at its own picked point. Rows are by {heads.words()}."
     )
     about = {"caption": caption, "notes": [*of_source, *_notes(pairs, row=row), *unequal]}
     table = table_of_arms(
@@ -103,18 +101,20 @@ def _tables(runs: list[RunRow], found: Sequence[Pick], *, index: int) -> list[Ta
         heads=heads,
         columns=COLUMNS,
         name=f"reported-{index}",
-        title=f"Results at the picked rates: {title}",
-        **about,
+        title=f"Results at the picked points: {title}",
+        **about | {"notes": [*about["notes"], told]},
     )
-    about |= {"name": f"reported-differences-{index}", "title": f"Differences at the picked rates: {title}"}
-    return [table, *pairs_table(shown, mark=mark, **about)]
+    about |= {"name": f"reported-differences-{index}", "title": f"Differences at the picked points: {title}"}
+    return [table, *pairs_table(shown, mark=mark, contrast=contrast, **about)]
 
 
 def _notes(pairs: Sequence[tuple[Arm, Pick]], *, row: dict) -> list[str]:
     other = [
         f"{arm.label} ({budget_words(pick.budget)} a trial)" for arm, pick in pairs if pick.budget != row["budget"]
     ]
-    notes = [f"Tuned under another budget than this table's: {listed(other)}; the best rate may move."] if other else []
+    notes = (
+        [f"Tuned under another budget than this table's: {listed(other)}; the best point may move."] if other else []
+    )
     source = [arm.label for arm, pick in pairs if pick.source != arm.newest_of_each_seed[-1].row["source"]]
     if source:
         notes.append(f"Tuned with other source code than the runs shown: {listed(source)}.")

@@ -27,14 +27,22 @@ from bench.report.comparison import (
     number,
     numbered_notes,
 )
-from bench.report.gather import RunRow
+from bench.report.gather import Found, RunRow
 from bench.report.heads import Heads
 from bench.report.tables_equal import equal_tables
-from bench.report.tables_pairs import pairs_table
+from bench.report.tables_pairs import Contrast, pairs_table
 from bench.report.tables_reported import reported_tables
 from bench.report.tables_tuning import tuning_tables
 from bench.report.tuning import Pick, at_a_pick
-from bench.report.words import budget_words, capped_words, data_words, ground_differences, ground_words, protocol_words
+from bench.report.words import (
+    budget_words,
+    capped_words,
+    data_words,
+    ground_differences,
+    ground_words,
+    protocol_words,
+    test_scores_words,
+)
 from bench.rows import ground
 from harness.record.cells import NOTHING, bits, count_of, listed, text, uncounted, whole
 from harness.record.table import Cell, Column, Table, words
@@ -92,42 +100,50 @@ class Group:
         return cls(runs=runs, arms=found, mark=mark, notes=notes, title=title, caption=caption, claims=beside)
 
 
-def run_tables(runs: Sequence[RunRow], *, swept: Sequence[Sequence[Pick]], claims: Sequence[dict] = ()) -> list[Table]:
-    """All tables of runs: results at picked rates first, then each group that may be compared, then how rates were picked.
+def run_tables(found: Found, *, swept: Sequence[Sequence[Pick]], contrast: Contrast | None = None) -> list[Table]:
+    """All tables of runs: results at picked points first, then each group that may be compared, then how they were picked.
 
     Args:
-        runs: finished ones, the oldest first.
-        swept: picks of each sweep of rates among them.
-        claims: rows of ``bench.score``, each shown where runs have read the same bytes.
+        swept: picks of each tuning sweep among the runs.
+        contrast: the one that was named in advance.
     """
+    runs = found.runs
     every = [pick for some in swept for pick in some]
     trials = {id(run) for pick in every for run in pick.setting.arm.members}
     spoilt = {id(run) for pick in every for run in pick.spoilt}
-    results, of_sweeps = reported_tables(runs, every), tuning_tables(swept)
+    results, of_sweeps = reported_tables(found, every, contrast=contrast), tuning_tables(swept)
     for index, same in enumerate(by(runs, key=comparable).values(), start=1):
         group, clean = Group.of(same), [run for run in same if id(run) not in spoilt]
         left_out = [run.folder.name for run in same if id(run) in spoilt]
-        words = f"Left out of means, having trained with a seed that chose the rate: {listed(left_out)}."
+        words = f"Left out of means, having trained with a seed that chose: {listed(left_out)}."
         said = [words] if left_out else []
         tuned = any(id(run) in trials for run in same)  # its rates have tables of their own
-        tables = (
-            [] if tuned or not clean else _means(Group.of(clean, claims=claims), index=index, said=said, picked=every)
-        )
+        told = test_scores_words(found.test_scores, same[-1].row)
+        about = {"index": index, "said": said, "told": told, "picked": every, "contrast": contrast}
+        tables = [] if tuned or not clean else _means(Group.of(clean, claims=found.claims), **about)
         (of_sweeps if tuned else results).extend([*tables, _seeds(group, index=index, said=said)])
     return results + of_sweeps
 
 
-def _means(group: Group, *, index: int, said: Sequence[str], picked: Sequence[Pick]) -> list[Table]:
+def _means(
+    group: Group,
+    *,
+    index: int,
+    said: Sequence[str],
+    told: str,
+    picked: Sequence[Pick],
+    contrast: Contrast | None,
+) -> list[Table]:
     """Means over seeds, what is held equal, differences, and costs of each ground where there are several."""
     notes, found = [*group.notes, *said], group.arms
     grounds = list(by(group.runs, key=lambda run: ground(run.row)).values())
-    tables = [_main(group, notes=notes, index=index, alone=len(grounds) == 1)]
+    tables = [_main(group, notes=[*notes, told], index=index, alone=len(grounds) == 1)]
     at_picks = [arm for arm in found if at_a_pick(arm.members[-1], picked)]
     other = [arm.label for arm in found if arm not in at_picks]
-    view_notes = [*notes, *([f"Left out, being at other rates than the picked: {listed(other)}."] if other else [])]
+    view_notes = [*notes, *([f"Left out, being at other points than the picked: {listed(other)}."] if other else [])]
     tables += equal_tables(at_picks, mark=group.mark, index=index, notes=view_notes)
     about = {"name": f"differences-{index}", "title": f"Differences: {group.title}", "caption": group.caption}
-    tables += pairs_table(found, mark=group.mark, notes=notes, **about)
+    tables += pairs_table(found, mark=group.mark, notes=notes, contrast=contrast, **about)
     for place, same in enumerate(grounds if len(grounds) > 1 else [], start=1):
         rows = [(arm, own) for arm in found if (own := [run for run in arm.members if run in same])]
         about = {"name": f"costs-{index}-{place}", "title": f"Time and memory: {group.title}"}

@@ -1,10 +1,9 @@
-"""Tuning sweeps: which learning rate one picks, on validation bits and tuning seeds alone, and the fresh runs that report it.
+"""Tuning sweeps: which trial one picks, on validation bits and tuning seeds alone, and the fresh runs that report it.
 
-A *setting* is all of a configuration but ``optim.lr`` and the seed; its trials are a grid of rates and seeds. The pick is
-the rate with the lowest mean over the seeds, among rates at which every seed of the setting ended with a score: a rate that
-fails for one seed is no choice, and means over different seeds do not compare. A rate at the end of the grid bounds the best
-rate on one side only, so it is flagged. Test scores choose nothing; fresh runs have the same setting, the picked rate and
-other seeds.
+A *setting* is all of a configuration but the keys of its space and the seed; a *trial* is a point of that space, by its
+number. The pick is the trial with the lowest mean over the seeds, among trials of which every seed of the setting ended
+with a score: means over different seeds do not compare. A point near an end of its space bounds the best one on one side
+only, so it is flagged. Test scores choose nothing; fresh runs have the same setting, the picked point and other seeds.
 """
 
 import itertools
@@ -14,25 +13,31 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.report.comparison import RATE, Arm, arms, by, comparable, flat, is_tuning, number, settings_of
+from bench.report.comparison import Arm, arms, by, comparable, flat, is_tuning, number, settings_of
 from bench.report.gather import RunRow
-from bench.report.shapes import LARGEST
-from bench.report.uncertainty import Paired, paired
 from harness.record.cells import mean
 
 HOW = ("device", "backend", "compile", "threads", "deterministic", "processes")
-"""Keys of ``runtime`` that say how a run is computed, not what: a rate that was tuned on a CPU is one for a GPU."""
-FRESH_SEEDS = 3
-REPLACED = ("variant", RATE, "seed", "eval.test", "force", "record.wandb.group")
+"""Keys of ``runtime`` that say how a run is computed, not what: a point that was tuned on a CPU is one for a GPU."""
+TRIALS = 16
+"""Fewer are flagged."""
+EDGE = 0.05
+"""Of the length of a key's range: what is nearer to an end of it is flagged."""
+FRESH_SEEDS = 5
+REPLACED = ("variant", "seed", "purpose", "trial", "space", "force", "record.wandb.group")
 """Words of a tuning command that the fresh one has otherwise or not at all. Its ``sweep=`` stays: it may set more."""
 VALUED = ("-cd", "--config-dir", "-cp", "--config-path", "-cn", "--config-name")
 """Flags of a tuning command that are followed by a value. Hydra takes flags before all other words only."""
 
 
-def rate_of(run: RunRow) -> float | None:
-    """``optim.lr``, which scales the rates of all groups of parameters; None where it is no rate."""
-    found = number(run.provenance["config"], "optim", "lr")
-    return found if found is not None and 0 < found < LARGEST else None
+def trial_of(run: RunRow) -> int | None:
+    """The number of the point that a run tries; None where it is no trial."""
+    row = run.provenance
+    found, point = row["config"].get("trial"), row.get("point")
+    known = (
+        isinstance(found, int) and not isinstance(found, bool) and point and point.keys() <= flat(row["config"]).keys()
+    )
+    return found if known and is_tuning(row) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,42 +45,52 @@ class Setting:
     """All trials of one setting.
 
     Attributes:
-        arm: name and members, finished or failed, of any rate and seed.
+        arm: name and members, finished or failed, of any trial and seed.
         newest: of its members.
-        trials: the newest of each rate and seed, by both.
-        key: equal for sweeps of the same setting and runs that may report its rate.
+        trials: the newest of each trial and seed, by both.
+        keys: what was tuned.
+        key: equal for sweeps of the same setting and runs that may report its pick.
     """
 
     arm: Arm
     newest: RunRow
-    trials: dict[float, dict[int, RunRow]]
+    trials: dict[int, dict[int, RunRow]]
+    keys: tuple[str, ...]
     key: str
 
     @property
-    def rates(self) -> list[float]:
-        """All that were tried, also where every trial failed."""
+    def numbers(self) -> list[int]:
+        """Of all trials, also of those that failed."""
         return sorted(self.trials)
 
     @property
     def seeds(self) -> list[int]:
-        return sorted({seed for of_rate in self.trials.values() for seed in of_rate})
+        return sorted({seed for of_trial in self.trials.values() for seed in of_trial})
 
     @property
     def runs(self) -> list[RunRow]:
-        return [run for rate in self.rates for _, run in sorted(self.trials[rate].items())]
+        return [run for trial in self.numbers for _, run in sorted(self.trials[trial].items())]
 
-    def bits(self, rate: float, seed: int) -> float | None:
-        """Validation bits of one trial; None where it failed, diverged or is missing."""
-        run = self.trials[rate].get(seed)
+    def values(self, trial: int) -> dict[str, object]:
+        """What the trial's keys are."""
+        config = flat(self.any_run(trial).provenance["config"])
+        return {key: config[key] for key in self.keys}
+
+    def any_run(self, trial: int) -> RunRow:
+        return list(self.trials[trial].values())[-1]
+
+    def bits(self, trial: int, seed: int) -> float | None:
+        """Validation bits of one run; None where it failed, diverged or is missing."""
+        run = self.trials[trial].get(seed)
         return None if run is None else number(run.summary, "valid_bits_per_byte")
 
-    def mean_bits(self, rate: float) -> float | None:
+    def mean_bits(self, trial: int) -> float | None:
         """Over the seeds that have a score."""
-        return mean(self.bits(rate, seed) for seed in self.trials[rate])
+        return mean(self.bits(trial, seed) for seed in self.trials[trial])
 
-    def complete(self, rate: float) -> bool:
-        """Whether each seed of the setting has a score at this rate."""
-        return all(self.bits(rate, seed) is not None for seed in self.seeds)
+    def complete(self, trial: int) -> bool:
+        """Whether each seed of the setting has a score in this trial."""
+        return all(self.bits(trial, seed) is not None for seed in self.seeds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,79 +98,75 @@ class Choice:
     """What a setting's trials say.
 
     Attributes:
-        rate, bits: the best rate, and its mean over the seeds.
-        edge: ``lowest`` or ``highest`` where no lower or higher rate was tried, ``only`` where no other was; else None.
-        by_seed: the best rate of each seed alone.
-        runner_up: the second best rate; None where there is none to compare with.
-        behind: the runner-up's bits less the best's, over pairs of one seed.
-        missing: rates and seeds that no run was found for.
-        lost: rates and seeds of runs that failed or have no finite score.
+        trial, bits: the best, and its mean over the seeds.
+        values: of the keys that were tuned.
+        edges: keys whose value is near an end of their range, with ``low`` or ``high``.
+        missing: trials and seeds that no run was found for.
+        lost: trials and seeds of runs that failed or have no finite score.
     """
 
-    rate: float
+    trial: int
     bits: float
-    edge: str | None
-    by_seed: dict[int, float]
-    runner_up: float | None
-    behind: Paired | None
-    missing: list[tuple[float, int]]
-    lost: list[tuple[float, int]]
+    values: dict[str, object]
+    edges: dict[str, str]
+    missing: list[tuple[int, int]]
+    lost: list[tuple[int, int]]
 
 
 def settings(runs: Sequence[RunRow]) -> list[Setting]:
     """Settings among tuning runs that compare, finished or failed, the oldest first."""
     found, age = [], {id(run): place for place, run in enumerate(runs)}
-    for arm in arms([run for run in runs if rate_of(run) is not None], without=(RATE,)):
-        trials: dict[float, dict[int, RunRow]] = {}
-        members = sorted(arm.members, key=lambda run: age[id(run)])
-        for run in members:
-            before = trials.setdefault(rate_of(run), {}).get(run.provenance["seed"])
-            if before is None or _ended(run) or not _ended(before):  # an attempt that failed does not hide a result
-                trials[rate_of(run)][run.provenance["seed"]] = run
-        newest = members[-1]
-        found.append(Setting(arm=arm, newest=newest, trials=trials, key=what_is_tuned(newest)))
+    for of_space in by((run for run in runs if trial_of(run) is not None), key=_space).values():
+        keys = tuple(sorted(of_space[0].provenance["point"]))
+        for arm in arms(of_space, without=keys):
+            trials: dict[int, dict[int, RunRow]] = {}
+            members = sorted(arm.members, key=lambda run: age[id(run)])
+            for run in members:
+                of_trial, seed = trials.setdefault(trial_of(run), {}), run.provenance["seed"]
+                if (
+                    seed not in of_trial or _ended(run) or not _ended(of_trial[seed])
+                ):  # a failed attempt hides no result
+                    of_trial[seed] = run
+            key = what_is_tuned(members[-1], without=keys)
+            found.append(Setting(arm=arm, newest=members[-1], trials=trials, keys=keys, key=key))
     return sorted(found, key=lambda setting: age[id(setting.newest)])
 
 
+def _space(run: RunRow) -> str:
+    """Equal for trials of one space: a number means the same point in them."""
+    return json.dumps([run.provenance["config"].get("space"), sorted(run.provenance["point"])], sort_keys=True)
+
+
 def choose(setting: Setting) -> Choice | None:
-    """The pick, or None where no rate has a score of each seed."""
-    candidates = sorted((setting.mean_bits(rate), rate) for rate in setting.rates if setting.complete(rate))
+    """The pick, or None where no trial has a score of each seed."""
+    candidates = [(setting.mean_bits(trial), trial) for trial in setting.numbers if setting.complete(trial)]
     if not candidates:
         return None
-    (bits, rate), *others = candidates
-    seeds, runner_up = setting.seeds, others[0][1] if others else None
-    behind = None
-    if runner_up is not None:
-        behind = paired([setting.bits(runner_up, seed) - setting.bits(rate, seed) for seed in seeds])
-    ends = {setting.rates[0]: "lowest", setting.rates[-1]: "highest"}
-    cells = [(tried, seed) for tried in setting.rates for seed in seeds]
+    bits, trial = min(candidates)
+    point = setting.any_run(trial).provenance["point"]
+    ends = {key: "low" if unit < EDGE else "high" if unit > 1 - EDGE else None for key, unit in point.items()}
+    cells = [(tried, seed) for tried in setting.numbers for seed in setting.seeds]
     return Choice(
-        rate=rate,
+        trial=trial,
         bits=bits,
-        edge="only" if len(setting.rates) == 1 else ends.get(rate),
-        by_seed={seed: min((setting.bits(r, seed), r) for _, r in candidates)[1] for seed in seeds},
-        runner_up=runner_up,
-        behind=behind,
+        values=setting.values(trial),
+        edges={key: end for key, end in ends.items() if end},
         missing=[(tried, seed) for tried, seed in cells if seed not in setting.trials[tried]],
-        lost=[(r, seed) for r, seed in cells if seed in setting.trials[r] and setting.bits(r, seed) is None],
+        lost=[(t, seed) for t, seed in cells if seed in setting.trials[t] and setting.bits(t, seed) is None],
     )
 
 
 def tuning_groups(runs: Sequence[RunRow], failed: Sequence[RunRow] = ()) -> list[list[RunRow]]:
-    """Tuning runs that compare, each group with the failed trials of its sweep, where some setting has several rates."""
-    lost = [run for run in failed if is_tuning(run.provenance)]
-    found = []
-    for group in by((run for run in runs if is_tuning(run.provenance)), key=comparable).values():
-        same = [run for run in lost if _planned(run) == _planned(group[0])]
-        if any(len(setting.rates) > 1 for setting in settings([*same, *group])):
-            found.append([*same, *group])
-    return found
+    """Trials that compare, each group with the failed ones of its sweep."""
+    lost = [run for run in failed if trial_of(run) is not None]
+    found = by((run for run in runs if trial_of(run) is not None), key=comparable).values()
+    return [[*(run for run in lost if _planned(run) == _planned(group[0])), *group] for group in found]
 
 
-def what_is_tuned(run: RunRow) -> str:
-    """Equal for a tuning run and one that may report its rate: data and configuration, but for rate, seed and budget."""
+def what_is_tuned(run: RunRow, *, without: Sequence[str]) -> str:
+    """Equal for a trial and a run that may report it: data and configuration, but for tuned keys, seed and budget."""
     row = run.provenance
-    kept = settings_of(row, without=(RATE, *(f"runtime.{key}" for key in HOW)))
+    kept = settings_of(row, without=(*without, *(f"runtime.{key}" for key in HOW)))
     data = row["config"].get("data")
     read = flat(data) if isinstance(data, dict) else {}
     read = {key: read.get(key) for key in ("split", "vocabulary", "drop_newlines")}
@@ -177,10 +188,10 @@ class Pick:
 
     Attributes:
         setting: its trials.
-        choice: the rate; None where no rate has a score of each seed.
+        choice: the trial; None where none has a score of each seed.
         seeds: tuning seeds of this setting in all sweeps: none of them may report.
-        fresh: finished runs that scored test at the picked rate with other seeds.
-        spoilt: runs of the setting that scored test with a tuning seed, at any rate: they are no result.
+        fresh: finished results at the picked point with other seeds.
+        spoilt: results of the setting with a tuning seed, at any point: they are none.
     """
 
     setting: Setting
@@ -202,23 +213,37 @@ class Pick:
 def picks(runs: Sequence[RunRow], failed: Sequence[RunRow] = ()) -> list[list[Pick]]:
     """Picks of each tuning sweep whose runs compare, in the order of ``tuning_groups``."""
     found = [settings(group) for group in tuning_groups(runs, failed)]
-    same = by((setting for some in found for setting in some), key=lambda setting: setting.key)
-    seeds = {key: frozenset(seed for setting in some for seed in setting.seeds) for key, some in same.items()}
-    final = by((run for run in runs if not is_tuning(run.provenance)), key=what_is_tuned) if found else {}
-    return [[_pick(one, final.get(one.key, []), seeds=seeds[one.key]) for one in some] for some in found]
+    every = [setting for some in found for setting in some]
+    seeds = {
+        key: frozenset(s for one in same for s in one.seeds) for key, same in by(every, key=lambda s: s.key).items()
+    }
+    results = [run for run in runs if not is_tuning(run.provenance)]
+    final = {
+        keys: by(results, key=lambda run, keys=keys: what_is_tuned(run, without=keys))
+        for keys in {setting.keys for setting in every}
+    }
+    return [[_pick(one, final[one.keys].get(one.key, []), seeds=seeds[one.key]) for one in some] for some in found]
 
 
 def at_a_pick(run: RunRow, found: Sequence[Pick]) -> bool:
-    """Whether a run has the rate that was picked for its setting, or a setting that was not tuned."""
-    key = what_is_tuned(run) if found else ""
-    rates = [pick.choice.rate for pick in found if pick.choice and pick.setting.key == key]
-    return not rates or any(at_rate(run, rate) for rate in rates)
+    """Whether a run is at the point that was picked for its setting, or of a setting that was not tuned."""
+    own = [
+        pick.choice
+        for pick in found
+        if pick.choice and what_is_tuned(run, without=pick.setting.keys) == pick.setting.key
+    ]
+    return not own or any(at_point(run, choice.values) for choice in own)
 
 
-def at_rate(run: RunRow, rate: float) -> bool:
-    """Whether a run's ``optim.lr`` is this one, but for rounding."""
-    own = rate_of(run)
-    return own is not None and math.isclose(own, rate, rel_tol=1e-9)
+def at_point(run: RunRow, values: dict[str, object]) -> bool:
+    """Whether a run's configuration has these values, but for rounding."""
+    config = flat(run.provenance["config"])
+
+    def same(own: object, wanted: object) -> bool:
+        numbers = all(isinstance(value, int | float) for value in (own, wanted))
+        return math.isclose(own, wanted, rel_tol=1e-9) if numbers else own == wanted
+
+    return all(same(config.get(key), wanted) for key, wanted in values.items())
 
 
 def fresh_command(pick: Pick) -> str:
@@ -232,17 +257,22 @@ def fresh_command(pick: Pick) -> str:
     flags, given = _flags([word for word in typed if word not in (*script, "-m", "--multirun")])
     kept = [_single(word, run) for word in given if _name(word) not in REPLACED]
     if any(_name(word) == "sweep" for word in kept):
-        kept.append("eval.test=true")
+        kept += ["purpose=result", "trial=null"]
     seeds = [seed for seed in range(len(pick.seeds) + FRESH_SEEDS) if seed not in pick.seeds][:FRESH_SEEDS]
-    rate = f"{RATE}={pick.choice.rate:.10g}"
-    words = [_variant(given, run), rate, f"seed={','.join(map(str, seeds))}", *kept]
+    point = point_words(pick.choice.values)
+    words = [_variant(given, run), *point, f"seed={','.join(map(str, seeds))}", *kept]
     return shlex.join([*script, "-m", *flags, *words])
 
 
+def point_words(values: dict[str, object]) -> list[str]:
+    """``optim.lr=0.003``, as it is typed."""
+    return [f"{key}={value:.10g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]
+
+
 def _pick(setting: Setting, final: Sequence[RunRow], *, seeds: frozenset[int]) -> Pick:
-    """``final``: runs of the setting that are no trials."""
+    """``final``: results of the setting."""
     choice, spoilt = choose(setting), [run for run in final if run.provenance["seed"] in seeds]
-    fresh = [run for run in final if choice and run not in spoilt and at_rate(run, choice.rate)]
+    fresh = [run for run in final if choice and run not in spoilt and at_point(run, choice.values)]
     return Pick(setting=setting, choice=choice, seeds=seeds, fresh=fresh, spoilt=spoilt)
 
 

@@ -2,8 +2,10 @@
 
 For n differences d with mean m and standard deviation s (n - 1 in the denominator), the interval m +- t s / sqrt(n) holds
 the true mean in 95 of 100 repetitions, with t the 0.975 quantile of Student's distribution for n - 1 degrees of freedom.
-Where it covers 0 the two are not separated, and a true difference smaller than t s / sqrt(n) could not have been seen.
-Student (W. S. Gosset), Biometrika 6 (1908); the distribution by Abramowitz and Stegun 26.7.3 and 26.7.4.
+A true difference smaller than t s / sqrt(n) could not have been seen. Several differences of one table are judged together:
+Holm's steps keep the chance of any false verdict among them below 1 - 0.95, however they depend on each other.
+Student (W. S. Gosset), Biometrika 6 (1908); the distribution by Abramowitz and Stegun 26.7.3 and 26.7.4; S. Holm, Scand. J.
+Statist. 6 (1979).
 """
 
 import math
@@ -21,16 +23,13 @@ class Paired:
         n: number of pairs.
         mean: of the differences.
         half_width: of the interval around it, the smallest difference that could have been seen; None for one pair.
+        p: probability of a mean as far from 0, either side, if there is no difference; None for one pair.
     """
 
     n: int
     mean: float
     half_width: float | None
-
-    @property
-    def separated(self) -> bool | None:
-        """Whether the interval leaves 0 out; None where there is none."""
-        return None if self.half_width is None else abs(self.mean) > self.half_width
+    p: float | None
 
 
 def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> Paired:
@@ -38,9 +37,20 @@ def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> P
     n = len(differences)
     mean = math.fsum(differences) / n
     if n == 1:
-        return Paired(n=1, mean=mean, half_width=None)
-    deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    return Paired(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * deviation / math.sqrt(n))
+        return Paired(n=1, mean=mean, half_width=None, p=None)
+    error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
+    t = abs(mean) / error if error else math.inf if mean else 0.0
+    p = 2 * (1 - t_below(t, freedom=n - 1))
+    return Paired(n=n, mean=mean, half_width=t_quantile((1 + confidence) / 2, freedom=n - 1) * error, p=p)
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """Each p corrected for all of them, in the order given: the smallest of n times n, the next times n - 1, never falling."""
+    order, found, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
+    for rank, place in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * probabilities[place]))
+        found[place] = largest
+    return [found[place] for place in range(len(order))]
 
 
 def t_quantile(probability: float, *, freedom: int) -> float:

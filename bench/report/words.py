@@ -91,6 +91,11 @@ def capped_words(rows: Iterable[Mapping]) -> list[str]:
     return [f"* scored on {told} only."] if parts else []
 
 
+def test_scores_words(counts: Mapping[str, int], row: dict) -> str:
+    """How often anybody could have chosen by the test split of a row's data."""
+    return f"Test was scored {count_of(counts.get(row['data']['sha256'], 0), 'time')} in the folders that were read."
+
+
 def scored_words(split: str, n_bytes: int | None) -> str:
     """Which part of a split a score is of."""
     return f"a prefix of {n_bytes:,} bytes of the {split} split*" if n_bytes else f"the {split} split"

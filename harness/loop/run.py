@@ -19,7 +19,7 @@ from harness.loop.train_state import TrainState
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder
 from harness.record.cells import busy_words
-from harness.record.closing_table import bits, print_closing_table
+from harness.record.closing_table import bits, print_closing_table, scored_splits
 from harness.record.rows import Record, find_comparable, read_rows, write_summary
 from harness.record.wandb_run import WandbRun
 
@@ -114,7 +114,7 @@ class Run:
 
     def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
         plan, path = self.plan, self.folder.path
-        own = {"name": path.name, "job_type": "train" if plan.eval.test else "tune"}
+        own = {"name": path.name, "job_type": plan.purpose}
         own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))}
         return WandbRun(path, config=plan.config, id=id, **vars(plan.wandb) | own)
 
@@ -253,7 +253,7 @@ class Run:
         if not self._processes.is_main:
             return
         if self.plan.sweeping:  # the sweep has a table of all its jobs at its end
-            scores = ", ".join(f"{split} {bits(found, split=split)}" for split in ("valid", "test"))
+            scores = ", ".join(f"{split} {bits(found, split=split)}" for split in scored_splits([found]))
             print(f"finished: {self.folder.path}  {scores} bits per byte")
             return
         print_closing_table(found, others=self._comparable(found))

@@ -35,6 +35,8 @@ def identity(training: TrainState, whose: Identity, *, command: str) -> dict:
     plan, known = training.plan, {"config_hash": whose.config, "source": whose.source}
     return {
         **provenance(plan, corpus=training.corpus, runtime=training.runtime, command=command, **known),
+        "purpose": plan.purpose,
+        "point": plan.point,
         "budget": {plan.budget.unit: plan.budget.amount},
         "parameters": {
             "total": sum(p.numel() for p in training.model.parameters()),

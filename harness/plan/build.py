@@ -4,7 +4,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from harness.plan import settings
 from harness.plan.instantiate import resolve
 from harness.plan.layers import plan_groups, plan_layers
 from harness.plan.settings import check_keys, checked, parse
+from harness.plan.space import take_trial
 from variants.contract import LayerContext, Position, Sublayer
 
 PLAIN = {
@@ -33,7 +34,8 @@ PLAIN = {
 }
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
 SECTIONS += ("checkpoint", "start")
-SINGLES = ("seed", "outputs", "force", "reuse", "trust")
+PURPOSES = ("result", "tune")
+SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust")
 
 LONGEST_CONTEXT = 16_384
 """Bytes that a stream of a score reads at most before its own."""
@@ -44,7 +46,7 @@ class Plan:
     """A run as it was asked for.
 
     ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
-    keyword arguments of ``harness.data.corpora.load``.
+    keyword arguments of ``harness.data.corpora.load``; ``point`` is where a trial's keys lie between the ends of their space.
     """
 
     config: dict
@@ -63,6 +65,8 @@ class Plan:
     data: dict
     record: settings.RecordSettings
     wandb: settings.WandbSettings
+    purpose: str
+    point: dict | None
     seed: int
     outputs: Path
     force: bool
@@ -115,6 +119,7 @@ def plan_run(
     size: str | None = None,
     sweeping: bool = False,
     beside_others: bool = False,
+    typed: Collection[str] = (),
 ) -> Plan:
     """Check a composed configuration whole.
 
@@ -124,11 +129,12 @@ def plan_run(
         size: the name of the recipe or model size that the configuration has, if it has one unchanged.
         sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
         beside_others: whether other jobs of it run at the same time, and may write to the same terminal.
+        typed: keys that the user gave.
 
     Raises:
         ValueError: naming the key, the value and what is allowed.
     """
-    config = _sections(cfg)
+    config, point = _sections(cfg, typed=typed)
     trust = tuple(dict.fromkeys(_trust(config["trust"]) + trusted))
     plain = {name: parse(cls, config[name], key=name) for name, cls in PLAIN.items()}
     n_layers, default_bytes = plain["model"].layers, plain["model"].default_bytes
@@ -145,6 +151,8 @@ def plan_run(
         budget=Budget(**config["budget"], default_bytes=default_bytes),
         data=vars(parse(settings.DataSettings, config["data"], key="data")),
         wandb=parse(settings.WandbSettings, plain["record"].wandb, key="record.wandb"),
+        point=point,
+        purpose=checked(config["purpose"], str, key="purpose"),
         seed=checked(config["seed"], int, key="seed"),
         outputs=Path(checked(config["outputs"], str, key="outputs")),
         force=checked(config["force"], bool, key="force"),
@@ -157,6 +165,8 @@ def plan_run(
     )
     if plan.start.take == "everything" and plan.start.run is None:
         raise ValueError("start.run=null: start.take=everything needs a run's folder; without one start.take=weights")
+    if plan.purpose not in PURPOSES:
+        raise ValueError(f"purpose={plan.purpose}: allowed are {', '.join(PURPOSES)}")
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
         raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the run folder's name")
     if not 0 <= plan.seed < 2**63:
@@ -166,23 +176,24 @@ def plan_run(
     return plan
 
 
-def _sections(cfg: DictConfig) -> dict:
-    """The configuration as a plain dictionary that has every section, and nothing else."""
+def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | None]:
+    """The configuration at its trial as a plain dictionary that has every section, and nothing else; and the trial's point."""
     if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
         raise ValueError(
             "sweep: what was chosen is a sweep of W&B, which Hydra cannot run; "
             "give the file to W&B: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
         )
+    check_keys({key: None for key in cfg if key != "hydra"}, SECTIONS + SINGLES, key="")
+    cfg, point = take_trial(cfg, typed=typed)
     try:
         config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: must be given") from error
     config.pop("hydra", None)
-    check_keys(config, SECTIONS + SINGLES, key="")
     for name in SECTIONS:
         if not isinstance(config[name], Mapping):
             raise ValueError(f"{name}={config[name]}: must be a section; choose one with {name}=.. or set its keys")
-    return config
+    return config, point
 
 
 def _naming(make: functools.partial, *, key: str) -> Callable[[LayerContext], Sublayer]:
@@ -231,7 +242,8 @@ def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
 
 
 def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
-    """Keywords of ``plan_run`` that only Hydra knows: packages on its search path, and what launched this job.
+    """Keywords of ``plan_run`` that only Hydra knows: packages on its search path, what was typed, and what
+    launched this job.
 
     Args:
         hydra: Hydra's own configuration; None for that of the job that is running now.
@@ -243,10 +255,15 @@ def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
     given = ("hydra.searchpath in main", "hydra.searchpath in command-line")
     sources = [s for s in hydra.runtime.config_sources if s.provider in given and s.schema == "pkg"]
     sweeping, choices = hydra.mode == RunMode.MULTIRUN, hydra.runtime.choices
-    resized = any(word.lstrip("+").startswith("model.") for word in hydra.overrides.task)
+    words = OmegaConf.to_container(
+        hydra.overrides.task, resolve=False
+    )  # whatever is in them, it is not ours to resolve
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    resized = any(key.startswith("model.") for key in typed)
     return {
         "size": choices.get("recipe") or (None if resized else choices.get("model")),
         "trusted": tuple(s.path.partition(".")[0] for s in sources),
         "sweeping": sweeping,
+        "typed": typed,
         "beside_others": sweeping and not hydra.launcher._target_.endswith(".BasicLauncher"),
     }

@@ -28,15 +28,16 @@ def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: 
         summary: as in ``summary.json``; what is missing or None shows as ``-`` or is left out.
         others: summaries of earlier runs that may stand beside it, from ``find_comparable``.
     """
-    rows = [("this run", *(bits(summary, split=split) for split in SPLITS))]
-    rows += [(f"  {WINDOWS}", *(bits(summary, split=split, how="_windows") for split in SPLITS))]
+    splits = scored_splits([summary])
+    rows = [("this run", *(bits(summary, split=split) for split in splits))]
+    rows += [(f"  {WINDOWS}", *(bits(summary, split=split, how="_windows") for split in splits))]
     for key, label in COMPRESSORS.items():
-        found = [((summary.get("compressors") or {}).get(split) or {}).get(key) for split in SPLITS]
+        found = [((summary.get("compressors") or {}).get(split) or {}).get(key) for split in splits]
         rows.append(
-            (label, *(_marked(summary, value, split=split) for value, split in zip(found, SPLITS, strict=True)))
+            (label, *(_marked(summary, value, split=split) for value, split in zip(found, splits, strict=True)))
         )
     title = f"{summary['variant']}, seed {summary['seed']}"
-    tables = [_table(title, heads=("bits per byte", *SPLITS), rows=rows, caption=data_label(summary["data"]))]
+    tables = [_table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"]))]
     tables += [_table("Costs", heads=("cost", ""), rows=_costs(summary), notes=() if others else _notes([summary]))]
     if others:
         title = "Runs with the same data, budget and protocol (FLOPs: forward, executed)"
@@ -54,7 +55,9 @@ def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | No
     """
     alike: dict[str, list] = {}
     for label, summary in jobs:
-        key = json.dumps([summary["data"]["sha256"], summary["protocol"], summary["budget"], summary["capped"]])
+        key = json.dumps(
+            [summary["data"]["sha256"], summary["protocol"], summary["budget"], summary["capped"].get("valid")]
+        )
         alike.setdefault(key, []).append((label, summary))
     for same in alike.values():
         first = same[0][1]
@@ -67,6 +70,13 @@ def data_label(data: dict) -> str:
     """What was really read: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256 0123456789ab``."""
     fallback = f" (fallback for {data['fallback_for']})" if data.get("fallback_for") else ""
     return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
+
+
+def scored_splits(summaries: Sequence[dict]) -> list[str]:
+    """Valid, and test where one of the runs has scored it."""
+    return [
+        split for split in SPLITS if split == "valid" or any(s.get("test_bits_per_byte") is not None for s in summaries)
+    ]
 
 
 def bits(summary: dict, *, split: str, how: str = "") -> str:
@@ -119,14 +129,15 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
 
 def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, heading: str = "variant") -> Table:
     """Labelled runs, the best first; time and memory of those that were measured as ``summary`` was, which is bold."""
+    splits = scored_splits([run for _, run in runs])
     best_first, rows = sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf), []
     for label, run in best_first:
         parameters, flops, memory = (run.get(key) or {} for key in ("parameters", "flops_per_byte", "memory"))
         row = [f"{label} +" if run.get("source") != summary.get("source") else label, str(run["seed"])]
-        row += [*(bits(run, split=split) for split in SPLITS), _short(parameters.get("total"))]
+        row += [*(bits(run, split=split) for split in splits), _short(parameters.get("total"))]
         measured = [_size(memory.get("peak_bytes")), f"{_short(run.get('bytes_per_second'))}{_busy(run)}"]
         rows.append([*row, _executed(run), *(measured if _ground(run) == _ground(summary) else "##")])
-    heads = (heading, "seed", *SPLITS, "params", "FLOPs", "peak", "bytes/s")
+    heads = (heading, "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
     styles = ["bold" * (run is summary and heading == "variant") for _, run in best_first]
     return _table(title, heads=heads, rows=rows, notes=_notes([summary, *(run for _, run in runs)]), styles=styles)
 

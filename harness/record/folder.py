@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import TextIO
 
 from harness.record import checkpoint
-from harness.record.rows import RECORD, SUMMARY, SUMMARY_KEYS, read_object, write_summary
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, read_object, write_summary
 
 NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
-EVALUATIONS = "evaluations.jsonl"
-"""What ``bench.evaluate`` appends to."""
 FAILED = "failed.txt"
 """The trace of a run that failed, until the next try."""
 LOCK = "lock"

@@ -20,11 +20,13 @@ from harness.cache import write_whole
 
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
+EVALUATIONS = "evaluations.jsonl"
+"""What ``bench.evaluate`` appends to."""
 LARGEST_LIST = 4096
 FORMAT = 3
 """Of run folders, checkpoints and rows, raised where keys or contents change: ``docs/renames.md``."""
 
-SUMMARY_KEYS = ("format", "variant", "status", "data", "protocol", "budget", "parameters")
+SUMMARY_KEYS = ("format", "variant", "purpose", "status", "data", "protocol", "budget", "parameters")
 SUMMARY_KEYS += ("bytes_seen", "epochs", "seconds", "bytes_per_second", "valid_bits_per_byte", "test_bits_per_byte")
 SUMMARY_KEYS += ("capped", "flops_per_byte", "memory", "backend", "precision", "device", "seed", "commit", "source")
 SUMMARY_KEYS += ("evaluation_backend", "allocator", "load", "config_hash", "command")
@@ -133,7 +135,7 @@ def write_summary(folder: Path, *, summary: dict) -> Path:
 def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -> list[dict]:
     """Summaries of other finished runs that may stand beside this one, best valid bits first.
 
-    Same data digest, budget, protocol and capping, and, unless ``any_source`` (as with ``reuse=config``), the same
+    Same purpose, data digest, budget, protocol and capping, and, unless ``any_source`` (as with ``reuse=config``), the same
     source: a number from code that has since changed is stale. A budget of seconds is equal only on equal ground, so
     it also asks for the same ``GROUND`` and backend.
 
@@ -162,7 +164,8 @@ def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
     if (other.get("data") or {}).get("sha256") != (summary.get("data") or {}).get("sha256"):
         return False
     equal_ground = (*GROUND, "backend") if "seconds" in (summary.get("budget") or {}) else ()
-    return same("format", "budget", "protocol", "capped", *equal_ground)
+    capped = [(one.get("capped") or {}).get("valid") for one in (other, summary)]  # test may not have been scored
+    return capped[0] == capped[1] and same("format", "purpose", "budget", "protocol", *equal_ground)
 
 
 def _cut_back(path: Path, *, rows: int | None) -> int:

@@ -1,0 +1,99 @@
+"""Space of a variant's trials: which keys are tuned between which ends, and the point that a trial's number stands for.
+
+Points are of a scrambled Sobol sequence with a fixed seed, which fills the unit cube more evenly than independent draws
+(I. M. Sobol, USSR Comput. Math. 7, 1967; A. B. Owen, 1995). Point n is a function of the space and of n alone: a sweep
+resumes, and goes on from 16 trials to 32.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from omegaconf import DictConfig, OmegaConf
+from torch.quasirandom import SobolEngine
+
+from harness.plan.settings import check_keys, parse
+
+SCRAMBLE_SEED = 0
+MOST_TRIALS = 2**16
+MISSING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """From ``low`` to ``high``, both included; numbers keep four digits, so that they can be typed."""
+
+    low: float
+    high: float
+    scale: str = field(metadata={"allowed": ("log", "linear", "integer")})
+
+    def at(self, unit: float) -> tuple[float, float]:
+        """The value at ``unit`` of [0, 1), and where between the ends it lies, from 0 to 1."""
+        if self.scale == "integer":
+            value = int(self.low) + int(unit * (self.high - self.low + 1))
+            return value, (value - self.low) / (self.high - self.low)
+        if self.scale == "log":
+            return float(f"{self.low * (self.high / self.low) ** unit:.4g}"), unit
+        return float(f"{self.low + (self.high - self.low) * unit:.4g}"), unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One of several values, in the order of their size where they have one."""
+
+    choices: list
+
+    def at(self, unit: float) -> tuple[object, float]:
+        place = int(unit * len(self.choices))
+        return self.choices[place], place / (len(self.choices) - 1)
+
+
+def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, dict[str, float] | None]:
+    """The configuration at the point of its ``trial``, and where between the ends of ``space`` each key lies, from 0 to 1.
+
+    Without a trial it is ``cfg`` with no space and None.
+
+    Args:
+        typed: keys that the user gave: the space's own must not be among them.
+
+    Raises:
+        ValueError: a space that is none, or has a key that is none of the configuration's.
+    """
+    cfg = cfg.copy()
+    if cfg.trial is None:
+        cfg.space = None
+        return cfg, None
+    space = OmegaConf.to_container(cfg.space, resolve=True) if cfg.space else None
+    if not isinstance(cfg.trial, int) or isinstance(cfg.trial, bool) or not 0 <= cfg.trial < MOST_TRIALS:
+        raise ValueError(f"trial={cfg.trial}: allowed are null and integers from 0 to {MOST_TRIALS - 1}")
+    if cfg.purpose != "tune":
+        raise ValueError(f"purpose={cfg.purpose}: a trial chooses and is no result; allowed with trial is tune")
+    if not space:
+        raise ValueError(
+            f"trial={cfg.trial}: there is no space for it; allowed is a variant that conf/space has, or null"
+        )
+    units = SobolEngine(len(space), scramble=True, seed=SCRAMBLE_SEED).fast_forward(cfg.trial).draw(1)[0].tolist()
+    point = {}
+    for key, unit in zip(sorted(space), units, strict=True):
+        if key in typed:
+            raise ValueError(f"{key}: is given by trial={cfg.trial}; allowed is trial=null, or a space without it")
+        if OmegaConf.select(cfg, key, default=MISSING) is MISSING:
+            raise ValueError(f"space.{key}: there is no such key in the configuration")
+        value, point[key] = _parsed(space[key], key=f"space.{key}").at(unit)
+        OmegaConf.update(cfg, key, value)
+    return cfg, point
+
+
+def _parsed(node: object, *, key: str) -> Interval | Choice:
+    if isinstance(node, Mapping) and "choices" in node:
+        check_keys(node, ("choices",), key=key)
+        if not isinstance(node["choices"], list) or len(node["choices"]) < 2:
+            raise ValueError(f"{key}.choices={node['choices']}: must be a list of two values or more")
+        return Choice(choices=node["choices"])
+    found = parse(Interval, node, key=key)
+    if found.low >= found.high:
+        raise ValueError(f"{key}.low={found.low}: must be below high={found.high}")
+    if found.scale == "log" and found.low <= 0:
+        raise ValueError(f"{key}.low={found.low}: must be above 0 on a logarithmic scale")
+    if found.scale == "integer" and not (found.low.is_integer() and found.high.is_integer()):
+        raise ValueError(f"{key}.low={found.low}: must be a whole number, as high={found.high}, with scale=integer")
+    return found

@@ -1,0 +1,151 @@
+"""Spaces of trials: points that are the same for ever, equal trials for each mechanism, and what is refused."""
+
+import json
+from collections import Counter
+
+import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from torch.quasirandom import SobolEngine
+
+from harness.plan.build import plan_run
+from harness.plan.space import Choice, Interval
+from tests.composing import CONF, TINY, compose_config, one_step, plan, recall
+
+VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+TUNE = ("purpose=tune",)
+SPACE = {
+    "optim.lr": {"low": 0.001, "high": 0.1, "scale": "log"},
+    "model.dropout": {"low": 0.0, "high": 0.5, "scale": "linear"},
+    "model.heads": {"choices": [1, 2, 4]},
+    "model.layers": {"low": 1, "high": 3, "scale": "integer"},
+}
+
+
+def tried(space: dict, trial: int, *words: str, typed: tuple[str, ...] = ()):
+    cfg = compose_config(*TINY, *TUNE, *words, f"trial={trial}")
+    cfg.space = space
+    return plan_run(cfg, typed=typed)
+
+
+def values(made) -> dict:
+    keys = made.config["space"]
+    return {key: OmegaConf.select(OmegaConf.create(made.config), key) for key in sorted(keys)}
+
+
+def test_the_first_points_are_the_same_for_ever():
+    """A committed row names its trial: another torch, order of keys or number of trials must not move it."""
+    for space in (SPACE, dict(reversed(SPACE.items()))):
+        found = [values(tried(space, trial)) for trial in range(3)]
+        assert found == [
+            {"model.dropout": 0.2376, "model.heads": 2, "model.layers": 2, "optim.lr": 0.004243},
+            {"model.dropout": 0.4053, "model.heads": 2, "model.layers": 3, "optim.lr": 0.05583},
+            {"model.dropout": 0.2859, "model.heads": 4, "model.layers": 1, "optim.lr": 0.0013},
+        ]
+    assert tried(SPACE, 0).point == pytest.approx(
+        {"model.dropout": 0.475107, "model.heads": 0.5, "model.layers": 0.5, "optim.lr": 0.313852}, abs=1e-6
+    )
+
+
+def test_a_sweep_that_goes_on_to_more_trials_keeps_those_it_had():
+    whole = SobolEngine(1, scramble=True, seed=0).draw(32)[:, 0].tolist()
+    space = {"optim.lr": SPACE["optim.lr"]}
+    assert [tried(space, trial).point["optim.lr"] for trial in range(32)] == whole
+    for sixteen in (whole[:16], whole[16:]):
+        assert sorted(int(16 * unit) for unit in sixteen) == list(range(16)), "each sixteenth of the range once"
+
+
+def test_values_lie_between_the_ends_and_reach_them():
+    units = [step / 1000 for step in range(1000)]
+    log, whole = Interval(low=1e-4, high=1.0, scale="log"), Interval(low=2, high=5, scale="integer")
+    linear = Interval(low=-1.0, high=1.0, scale="linear")
+    assert [log.at(unit)[0] for unit in (0.0, 0.25, 0.5)] == [1e-4, 1e-3, 1e-2] and linear.at(0.75) == (0.5, 0.75)
+    assert Counter(whole.at(unit)[0] for unit in units) == dict.fromkeys((2, 3, 4, 5), 250)
+    assert whole.at(0.0)[1] == 0.0 and whole.at(0.999)[1] == 1.0
+    assert {Choice(choices=["a", "b", "c"]).at(unit) for unit in units} == {("a", 0.0), ("b", 0.5), ("c", 1.0)}
+    assert log.at(1 / 3)[0] == 0.002154, "four digits, so that it can be typed"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_has_a_space_whose_points_train(variant):
+    corpus, keys = recall(), []
+    for trial in range(3):
+        made = plan(f"variant={variant}", *TINY, *TUNE, f"trial={trial}", "optim=adamw")
+        keys.append(made.config["space"].keys())
+        assert one_step(made, corpus)["step"] == 1
+    assert "optim.lr" in made.point and made.point.keys() == keys[0] == keys[2]
+    own = {key for key in made.point if key.startswith("variant.")}
+    assert bool(own) == (variant not in ("mhsa", "all_attention_fixed", "replayed_spans"))
+
+
+@pytest.mark.parametrize("sweep, keys", [("tuning", {1, 3, 5}), ("learning_rates", {1})])
+def test_each_mechanism_has_sixteen_trials_on_a_seed_of_tuning(sweep, keys):
+    params = OmegaConf.load(CONF / "sweep" / "tuning.yaml").hydra.sweeper.params
+    words = [f"sweep={sweep}", *(f"{key}={value}" for key, value in params.items())]
+    jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
+    made = [plan(*job) for job in jobs if "trial=0" in job or "trial=15" in job]
+    assert len(jobs) == 64 and Counter(plan.variant for plan in made) == dict.fromkeys(
+        ("mhsa", "adaptive_span", "all_attention", "product_key_memory"), 2
+    )
+    assert len({tuple(job) for job in jobs}) == 64
+    assert {(plan.purpose, plan.seed, plan.optim["matrices"], plan.eval.test) for plan in made} == {
+        ("tune", 100, None, False)
+    }
+    assert {len(plan.point) for plan in made} == keys
+
+
+@pytest.mark.parametrize("sweep", ["variants", "leaderboard", "spans", "slots"])
+def test_comparisons_have_five_seeds_and_adamw(sweep):
+    read = OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml")
+    assert read.hydra.sweeper.params.seed == "0,1,2,3,4"
+    made = plan(f"sweep={sweep}")
+    assert (
+        made.optim["matrices"] is None and made.optim["default"].func.__name__ == "AdamW" and made.purpose == "result"
+    )
+    assert plan(f"sweep={sweep}", "optim=muon").optim["matrices"] is not None, "what is typed wins"
+
+
+def test_a_trial_is_recorded_and_read_back_as_the_same_run():
+    made = plan("variant=adaptive_span", *TINY, *TUNE, "trial=3")
+    assert made.config["trial"] == 3 and values(made)["optim.lr"] == made.config["optim"]["lr"]
+    again = plan_run(OmegaConf.create(json.loads(json.dumps(made.config))))
+    assert again.config == json.loads(json.dumps(made.config)) and again.point == made.point
+    assert plan("variant=adaptive_span", *TINY).config["space"] is None, "no part of a run that is no trial"
+    assert list(plan("variant=adaptive_span", "space=rate", *TUNE, "trial=3").point) == ["optim.lr"]
+
+
+@pytest.mark.parametrize(
+    "space, said",
+    [
+        ({"model.widht": SPACE["optim.lr"]}, "space.model.widht: there is no such key"),
+        ({"variant.attention.span.ramp": SPACE["optim.lr"]}, "space.variant.attention.span.ramp: there is no such key"),
+        ({"optim.lr": {"low": 1, "high": 1, "scale": "log"}}, "space.optim.lr.low=1.0: must be below high=1.0"),
+        ({"optim.lr": {"low": 0, "high": 1, "scale": "log"}}, "space.optim.lr.low=0.0: must be above 0"),
+        (
+            {"optim.lr": {"low": 0, "high": 1, "scale": "lin"}},
+            "space.optim.lr.scale=lin: allowed are log, linear, integer",
+        ),
+        ({"optim.lr": {"low": 0.5, "high": 2, "scale": "integer"}}, "space.optim.lr.low=0.5: must be a whole number"),
+        ({"optim.lr": {"lo": 0, "high": 1, "scale": "log"}}, "space.optim.lr.lo=0: no such key"),
+        ({"optim.lr": {"choices": [1]}}, "space.optim.lr.choices=[1]: must be a list of two"),
+        ({"optim.lr": {"choices": [1, 2], "low": 1}}, "space.optim.lr.low=1: no such key"),
+        ({"optim.lr": 3}, "space.optim.lr=3: must be a section"),
+        ({}, "trial=0: there is no space for it"),
+        (None, "trial=0: there is no space for it"),
+    ],
+)
+def test_a_space_that_is_none_is_refused(space, said):
+    with pytest.raises(ValueError) as refused:
+        tried(space, 0)
+    assert str(refused.value).startswith(said)
+
+
+def test_what_a_trial_gives_is_not_typed_beside_it():
+    with pytest.raises(ValueError, match=r"^optim\.lr: is given by trial=0"):
+        tried(SPACE, 0, "optim.lr=0.5", typed=("optim.lr", "seed"))
+    with pytest.raises(ValueError, match=r"^purpose=result: a trial chooses"):
+        tried(SPACE, 0, "purpose=result")
+    for trial in (-1, 2**16, True, 0.5):
+        with pytest.raises(ValueError, match=rf"^trial={trial}: allowed are null and integers"):
+            tried(SPACE, trial)
