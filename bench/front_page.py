@@ -25,11 +25,14 @@ from bench.report.columns import (
     Means,
     table_of_arms,
 )
-from bench.report.comparison import busy_notes, by, comparable
+from bench.report.comparison import busy_notes, by, comparable, is_tuning
 from bench.report.gather import RunRow, gather
 from bench.report.heads import Heads
+from bench.report.tables_reported import PICKED, Reported, reported_arms
 from bench.report.tables_runs import Group, compressor_rows
-from bench.report.words import data_words
+from bench.report.tables_tuning import TRIED
+from bench.report.tuning import Pick, at_a_pick, picks
+from bench.report.words import budget_words, data_words
 from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
 from harness.record.cells import BUSY, busy_words, listed, spread
@@ -39,7 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
 RUNS = "bench/results/*/runs"
 FIGURE = "docs/trade_off.png"
-SAME = ("model", "optim")
 RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, IN_EVALUATION, EXECUTED, IDEAL, PEAK, STATE)
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 UNMEASURED = ("results", "report", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
@@ -86,44 +88,60 @@ def written(page: str, block: Callable[[Path], str], root: Path, *, name: str) -
     return "\n\n".join([before + begin, block(root), end + after])
 
 
-def committed_runs(root: Path) -> list[RunRow]:
-    """Of any sittings; ValueError without runs, or where some are refused or differ in more than variant and seed."""
+def committed_runs(root: Path) -> tuple[list[RunRow], list[Pick]]:
+    """Results of any sittings, and what their trials picked; ValueError without results, or where some are refused, do not
+    compare, or are not at the point that was picked for them."""
     found = gather(sorted(root.glob(RUNS)) or [root / RUNS])
-
-    def held(run: RunRow) -> tuple:
-        return (
-            comparable(run),
-            run.row["source"],
-            run.row["device"],
-            *(json.dumps(run.row["config"][key]) for key in SAME),
-        )
-
-    same = by(found.runs, key=held)
-    if found.refused or len(same) != 1:
-        raise ValueError(f"{RUNS}: {'; '.join(found.refused) or f'{len(same)} groups of runs that compare'}")
-    return found.runs
+    every = [pick for some in picks(found.runs) for pick in some]
+    runs = [run for run in found.runs if not is_tuning(run.row)]
+    strays = [f"{run.folder.name} is at another point than the picked" for run in runs if not at_a_pick(run, every)]
+    sources = {run.row["source"] for run in found.runs}
+    same = by(runs, key=lambda run: (comparable(run), run.row["device"], json.dumps(run.row["config"]["model"])))
+    if found.refused or strays or len(same) != 1 or len(sources) != 1:
+        told = f"{len(same)} groups of runs that compare, of {len(sources)} sources"
+        raise ValueError(f"{RUNS}: {'; '.join([*found.refused, *strays]) or told}")
+    return runs, every
 
 
 def results(root: Path) -> str:
-    """Bits per byte and costs of the committed runs."""
-    runs = committed_runs(root)
-    group, row = Group.of(runs), runs[-1].row
-    table = table_of_arms(
-        [(arm, Means(arm.newest_of_each_seed)) for arm in group.arms],
-        heads=Heads(group.arms, mark=group.mark),
-        columns=RESULTS,
-        more=list(compressor_rows(row, before=1, after=len(RESULTS) - 3)),
-        **{"name": "results", "title": "", "caption": "", "notes": group.notes},
-    )
+    """Bits per byte and costs of the committed runs: a table of AdamW for all, then of other optimizers."""
+    runs, every = committed_runs(root)
+    by_optimizers = by(runs, key=lambda run: listed(sorted({o["optimizer"] for o in run.row["optimizers"]})))
+    tables = [_results(same, every, optimizers=names) for names, same in sorted(by_optimizers.items())]
+    row, commits = runs[-1].row, listed(dict.fromkeys(run.row["commit"][:8] for run in runs))
     model, budget = row["config"]["model"], row["budget"]["bytes"]
-    commits = listed(dict.fromkeys(run.row["commit"][:8] for run in runs))
     sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads, a window of {model['span']} bytes"
     about = (
-        f"After {budget:,} bytes of training ({sizes}, optim.lr={row['config']['optim']['lr']:g}) on {data_words([row])}: a "
-        f"beginning, not what they reach in the end. n: seeds; ~: approximate. Commit {commits}, {row['device']}."
+        f"After {budget:,} bytes of training ({sizes}) on {data_words([row])}: a beginning, not what they reach in the end. "
+        f"n: seeds; ~: approximate. Commit {commits}, {row['device']}."
+    )
+    return "\n\n".join([about, *tables])
+
+
+def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) -> str:
+    """One table, with the points that were picked where all of its rows have one."""
+    group = Group.of(runs)
+    pairs = {arm.label: pick for arm, pick in reported_arms(runs, every)}
+    tuned = all(arm.label in pairs for arm in group.arms)
+    columns = (*RESULTS, PICKED, TRIED) if tuned else RESULTS
+    if tuned:
+        rows = [(arm, Reported(arm, pairs[arm.label], unequal=False)) for arm in group.arms]
+        one, seeds = next(iter(pairs.values())), sorted({seed for pick in pairs.values() for seed in pick.seeds})
+        how = f"each at the best of its trials, of {budget_words(one.budget)} each, on other seeds ({listed(map(str, seeds))})"
+    else:
+        rows = [(arm, Means(arm.newest_of_each_seed)) for arm in group.arms]
+        how = f"untuned, optim.lr={runs[-1].row['config']['optim']['lr']:g}"
+    table = table_of_arms(
+        rows,
+        heads=Heads(
+            group.arms, mark=group.mark, without=tuple({key for pick in pairs.values() for key in pick.setting.keys})
+        ),
+        columns=columns,
+        more=list(compressor_rows(runs[-1].row, before=1, after=len(columns) - 3)),
+        **{"name": "results", "title": "", "caption": "", "notes": group.notes},
     )
     notes = "".join(f"{note}\n" for note in table.notes)
-    return f"{about}\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()
+    return f"{optimizers}, {how}:\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()
 
 
 def figure(root: Path) -> bytes:
@@ -131,7 +149,8 @@ def figure(root: Path) -> bytes:
     from bench.report.plot_style import looks, styled  # matplotlib
     from bench.report.plots_runs import draw_trade_offs
 
-    runs = committed_runs(root)
+    runs, _ = committed_runs(root)
+    runs = [run for run in runs if {o["optimizer"] for o in run.row["optimizers"]} == {"AdamW"}] or runs
     left_out = [{"seconds": None, "flops_per_byte": run.summary["flops_per_byte"] | {"executed": None}} for run in runs]
     runs = [replace(run, summary=run.summary | left) for run, left in zip(runs, left_out, strict=True)]
     with styled():

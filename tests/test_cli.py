@@ -80,7 +80,7 @@ MISTAKES = {
     ("model.heads=[2",): ("'model.heads=[2'", "KEY=VALUE"),
     ("variant=mhsa,all_attention",): ("variant=mhsa,all_attention", "--multirun"),
     ("data.bytes=200", "batch.streams=8", "batch.carry=true"): ("batch.streams=8", "180", "longer corpus"),
-    ("eval.streams=300",): ("eval.streams=300", "199"),
+    ("eval.streams=300",): ("eval.streams=300", "299"),
     ("outputs=${nonsense}",): ("outputs", "nonsense"),
     ("variant.name=a/b",): ("variant.name=a/b",),
     ("seed=-1",): ("seed=-1", "from 0"),

@@ -21,6 +21,7 @@ NOT_SHOWN = {
     "step": "an axis that means another number of bytes in each run",
     "epochs": "bytes seen in another unit",
     "fraction": "bytes seen in another unit",
+    "*/compile_seconds": "in no budget, and nothing without compilation: in the table of runs",
     "valid/capped_bytes": "constant: how much of the split the scores on the way are of",
     "valid_span*": "the same spans as in the train rows",
     "train_span_with_ramp*": "one of them is shown: the longest decides what is computed",

@@ -11,7 +11,7 @@ import pytest
 
 from bench import front_page
 from bench.front_page import BEGIN, END, MISSED, REACHED, lines_changed, written
-from tests.bench_rows import speed_row, write_run
+from tests.bench_rows import speed_row, write_run, write_trial
 from tests.test_report import change
 from tests.test_speed import lineup
 
@@ -25,6 +25,7 @@ CONFIG = {"variant": {"attention": {"persistent": None}}, "model": SIZES[0], "ba
 SIDE = {"name": "x-transformers", "package": "x-transformers", "version": "9.9", "optimizer": "fused AdamW"}
 SIDE |= {"parameters": 1234567, "training_flops_per_byte": 2.5e6}
 ROW = {"ratio_of": "speeds", "second": None, "spans": None, "interrupted": False, "reference_in_check": None}
+ROW["timed_peak"] = None
 ROW = speed_row(config=CONFIG, peak_reached=True, **ROW)
 
 
@@ -82,13 +83,39 @@ def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
         config = {"variant": {"name": "mhsa"}, "model": model, "optim": {"lr": 0.003}}
         change(write_run(runs, seed=seed, config=config), commit=f"{seed}" * 40)
     block = front_page.results(tmp_path)
-    assert "Commit 00000000, 11111111 and 22222222, A made-up CPU." in block
+    assert (
+        "Commit 00000000, 11111111 and 22222222, A made-up CPU." in block and "AdamW, untuned, optim.lr=0.003:" in block
+    )
     assert re.search(r"^\| mhsa +\| +3 \|", block, re.MULTILINE)
     for other in ({"source": "ff" * 32}, {"device": "Another CPU"}):
         change(next(runs.glob("mhsa-s1-*")), **other)
-        with pytest.raises(ValueError, match="2 groups of runs that compare"):
+        with pytest.raises(ValueError, match="groups of runs that compare, of [12] sources"):
             front_page.results(tmp_path)
         change(next(runs.glob("mhsa-s1-*")), source="cd" * 32, device="A made-up CPU")
+
+
+def test_results_at_picked_points_name_them_and_a_stray_is_refused(tmp_path):
+    runs, model = tmp_path / "bench/results/here/runs", {"d_model": 128, "layers": 4, "heads": 4, "span": 512}
+    for trial in range(16):
+        write_trial(runs, rate=0.001 * (trial + 1), seed=100, bits=2.5 + abs(trial - 4) / 10, trial=trial)
+    for seed in range(5):
+        write_trial(runs, rate=0.005, seed=seed, bits=2.4)
+    block = front_page.results(tmp_path)
+    assert "AdamW, each at the best of its trials, of 2,000,000 bytes each, on other seeds (100):" in block
+    assert re.search(r"^\| mhsa +\| +5 \|.*optim.lr=0.005 +\| +16 \|$", block, re.MULTILINE)
+    assert "2.5" not in block.partition("bzip2")[0].partition("mhsa")[2]
+    muon = [{"name": "matrices", "optimizer": "Muon", "lr": 0.04, "parameters": 1, "share": 1.0}]
+    change(
+        write_run(
+            runs, seed=7, config={"variant": {"name": "mhsa"}, "model": model, "optim": {"lr": 0.003, "cap": 1.0}}
+        ),
+        optimizers=muon,
+    )
+    both = front_page.results(tmp_path)
+    assert both.index("AdamW, each") < both.index("Muon, untuned, optim.lr=0.003:")
+    write_trial(runs, rate=0.008, seed=6, bits=2.3)
+    with pytest.raises(ValueError, match="mhsa-s6.* is at another point than the picked"):
+        front_page.results(tmp_path)
 
 
 def test_a_verdict_is_read_off_the_numbers(tmp_path):
@@ -103,6 +130,14 @@ def test_a_verdict_is_read_off_the_numbers(tmp_path):
     assert "**here: 2 targets reached, 3 missed.**" in page and page.startswith("Before.") and page.endswith("After.\n")
     other_sizes = page_of(tmp_path, ROW | {"reached": None, "peak_reached": None})
     assert "0 targets reached, 0 missed" in other_sizes and "(≥ 0.4 not judged)" in other_sizes
+
+
+def test_a_peak_is_shown_in_both_settings_of_the_allocator(tmp_path):
+    timed = {"bytes": 7 * 10**8, "limit_bytes": 6 * 10**8, "reached": False}
+    page = page_of(tmp_path, ROW | {"timed_peak": timed})
+    assert "| 400.0 (≤ 600.0 reached); as timed: 700.0 (≤ 600.0 **MISSED**) |" in page
+    page = page_of(tmp_path, ROW | {"timed_peak": timed | {"limit_bytes": None, "reached": None}})
+    assert "| 400.0 (≤ 600.0 reached); as timed: 700.0 |" in page
 
 
 def test_what_is_not_known_or_void_or_failed_is_no_number(tmp_path):

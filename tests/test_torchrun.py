@@ -85,7 +85,7 @@ def test_one_process_writes_and_speaks(here, monkeypatch):
     first, second = launch(commands, [free_port(), free_port()], [words, words])
     assert [one.code for one in (*first, *second)] == [0, 0, 0, 0], (first, second)
     assert "training: outputs" in first[0].out and "2 processes" in first[0].out
-    assert first[0].out.count("final test") == 1 and "finished before" in first[1].out
+    assert first[0].out.count("final valid") == 1 and "finished before" in first[1].out
     assert not any(one.out or one.err for one in second)
     (folder,) = command.run_folders(here / "outputs")
     assert sorted(path.name for path in folder.iterdir()) == [

@@ -31,8 +31,9 @@ class Reported(Means):
         return f"{min(found):.4f} to {max(found):.4f}{mark}" if len(found) > 1 else None
 
 
+PICKED = words("picked", "What was tuned, on tuning seeds.", lambda of: picked_words(of.pick))
 COLUMNS = (
-    words("picked", "What was tuned, on tuning seeds.", lambda of: picked_words(of.pick)),
+    PICKED,
     Column("n", "Fresh seeds, of which none chose anything.", lambda of: whole(len(of.runs))),
     words("seeds", "", lambda of: ", ".join(str(run.row["seed"]) for run in of.runs)),
     *QUALITY,
