@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.data.corpora import Streams, score_streams, segments, windows
-from harness.data.streams import whole_context
+from harness.data.streams import samples, whole_context
 
 
 def ramp(n_bytes: int) -> torch.Tensor:
@@ -154,6 +154,21 @@ def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes,
         assert [value for value, _ in whole[: before + len(read)]] == data[begin - before : end]
         assert [scored for _, scored in whole[: before + len(read)]] == [False] * before + [True] * len(read)
         assert not any(scored for _, scored in whole[before + len(read) :])  # filling comes last
+
+
+@given(n_bytes=st.integers(2, 400), pairs=st.integers(1, 500), streams=st.integers(1, 9), segment=st.integers(1, 50))
+@settings(deadline=None)
+def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment):
+    split, length = torch.arange(n_bytes), min(pairs, n_bytes - 1) // streams  # the value is the place
+    rows = list(samples(split, pairs=pairs, streams=streams, segment=segment))
+    if not length:
+        return
+    inputs, targets = (torch.cat([row[place] for row in rows], dim=1) for place in (0, 1))
+    assert inputs.shape == (streams, length) and all(row[2].all() and row[2].shape[1] <= segment for row in rows)
+    assert torch.equal(targets, inputs + 1) and torch.equal(inputs.diff(dim=1), torch.ones(streams, length - 1))
+    assert inputs[0, 0] == 0 and (streams == 1 or targets[-1, -1] == n_bytes - 1)
+    gaps = inputs[:, 0].diff()
+    assert streams == 1 or (gaps.min() >= length and gaps.max() - gaps.min() <= 1)
 
 
 @given(n_bytes=st.integers(2, 250), window=st.integers(1, 40), stride=st.integers(1, 40), batch=st.integers(1, 5))

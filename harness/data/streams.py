@@ -141,6 +141,22 @@ def segments(
     return map(one, range(0, longest, segment))
 
 
+def samples(
+    split: Tensor, *, pairs: int, streams: int, segment: int, part: tuple[int, int] = WHOLE
+) -> Iterator[Segment]:
+    """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time.
+
+    Raises:
+        ValueError: naming ``eval.streams`` or ``eval.segment``.
+    """
+    _check_counts(**{"eval.streams": streams, "eval.segment": segment})
+    longest = min(pairs, len(split) - 1) // streams
+    places = torch.arange(streams) * (len(split) - 1 - longest) // max(streams - 1, 1)
+    begin, end = places[share(streams, part), None], torch.tensor(len(split) - 1)
+    steps = range(0, longest, segment)
+    return (_pairs(split, begin + done + torch.arange(min(segment, longest - done)), end) for done in steps)
+
+
 def windows(
     split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, part: tuple[int, int] = WHOLE
 ) -> Iterator[Segment]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.count.memory import gradient_bytes
-from harness.data.streams import segments, share, whole_context, windows
+from harness.data.streams import samples, segments, share, whole_context, windows
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel, add_stats
 from harness.optim.optimizers import Optimizers
@@ -121,6 +121,19 @@ def _summed(nats: list[Tensor], stats: dict, runtime: Runtime) -> Score:
     if processes.world_size > 1:
         stats = {name: {key: value.cpu() for key, value in found.items()} for name, found in stats.items()}
     return Score(torch.cat(processes.gather(own)), functools.reduce(add_stats, processes.gather_values(stats)))
+
+
+def score_samples(
+    model: LanguageModel, split: Tensor, *, runtime: Runtime, pairs: int, streams: int, segment: int
+) -> Score:
+    """Score some pairs from all over ``split`` (uint8 ``[n]``), each stream from a cold start, with statistics."""
+    own, stats, nats = share(streams, runtime.processes.shard), {}, []
+    cut = {"pairs": pairs, "streams": streams, "segment": segment}
+    batches = samples(split, **cut, part=runtime.processes.shard) if own.start < own.stop else ()
+    for part_nats, _, new in _scored(model, batches, runtime, stats_from=0):
+        nats.append(part_nats)
+        stats = add_stats(stats, new)
+    return _summed([torch.cat(nats, dim=1).flatten()] if nats else [], stats, runtime)
 
 
 def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:

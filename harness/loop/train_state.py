@@ -12,7 +12,7 @@ from harness.data.corpora import Corpus
 from harness.data.streams import Streams, score_streams, share
 from harness.device import runtime
 from harness.device.runtime import Runtime
-from harness.loop.step import Score, Trainer, score_stream
+from harness.loop.step import Score, Trainer, score_samples, score_stream
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
@@ -21,13 +21,11 @@ from variants.contract import map_state
 TRAINED_PER_SCORED = 10
 """Bytes that are trained on for each that a validation on the way scores: a count, so that what is chosen does not depend
 on the machine's speed."""
-FEWEST_SCORED = 2
-"""Bytes, which are one pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """The last validation: bytes and fraction of the budget spent before it, and bytes scored in each, once known."""
+    """The last validation: bytes and fraction of the budget spent before it, and pairs scored in each, once known."""
 
     bytes: int = 0
     fraction: float = 0.0
@@ -44,7 +42,7 @@ class TrainState:
         spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock, without
             those of compiling, which are ``compile_seconds``.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
-        validated: where the last validation was, and how many bytes each of them scores.
+        validated: where the last validation was, and how many pairs each of them scores.
         agreed: the largest of all processes' flags in the last step.
         wandb_id: kept for the checkpoint.
     """
@@ -148,10 +146,9 @@ class TrainState:
         clock |= {"compile_seconds": self.compile_seconds}
         return place | {"training_flops": self.spent.flops, "clock": clock}
 
-    def score(self, part: Tensor, *, streams: int | None = None) -> Score:
-        """Stream some bytes, uint8 ``[n]``, through the model as ``eval`` says, or in another number of streams."""
+    def score(self, part: Tensor) -> Score:
+        """Stream some bytes, uint8 ``[n]``, through the model as ``eval`` says."""
         how = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
-        how |= {} if streams is None else {"streams": streams}
         return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, **how)
 
     def reported(self, split: str) -> Tensor:
@@ -170,15 +167,12 @@ class TrainState:
         e, last = self.plan.eval, self.validated
         validations = 1 + (_marks(1 - 1e-6, e.every) - _marks(self.fraction, e.every) if e.every > 0 else 0)
         final = sum(len(self.reported(split)) for split in self.splits) * (3 if e.windows else 1)
-        return final + validations * (last.size or len(self._choosing()))
+        return final + validations * (last.size or self._most_validated())
 
     @property
     def splits(self) -> tuple[str, ...]:
         """What is scored at the end."""
         return ("valid", "test") if self.plan.eval.test else ("valid",)
-
-    def _choosing(self) -> Tensor:
-        return self.corpus.choosing(self.plan.eval.choice_bytes)[: self.plan.eval.bytes]
 
     def validation_due(self) -> bool:
         """Whether another ``eval.every`` of the budget is spent, and enough read since the last validation; the end has
@@ -186,14 +180,22 @@ class TrainState:
         every, last = self.plan.eval.every, self.validated
         if every <= 0 or self.finished or _marks(self.fraction, every) <= _marks(last.fraction, every):
             return False
-        return self.spent.bytes - last.bytes >= TRAINED_PER_SCORED * (last.size or FEWEST_SCORED)
+        return self.spent.bytes - last.bytes >= TRAINED_PER_SCORED * (last.size or 1)
 
     def validate(self) -> Score:
-        """The next validation: the first decides how many bytes each of them scores, or they would not compare."""
-        most, last = self._choosing(), self.validated
-        size = last.size or max(FEWEST_SCORED, min(len(most), (self.spent.bytes - last.bytes) // TRAINED_PER_SCORED))
-        self.validated = Validated(bytes=self.spent.bytes, fraction=self.fraction, size=size)
-        return self.score(most[:size], streams=min(self.plan.eval.streams, size - 1))
+        """The next validation, of places all over what chooses: a page of a text is no measure of the others. The first decides
+        how many pairs each of them scores, or they would not compare."""
+        e, last = self.plan.eval, self.validated
+        size = last.size or max(1, min(self._most_validated(), (self.spent.bytes - last.bytes) // TRAINED_PER_SCORED))
+        cut = {"pairs": size, "streams": min(e.streams, size), "segment": e.segment}
+        score = score_samples(self.model, self.corpus.choosing(e.choice_bytes), runtime=self.runtime, **cut)
+        self.validated = Validated(bytes=self.spent.bytes, fraction=self.fraction, size=len(score.nats))
+        return score
+
+    def _most_validated(self) -> int:
+        """Pairs that a validation may score, however much was trained."""
+        e = self.plan.eval
+        return min(len(self.corpus.choosing(e.choice_bytes)), e.bytes or math.inf) - 1
 
     def _check_scoring(self) -> None:
         """ValueError, before the first step, if a split is too short for ``eval.streams``."""
