@@ -61,7 +61,7 @@ def test_few_bytes_since_the_last_validation_put_the_next_one_off():
         if run.validation_due():
             due.append(step)
             run.validate()
-    assert due == [8, 16, 28, 36] and run.validated.size == 54
+    assert due == [8, 16, 29, 38] and run.validated.size == 54
 
 
 def test_an_interrupted_run_validates_where_a_whole_one_does(here, monkeypatch):
