@@ -28,14 +28,17 @@ def shake_(model: nn.Module, *, spans: bool = False) -> None:
     """Add normal noise to every parameter, the same at every call; back into the legal range where the model knows it.
 
     Args:
-        spans: whether parameters of ``Spans`` move, too: 0.02 of a span of 8192 is 164 keys.
+        spans: whether ``Spans`` move, too: learned lengths by half a key, off the kinks of whole ones, for 0.02 of a span of 8192
+            is 164 keys, and a length that noise drives to 0 is whole again.
     """
-    own = [] if spans else [part for part in model.modules() if isinstance(part, Spans)]
+    own = [part for part in model.modules() if isinstance(part, Spans) and (part.placeable or not spans)]
     kept = {id(parameter) for part in own for parameter in part.parameters()}
     generator = torch.Generator().manual_seed(0)
     for parameter in (parameter for parameter in model.parameters() if id(parameter) not in kept):
         for part in parameter.view(-1).split(ONCE):
             part.add_(NOISE * torch.randn(part.shape, generator=generator).to(part))
+    for part in own if spans else ():
+        part.place_([keys + 0.5 for keys in part.metrics({})["span"].tolist()])
     if hasattr(model, "project_"):
         model.project_()
 
