@@ -210,7 +210,7 @@ def _block(path: Path, rows: Sequence[dict]) -> str:
 def _line(row: dict) -> list[str]:
     peak, limit = (row[key] and row[key] / 1e6 for key in ("peak_bytes", "peak_limit_bytes"))
     room = _held(f"{peak:,.1f}", peak, limit, judged=row["peak_reached"], form=",.1f") if peak else "-"
-    if timed := row.get("timed_peak"):
+    if (timed := row.get("timed_peak")) and timed["bytes"] is not None:
         peak, limit = (timed[key] and timed[key] / 1e6 for key in ("bytes", "limit_bytes"))
         room += "; as timed: " + _held(f"{peak:,.1f}", peak, limit, judged=timed["reached"], form=",.1f")
     flops = _both(row, "training_flops_per_byte", lambda value: f"{value / 1e6:.1f} M")

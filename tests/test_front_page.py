@@ -138,6 +138,8 @@ def test_a_peak_is_shown_in_both_settings_of_the_allocator(tmp_path):
     assert "| 400.0 (≤ 600.0 reached); as timed: 700.0 (≤ 600.0 **MISSED**) |" in page
     page = page_of(tmp_path, ROW | {"timed_peak": timed | {"limit_bytes": None, "reached": None}})
     assert "| 400.0 (≤ 600.0 reached); as timed: 700.0 |" in page
+    nothing = dict.fromkeys(timed)
+    assert page_of(tmp_path, ROW | {"ratio": None, "reason": "why", "timed_peak": nothing}).count("| - | - | - |") == 1
 
 
 def test_what_is_not_known_or_void_or_failed_is_no_number(tmp_path):
