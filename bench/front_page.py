@@ -35,7 +35,7 @@ from bench.report.tuning import Pick, at_a_pick, picks
 from bench.report.words import budget_words, data_words
 from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
-from harness.record.cells import BUSY, busy_words, listed, spread
+from harness.record.cells import busy_mark, listed, spread
 from harness.record.table import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,8 +129,8 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
         one, seeds = next(iter(pairs.values())), sorted({seed for pick in pairs.values() for seed in pick.seeds})
         how = f"each at the best of its trials, of {budget_words(one.budget)} each, on other seeds ({listed(map(str, seeds))})"
     else:
-        rows = [(arm, Means(arm.newest_of_each_seed)) for arm in group.arms]
-        how = f"untuned, optim.lr={runs[-1].row['config']['optim']['lr']:g}"
+        rates = sorted({f"{run.row['config']['optim']['lr']:g}" for run in runs})
+        rows, how = [(arm, Means(arm.newest_of_each_seed)) for arm in group.arms], f"untuned, optim.lr={listed(rates)}"
     table = table_of_arms(
         rows,
         heads=Heads(
@@ -216,7 +216,7 @@ def _line(row: dict) -> list[str]:
     flops = _both(row, "training_flops_per_byte", lambda value: f"{value / 1e6:.1f} M")
     sizes = [_both(row, "parameters", "{:,}".format), flops, _both(row, "optimizer", str)]
     return [
-        f"`{row['case']}`{f' {BUSY}' if busy_words(row.get('load')) else ''}",
+        f"`{row['case']}`{busy_mark(row.get('load'))}",
         _ours(row),
         _opponent(row),
         _ratio(row),

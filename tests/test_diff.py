@@ -17,8 +17,7 @@ from tests.pages import (
     running_browser,  # noqa: F401 - a fixture
 )
 from tests.patience import wait_for
-from tests.report_of import all_tables
-from tests.test_report import change
+from tests.report_of import all_tables, change
 
 HOSTILE = "</script x><!--<script></script><svg onload='window.struck = 1'>\u2028\x1b[31m"
 

@@ -6,7 +6,7 @@ from bench.report.comparison import RATE, arms
 from bench.report.gather import gather
 from bench.report.heads import MOST_COLUMNS, Heads
 from tests.bench_rows import PROTOCOL, write_run, write_trial
-from tests.test_report import change, column, headings, tables
+from tests.report_of import change, column, headings, tables
 
 PARAMETERS = {"touched": 1000, "by_sublayer": None}
 

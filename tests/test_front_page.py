@@ -12,7 +12,7 @@ import pytest
 from bench import front_page
 from bench.front_page import BEGIN, END, MISSED, REACHED, lines_changed, written
 from tests.bench_rows import speed_row, write_run, write_trial
-from tests.test_report import change
+from tests.report_of import change
 from tests.test_speed import lineup
 
 ROOT = front_page.ROOT

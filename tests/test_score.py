@@ -17,8 +17,7 @@ from harness.data import corpora
 from tests.bench_rows import DATA, write_run
 from tests.command import call
 from tests.composing import CONF
-from tests.report_of import all_tables
-from tests.test_report import change, column
+from tests.report_of import all_tables, change, column
 
 RECALL = ("data=recall", "data.bytes=20000", "data.distances=[3,5]")
 TEST = corpora.load("recall", bytes=20000, distances=[3, 5]).splits["test"].numpy()

@@ -18,9 +18,8 @@ from bench.report.plots_rates import draw_rates, top_of_frame
 from bench.report.tuning import choose, fresh_command, picks, settings, tuning_groups
 from harness.record.table import Table, to_csv, to_markdown
 from tests.bench_rows import write_failed, write_run, write_trial
-from tests.report_of import all_tables, draw_all
+from tests.report_of import all_tables, change, column, draw_all, headings, tables
 from tests.test_gather import mutated
-from tests.test_report import change, column, headings, tables
 
 RATES = (0.001, 0.003, 0.01, 0.03)
 VALLEY = (2.6, 2.4, 2.5, 3.0)

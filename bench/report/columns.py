@@ -10,7 +10,7 @@ from harness.record.cells import (
     BUSY,
     NOTHING,
     bits,
-    busy_words,
+    busy_mark,
     fixed,
     keep_filled,
     listed,
@@ -69,8 +69,7 @@ class Means:
 
     def timed(self, *keys: str, digits: int = 0) -> Cell:
         """The same of a time or a speed, marked where others were busy on the machine of a run."""
-        busy = any(busy_words(run.row.get("load")) for run in self.runs)
-        return fixed(self(*keys), digits=digits, mark=f" {BUSY}" if busy else "")
+        return fixed(self(*keys), digits=digits, mark=max(busy_mark(run.row.get("load")) for run in self.runs))
 
     def optimizers(self) -> str | None:
         return optimizer_words(self.newest.get("optimizers"))

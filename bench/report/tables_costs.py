@@ -20,9 +20,8 @@ from bench.report.comparison import (
 from bench.report.words import FREED, data_words, freed_words, ground_words
 from bench.rows import ground
 from harness.record.cells import (
-    BUSY,
     NOTHING,
-    busy_words,
+    busy_mark,
     count_of,
     filled_table,
     fixed,
@@ -296,16 +295,14 @@ def _labelled(
     found = arms(kept, without=without)
     mark, of_source = marks(kept)
     labelled = [
-        row | {"label": f"{arm.label}{_trained(row)}{mark(row)}{_busy(row)}"} for arm in found for row in arm.members
+        row | {"label": f"{arm.label}{_trained(row)}{mark(row)}{busy_mark(row.get('load'))}"}
+        for arm in found
+        for row in arm.members
     ]
     notes = [*of_source, *busy_notes(kept), *numbered_notes(found, without=without)]
     if older:
         notes.append(f"{count_of(older, 'older row')} of an equal kind left out: the newest counts.")
     return labelled, notes
-
-
-def _busy(row: dict) -> str:
-    return f" {BUSY}" if busy_words(row.get("load")) else ""
 
 
 def _trained(row: dict) -> str:

@@ -10,6 +10,7 @@ from bench.report.words import FREED, data_words, freed_words, ground_words
 from bench.rows import ground
 from harness.record.cells import (
     BUSY,
+    busy_mark,
     busy_words,
     count_of,
     filled_table,
@@ -45,7 +46,7 @@ def _range(key: str) -> Callable[[dict], Cell]:
 
 def _name(key: str) -> Callable[[dict], str | None]:
     """What the row is of, marked where others were busy on the machine."""
-    return lambda row: row.get(key) and f"{row[key]} {BUSY}" if busy_words(row.get("load")) else row.get(key)
+    return lambda row: row.get(key) and row[key] + busy_mark(row.get("load"))
 
 
 def _step(place: int) -> Callable[[dict], Cell]:

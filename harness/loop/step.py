@@ -105,14 +105,7 @@ def score_stream(
     cut = {"streams": streams, "segment": segment, "context": context}
     own = share(streams, processes.shard)
     batches = segments(split, **cut, part=processes.shard) if own.start < own.stop else ()
-    nats, masks, stats = [], [], {}
-    stats_from = context // segment if collect_stats else None
-    for part_nats, mask, new in _scored(model, batches, runtime, stats_from=stats_from):
-        nats.append(part_nats)
-        masks.append(mask)
-        stats = add_stats(stats, new)
-    scored = [torch.cat(nats, dim=1)[torch.cat(masks, dim=1)]] if nats else []  # row by row: the split's order
-    return _summed(scored, stats, runtime)
+    return _streamed(model, batches, runtime, stats_from=context // segment if collect_stats else None)
 
 
 def _summed(nats: list[Tensor], stats: dict, runtime: Runtime) -> Score:
@@ -127,13 +120,20 @@ def score_samples(
     model: LanguageModel, split: Tensor, *, runtime: Runtime, pairs: int, streams: int, segment: int
 ) -> Score:
     """Score some pairs from all over ``split`` (uint8 ``[n]``), each stream from a cold start, with statistics."""
-    own, stats, nats = share(streams, runtime.processes.shard), {}, []
+    own = share(streams, runtime.processes.shard)
     cut = {"pairs": pairs, "streams": streams, "segment": segment}
     batches = samples(split, **cut, part=runtime.processes.shard) if own.start < own.stop else ()
-    for part_nats, _, new in _scored(model, batches, runtime, stats_from=0):
+    return _streamed(model, batches, runtime, stats_from=0)
+
+
+def _streamed(model: LanguageModel, batches: Iterable, runtime: Runtime, *, stats_from: int | None) -> Score:
+    """The score of streams whose segments are ``batches``, in the order of the streams."""
+    nats, masks, stats = [], [], {}
+    for part_nats, mask, new in _scored(model, batches, runtime, stats_from=stats_from):
         nats.append(part_nats)
+        masks.append(mask)
         stats = add_stats(stats, new)
-    return _summed([torch.cat(nats, dim=1).flatten()] if nats else [], stats, runtime)
+    return _summed([torch.cat(nats, dim=1)[torch.cat(masks, dim=1)]] if nats else [], stats, runtime)
 
 
 def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:

@@ -198,9 +198,15 @@ class TrainState:
         return min(len(self.corpus.choosing(e.choice_bytes)), e.bytes or math.inf) - 1
 
     def _check_scoring(self) -> None:
-        """ValueError, before the first step, if a split is too short for ``eval.streams``."""
+        """ValueError, before the first step, if a split is too short for ``eval.streams``, or for what chooses."""
         for split in self.splits:
             score_streams(len(self.reported(split)) - 1, self.plan.eval.streams)
+        e = self.plan.eval
+        if len(self.corpus.choosing(e.choice_bytes)) < 2:
+            raise ValueError(
+                f"eval.choice_bytes={e.choice_bytes}: leaves less than a pair of valid's {len(self.corpus.splits['valid'])} "
+                "bytes to choose the weights by; allowed are 2 or more, or null, of a valid split of 4 or more"
+            )
 
     def _check_division(self) -> None:
         """ValueError, before the first step, if the streams cannot be divided among the processes."""

@@ -255,9 +255,7 @@ def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
     given = ("hydra.searchpath in main", "hydra.searchpath in command-line")
     sources = [s for s in hydra.runtime.config_sources if s.provider in given and s.schema == "pkg"]
     sweeping, choices = hydra.mode == RunMode.MULTIRUN, hydra.runtime.choices
-    words = OmegaConf.to_container(
-        hydra.overrides.task, resolve=False
-    )  # whatever is in them, it is not ours to resolve
+    words = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # what is in them is not ours to resolve
     typed = {word.lstrip("+").partition("=")[0] for word in words}
     resized = any(key.startswith("model.") for key in typed)
     return {

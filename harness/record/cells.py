@@ -106,6 +106,11 @@ def count_of(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+def busy_mark(load: Mapping | None) -> str:
+    """What stands after a time that was taken on a machine that others were busy on."""
+    return f" {BUSY}" if busy_words(load) else ""
+
+
 def busy_words(load: Mapping | None) -> str | None:
     """One line about a machine that others were busy on, or None; ``load`` as rows have it."""
     if not (load and load["busy"]):

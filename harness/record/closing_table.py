@@ -116,7 +116,8 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
         peak, state = (_size(memory.get(key)) for key in ("peak_bytes", "state_bytes"))
         yield "memory", f"{about}{peak} peak, {state} carried state; allocator: {summary.get('allocator') or '-'}"
     if summary.get("bytes_per_second") is not None:
-        yield "speed", f"{_count(round(summary['bytes_per_second']))} bytes per second of training{_busy(summary)}"
+        speed, mark = _count(round(summary["bytes_per_second"])), cells.busy_mark(summary.get("load"))
+        yield "speed", f"{speed} bytes per second of training{mark}"
     if summary.get("seconds") is not None:
         compiling = summary.get("compile_seconds")
         beside = f", and {compiling:,.1f} s of compiling" if compiling else ""
@@ -135,7 +136,10 @@ def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, 
         parameters, flops, memory = (run.get(key) or {} for key in ("parameters", "flops_per_byte", "memory"))
         row = [f"{label} +" if run.get("source") != summary.get("source") else label, str(run["seed"])]
         row += [*(bits(run, split=split) for split in splits), _short(parameters.get("total"))]
-        measured = [_size(memory.get("peak_bytes")), f"{_short(run.get('bytes_per_second'))}{_busy(run)}"]
+        measured = [
+            _size(memory.get("peak_bytes")),
+            f"{_short(run.get('bytes_per_second'))}{cells.busy_mark(run.get('load'))}",
+        ]
         rows.append([*row, _executed(run), *(measured if _ground(run) == _ground(summary) else "##")])
     heads = (heading, "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
     styles = ["bold" * (run is summary and heading == "variant") for _, run in best_first]
@@ -165,10 +169,6 @@ def _executed(run: dict) -> str:
     name = run.get("evaluation_backend")
     by_whom = f" ({name})" if name and name != run.get("backend") else ""
     return f"{_short((run.get('flops_per_byte') or {}).get('executed'))}{by_whom}"
-
-
-def _busy(run: dict) -> str:
-    return f" {cells.BUSY}" if cells.busy_words(run.get("load")) else ""
 
 
 def _count(number: int | None) -> str:
