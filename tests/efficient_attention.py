@@ -3,7 +3,8 @@
 What is refused or filled with NaN here is what the kernels read, cut or take for granted without a word, from torch 2.13's
 ``mem_eff_attention/kernel_forward.h``, ``kernel_backward.h`` and ``attention_backward.cu``:
 
-- widths, strides and addresses are multiples of 16 bytes, the last stride is 1, masks have the queries' type and all four dimensions;
+- widths, strides and addresses are multiples of 16 bytes, the last stride is 1, masks have the type of the queries and four
+  whole dimensions;
 - the log-sum-exp is float32 and padded with inf to a multiple of 32 queries;
 - the backward takes it for granted that a query's outputs of all heads lie one behind the other, whatever the strides say.
 

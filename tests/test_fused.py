@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.count.flops import count_flops
-from tests.attention_case import assert_near, assert_same, gradients
+from tests.attention_case import assert_same, gradients
 from tests.efficient_attention import backward, forward, pretended
 from tests.window_case import AWKWARD, Case
 from variants.kernels import fused, window

@@ -159,7 +159,7 @@ def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:
         y = sum(x * share for x, share in zip((y, out), shares, strict=True)).to(q.dtype)
         lse = joint
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return tuple(arranged(x, _inverse(order)) for x in (y, lse))
+    return tuple(arranged(x, inverse(order)) for x in (y, lse))
 
 
 def backward(
@@ -186,7 +186,7 @@ def backward(
         a, b, c = ENGINES[g.device.type].backward(g, given.extra_q, *_persistent(given), None, y, lse)
         b, c = (x.sum(0, dtype=lse.dtype) for x in (b, c))
         found |= {"extra_q": a, "extra_k": b, "extra_v": c}
-    back = _inverse(order)
+    back = inverse(order)
     return {name: arranged(found[name], back, name).to(dtype) for name, dtype in dtypes.items()}
 
 
@@ -195,7 +195,8 @@ def by_max_keys(window: Window) -> list[int]:
     return sorted(range(len(window.max_keys)), key=window.max_keys.__getitem__)
 
 
-def _inverse(order: list[int]) -> list[int]:
+def inverse(order: list[int]) -> list[int]:
+    """The order that undoes ``order``."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 
