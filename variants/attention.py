@@ -21,9 +21,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants import backends
+from variants.backends import Need
 from variants.context import VisibleKeys, before, last, trimmed, trimmed_by_head
 from variants.contract import LayerContext, NeededFlops, Part, Spans, State, Sublayer, SublayerOutput, map_state
-from variants.kernels import fused, triton_window, window_cpu
+from variants.kernels import fused, window_cpu
 from variants.kernels.window import PastKV, Persistent, Window, pairs
 
 
@@ -306,52 +307,20 @@ class Attention(Sublayer):
         return backends.attend(backend, q, keys, visible, dropout=rate, limits=limits, past_learns=learns, **same)
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        """Names in the order of preference, of those that compute the same here:
-
-        - ``fused``: torch's flash attention on a CPU, its memory-efficient attention on a GPU (``fused.py``); no learned
-          vector per distance;
-        - ``kernel``: our own, for a CPU (``window_cpu.py``, and there the first) or for a GPU (``triton_window.py``);
-        - ``chunked``: plain PyTorch a few queries at a time (``chunked.py``);
-        - ``plain``: ``window.py``, scores in memory.
-        """
-        fast = ("kernel", "fused") if device.type == "cpu" else ("fused", "kernel")
-        possible = [name for name in fast if not self._obstacles(name, device=device, training=training)]
-        return (*possible, "chunked", "plain") if device.type != "cpu" else (*possible, "plain", "chunked")
+        """Those that compute the same here, in the order of preference; see ``variants/backends.py``."""
+        return backends.possible(self._need(training=training), device)
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """The one that was asked for, or the first of ``backends``; on a GPU the first of those that are plain PyTorch.
+        return backends.choose(self.wanted_backend, self._need(training=training), device)
 
-        Kernels are taken there when they were proven on that very device, by which ``auto`` becomes their name.
-        """
-        if self.wanted_backend == "auto":
-            found = self.backends(device, training=training)
-            return found[0] if device.type == "cpu" else "chunked"
-        obstacles = self._obstacles(self.wanted_backend, device=device, training=training)
-        if obstacles:
-            allowed = ["auto", *self.backends(device, training=training)]
-            raise ValueError(
-                f"runtime.backend={self.wanted_backend} cannot run with {', '.join(obstacles)}: "
-                f"allowed are {', '.join(allowed)}"
-            )
-        return self.wanted_backend
-
-    def _obstacles(self, backend: str, *, device: torch.device, training: bool) -> list[str]:
-        """Why a backend cannot run."""
-        if backend in ("plain", "chunked"):
-            return []
-        on_cpu, by_vectors = device.type == "cpu", backend == "kernel" and self.position.vectors(1) is not None
-        drops = training and self.dropout > 0
-        found = {
-            f"model.dropout={self.dropout}": drops and (backend == "fused" or on_cpu),
-            "spans that depend on the input": not self.span.fusable,
-            "a position scheme whose bias depends on the query": not (self.position.constant_bias or by_vectors),
-            f"runtime.device={device.type}": backend == "fused" and device.type not in ("cpu", "cuda"),
-        }
-        reasons = [name for name, stands in found.items() if stands]
-        if backend == "fused":
-            return reasons
-        missing = window_cpu.available() if on_cpu else triton_window.available(device, torch.float32, self.d_head)
-        return [*reasons, missing] if missing else reasons
+    def _need(self, *, training: bool) -> Need:
+        return Need(
+            d_head=self.d_head,
+            dropout=self.dropout if training else 0.0,
+            spans_of_input=not self.span.fusable,
+            constant_bias=self.position.constant_bias,
+            vectors=self.position.vectors(1) is not None,
+        )
 
     def _stats(
         self,

@@ -1,15 +1,82 @@
-"""Backends of attention: one call, whichever code computes it, for a past that is in one part or in several."""
+"""Backends of attention: which of them compute the same here, and one call, whichever does, for a past in parts.
+
+- ``fused``: torch's flash attention on a CPU, its memory-efficient attention on a GPU (``fused.py``);
+- ``kernel``: our own, for a CPU (``window_cpu.py``, and there the first) or for a GPU (``triton_window.py``);
+- ``chunked``: plain PyTorch a few queries at a time (``chunked.py``);
+- ``plain``: ``window.py``, scores in memory.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from variants.context import VisibleKeys
-from variants.kernels import chunked, operation, window
+from variants.kernels import chunked, fused, operation, triton_window, window, window_cpu
 from variants.kernels.dropout import draw_seed
 from variants.kernels.window import Persistent, Window
 
 TAKE_VECTORS = ("kernel", "chunked")
 """Backends that take a vector per distance as such, in place of a bias that depends on the query."""
+
+
+class Need(NamedTuple):
+    """What a sublayer asks of a backend.
+
+    Attributes:
+        d_head: head width K.
+        dropout: rate on attention weights.
+        spans_of_input: whether spans depend on the input.
+        constant_bias: whether what is added to scores, if anything, is a constant for each head and distance.
+        vectors: whether it is else the query times a vector for each distance.
+    """
+
+    d_head: int
+    dropout: float
+    spans_of_input: bool
+    constant_bias: bool
+    vectors: bool
+
+
+def possible(need: Need, device: torch.device) -> tuple[str, ...]:
+    """Names of the backends that compute what is needed there, in the order of preference."""
+    fast = ("kernel", "fused") if device.type == "cpu" else ("fused", "kernel")
+    plain = ("plain", "chunked") if device.type == "cpu" else ("chunked", "plain")
+    return (*(name for name in fast if not _obstacles(name, need, device)), *plain)
+
+
+def choose(wanted: str, need: Need, device: torch.device) -> str:
+    """The backend that was asked for, or for ``auto`` the first that is possible; on a GPU the first that is plain PyTorch.
+
+    Kernels are taken there when they were proven on that very device, by which ``auto`` becomes their name.
+
+    Raises:
+        ValueError: naming ``runtime.backend`` where what was asked for is not possible.
+    """
+    if wanted == "auto":
+        return possible(need, device)[0] if device.type == "cpu" else "chunked"
+    if obstacles := _obstacles(wanted, need, device):
+        allowed = ", ".join(["auto", *possible(need, device)])
+        raise ValueError(f"runtime.backend={wanted} cannot run with {', '.join(obstacles)}: allowed are {allowed}")
+    return wanted
+
+
+def _obstacles(backend: str, need: Need, device: torch.device) -> list[str]:
+    """Why a backend cannot run."""
+    if backend not in ("fused", "kernel"):
+        return []
+    known = need.constant_bias or (backend == "kernel" and need.vectors)
+    found = {
+        "spans that depend on the input": need.spans_of_input,
+        "a position scheme whose bias depends on the query": not known,
+    }
+    if backend == "fused":
+        missing = fused.obstacle(device, torch.float32, dropout=need.dropout)
+    elif device.type == "cpu":
+        missing = window_cpu.available() or (f"model.dropout={need.dropout}" if need.dropout else None)
+    else:
+        missing = triton_window.available(device, torch.float32, need.d_head)
+    return [name for name, stands in found.items() if stands] + ([missing] if missing else [])
 
 
 def is_operation(backend: str, device: torch.device) -> bool:

@@ -22,7 +22,6 @@ from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
-from variants.contract import State
 
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
 
@@ -58,7 +57,7 @@ class Runtime:
             return model
         compiled = torch.compile(model)
 
-        def segment(tokens: torch.Tensor, state: State = None, **keywords: bool):
+        def segment(tokens: torch.Tensor, state: object = None, **keywords: bool):
             out = compiled(tokens, state, **keywords)
             return out._replace(state=model.trim(out.state))
 

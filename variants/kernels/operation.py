@@ -178,12 +178,17 @@ def _window(limits: Tensor, shift: int, ramp: int) -> Window:
 
 @register_flop_formula(torch.ops.windtunnel.attention_forward, get_raw=True)
 def _forward_flops(backend, limits, shift, ramp, dropout, *tensors, **_) -> int:
-    given = Given(*tensors[:9], dropout)
-    return module(backend).executed_flops(given, _window(limits, shift, ramp))[0]
+    return _flops(backend, Given(*tensors[:8]), _window(limits, shift, ramp))[0]
 
 
 @register_flop_formula(torch.ops.windtunnel.attention_backward, get_raw=True)
 def _backward_flops(backend, limits, shift, ramp, dropout, *tensors, **_) -> int:
-    given, (wanted, own_only) = Given(*tensors[:9], dropout), tensors[-2:]
-    window = _window(limits, shift, ramp)
-    return module(backend).executed_flops(given, window, frozenset(wanted.split()), own_only=own_only)[1]
+    return _flops(backend, Given(*tensors[:8]), _window(limits, shift, ramp))[1]
+
+
+def _flops(backend: str, given: Given, window: Window) -> tuple[int, int]:
+    """Of a forward and of a backward of all that may have a gradient."""
+    (streams, _, rows, width), keys = given.q.shape, given.k.shape[2]
+    persistent = 0 if given.extra_k is None else given.extra_k.shape[1]
+    sizes = {"streams": streams, "rows": rows, "keys": keys, "width": width, "persistent": persistent}
+    return module(backend).executed_flops(window, device=given.q.device, **sizes)
