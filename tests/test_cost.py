@@ -251,7 +251,7 @@ def test_a_checkpoint_is_measured_at_its_learned_spans(here):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("backends=[nope]",), ("backends=['nope']", "auto, plain, fused, kernel")),
+        (("backends=[nope]",), ("backends=['nope']", "auto, plain, chunked, fused, kernel")),
         (("spans=[long]",), ("spans=['long']", "learned, one_long, initial")),
         (("allocators=[]",), ("allocators=[]", "keep, return")),
         (("lengths=[0]",), ("lengths=[0]", "above 0")),
