@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -79,6 +79,7 @@ class Case:
     added: str = "nothing"
     streams: int = 1
     width: int = 16
+    dropout: float = 0.0
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
         heads, rows = len(self.max_keys), self.T
@@ -102,7 +103,7 @@ class Case:
         seen = Window(self.max_keys, self.shift, inputs.get("z"), self.ramp)
         persistent = Persistent(*(inputs[name] for name in ("extra_q", "m_k", "m_v"))) if self.persistent else None
         q, k, v = (inputs[name] for name in "qkv")
-        added: dict[str, Tensor] = {}
+        added: dict[str, Tensor | float] = {}
         if self.added == "bias":
             added["bias"] = torch.randn(
                 len(self.max_keys), max(self.max_keys), generator=torch.Generator().manual_seed(1)
@@ -110,6 +111,8 @@ class Case:
             added["bias"] = added["bias"].to(DEVICE, inputs["q"].dtype if plain else torch.float32)
         if self.added == "vectors":
             added = {"bias": q @ inputs["p"].T} if plain else {"vectors": inputs["p"]}
+        if self.dropout:
+            added |= {"dropout": self.dropout, "seed": torch.tensor(0x2468ACE13579BDF, device=DEVICE)}
         return (window.attend if plain else triton_window.attend)(q, k, v, seen, **added, persistent=persistent)
 
     def compare(
@@ -151,6 +154,22 @@ UGLY = {
 @needs_triton
 @pytest.mark.parametrize("case", UGLY.values(), ids=UGLY)
 def test_kernel_is_the_plain_path(small_blocks, case):
+    case.compare(tolerance=2e-5)
+
+
+@pytest.mark.numeric
+@needs_triton
+@pytest.mark.parametrize("case", UGLY.values(), ids=UGLY)
+def test_kernel_drops_the_weights_of_the_plain_path(small_blocks, case):
+    replace(case, dropout=0.4).compare(tolerance=2e-5)
+
+
+@pytest.mark.numeric
+@needs_triton
+@pytest.mark.parametrize("added", ["nothing", "vectors"])
+@pytest.mark.parametrize("width", [8, 24, 96])
+def test_width_need_not_be_a_power_of_two(small_blocks, width, added):
+    case = Case(T=19, past=7, z=(2.5, 17.0), width=width, persistent=2, streams=2, added=added, dropout=0.1)
     case.compare(tolerance=2e-5)
 
 
@@ -211,8 +230,8 @@ def test_what_it_cannot_do_is_refused(small_blocks):
         attend(q, k, v, Window((4, 4)), vectors=q[0, 0], bias=q.new_zeros(2, 4))
     with pytest.raises(ValueError, match="3 distances: window.max_keys needs 4"):
         attend(q, k, v, Window((4, 4)), vectors=q[0, 0, :3])
-    with pytest.raises(ValueError, match="runtime.backend=kernel cannot run with head width 24"):
-        attend(*(torch.cat([x, x[..., :8]], -1) for x in (q, k, v)), Window((4, 4)))
+    with pytest.raises(ValueError, match="runtime.backend=kernel cannot run with head width 20"):
+        attend(*(torch.cat([x, x[..., :4]], -1) for x in (q, k, v)), Window((4, 4)))
 
 
 def why(q: Tensor) -> str | None:
@@ -227,7 +246,8 @@ def test_available_says_why_not(interpreted, monkeypatch):
     q = q.to(DEVICE)
     assert why(q) is None
     assert "float64" in why(q.double())
-    assert "16, 32, 64, 128" in why(q[:, :48])
+    assert "multiples of 8 up to 128" in why(q[:, :60])
+    assert why(torch.cat([q, q, q[:, :8]], 1)) is not None
     if DEVICE == "cpu":
         assert "interpreter" in why(q.bfloat16())
     monkeypatch.setattr(triton_window._kernels(), "INTERPRETED", False)
@@ -272,7 +292,7 @@ def test_kernels_compile_for_hopper_without_one(tmp_path):
 @pytest.mark.parametrize("width", [64, 128])
 def test_compiled_kernel_is_the_plain_path(width, T, dtype, added):
     """Blocks as in use, at lengths that are and are not multiples of 128."""
-    spans = {"columns": (64, 320, 600, 600), "z": (0.0, 250.5, 600.0, 31.0), "ramp": 32}
+    spans = {"max_keys": (64, 320, 600, 600), "z": (0.0, 250.5, 600.0, 31.0), "ramp": 32}
     case = Case(T=T, past=2 * T, width=width, streams=2, shift=1, persistent=100, added=added, **spans)
     case.compare(dtype=dtype, tolerance=1e-4 if dtype == torch.float32 else 2e-2)
 
