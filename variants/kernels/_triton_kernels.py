@@ -11,6 +11,7 @@ orientation in which the next one needs it and never transposed: Hopper has had 
 Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
     table: added to scores, [H, distances], or None.
+    slopes: [H], times the distance added to scores, or None.
     vectors: p [distances, K], or None.
     max_keys, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
     k_stream: elements from one stream's keys to the next's; 0 where all streams share them.
@@ -78,20 +79,21 @@ def _mix(x):
 @triton.jit
 def _drawn(seed, b, h, t):
     """The dropout's number of each row of weights, uint32; nothing that counts without dropout."""
-    if seed is None:
-        return t
-    word = tl.load(seed)
-    x = _mix(word.to(tl.uint32) ^ (b.to(tl.uint32) * STREAM)) ^ (word >> 32).to(tl.uint32)
-    return _mix(_mix(x ^ (h.to(tl.uint32) * HEAD)) ^ (t.to(tl.uint32) * QUERY))
+    drawn = t
+    if seed is not None:
+        word = tl.load(seed)
+        x = _mix(word.to(tl.uint32) ^ (b.to(tl.uint32) * STREAM)) ^ (word >> 32).to(tl.uint32)
+        drawn = _mix(_mix(x ^ (h.to(tl.uint32) * HEAD)) ^ (t.to(tl.uint32) * QUERY))
+    return drawn
 
 
 @triton.jit
 def _drop(value, seed, drawn, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr):
     """``value`` of pairs at distance x or, where all are seen, with vectors j: 0 where the weight is dropped."""
-    if seed is None:
-        return value
-    number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
-    return tl.where(_mix(drawn ^ (number * KEY)) >= DROP, value * SCALE, 0.0)
+    if seed is not None:
+        number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
+        value = tl.where(_mix(drawn ^ (number * KEY)) >= DROP, value * SCALE, 0.0)
+    return value
 
 
 @triton.jit
@@ -139,9 +141,11 @@ def _near(
 
 
 @triton.jit
-def _in_base_2(scores, x, table, h, distances):
+def _in_base_2(scores, x, table, slopes, h, distances):
     if table is not None:
         scores += tl.load(table + h * distances + tl.minimum(tl.maximum(x, 0), distances - 1))
+    if slopes is not None:
+        scores += tl.load(slopes + h) * x
     return scores * LOG2E
 
 
@@ -159,7 +163,7 @@ def _mask(x, end, ramp):
 
 @triton.jit
 def forward(
-    q, k, v, start, start_lse, y, lse, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
+    q, k, v, start, start_lse, y, lse, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
     k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +195,7 @@ def forward(
             scores = tl.dot(own, tl.trans(_load(k, j, L, K, WIDTH)), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, h, distances)
+            scores = _in_base_2(scores, x, table, slopes, h, distances)
             if part != 1:
                 seen = _seen(x, j[None, :], visible, L, ALL)
                 if far is not None:
@@ -214,7 +218,7 @@ def forward(
 
 @triton.jit
 def query_gradient(
-    g, q, k, v, y, lse, delta, dq, dz, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
+    g, q, k, v, y, lse, delta, dq, dz, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
     k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -248,24 +252,22 @@ def query_gradient(
             scores = tl.dot(own, tl.trans(keys), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, x_first, distances, 1, K, WIDTH, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, h, distances) - joint[:, None]
+            scores = _in_base_2(scores, x, table, slopes, h, distances) - joint[:, None]
             if part != 1:
                 scores = tl.where(_seen(x, j[None, :], visible, L, ALL), scores, float("-inf"))
-            weights = tl.exp2(scores)
             reward = tl.dot(up, tl.trans(_load(v, j, L, K, WIDTH)), input_precision=PRECISION)
-            reward = _drop(reward, seed, drawn, x, j[None, :], ALL, DROP, SCALE) - paid[:, None]
+            change = tl.exp2(scores) * (_drop(reward, seed, drawn, x, j[None, :], ALL, DROP, SCALE) - paid[:, None])
             if part != 1 and far is not None:
                 if dz is not None:
                     # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
-                    span += tl.sum(tl.where((end - x <= ramp) & (x <= end), weights * reward, 0.0), 1)
+                    span += tl.sum(tl.where((end - x <= ramp) & (x <= end), change, 0.0), 1)
                 m = _mask(x, end, ramp)
-                weights = tl.where(m > 0, weights * m, 0.0)
+                change = tl.where(m > 0, change * m, 0.0)
             if dq is not None:
-                change = (weights * reward).to(k.dtype.element_ty)
-                moved = tl.dot(change, keys, moved, input_precision=PRECISION)
+                moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
             if dq is not None and vectors is not None:
                 p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
-                by_distance = tl.gather((weights * reward), tl.minimum(tl.maximum(place, 0), BLOCK - 1), 1)
+                by_distance = tl.gather(change, tl.minimum(tl.maximum(place, 0), BLOCK - 1), 1)
                 by_distance = tl.where((place >= 0) & (place < BLOCK), by_distance, 0.0).to(k.dtype.element_ty)
                 moved = tl.dot(by_distance, p, moved, input_precision=PRECISION)
     if dq is not None:
@@ -276,7 +278,7 @@ def query_gradient(
 
 @triton.jit
 def key_gradient(
-    g, q, k, v, lse, delta, dk, dv, first_key, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
+    g, q, k, v, lse, delta, dk, dv, first_key, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
     k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -305,7 +307,7 @@ def key_gradient(
             scores = tl.dot(keys, tl.trans(own), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, h, distances) - joint[None, :]
+            scores = _in_base_2(scores, x, table, slopes, h, distances) - joint[None, :]
             if part != 1:
                 scores = tl.where(_seen(x, j[:, None], visible, L, ALL), scores, float("-inf"))
             weights = tl.exp2(scores)
@@ -330,7 +332,7 @@ def key_gradient(
 
 @triton.jit
 def vector_gradient(
-    g, q, k, v, lse, delta, dvectors, far, max_keys, order, table, vectors, seed, B, T, L, distances, offset, ramp,
+    g, q, k, v, lse, delta, dvectors, far, max_keys, order, table, slopes, vectors, seed, B, T, L, distances, offset, ramp,
     DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -356,7 +358,7 @@ def vector_gradient(
             place = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
             scores = tl.dot(_load(k + head * L * K, near, L, K, WIDTH), tl.trans(own), input_precision=PRECISION)
             scores = tl.gather(scores, place, 0) + tl.dot(p, tl.trans(own), input_precision=PRECISION)
-            scores = _in_base_2(scores, x[:, None], table, h, distances) - joint[None, :]
+            scores = _in_base_2(scores, x[:, None], table, slopes, h, distances) - joint[None, :]
             seen = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
             weights = tl.exp2(tl.where(seen, scores, float("-inf")))
             if far is not None:

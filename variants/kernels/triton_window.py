@@ -12,6 +12,8 @@ keys can have, from which the diagonals are picked. Every sum has one order: res
 """
 
 import importlib.util
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -53,13 +55,22 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def launch_options(width: int, dtype: torch.dtype, *, vectors: bool) -> dict[str, int]:
+def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: bool) -> dict[str, int]:
     """Rows of a block (queries, keys and distances alike) and how the compiler is to spread them.
 
-    Chosen by the compiler's report for Hopper, so that next to nothing spills out of registers; not by times.
+    The largest with which the compiler spills nothing out of registers on any architecture that
+    ``tests/triton_spills.py`` compiles for, and every warp has rows of its own; not chosen by times.
     """
-    block = 16 if dtype == torch.float32 else 32 if vectors else 64
-    return {"BLOCK": block, "num_warps": 8 if width > 64 and dtype != torch.float32 else 4, "num_stages": 2}
+    wide = padded(width) > 64
+    if dtype == torch.float32 and precision == "ieee":  # by multiply-add: no tensor core
+        return (
+            {"BLOCK": 16, "num_warps": 4, "num_stages": 2}
+            if wide or vectors
+            else {"BLOCK": 32, "num_warps": 8, "num_stages": 2}
+        )
+    if dtype == torch.float32 or wide or vectors:
+        return {"BLOCK": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 255}
+    return {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
 
 
 def attend(
@@ -77,7 +88,7 @@ def attend(
     """The same function as ``window.attend``; ``z`` is ``[H]``.
 
     Args:
-        bias: a constant ``[H, n]`` over columns, added to scores.
+        bias: a constant ``[H, n]`` over columns, added to scores; or ``[H]``, which is added times the column, at no load.
         vectors: p ``[n, K]``, shared by heads, n at least the largest of ``window.max_keys``: adds ``q @ vectors.T``.
         dropout: rate on attention weights.
         seed: of the dropout, int64 ``[]``; needed where the rate is not 0.
@@ -92,9 +103,8 @@ def attend(
     most = max(window.max_keys)
     if vectors is not None and bias is not None:
         raise ValueError("vectors and a bias: the kernel takes one of them")
-    distances = vectors if bias is None else bias.mT  # [n, ..]
-    if distances is not None and len(distances) < most:
-        raise ValueError(f"vectors or bias of {len(distances)} distances: window.max_keys needs {most}")
+    if (distances := _distances(vectors, bias)) and distances < most:
+        raise ValueError(f"vectors or bias of {distances} distances: window.max_keys needs {most}")
     if dropout and seed is None:
         raise ValueError(f"dropout {dropout} without a seed: the kernel draws its mask from one")
     extra = (None, None, None) if persistent is None else persistent
@@ -142,6 +152,58 @@ def backward(
     return {name: gradient.to(getattr(given, name).dtype) for name, gradient in found.items()}
 
 
+def executed_flops(
+    window: Window,
+    far: Sequence[float] | None,
+    *,
+    streams: int,
+    rows: int,
+    keys: int,
+    width: int,
+    persistent: int,
+    vectors: bool,
+    block: int,
+    wanted: frozenset[str] = frozenset(Given._fields),
+    own_only: bool = False,
+) -> tuple[int, int]:
+    """FLOPs that the launches of ``forward`` and of ``backward`` execute: of products of whole tiles, padding included.
+
+    Args:
+        far: z + R of each head; None for a hard window, or where spans have no values.
+        persistent: vectors beside the context, in tiles of as many rows.
+        block: rows of a tile, as ``launch_options`` says.
+        wanted, own_only: as ``backward`` takes them.
+    """
+    starts, offset = range(0, rows, block), keys - rows - window.shift
+    by_queries = by_keys = by_distances = 0
+    for h, most in enumerate(window.max_keys):
+        visible = most if far is None else max(0, min(most, math.floor(far[h]) + 1))
+        for t0 in starts:  # as in _key_blocks
+            first = max(offset + t0 - visible + 1, 0) // block
+            by_queries += max(0, -(-(offset + min(t0 + block, rows)) // block) - first)
+        for j0 in range(keys - rows if own_only else 0, keys, block):  # as in _query_blocks
+            first = max(j0 - offset, 0) // block
+            by_keys += max(0, -(-min(j0 + block - 1 - offset + visible, rows) // block) - first)
+        for x0 in range(0, visible, block):  # as in vector_gradient
+            by_distances += max(0, len(starts) - max(x0 - offset, 0) // block)
+    beside = len(window.max_keys) * len(starts) * -(-persistent // block)
+    near = 2 * vectors  # q . p of the 2 BLOCK distances on a tile's diagonals
+    forward = by_queries * (2 + near) + beside * 2
+    backward = 0
+    if wanted & {"q", "z"}:
+        backward += by_queries * (2 + near + (1 + near) * ("q" in wanted))
+    if pair := wanted & {"k", "v"}:
+        backward += by_keys * (1 + near + ("v" in pair) + 2 * ("k" in pair))
+    if vectors and "vectors" in wanted:
+        backward += by_distances * 6
+    if "extra_q" in wanted:
+        backward += beside * 3
+    if pair := wanted & {"extra_k", "extra_v"}:
+        backward += beside * (1 + ("extra_v" in pair) + 2 * ("extra_k" in pair))
+    tile = 2 * streams * block**2 * padded(width)
+    return forward * tile, backward * tile
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, window, *given):
@@ -168,30 +230,32 @@ def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
     return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (max_keys, order))
 
 
+def _distances(vectors: Tensor | None, bias: Tensor | None) -> int:
+    """How many a table of them has; 0 without one."""
+    if vectors is not None:
+        return len(vectors)
+    return bias.shape[1] if bias is not None and bias.dim() == 2 else 0
+
+
 def _context(given: Given, window: Window) -> dict:
     """What all kernels of the part of the softmax over visible keys are given alike."""
     rows, keys = given.q.shape[2], given.k.shape[2]
-    width, dtype = given.q.shape[-1], given.q.dtype
     max_keys, order = _heads(window.max_keys, given.q.device)
-    distances = given.vectors if given.bias is None else given.bias.mT
-    return (
-        _arguments(given, given.q, given.k, given.v)
-        | {
-            "far": None
-            if given.z is None
-            else (given.z + window.ramp).float(),  # as in soft_mask: sides of kinks agree
-            "max_keys": max_keys,
-            "order": order,
-            "table": None if given.bias is None else given.bias.float().contiguous(),
-            "vectors": None if given.vectors is None else given.vectors.to(dtype).contiguous(),
-            "distances": 0 if distances is None else len(distances),
-            "offset": keys - rows - window.shift,
-            "ramp": window.ramp,
-            "k_stream": given.k[0].numel(),
-            "ALL": False,
-        }
-        | launch_options(width, dtype, vectors=given.vectors is not None)
-    )
+    table, slopes = (given.bias, None) if given.bias is None or given.bias.dim() == 2 else (None, given.bias)
+    far = None if given.z is None else (given.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
+    return _arguments(given, given.q, given.k, given.v) | {
+        "far": far,
+        "max_keys": max_keys,
+        "order": order,
+        "table": None if table is None else table.float().contiguous(),
+        "slopes": None if slopes is None else slopes.float().contiguous(),
+        "vectors": None if given.vectors is None else given.vectors.to(given.q.dtype).contiguous(),
+        "distances": _distances(given.vectors, given.bias),
+        "offset": keys - rows - window.shift,
+        "ramp": window.ramp,
+        "k_stream": given.k[0].numel(),
+        "ALL": False,
+    }
 
 
 def _beside(given: Given) -> dict:
@@ -204,11 +268,12 @@ def _beside(given: Given) -> dict:
 def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Arguments of kernels with which every key is seen."""
     width, rate = q.shape[-1], given.dropout
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     return {
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
         "v": v.to(q.dtype).contiguous(),
-        **dict.fromkeys(("far", "table", "vectors")),
+        **dict.fromkeys(("far", "table", "slopes", "vectors")),
         "seed": given.seed if rate else None,
         "T": q.shape[2],
         "L": k.shape[-2],
@@ -218,8 +283,8 @@ def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
         "K": width,
         "WIDTH": padded(width),
         "ALL": True,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-    } | launch_options(width, q.dtype, vectors=False)
+        "PRECISION": precision,
+    } | launch_options(width, q.dtype, precision=precision, vectors=given.vectors is not None)
 
 
 def padded(width: int) -> int:
