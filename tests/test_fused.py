@@ -54,6 +54,35 @@ def test_bfloat16_is_rounded_where_plain_is(engine):
         assert (mine - exactly).norm() <= 2 * (plain - exactly).norm()
 
 
+def test_parts_are_merged_before_they_are_rounded(engine):
+    """Values of 1 in the context and of -1 beside it, all weights equal: (n - N) / (n + N), in which much cancels."""
+    case = Case(T=100, max_keys=(100,), persistent=33, width=8, dtype=torch.bfloat16, streams=1)
+    inputs = {name: torch.zeros_like(x) for name, x in case.inputs().items()}
+    inputs |= {"v": torch.ones_like(inputs["v"]), "extra_v": -torch.ones_like(inputs["extra_v"])}
+    n = torch.arange(1.0, 101)[:, None]
+    torch.testing.assert_close(
+        case.call(fused.attend, inputs)[0, 0].float(), ((n - 33) / (n + 33)).expand(-1, 8), rtol=2**-8, atol=1e-6
+    )
+
+
+def test_gradients_of_keys_are_summed_before_they_are_rounded(engine, monkeypatch):
+    case = Case(T=600, max_keys=(600,), dtype=torch.bfloat16, streams=1)
+    given, seen = Given(**{name: x.detach() for name, x in case.inputs().items()}), case.hard()
+    y, saved = fused.forward(given, seen)
+    real, parts = fused.ENGINES["cpu"], []
+
+    def recorded(*arguments):
+        parts.append(real.backward(*arguments))
+        return parts[-1]
+
+    monkeypatch.setitem(fused.ENGINES, "cpu", real._replace(backward=recorded))
+    found = fused.backward(torch.ones_like(y), y, saved, given, seen, frozenset({"k"}))["k"]
+    total = torch.zeros(given.k.shape)
+    for (_, _, low, high), part in zip(fused.chunks(600, 600, 600, 0), parts, strict=True):
+        total[:, :, low:high] += part[1]
+    assert len(parts) == 5 and torch.equal(found, total.bfloat16())
+
+
 def test_what_is_not_wanted_is_not_computed(engine, monkeypatch):
     case = AWKWARD["all"]
     inputs = {name: x.detach() for name, x in case.inputs().items()}
@@ -136,12 +165,14 @@ def test_executed_flops_are_those_of_the_calls(case, engine):
     assert tuple(count_flops(call).total for call in calls) == said
 
 
-def test_where_it_cannot_run():
+def test_where_it_cannot_run(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert fused.obstacle(cpu, torch.float64) is fused.obstacle(cuda, torch.bfloat16) is None
     assert fused.obstacle(torch.device("mps"), torch.float32) == "runtime.device=mps"
     assert fused.obstacle(cuda, torch.float64) == "float64 on a GPU"
     assert fused.obstacle(cpu, torch.float32, dropout=0.1) == "model.dropout=0.1"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert fused.obstacle(cuda, torch.bfloat16) == "torch for ROCm"
 
 
 def test_a_blind_query_is_nobodys_question(engine):

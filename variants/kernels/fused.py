@@ -59,10 +59,9 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
 
 def _efficient_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
     g, q_, k_, v_, y = _aligned(g, q, k, v, y)
-    y = (
-        y.transpose(1, 2).contiguous().transpose(1, 2)
-    )  # outputs are read as laid out by the forward, whatever strides say
-    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()  # read to whole blocks of 32 queries
+    # Outputs are read as the forward lays them out, whatever strides say, and log-sum-exps to whole blocks of 32 queries.
+    y = y.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
     drawn = torch.zeros((), dtype=torch.int64)  # the state of dropout's generator, which is not read without dropout
     dropout, wanted = 0.0, [True, True, True, False]
     operation = torch.ops.aten._scaled_dot_product_efficient_attention_backward
@@ -140,8 +139,7 @@ class Differentiable(torch.autograd.Function):
 
 
 def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``, which is inf where a query sees nothing: weights 0 in the
-    backward.
+    """Output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``: 0 and -inf where a query sees nothing.
 
     Keys that no query sees are not read. Keys and values have the type of the queries.
     """
@@ -158,7 +156,6 @@ def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:
         shares = ((x - joint).exp()[..., None] for x in (lse, part))
         y = sum(x * share for x, share in zip((y, out), shares, strict=True)).to(q.dtype)
         lse = joint
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     return tuple(arranged(x, inverse(order)) for x in (y, lse))
 
 
