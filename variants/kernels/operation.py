@@ -17,13 +17,16 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from variants.kernels import fused, triton_window
 from variants.kernels.given import Given
 from variants.kernels.window import Persistent, Window
 
 LEARNED = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors")
 """Of a ``Given``, what may have a gradient."""
+WANTED = frozenset(LEARNED)
 
 
 def attend(
@@ -58,11 +61,8 @@ def attend(
     return y
 
 
-def module(backend: str) -> ModuleType:
-    """The code behind a name."""
-    from variants.kernels import fused, triton_window
-
-    return {"fused": fused, "kernel": triton_window}[backend]
+MODULES: dict[str, ModuleType] = {"fused": fused, "kernel": triton_window}
+"""The code behind a name."""
 
 
 @torch.library.custom_op("windtunnel::attention_forward", mutates_args=())
@@ -87,7 +87,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]``, and what the backward pass needs beside it ``[B, H, T]``."""
     given = _given(q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, dropout, seed)
-    y, saved = module(backend).forward(given, _window(limits, shift, ramp))
+    y, saved = MODULES[backend].forward(given, _window(limits, shift, ramp))
     return y.contiguous(), saved.contiguous()
 
 
@@ -123,7 +123,7 @@ def _backward(
     """Gradients of the tensors whose names are ``wanted``, in their order; with ``own_only`` of the segment's own keys."""
     given = _given(q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, dropout, seed)
     names = wanted.split()
-    found = module(backend).backward(
+    found = MODULES[backend].backward(
         g, y, saved, given, _window(limits, shift, ramp), frozenset(names), own_only=own_only
     )
     return [found[name].to(getattr(given, name).dtype).contiguous() for name in names]
@@ -178,17 +178,29 @@ def _window(limits: Tensor, shift: int, ramp: int) -> Window:
 
 @register_flop_formula(torch.ops.windtunnel.attention_forward, get_raw=True)
 def _forward_flops(backend, limits, shift, ramp, dropout, *tensors, **_) -> int:
-    return _flops(backend, Given(*tensors[:8]), _window(limits, shift, ramp))[0]
+    return _flops(backend, Given(*tensors[:8]), _window(limits, shift, ramp), WANTED)[0]
 
 
 @register_flop_formula(torch.ops.windtunnel.attention_backward, get_raw=True)
 def _backward_flops(backend, limits, shift, ramp, dropout, *tensors, **_) -> int:
-    return _flops(backend, Given(*tensors[:8]), _window(limits, shift, ramp))[1]
+    wanted, own_only = tensors[-2:]
+    window = _window(limits, shift, ramp)
+    return _flops(backend, Given(*tensors[:8]), window, frozenset(wanted.split()), own_only=own_only)[1]
 
 
-def _flops(backend: str, given: Given, window: Window) -> tuple[int, int]:
-    """Of a forward and of a backward of all that may have a gradient."""
+def _flops(
+    backend: str, given: Given, window: Window, wanted: frozenset[str], *, own_only: bool = False
+) -> tuple[int, int]:
+    """FLOPs that a forward and a backward execute."""
     (streams, _, rows, width), keys = given.q.shape, given.k.shape[2]
     persistent = 0 if given.extra_k is None else given.extra_k.shape[1]
     sizes = {"streams": streams, "rows": rows, "keys": keys, "width": width, "persistent": persistent}
-    return module(backend).executed_flops(window, device=given.q.device, **sizes)
+    if backend == "fused":
+        return fused.executed_flops(window, device=given.q.device, **sizes)
+    z, vectors = given.z, given.vectors is not None
+    known = z is not None and not isinstance(z, FakeTensor)
+    far = (z.detach() + window.ramp).tolist() if known else None  # waits for the device: whoever counts is not timed
+    block = triton_window.block(given)
+    return triton_window.executed_flops(
+        window, far, vectors=vectors, block=block, wanted=wanted, own_only=own_only, **sizes
+    )

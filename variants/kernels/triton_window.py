@@ -287,6 +287,11 @@ def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
     } | launch_options(width, q.dtype, precision=precision, vectors=given.vectors is not None)
 
 
+def block(given: Given) -> int:
+    """Rows of a tile."""
+    return _arguments(given, given.q, given.k, given.v)["BLOCK"]
+
+
 def padded(width: int) -> int:
     """Columns of a head in registers."""
     return max(16, 1 << (width - 1).bit_length())
