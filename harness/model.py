@@ -6,6 +6,7 @@ counts bytes of each stream and ``states`` holds one state a sublayer.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -157,9 +158,13 @@ class LanguageModel(nn.Module):
         return ModelOut(logits, (start + tokens.shape[1], tuple(after)), loss, stats)
 
     def project_(self) -> None:
-        """Every sublayer's parameters back into their range."""
-        for _, sublayer in self.sublayers():
-            sublayer.project_()
+        """Every sublayer's parameters back into their range; one copy tells the host all that shapes follow from."""
+        found = [(sublayer, sublayer.bound_()) for _, sublayer in self.sublayers()]
+        found = [(sublayer, values) for sublayer, values in found if values is not None]
+        if found:
+            told = iter(torch.cat([values for _, values in found]).tolist())
+            for sublayer, values in found:
+                sublayer.decide(list(islice(told, len(values))))
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
         """``"layers.0.attention.span"`` to numbers or lists of them, one a head, from summed statistics."""

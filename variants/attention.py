@@ -12,7 +12,7 @@ detached, as far back as the window reaches. Shapes describe the state: a shorte
 kernel every head of ``cache: kv`` carries its own, so that the state goes by the mean span and not by the longest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -50,6 +50,14 @@ class AttentionSpan(Spans):
 
     def project_(self) -> None:
         """Parameters into their range, and ``max_keys`` from them."""
+
+    def bound_(self) -> Tensor | None:
+        """As ``Sublayer`` has it, and ``decide``."""
+        self.project_()
+        return None
+
+    def decide(self, values: Sequence[float]) -> None:
+        raise NotImplementedError
 
     def stats(self, z: Tensor | None) -> dict[str, Tensor]:
         """Statistics of one segment that add."""
@@ -269,6 +277,12 @@ class Attention(Sublayer):
 
     def project_(self) -> None:
         self.span.project_()
+
+    def bound_(self) -> Tensor | None:
+        return self.span.bound_()
+
+    def decide(self, values: Sequence[float]) -> None:
+        self.span.decide(values)
 
     def set_span(self, span: int) -> None:
         if span < 1 or span > self.position.longest:

@@ -125,6 +125,20 @@ class Sublayer(nn.Module):
     def project_(self) -> None:
         """Bring parameters back into their legal range. Idempotent; after init, load and every optimizer step."""
 
+    def bound_(self) -> Tensor | None:
+        """``project_`` as far as a device goes without its host, which would wait for it.
+
+        Returns: what the host must know of the parameters for the shapes of the next step, ``[n]`` on the device, or None.
+            The model copies that of all sublayers at once and gives each its own by ``decide``. A mechanism whose shapes
+            follow from parameters overrides all three, so that ``project_`` does both.
+        """
+        self.project_()
+        return None
+
+    def decide(self, values: Sequence[float]) -> None:
+        """Shapes from the values that ``bound_`` returned."""
+        raise NotImplementedError
+
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Named numbers (or small tensors, one entry a head) from summed statistics; ``stats`` may be empty."""
         return {}
