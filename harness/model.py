@@ -142,6 +142,7 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
         """Predict the byte after each of ``tokens`` (int64 ``[B, T]``), given the ``state`` of what came before."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
+        start = start.view_as(start)  # by which layers share what they make for this pass, and for no other
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
         loss, after, stats = x.new_zeros((), dtype=torch.float32), [], {}

@@ -195,7 +195,7 @@ class Position(nn.Module):
     """A position scheme. Made once a sublayer, and once with ``d_head=0`` for the embedding of the input.
 
     Positions are given by ``start`` alone, because a segment's positions are consecutive: a scheme can then compute
-    ``start`` in float64 and everything else relative to it, so that stream position 10**7 is as exact as 0.
+    ``start`` in whole numbers and everything else relative to it, so that stream position 10**7 is as exact as 0.
     """
 
     relative: bool = True
