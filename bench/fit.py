@@ -9,10 +9,12 @@ libraries take for themselves (a CUDA context is about half a GiB, its allocator
 the corpus and freed blocks that the C library keeps. Learned spans are as they start (worse: ``conf/fit.yaml``).
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -20,6 +22,9 @@ from rich.console import Console
 
 from bench import CONF
 from harness.compose.cli import run_command
+
+if TYPE_CHECKING:
+    from harness.plan.build import Plan  # torch comes with it: not for --help
 
 OWN = ("hardware", "device_memory", "largest", "peak_tflops", "bandwidth_gbs", "devices")
 MOST = 2**20
@@ -57,7 +62,7 @@ def main(cfg: DictConfig) -> None:
     from harness.record.table import print_table
 
     own = own_keys(cfg, *OWN)
-    plan = bench_plan(cfg)
+    plan = _settled(bench_plan(cfg))
     hardware = choose(own, device=plan.runtime.device, precision=plan.runtime.precision)
     asked = _asked(own["largest"], hardware)
     passed(plan)
@@ -74,6 +79,17 @@ def main(cfg: DictConfig) -> None:
     (table,) = fit_tables([row])
     print_table(for_terminal(table))
     print(f"rows: {file.path}")
+
+
+def _settled(plan: "Plan") -> "Plan":
+    """With what ``auto`` means on the device that is predicted; uncompiled, which is what is predicted of a GPU."""
+    from harness.device.choice import Abilities, abilities, settled
+
+    def of(device: str) -> Abilities:
+        on_cpu = device.partition(":")[0] == "cpu"
+        return abilities("cpu") if on_cpu else Abilities("cuda", bfloat16=True, compiles=False)
+
+    return dataclasses.replace(plan, runtime=settled(plan.runtime, of=of))
 
 
 def parse_memory(value: object, *, key: str) -> int:

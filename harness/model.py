@@ -6,6 +6,7 @@ counts bytes of each stream and ``states`` holds one state a sublayer.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -141,6 +142,7 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
         """Predict the byte after each of ``tokens`` (int64 ``[B, T]``), given the ``state`` of what came before."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
+        start = start.view_as(start)  # by which layers share what they make for this pass, and for no other
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
         loss, after, stats = x.new_zeros((), dtype=torch.float32), [], {}
@@ -162,9 +164,13 @@ class LanguageModel(nn.Module):
         return start, tuple(s.trim(own) for (_, s), own in zip(self.sublayers(), states, strict=True))
 
     def project_(self) -> None:
-        """Every sublayer's parameters back into their range."""
-        for _, sublayer in self.sublayers():
-            sublayer.project_()
+        """Every sublayer's parameters back into their range; one copy tells the host all that shapes follow from."""
+        found = [(sublayer, sublayer.bound_()) for _, sublayer in self.sublayers()]
+        found = [(sublayer, values) for sublayer, values in found if values is not None]
+        if found:
+            told = iter(torch.cat([values for _, values in found]).tolist())
+            for sublayer, values in found:
+                sublayer.decide(list(islice(told, len(values))))
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
         """``"layers.0.attention.span"`` to numbers or lists of them, one a head, from summed statistics."""

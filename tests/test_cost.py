@@ -18,7 +18,14 @@ from harness.record.cells import LEAST_CALLS, significant
 from tests.command import Ended, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.composing import CONF, compose_config
 
-TINY = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.threads=1")
+TINY = (
+    "model.d_model=32",
+    "model.layers=2",
+    "model.heads=2",
+    "runtime.device=cpu",
+    "runtime.precision=float32",
+    "runtime.threads=1",
+)
 QUICK = ("rounds=1", "seconds=0.01", "allocators=[keep]")
 TOY = """import time
 import torch

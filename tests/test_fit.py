@@ -18,7 +18,7 @@ from tests.command import ROOT, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import TINY, plan
 
 GIB, MIB = 2**30, 2**20
-ON_CPU = ("runtime.device=cpu", "runtime.threads=1")
+ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 HANGS_SECONDS = 600
 
 MEASURE = """

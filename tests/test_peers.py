@@ -44,7 +44,7 @@ TINY = (
         "persistent=8",
     ),
     *("memory.half_keys=32", "memory.top_k=4", "memory.heads=2", "memory.d_query=8", "rounds=2", "seconds=0.01"),
-    *("runtime.device=cpu", "runtime.threads=1", "data.bytes=20000"),
+    *("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1", "data.bytes=20000"),
 )
 PEERS = [name for name, peer in PACKAGES.items() if name != "reference_model" and peer.device is None]
 
@@ -340,7 +340,15 @@ def test_a_table_from_the_command_line(here, monkeypatch):  # noqa: F811
 
 def test_the_layer_alone(here):  # noqa: F811
     sizes = ("model.d_model=16", "batch.segment=32", "sizes.half_keys=[8]", "memory.top_k=4", "memory.d_query=8")
-    words = ("lineup=layer", *sizes, "rounds=1", "seconds=0.01", "runtime.device=cpu", "runtime.threads=1")
+    words = (
+        "lineup=layer",
+        *sizes,
+        "rounds=1",
+        "seconds=0.01",
+        "runtime.device=cpu",
+        "runtime.precision=float32",
+        "runtime.threads=1",
+    )
     ended = call("bench/peers.py", *words, "data.bytes=20000")
     assert ended.code == 0, ended.err
     *package, ours, returned = rows_in(here)
@@ -375,7 +383,7 @@ def test_the_layer_alone(here):  # noqa: F811
 )
 def test_a_mistake_ends_with_2_before_anything_runs(here, words, parts, monkeypatch):  # noqa: F811
     monkeypatch.setattr("bench.baselines.rounds.compete", missing)
-    ended = call("bench/peers.py", *words, "runtime.device=cpu", "runtime.threads=1")
+    ended = call("bench/peers.py", *words, "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
     assert ended.code == 2 and all(part in ended.err for part in parts), ended.err
     assert "Traceback" not in ended.err and not list(here.iterdir())
 

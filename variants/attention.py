@@ -13,7 +13,7 @@ spans carry pasts of their own in ``cache: kv``, so that the state goes by the m
 the plain backend.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,14 @@ class AttentionSpan(Spans):
 
     def project_(self) -> None:
         """Parameters into their range, and ``max_keys`` from them."""
+
+    def bound_(self) -> Tensor | None:
+        """As ``Sublayer`` has it, and ``decide``."""
+        self.project_()
+        return None
+
+    def decide(self, values: Sequence[float]) -> None:
+        raise NotImplementedError
 
     def stats(self, z: Tensor | None) -> dict[str, Tensor]:
         """Statistics of one segment that add."""
@@ -342,6 +350,12 @@ class Attention(Sublayer):
 
     def project_(self) -> None:
         self.span.project_()
+
+    def bound_(self) -> Tensor | None:
+        return self.span.bound_()
+
+    def decide(self, values: Sequence[float]) -> None:
+        self.span.decide(values)
 
     def set_span(self, span: int) -> None:
         if span < 1 or span > self.position.longest:

@@ -133,6 +133,20 @@ class Sublayer(nn.Module):
     def project_(self) -> None:
         """Bring parameters back into their legal range. Idempotent; after init, load and every optimizer step."""
 
+    def bound_(self) -> Tensor | None:
+        """``project_`` as far as a device goes without its host, which would wait for it.
+
+        Returns: what the host must know of the parameters for the shapes of the next step, ``[n]`` on the device, or None.
+            The model copies that of all sublayers at once and gives each its own by ``decide``. A mechanism whose shapes
+            follow from parameters overrides all three, so that ``project_`` does both.
+        """
+        self.project_()
+        return None
+
+    def decide(self, values: Sequence[float]) -> None:
+        """Shapes from the values that ``bound_`` returned."""
+        raise NotImplementedError
+
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Named numbers (or small tensors, one entry a head) from summed statistics; ``stats`` may be empty."""
         return {}
@@ -189,7 +203,7 @@ class Position(nn.Module):
     """A position scheme. Made once a sublayer, and once with ``d_head=0`` for the embedding of the input.
 
     Positions are given by ``start`` alone, because a segment's positions are consecutive: a scheme can then compute
-    ``start`` in float64 and everything else relative to it, so that stream position 10**7 is as exact as 0.
+    ``start`` in whole numbers and everything else relative to it, so that stream position 10**7 is as exact as 0.
     """
 
     relative: bool = True

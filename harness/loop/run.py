@@ -164,6 +164,7 @@ class Run:
     def _left_seconds(self) -> float | None:
         """Until the end, scoring included; before a validation has been timed a forward takes a third of a step."""
         training, fraction = self.training, self.training.fraction
+        training.settle()
         if not fraction:
             return None
         rate = self._scored_bytes_per_second or 3 * training.bytes_per_second

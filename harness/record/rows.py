@@ -32,7 +32,7 @@ SUMMARY_KEYS += ("capped", "flops_per_byte", "memory", "backend", "precision", "
 SUMMARY_KEYS += ("evaluation_backend", "allocator", "load", "config_hash", "command")
 """What every summary has; None where the run did not get that far."""
 
-GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions", "processes")
+GROUND = ("device", "device_kind", "threads", "precision", "tf32", "compile", "versions", "processes")
 GROUND += ("machine", "allocator", "instruction_set", "environment")
 """What time and memory depend on beside the code and the backend."""
 
