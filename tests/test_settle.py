@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from harness.device import first_use, runtime

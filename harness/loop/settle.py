@@ -120,13 +120,13 @@ def device_facts(plan: Plan, where: Runtime) -> dict[str, object]:
         | {key: modes[key] for key in MODES if key in modes}
         | {"precision": where.precision, "compile": where.compile}
         | {"capability": torch.cuda.get_device_capability(where.device) if accelerator else None}
-        | {"products": _products()}
+        | {"products": products()}
         | {"environment": {name: os.environ[name] for name in VARIABLES if name in os.environ}}
         | {"source": source.digest_of_mechanisms(plan.trust)}
     )
 
 
-def _products() -> str:
+def products() -> str:
     """How float32 factors are multiplied, which torch says by one of two interfaces and refuses by the other."""
     try:
         return torch.get_float32_matmul_precision()
