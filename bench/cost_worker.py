@@ -24,6 +24,7 @@ from harness.data.corpora import Streams
 from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
+from harness.loop.settle import settled
 from harness.loop.step import Trainer
 from harness.loop.train_state import backend_of
 from harness.model import LanguageModel
@@ -64,6 +65,7 @@ class Subject:
     def __init__(self, task: Task):
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)
         self.runtime = runtime.start(self.plan.runtime)
+        self.plan = settled(self.plan, self.runtime)
         self.device, self.span, b = self.runtime.device, task.span, self.plan.batch
         self.corpus = corpora.load(**self.plan.data)
         train = self.corpus.splits["train"]
@@ -91,6 +93,7 @@ class Subject:
         return {
             "backend": backend_of(m, self.runtime),
             "evaluation_backend": backend_of(m, self.runtime, training=False),
+            "backend_choice": self.plan.backend_choice,
             "parameters": {
                 "total": sum(p.numel() for p in m.parameters()),
                 "touched": m.touched_parameters(),

@@ -121,7 +121,8 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "interleaved": together > 1,
         "time": {"first_steps_s": memory.pop("first_steps_s", None), **times},
     }
-    nothing = dict.fromkeys(("evaluation_backend", "parameters", "spans", "spans_from", "flops", "bytes_moved"))
+    unknown = ("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops", "bytes_moved")
+    nothing = dict.fromkeys(unknown)
     backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
     row = {"backend": backend} | nothing | measured | cell.found | {"memory": memory}
     return row | {"utilisation": utilisation(row)}

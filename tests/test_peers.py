@@ -49,11 +49,13 @@ TINY = (
 PEERS = [name for name, peer in PACKAGES.items() if name != "reference_model" and peer.device is None]
 
 
-def proved(model: nn.Module) -> dict[str, str]:
+def proved(model: nn.Module, *, plain: nn.Module | None = None) -> dict[str, str]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, (2, 17), generator=generator)
     loss = partial(F.cross_entropy, target=tokens[:, 1:].flatten())
-    return prove(Probe(model=model, outputs=model, inputs=tokens[:, :-1], loss=lambda y: loss(y.flatten(0, 1))))
+    same = {"inputs": tokens[:, :-1], "loss": lambda y: loss(y.flatten(0, 1))}
+    beside = None if plain is None else lambda: Probe(model=plain, outputs=plain, **same)
+    return prove(Probe(model=model, outputs=model, plain=beside, **same))
 
 
 class Toy(nn.Module):
@@ -117,6 +119,28 @@ def test_what_a_spoilt_toy_breaks_is_named(fault, check, reason):
     assert passed(proved(Toy()))
     found = proved(Toy(fault))
     assert reason in found[check] and not passed(found)
+
+
+class SingleOnly(Toy):
+    """As a kernel that has no float64, and says so as ours do."""
+
+    def forward(self, tokens):
+        if self.head.weight.dtype != torch.float32:
+            raise ValueError("torch.float64: the kernel takes torch.float32")
+        return super().forward(tokens)
+
+
+def test_a_kernel_without_float64_is_proved_in_float32_and_its_plain_form_in_float64():
+    def checked(fault: str = "", **plain) -> dict[str, str]:
+        return proved(SingleOnly(fault), **plain)
+
+    alone = checked()
+    assert passed(alone) and "no finite difference" in alone["gradients"] and "float32 only" in alone["causal"]
+    beside = checked(plain=Toy())
+    assert passed(beside) and beside["gradients"].endswith("the kernel takes torch.float32; in plain PyTorch ok)")
+    assert checked(plain=Toy("gradient"))["gradients"].startswith("in plain PyTorch: along one direction")
+    assert "unused" in checked("unused", plain=Toy())["gradients"]
+    assert "moved the output at" in checked("leaks", plain=Toy())["causal"]
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -9,12 +9,14 @@ How to add a mechanism, in ten lines: see ``variants/__init__.py``. The promises
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor, nn
+
+from variants.kernels.proof import Proof
 
 State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference cannot stand beside |
 """Dimension 0 of every tensor is streams: the harness may slice, index and concatenate it. Otherwise opaque."""
@@ -160,6 +162,29 @@ class Sublayer(nn.Module):
     def backend(self, device: torch.device, *, training: bool) -> str:
         """The code that would run there: ``plain``, ``fused``, ... ValueError where what was asked for cannot run."""
         return "plain"
+
+    def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
+        """The code that would compute the same there by its own word, in order of preference. Nothing is run.
+
+        On a device where nothing was tested, what is preferred must be proven first: see ``prove``.
+        """
+        return ("plain",)
+
+    def prove(self, backend: str, device: torch.device, *, precision: str, deterministic: bool) -> Iterable[Proof]:
+        """Run one of ``backends`` there beside ``plain`` in float64, value and every gradient: one proof a case.
+
+        A backend without a case is not proven, and one that raises has failed.
+
+        Args:
+            precision: ``float32`` or ``bfloat16``, as ``runtime.precision`` has it.
+            deterministic: whether two runs must agree in every bit.
+        """
+        return []
+
+    def proof_class(self) -> dict[str, object] | None:
+        """What of its configuration ``prove`` depends on, as values of JSON: sublayers in which all of it is equal share
+        verdicts. None for everything."""
+        return None
 
     def touched_parameters(self) -> int:
         """Parameters read per byte; fewer than there are where a table is looked up."""

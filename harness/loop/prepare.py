@@ -17,6 +17,7 @@ from harness.data import corpora
 from harness.device import choice, runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.run import Run, recording
+from harness.loop.settle import settled
 from harness.loop.train_state import TrainState
 from harness.optim.budget import Spent
 from harness.plan.build import Plan, hydra_facts, plan_run
@@ -45,6 +46,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
             lease = runtime.take_gpu(plan.runtime) if processes.world_size == 1 else None
             held.callback(lease.release if lease else lambda: None)
             device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
+        plan = settled(plan, device, recorded=_recorded(place))
+        with processes.fail_together():
             _warm(plan, corpus, device)
             runtime.forget_earlier_jobs()
             peak = PeakMemory(device.device)
@@ -65,6 +68,11 @@ def planned(cfg: DictConfig, **facts: object) -> Plan:
     own = choice.settled(plan.runtime)
     words = plan.config["runtime"] | {"precision": own.precision, "compile": own.compile}
     return dataclasses.replace(plan, runtime=own, config=plan.config | {"runtime": words})
+
+
+def _recorded(place: folder.RunFolder) -> dict | None:
+    """How the run that is gone on with has chosen its backend."""
+    return read_rows(place.path / RECORD)[0].get("backend_choice") if place.checkpoint else None
 
 
 def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:

@@ -46,6 +46,7 @@ def identity(training: TrainState, whose: Identity, *, command: str) -> dict:
         "optimizers": training.optimizers.describe(),
         "backend": training.backend,
         "evaluation_backend": training.evaluation_backend,
+        "backend_choice": plan.backend_choice,
     }
 
 
