@@ -24,7 +24,8 @@ from tests.attention_case import (
 )
 from tests.reference.adaptive_span import dynamic_fractions, span_loss
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan, bucket
-from variants.attention import Attention, FixedSpan
+from variants.attention import Attention
+from variants.attention_parts import FixedSpan
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", "fused"])
 

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from harness.plan.instantiate import keywords, resolve
 from variants.adaptive_span import AdaptiveSpan
-from variants.attention import Attention, AttentionSpan
+from variants.attention import Attention
+from variants.attention_parts import AttentionSpan
 from variants.contract import Part, Position, Sublayer, SublayerOutput
 
 MINE = ("tests.test_targets",)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from variants.attention import AttentionSpan
+from variants.attention_parts import AttentionSpan
 from variants.contract import LayerContext
 
 

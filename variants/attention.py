@@ -13,7 +13,7 @@ spans carry pasts of their own in ``cache: kv``, so that the state goes by the m
 the plain backend.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,89 +21,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants import backends
+from variants.attention_parts import AttentionSpan, FixedSpan, PersistentVectors
 from variants.backends import Need
 from variants.context import VisibleKeys, before, last, trimmed, trimmed_by_head
-from variants.contract import LayerContext, NeededFlops, Part, Spans, State, Sublayer, SublayerOutput, map_state
+from variants.contract import LayerContext, NeededFlops, Proof, State, Sublayer, SublayerOutput, map_state
 from variants.kernels import fused, window_cpu
 from variants.kernels.window import PastKV, Persistent, Window, pairs
-
-
-class AttentionSpan(Spans):
-    """How far each head looks. The base class looks S keys back, everywhere, with a hard edge.
-
-    ``max_keys`` are decided in ``project_`` and rounded up, so that a forward pass never waits for a parameter's value.
-    """
-
-    ramp: int = 0
-    fusable: bool = True
-
-    def __init__(self, context: LayerContext):
-        super().__init__()
-        self.span, self.heads = context.span, context.heads
-        self.max_keys = (context.span,) * context.heads
-
-    def forward(self, x: Tensor) -> Tensor | None:
-        """Spans z in keys for the sublayer's input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard window."""
-        return None
-
-    def loss(self, z: Tensor | None) -> Tensor | None:
-        """What the spans cost, nats per byte, already weighted."""
-        return None
-
-    def project_(self) -> None:
-        """Parameters into their range, and ``max_keys`` from them."""
-
-    def bound_(self) -> Tensor | None:
-        """As ``Sublayer`` has it, and ``decide``."""
-        self.project_()
-        return None
-
-    def decide(self, values: Sequence[float]) -> None:
-        raise NotImplementedError
-
-    def stats(self, z: Tensor | None) -> dict[str, Tensor]:
-        """Statistics of one segment that add."""
-        return {}
-
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return {}
-
-    @property
-    def max_keys(self) -> tuple[int, ...]:
-        """Keys that each head may see."""
-        return self._max_keys
-
-    @max_keys.setter
-    def max_keys(self, number: tuple[int, ...]) -> None:
-        self._max_keys, self.limits = number, torch.tensor(number)  # the same for graphs of which it is no constant
-
-    def carried(self) -> tuple[int, ...]:
-        """Keys that may be visible at the next segment, for each head, after an optimizer step between."""
-        return self.max_keys
-
-    def set_span(self, span: int) -> None:
-        """Look ``span`` keys back from now on."""
-        self.span, self.max_keys = span, (span,) * self.heads
-
-    def visible_keys(self) -> tuple[int, ...]:
-        """Keys that a warm query sees, for each head."""
-        return self.max_keys
-
-    def ideal_flops(self) -> int:
-        """Forward FLOPs per byte of deciding the spans."""
-        return 0
-
-
-FixedSpan = AttentionSpan
-
-
-class PersistentVectors(Part):
-    """Key-value vectors beside the context: ``forward`` gives keys and values ``[H, N, K]``, N of them a head."""
-
-    number: int
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
 
 
 class Attention(Sublayer):
@@ -320,6 +243,24 @@ class Attention(Sublayer):
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         return backends.choose(self.wanted_backend, self._need(training=training), device)
+
+    def prove(self, backend: str, device: torch.device, *, precision: str, deterministic: bool) -> Iterator[Proof]:
+        mode = {"precision": precision, "deterministic": deterministic}
+        return backends.prove(backend, device, **self.proof_class(), **mode)
+
+    def proof_class(self) -> dict[str, object]:
+        vectors = self.position.vectors(1) is not None
+        probe = torch.zeros(1, self.heads, 1, self.d_head, device=self.query.weight.device)
+        features = {
+            "spans": self.span.ramp > 0 and self.span.fusable,
+            "dynamic": not self.span.fusable,
+            "vectors": vectors,
+            "bias": not vectors and self.position.bias(probe, 1) is not None,
+            "persistent": self.persistent is not None,
+            "dropout": self.dropout > 0,
+        }
+        sizes = {"heads": self.heads, "width": self.d_head, "ramp": self.span.ramp, "cache": self.cache}
+        return {"features": [name for name, has in features.items() if has], **sizes}
 
     def _need(self, *, training: bool) -> Need:
         return Need(

@@ -6,15 +6,17 @@
 - ``plain``: ``window.py``, scores in memory.
 """
 
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from variants.context import VisibleKeys
-from variants.kernels import chunked, fused, operation, triton_window, window, window_cpu
+from variants.kernels import chunked, fused, operation, proof, triton_window, window, window_cpu
 from variants.kernels.dropout import draw_seed
-from variants.kernels.window import Persistent, Window
+from variants.kernels.proof import Proof
+from variants.kernels.window import PastKV, Persistent, Window
 
 TAKE_VECTORS = ("kernel", "chunked")
 """Backends that take a vector per distance as such, in place of a bias that depends on the query."""
@@ -94,6 +96,7 @@ def attend(
     vectors: Tensor | None = None,
     persistent: Persistent | None = None,
     dropout: float = 0.0,
+    seed: Tensor | None = None,
     limits: Tensor | None = None,
     past_learns: bool = False,
 ) -> Tensor:
@@ -101,11 +104,13 @@ def attend(
 
     Args:
         keys: with all of them in ``whole``.
+        seed: of the dropout, where it is drawn from counters; None to draw one.
         limits: ``visible.max_keys`` as a tensor on the CPU, where they must not be constants of a graph.
         past_learns: whether keys and values of the past have gradients.
         others: as ``window.attend`` and ``chunked.attend`` have them.
     """
-    seed = draw_seed(q.device) if dropout and backend != "plain" else None
+    if dropout and backend != "plain" and seed is None:
+        seed = draw_seed(q.device)
     found = []
     for heads, k, v in keys.whole:
         own = _Heads(list(heads), every=len(heads) == q.shape[1])
@@ -143,5 +148,43 @@ class _Heads:
         return x if self.every else x.narrow(dim, self.numbers[0], len(self.numbers))
 
     def seed(self, seed: Tensor | None) -> Tensor | None:
-        """Of their dropout: counters would repeat under the same."""
+        """Of their dropout, in which the first of a call has number 0."""
         return seed if seed is None or self.every else seed + self.numbers[0]
+
+
+def prove(
+    backend: str,
+    device: torch.device,
+    *,
+    features: Collection[str],
+    heads: int,
+    width: int,
+    ramp: int,
+    cache: str,
+    precision: str,
+    deterministic: bool,
+) -> Iterator[Proof]:
+    """A backend beside plain PyTorch in float64, called as sublayers call it: see ``variants/kernels/proof.py``.
+
+    Args:
+        features: of ``proof.FEATURES``.
+        cache: ``kv``, in which the past is constant, and heads with spans have pasts of their own; or ``hidden``.
+    """
+    by_head = "spans" in features and cache == "kv"
+
+    def as_called(q: Tensor, k: Tensor, v: Tensor, visible: Window, **same) -> Tensor:
+        past = k.shape[2] - q.shape[2]
+        parts = [(h,) for h in range(heads)] if by_head else [tuple(range(heads))]
+        longest = [max(visible.max_keys[h] for h in part) - 1 + visible.shift for part in parts]
+        pasts = []
+        for part, kept in zip(parts, longest, strict=True):
+            old = slice(part[0], part[-1] + 1), slice(max(0, past - kept), past)
+            pasts.append(PastKV(part, k[:, *old], v[:, *old]))
+        if cache == "kv":
+            pasts = [part._replace(k=part.k.detach(), v=part.v.detach()) for part in pasts]
+        keys = VisibleKeys.joined(k[:, :, past:], v[:, :, past:], pasts if past else [])
+        return attend(backend, q, keys, visible, past_learns=cache == "hidden", **same)
+
+    sizes = {"heads": heads, "width": width, "ramp": ramp, "cache": cache, "device": device}
+    dtype = getattr(torch, precision)
+    return proof.prove(as_called, features=frozenset(features), dtype=dtype, deterministic=deterministic, **sizes)

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from variants.kernels import dropout
 
-STREAM, HEAD, QUERY, KEY = (tl.constexpr(dropout.FACTORS[name]) for name in ("stream", "head", "query", "key"))
+STREAM, QUERY, KEY = (tl.constexpr(dropout.FACTORS[name]) for name in ("stream", "query", "key"))
 FIRST, SECOND = (tl.constexpr(factor) for factor in dropout.MIX)
 PERSISTENT = tl.constexpr(dropout.PERSISTENT)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -81,9 +81,9 @@ def _drawn(seed, b, h, t):
     """The dropout's number of each row of weights, uint32; nothing that counts without dropout."""
     drawn = t
     if seed is not None:
-        word = tl.load(seed)
+        word = tl.load(seed) + h
         x = _mix(word.to(tl.uint32) ^ (b.to(tl.uint32) * STREAM)) ^ (word >> 32).to(tl.uint32)
-        drawn = _mix(_mix(x ^ (h.to(tl.uint32) * HEAD)) ^ (t.to(tl.uint32) * QUERY))
+        drawn = _mix(_mix(x) ^ (t.to(tl.uint32) * QUERY))
     return drawn
 
 

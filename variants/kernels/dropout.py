@@ -1,17 +1,18 @@
 """Dropout of attention weights, drawn from counters: which weights stay is a function of numbers, and not of an order.
 
-    keep(seed, stream, head, query, key) = mix(mix(mix(mix(seed, stream), head), query) ^ c key) >= rate 2^32
+    keep(seed, stream, head, query, key) = mix(mix(mix(mix(seed + head, stream)), query) ^ c key) >= rate 2^32
 
-So any tiling, forward and backward, on any device, drops the same weights, and nothing of the mask is kept in memory. ``mix``
-is a bijection of 32 bits in which every bit of the input moves every bit of the output about half the time. A kernel in
-another language that follows these five lines draws the same: ``tests/test_dropout.py`` pins some of them.
+A head's number is added to the seed, so that heads which are computed apart, each as the first of its call, drop what they
+would together. So any tiling, forward and backward, on any device, drops the same weights, and nothing of the mask is kept in
+memory. ``mix`` is a bijection of 32 bits in which every bit of the input moves every bit of the output about half the time.
+A kernel in another language that follows this line draws the same: ``tests/test_dropout.py`` pins some of them.
 """
 
 import torch
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
-FACTORS = {"stream": 0x9E3779B1, "head": 0x85EBCA77, "query": 0xC2B2AE3D, "key": 0x27D4EB2F}
+FACTORS = {"stream": 0x9E3779B1, "query": 0xC2B2AE3D, "key": 0x27D4EB2F}
 """Odd numbers that the counters are multiplied by."""
 MIX = (0x7FEB352D, 0x846CA68B)
 PERSISTENT = 2**31
@@ -42,9 +43,9 @@ def rows(seed: Tensor, *, streams: Tensor, heads: Tensor, queries: Tensor) -> Te
         seed: as ``draw_seed`` gives it.
         streams, heads, queries: their numbers, int64 ``[B]``, ``[H]`` and ``[T]``.
     """
-    x = mix((seed & WORD) ^ (streams * FACTORS["stream"] & WORD)) ^ (seed >> 32)
-    x = mix(x[:, None] ^ (heads * FACTORS["head"] & WORD))
-    return mix(x[..., None] ^ (queries * FACTORS["query"] & WORD))
+    seeds = seed + heads
+    x = mix((seeds & WORD) ^ (streams[:, None] * FACTORS["stream"] & WORD)) ^ (seeds >> 32)
+    return mix(mix(x)[..., None] ^ (queries * FACTORS["query"] & WORD))
 
 
 def keep(row: Tensor, keys: Tensor, rate: float) -> Tensor:
