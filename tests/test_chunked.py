@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.attention_case import assert_near, assert_same
+from harness.count.flops import count_flops
+from tests.attention_case import assert_near, assert_same, gradients
 from tests.window_case import AWKWARD, Case
 from variants.kernels import chunked, window
 from variants.kernels.given import Given
@@ -50,6 +51,37 @@ def test_what_is_wanted_and_own_keys_alone(case):
     for name in "kv":
         assert_near(own[name], whole[name][:, :, case.past :])
         assert own[name].shape == given.q.shape
+
+
+@CASES
+def test_executed_flops_are_those_of_its_products(case):
+    inputs = {name: x.detach() for name, x in case.inputs().items()}
+    given, seen = Given(**inputs, dropout=case.dropout, seed=torch.tensor(7)), case.hard()
+    arguments = {"streams": case.streams, "rows": case.T, "keys": case.T + case.past, "width": case.width}
+    said = chunked.executed_flops(seen, **arguments, persistent=case.persistent, vectors=case.vectors)
+    y, saved = chunked.forward(given, seen)
+    calls = (
+        lambda: chunked.forward(given, seen),
+        lambda: chunked.backward(torch.ones_like(y), y, saved, given, seen, frozenset(inputs)),
+    )
+    assert tuple(count_flops(call).total for call in calls) == said
+
+
+def test_sums_over_chunks_are_rounded_once():
+    """Thirty chunks in bfloat16: errors are those of plain attention in bfloat16, and do not grow with the chunks."""
+    case = Case(T=1900, max_keys=(64,), streams=1, vectors=True, persistent=8)
+    exact = case.inputs()
+    found = {}
+    for name, attend, dtype in (
+        ("exact", window.attend, torch.float64),
+        ("plain", window.attend, torch.bfloat16),
+        ("chunked", chunked.attend, torch.bfloat16),
+    ):
+        inputs = {n: x.detach().to(dtype).requires_grad_() for n, x in exact.items()}
+        shared = [inputs[n] for n in ("vectors", "extra_k", "extra_v")]
+        found[name] = [x.double() for x in gradients(case.call(attend, inputs), shared)]
+    for exactly, plain, mine in zip(*found.values(), strict=True):
+        assert (mine - exactly).norm() <= 1.3 * (plain - exactly).norm()
 
 
 class Largest(TorchDispatchMode):

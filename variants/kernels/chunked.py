@@ -74,6 +74,23 @@ def backward(
     return {name: arranged(x, back, name).to(getattr(given, name).dtype) for name, x in totals.items()}
 
 
+def executed_flops(
+    window: Window, *, streams: int, rows: int, keys: int, width: int, persistent: int, vectors: bool
+) -> tuple[int, int]:
+    """FLOPs of a forward and of a backward of all that can have a gradient: products, 2 a multiply-add.
+
+    Args:
+        persistent: N, vectors beside the context.
+        vectors: whether scores have a product with a vector for each column.
+    """
+    products = 0
+    for seen, _, t, j in _cuts(rows, keys, window):
+        own = 2 * (j.stop - j.start + persistent) + vectors * seen.max_keys[0]
+        products += len(seen.max_keys) * (t.stop - t.start) * own
+    forward = 2 * streams * width * products
+    return forward, 3 * forward
+
+
 def _parts(given: Given, window: Window, order: list[int]) -> Iterator[tuple[Given, dict[str, tuple], Window]]:
     """What each chunk is given, where that lies in each field, heads in ``order``, and what the chunk may see.
 
@@ -109,7 +126,7 @@ def _cuts(rows: int, keys: int, window: Window) -> Iterator[tuple[Window, slice,
     for max_keys, of_group in groups(tuple(sorted(window.max_keys))):
         heads, seen = slice(of_group[0], of_group[-1] + 1), window._replace(max_keys=(max_keys,) * len(of_group))
         if blind:
-            yield seen, heads, slice(blind), slice(blind)
+            yield seen, heads, slice(0, blind), slice(0, blind)
         for begin, end, low, high in chunks(rows, keys, max_keys, window.shift):
             yield seen._replace(shift=0), heads, slice(begin, end), slice(low, high)
 
