@@ -33,3 +33,23 @@ def test_a_compiled_variant_has_the_gradients_of_the_uncompiled_one(variant, cac
         found[compiled] = {name: p.grad for name, p in run.model.named_parameters()}
     for name, gradient in found[False].items():
         assert found[True][name] is not None and torch.allclose(found[True][name], gradient, rtol=1e-3, atol=1e-5), name
+
+
+def test_a_compiled_run_is_scored_by_compiled_code(monkeypatch):
+    """In segments of two lengths, with statistics and without, to the same bits."""
+    given = ("variant=adaptive_span", *PATHS["kv"], "runtime.backend=plain", "model.head_zero_init=false")
+    found, calls = {}, []
+
+    def counted(runtime: Runtime, model: torch.nn.Module):
+        inner = forward(runtime, model)
+        return lambda *args, **keywords: calls.append(runtime.compile) or inner(*args, **keywords)
+
+    monkeypatch.setattr(Runtime, "forward", counted)
+    for compiled in (False, True):
+        run = make_run(*given, f"runtime.compile={compiled}")
+        calls.clear()
+        found[compiled] = run.score(run.reported("valid")[:200])
+        assert len(calls) >= 2 and set(calls) == {compiled}
+        assert run.evaluation_backend == ("plain, compiled" if compiled else "plain")
+    torch.testing.assert_close(found[True].nats, found[False].nats, rtol=0, atol=1e-5)
+    assert found[True].stats.keys() == found[False].stats.keys()
