@@ -83,6 +83,7 @@ class Subject:
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         runtime.seed(self.plan.seed)
         self.model = self._model().to(self.device)
+        self.forward = self.runtime.forward(self.model)
         self.state = self._full_state(self._batch()[0]) if self.task.warm else None
         self._generated: tuple[torch.Tensor, State] | None = None  # a stream's last byte, and its state before that
         self._warmed: set[str] = set()
@@ -187,7 +188,7 @@ class Subject:
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.steps += 1
-        return tuple(part.to(self.device) for part in self.batches.batch(self.steps - 1))
+        return self.runtime.send(*self.batches.batch(self.steps - 1))
 
     def _train(self) -> None:
         inputs, targets = self._batch()
@@ -199,7 +200,7 @@ class Subject:
         self.model.eval()
         inputs, targets = self._batch()
         with self.runtime.autocast():
-            logits = self.model(inputs, self.state).logits
+            logits = self.forward(inputs, self.state).logits
         F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _full_state(self, inputs: torch.Tensor) -> State:

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from harness.device.runtime import Runtime
 from tests.runs import CARRY, MEMORY, make_run, own_folder, restored  # noqa: F401 - fixtures
 
 VARIANTS = {"adaptive_span": "kv", "product_key_memory": "hidden"}
@@ -52,3 +53,24 @@ def test_the_whole_model_is_one_graph_where_attention_is_one_operation(variant, 
 
 def leaves(state) -> list[torch.Tensor]:
     return [x for part in state for x in leaves(part)] if isinstance(state, tuple) else [] if state is None else [state]
+
+
+def test_a_compiled_run_is_scored_by_compiled_code(monkeypatch):
+    """In segments of two lengths, with statistics and without, to the same bits."""
+    given = ("variant=adaptive_span", *PATHS["kv"], "runtime.backend=plain", "model.head_zero_init=false")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    found, calls, forward = {}, [], Runtime.forward
+
+    def counted(runtime: Runtime, model: torch.nn.Module):
+        inner = forward(runtime, model)
+        return lambda *args, **keywords: calls.append(runtime.compile) or inner(*args, **keywords)
+
+    monkeypatch.setattr(Runtime, "forward", counted)
+    for compiled in (False, True):
+        run = make_run(*given, f"runtime.compile={compiled}")
+        calls.clear()
+        found[compiled] = run.score(run.reported("valid")[:200])
+        assert len(calls) >= 2 and set(calls) == {compiled}
+        assert run.evaluation_backend == ("plain, compiled" if compiled else "plain")
+    torch.testing.assert_close(found[True].nats, found[False].nats, rtol=0, atol=1e-5)
+    assert found[True].stats.keys() == found[False].stats.keys()

@@ -135,3 +135,41 @@ def test_each_layer_is_told_its_own_spans():
     for layer in run.model.layers:
         layer["attention"].sublayer.project_()
     assert told == [(span.max_keys, span.visible_keys()) for span in spans], "alone as together"
+
+
+def test_batches_travel_as_bytes_and_nobody_waits(monkeypatch):
+    """To a made-up accelerator, whose copies are what is said to torch."""
+    said, inner, there = [], Tensor.to, torch.device("xpu:0")
+
+    def to(self: Tensor, *where: object, **how: object) -> Tensor:
+        if there in where:
+            said.append((self.dtype, how))
+            return self
+        return inner(self, *where, **how)
+
+    pinned = []
+    monkeypatch.setattr(Tensor, "to", to)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self.dtype) or self)
+    batch = torch.tensor([[0, 200, 255]])
+    (found,) = Runtime(device=there, precision="float32", compile=False).send(batch)
+    assert torch.equal(found, batch) and found.dtype == torch.int64
+    assert said == [(torch.uint8, {"non_blocking": True})] and pinned == [torch.uint8]
+    assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).send(batch)[0] is batch
+
+
+def test_the_next_batch_sets_out_before_the_step(monkeypatch):
+    run, order = make_run("budget.steps=100"), []
+    batch, step = run.stream.batch, run.trainer.step
+
+    def stepping(inputs: Tensor, *rest: object, **keywords: object):
+        order.append(("step", inputs))
+        return step(inputs, *rest, **keywords)
+
+    monkeypatch.setattr(run.stream, "batch", lambda at, part: order.append(("sent", at)) or batch(at, part=part))
+    monkeypatch.setattr(run.trainer, "step", stepping)
+    for _ in range(3):
+        run.step()
+    assert [at for what, at in order if what == "sent"] == [0, 1, 2, 3]
+    assert [what for what, _ in order] == ["sent", "sent", "step", "sent", "step", "sent", "step"]
+    taken = [inputs for what, inputs in order if what == "step"]
+    assert all(torch.equal(inputs, batch(at)[0]) for at, inputs in enumerate(taken))

@@ -341,6 +341,8 @@ def _row_notes(rows: Sequence[dict]) -> list[str]:
             alone.append(name)
     if alone:
         notes.append(f"Timed alone, not in turn with the others of its length: {listed(alone)}.")
+    if any(row["device_kind"] != "cpu" and row["status"] == "measured" for row in rows):
+        notes.append("One byte at a time an accelerator waits for launches, which rank no mechanism: not timed there.")
     peaks = {number(row, "utilisation", "peak_flops_per_s") for row in rows} - {None}
     if peaks:
         rates = listed(f"{peak / 1e12:g}" for peak in sorted(peaks))

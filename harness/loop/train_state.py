@@ -63,7 +63,7 @@ class TrainState:
         self.best_bits, self.wandb_id, self.validated = math.inf, None, Validated()
         self.agreed: list[int] = []
         self._last = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
-        self._nats, self._steps, self._unread = 0.0, 0, []
+        self._nats, self._steps, self._unread, self._sent = 0.0, 0, [], {}
         # Each step where all processes exchange it, or where the seconds decide what follows; else only to report.
         self._waits = plan.budget.unit == "seconds" or device.processes.world_size > 1
         self._ahead = False
@@ -96,8 +96,7 @@ class TrainState:
         """
         began, before = time.perf_counter(), self.fraction
         flops = self._step_flops()
-        own = self.stream.batch(self.spent.steps, part=self.runtime.processes.shard)
-        inputs, targets = (x.to(self.runtime.device) for x in own)
+        inputs, targets = self._batch()
         state = None if self.stream.begins(self.spent.steps) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
@@ -123,6 +122,16 @@ class TrainState:
         self._last = Spent(bytes=self.stream.bytes_per_step, seconds=each_seconds[0], steps=1, flops=flops)
         self.agreed = [int(max(flag)) for flag in each_flag]
         self.spent += self._last
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        """This process's share of the next step's inputs and targets; those of the one after it set out for the device."""
+        step = self.spent.steps
+        now = self._sent.get(step) or self._send(step)
+        self._sent = {step + 1: self._send(step + 1)}
+        return now
+
+    def _send(self, step: int) -> tuple[Tensor, Tensor]:
+        return self.runtime.send(*self.stream.batch(step, part=self.runtime.processes.shard))
 
     def settle(self) -> None:
         """Wait for the device, so that its seconds count to the steps that it was given; and read their losses."""
@@ -315,10 +324,7 @@ def _marks(fraction: float, every: float) -> int:
 
 
 def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
-    """Which code the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible.
-
-    Only training is compiled.
-    """
+    """Which code the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible."""
     backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
-    return f"{name}, compiled" if device.compile and training else name
+    return f"{name}, compiled" if device.compile else name
