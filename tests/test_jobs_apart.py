@@ -39,6 +39,7 @@ AUTO = {
     "precision": "float32",
     "compile": False,
     "backend": "auto",
+    "checkpoint": "none",
     "threads": 1,
     "deterministic": True,
     "allocator": "keep",

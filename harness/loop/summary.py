@@ -26,6 +26,7 @@ def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, co
         "commit": commit(),
         "data": corpus.provenance() | label,
         "protocol": plan.protocol(),
+        "recomputation": plan.runtime.checkpoint,
         **runtime.describe(),
     }
 

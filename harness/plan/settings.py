@@ -82,6 +82,7 @@ class RuntimeSettings:
     precision: str = field(metadata={"allowed": ("float32", "bfloat16")})
     compile: bool
     backend: str = field(metadata={"allowed": ("auto", "plain", "fused", "kernel")})
+    checkpoint: str = field(metadata={"allowed": ("none", "layers")})
     threads: int | None
     deterministic: bool
     allocator: str = field(metadata={"allowed": ("keep", "return")})
