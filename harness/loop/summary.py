@@ -77,6 +77,7 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
         "charged_thrice": training.model.charged_thrice(),
         "memory": {
             "peak_bytes": peak.bytes,
+            "peak_reserved_bytes": peak.reserved_bytes,
             "approximate": peak.approximate,
             "parameter_bytes": parameter_bytes(training.model),
             "gradient_bytes": training.trainer.gradient_bytes,
