@@ -174,6 +174,11 @@ class LanguageModel(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return ModelOut(logits, (start + tokens.shape[1], tuple(after)), loss, stats)
 
+    def trim(self, state: State) -> State:
+        """What of a state that a compiled forward returned is worth carrying."""
+        start, states = state
+        return start, tuple(s.trim(own) for (_, s), own in zip(self.sublayers(), states, strict=True))
+
     def project_(self) -> None:
         """Every sublayer's parameters back into their range."""
         for _, sublayer in self.sublayers():

@@ -122,6 +122,14 @@ class Sublayer(nn.Module):
         """
         raise NotImplementedError
 
+    def trim(self, state: State) -> State:
+        """What of a state is worth carrying at the present parameters; idempotent.
+
+        ``forward`` returns trimmed states, but not where it is compiled: there the harness calls this, outside of the
+        graph, because what to carry may change from step to step.
+        """
+        return state
+
     def project_(self) -> None:
         """Bring parameters back into their legal range. Idempotent; after init, load and every optimizer step."""
 

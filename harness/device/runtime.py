@@ -22,6 +22,7 @@ from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
+from variants.contract import State
 
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
 
@@ -53,7 +54,15 @@ class Runtime:
 
         Shapes may become dynamic: the past grows until it is as long as the window.
         """
-        return torch.compile(model) if self.compile else model
+        if not self.compile:
+            return model
+        compiled = torch.compile(model)
+
+        def segment(tokens: torch.Tensor, state: State = None, **keywords: bool):
+            out = compiled(tokens, state, **keywords)
+            return out._replace(state=model.trim(out.state))
+
+        return segment
 
     def compile_clock(self) -> CompileClock:
         """Counts the seconds of compiling, in a ``with`` statement."""
