@@ -115,7 +115,8 @@ def attend(
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]`` over columns x, with n the largest of ``window.max_keys``.
         persistent: key-value vectors in the same softmax, never masked.
         dropout: rate on attention weights, after they are normalised.
-        seed: of the dropout, which is then drawn from counters (``dropout.py``); None for torch's generator.
+        seed: of the dropout, which is then drawn from counters (``dropout.py``), or the numbers of the rows of weights,
+            ``[B, H, T]``, as made from it; None for torch's generator.
 
     Returns: ``[B, H, T, K]``.
     """
@@ -159,7 +160,7 @@ def attend(
 def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate: float) -> Tensor:
     """Which weights stay, ``[B, H, T, keys + beside]``: on keys, and on persistent vectors beside them."""
     streams, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
-    row = dropout_counters.rows(seed, streams=streams, heads=heads, queries=queries)
+    row = seed if seed.dim() else dropout_counters.rows(seed, streams=streams, heads=heads, queries=queries)
     x = queries[:, None] + (keys - q.shape[2] - shift) - torch.arange(keys, device=q.device)
     extra = dropout_counters.PERSISTENT + torch.arange(beside, device=q.device)
     return dropout_counters.keep(row, torch.cat([x, extra.expand(len(x), -1)], dim=1), rate)
