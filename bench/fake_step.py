@@ -10,10 +10,11 @@ GPU's are a CPU's, and what torch does otherwise on CUDA, as far as it changes w
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from math import prod
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.fused_graph import compiled, tracing
 from bench.memory_tracker import Block, Ledger, Work
 from bench.stand_ins import KINDS, stand_in
+from bench.weights import place_spans
 from harness.count.formulas import tensors_of
 from harness.device.runtime import Runtime
 from harness.loop.step import Trainer
-from harness.model import LanguageModel
+from harness.model import LanguageModel, RMSNorm
 from harness.optim.optimizers import Optimizers
 from harness.plan.build import Plan
 from variants.contract import State
@@ -83,11 +85,12 @@ class Prediction:
         )
 
 
-def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
+def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | None = None, **sizes: int) -> Prediction:
     """Peak memory and work of a training step of the plan, at initial parameters.
 
     Args:
         kind: of the device: ``cpu`` or ``cuda``; None for the kind that the plan would run on here.
+        spans: keys that the heads of each layer see, where they learn that, in place of where they start.
         sizes: ``streams``, ``segment`` or ``span`` in place of the plan's own.
 
     Raises:
@@ -101,16 +104,22 @@ def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
     if kind is None:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         kind = automatic if plan.runtime.device == "auto" else plan.runtime.device.partition(":")[0]
+    plan = settled(plan, kind=kind)
     if plan.batch.streams < plan.batch.accumulate:
         raise ValueError(f"batch.streams={plan.batch.streams}: at least batch.accumulate={plan.batch.accumulate}")
     if plan.runtime.compile and kind == "cpu":
         raise ValueError("runtime.compile=true: memory of code compiled for a CPU is not predicted; allowed is false")
     with torch.random.fork_rng(devices=[]):
         model = build(plan)
+    if spans is not None:
+        place_spans(model, [spans], heads=plan.model.heads)
     names = set(backends_on(kind, model, asked=plan.runtime.backend).values())
-    backend = "+".join(sorted(names - {"plain"} or names))
+    backend = "+".join(sorted(names - {"plain"} or names)) + (", compiled" if plan.runtime.compile else "")
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), AsCuda() if kind == "cuda" else nullcontext():
+        on_gpu = (AsCuda(), patch.object(RMSNorm, "forward", nn.RMSNorm.forward)) if kind == "cuda" else ()
+        with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
+            for context in on_gpu:
+                stack.enter_context(context)
             make_fake(model)
             ledger, causes, warm = _ledger(plan, model, kind=kind)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -131,6 +140,13 @@ def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
         warm=warm,
         work=ledger.work,
     )
+
+
+def settled(plan: Plan, *, kind: str) -> Plan:
+    """The plan with what it leaves to the device: on a GPU ``auto`` is bfloat16 and compiled, else float32 and not."""
+    of_gpu = {"precision": ("float32", "bfloat16"), "compile": (False, True)}
+    own = {key: of_gpu[key][kind == "cuda"] for key in of_gpu if getattr(plan.runtime, key) == "auto"}
+    return dataclasses.replace(plan, runtime=dataclasses.replace(plan.runtime, **own))
 
 
 def build(plan: Plan) -> LanguageModel:

@@ -12,6 +12,7 @@ that are written in place.
 import json
 import operator
 from collections.abc import Callable
+from itertools import chain
 from unittest.mock import patch
 
 import torch
@@ -58,7 +59,7 @@ ALONE = frozenset(f"{ALONE} embedding_dense_backward run_and_save_rng_state run_
 def compiled(model: nn.Module) -> Callable:
     """The model's forward as compiled code takes memory and does work; call it on fake tensors."""
     known: dict[tuple, tuple[Callable, list]] = {}
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    names, weights = zip(*chain(model.named_parameters(), model.named_buffers()), strict=True)
 
     def forward(tokens: Tensor, state: State = None) -> ModelOut:
         tensors, rebuild = _leaves(state)
@@ -66,14 +67,14 @@ def compiled(model: nn.Module) -> Callable:
         if key not in known:
             known[key] = _traced(model, names, rebuild)
         run, rebuilds = known[key]
-        logits, loss, *after = run(*parameters, tokens, *tensors)
+        logits, loss, *after = run(*weights, tokens, *tensors)
         return ModelOut(logits, rebuilds[0](after), loss, {})
 
     return forward
 
 
 def _traced(model: nn.Module, names: tuple[str, ...], rebuild: Callable) -> tuple[Callable, list[Callable]]:
-    """The function of parameters, tokens and tensors of a state, and what makes a state of its other results."""
+    """The function of parameters and buffers, tokens and tensors of a state, and what makes a state of its other results."""
     rebuilds: list[Callable] = []
 
     def run(*given: Tensor):

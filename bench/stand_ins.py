@@ -77,6 +77,10 @@ def stand_in(sublayer: nn.Module, name: str) -> None:
 def _attend(sublayer, kind: Kind, past_learns: bool, _, q, keys, visible, persistent, *, limits=None) -> Tensor:
     most = max(visible.max_keys)
     vectors = sublayer.position.vectors(most)
+    if vectors is not None and not (kind.calls or kind.takes_vectors):
+        raise ValueError(
+            "position: a learned vector per distance is met by no such backend; allowed are fused, kernel, chunked, plain"
+        )
     constant = None if vectors is not None else sublayer.position.bias(q, most)
     found = []
     for part in keys.whole:
