@@ -81,7 +81,7 @@ class RuntimeSettings:
     device: str
     precision: str = field(metadata={"allowed": ("float32", "bfloat16")})
     compile: bool
-    backend: str = field(metadata={"allowed": ("auto", "plain", "fused", "kernel")})
+    backend: str = field(metadata={"allowed": ("auto", "plain", "chunked", "sdpa", "fused", "flex", "kernel")})
     checkpoint: str = field(metadata={"allowed": ("none", "layers")})
     threads: int | None
     deterministic: bool
