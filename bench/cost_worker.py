@@ -130,6 +130,7 @@ class Subject:
             "gradient_bytes": self.trainer.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
             "train_peak_bytes": peak.bytes,
+            "peak_reserved_bytes": peak.reserved_bytes,
             "approximate": peak.approximate,
             "growth_bytes_per_step": growth,
             "first_steps_s": max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000,

@@ -40,6 +40,7 @@ AUTO = {
     "compile": False,
     "tf32": False,
     "backend": "auto",
+    "checkpoint": "none",
     "threads": 1,
     "deterministic": True,
     "allocator": "keep",

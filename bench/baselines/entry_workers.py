@@ -119,7 +119,11 @@ class EntryWorker:
             "optimizer": " + ".join(dict.fromkeys(names)),
             "step_flops": count_flops(self.train, gradients=True).total if seen else None,  # not of compiled kernels
             "backend": f"{backend}, compiled" if self.runtime.compile and "compiled" not in backend else backend,
-            "memory": {"train_peak_bytes": peak.bytes, "approximate": peak.approximate},
+            "memory": {
+                "train_peak_bytes": peak.bytes,
+                "peak_reserved_bytes": peak.reserved_bytes,
+                "approximate": peak.approximate,
+            },
         }
 
     def round(self, seconds: float) -> list[float]:

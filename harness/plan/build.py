@@ -90,6 +90,7 @@ class Plan:
             [{name: _naming(make, key=f"variant.{name}") for name, make in layer.items()} for layer in self.layers],
             lambda layer: LayerContext(layer=layer, **common),
             vocabulary=self.data["vocabulary"],
+            checkpoint=self.runtime.checkpoint,
             **{name: getattr(m, name) for name in own},
         )
         pool.clear()  # sharing ends with the build

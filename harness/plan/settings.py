@@ -83,6 +83,7 @@ class RuntimeSettings:
     compile: bool | str = field(metadata={"allowed": ("auto", True, False)})
     tf32: bool
     backend: str = field(metadata={"allowed": ("auto", "plain", "chunked", "fused", "kernel")})
+    checkpoint: str = field(metadata={"allowed": ("none", "layers")})
     threads: int | None
     deterministic: bool
     allocator: str = field(metadata={"allowed": ("keep", "return")})
