@@ -24,20 +24,16 @@ class Kind:
     Attributes:
         calls: whether each tile of queries is a call of its own, which reads its band of keys anew and takes a mask.
         backward_products: of a score's five or seven products of K multiply-adds; the forward has two.
-        triangle: whether it can serve where every query sees all keys before it, and nothing else, alone.
         takes_vectors: whether learned vectors are met inside; else their products are a mask that has a gradient.
     """
 
     calls: bool
     backward_products: int
-    triangle: bool = False
     takes_vectors: bool = False
 
 
 KINDS = {
     "fused": Kind(calls=True, backward_products=5),
-    "sdpa": Kind(calls=False, backward_products=5, triangle=True),
-    "flex": Kind(calls=False, backward_products=7),
     "kernel": Kind(calls=False, backward_products=7, takes_vectors=True),
 }
 """By ``runtime.backend``; those that are plain PyTorch (``plain``, ``chunked``) need none."""
@@ -82,11 +78,6 @@ def _attend(sublayer, kind: Kind, past_learns: bool, _, q, keys, visible, persis
     if vectors is not None and not (kind.calls or kind.takes_vectors):
         raise ValueError(
             "position: a learned vector per distance is met by no such backend; allowed are fused, kernel, chunked, plain"
-        )
-    whole = visible.z is None and persistent is None and not keys.past and not visible.shift and most >= q.shape[2]
-    if kind.triangle and not whole:
-        raise ValueError(
-            "runtime.backend=sdpa: only where every query sees all keys before it; allowed are fused, kernel, chunked"
         )
     constant = None if vectors is not None else sublayer.position.bias(q, most)
     found = []

@@ -1,6 +1,7 @@
 """Backends of attention: which of them compute the same here, and one call, whichever does, for a past in parts.
 
-- ``fused``: torch's flash attention on a CPU, its memory-efficient attention on a GPU (``fused.py``);
+- ``fused``: torch's flash attention on a CPU, its memory-efficient attention on a GPU (``fused.py``), and where the window is
+  the whole triangle what torch itself takes (``causal.py``);
 - ``kernel``: our own, for a CPU (``window_cpu.py``, and there the first) or for a GPU (``triton_window.py``);
 - ``chunked``: plain PyTorch a few queries at a time (``chunked.py``);
 - ``plain``: ``window.py``, scores in memory.
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from variants.context import VisibleKeys
-from variants.kernels import chunked, fused, operation, proof, triton_window, window, window_cpu
+from variants.kernels import causal, chunked, fused, operation, proof, triton_window, window, window_cpu
 from variants.kernels.dropout import draw_seed
 from variants.kernels.proof import Proof
 from variants.kernels.window import PastKV, Persistent, Window
@@ -126,6 +127,10 @@ def attend(
         same |= {"vectors": vectors, "seed": own.seed(seed)}
         if backend == "chunked":
             found.append(chunked.attend(own.of(q, 1), k, v, part, **same))
+            continue
+        added = {"bias": added, "vectors": vectors, "persistent": beside}
+        if backend == "fused" and causal.is_triangle(part, rows=q.shape[2], keys=k.shape[2], **added):
+            found.append(causal.attend(own.of(q, 1), k, v))
             continue
         same["limits"] = None if limits is None else own.of(limits, 0)
         learned = None if past_learns else (own.of(keys.k, 1), own.of(keys.v, 1))
