@@ -54,6 +54,8 @@ GATHERS = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0}
 ALONE = "mm addmm bmm baddbmm convolution topk sort cumsum index_put scatter_add scatter _embedding_bag call"
 ALONE = frozenset(f"{ALONE} embedding_dense_backward run_and_save_rng_state run_with_rng_state".split())
 """What is a kernel of its own."""
+RANDOM_STATE_BYTES = 16
+"""Of a GPU's generator: a seed and an offset."""
 
 
 def compiled(model: nn.Module) -> Callable:
@@ -138,6 +140,8 @@ class Graph:
         self.module, self.nodes = module, list(module.graph.nodes)
         self.base: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
+            if "val" not in node.meta and node.op in ("placeholder", "call_function"):
+                node.meta["val"] = _value(node)
             self.base[node] = self.base[node.all_input_nodes[0]] if _is_view(node) else node
         self.kernels = _Merge(self).kernels()
         self._schedule()
@@ -289,6 +293,19 @@ def _is_view(node: fx.Node) -> bool:
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     return node.target is operator.getitem or _name(node) == "_unsafe_view" or getattr(node.target, "is_view", False)
+
+
+def _value(node: fx.Node):
+    """What the partitioner does not say of nodes that it adds: the states of random numbers, and what is drawn again by them."""
+    if node.op == "placeholder":
+        return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    saves = _name(node) == "run_and_save_rng_state"
+    operation, *given = args if saves else args[1:]
+    drawn = operation(*given, **kwargs)
+    return (torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8), drawn) if saves else drawn
 
 
 def _values(node: fx.Node) -> list[Tensor]:
