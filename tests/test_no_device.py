@@ -1,4 +1,4 @@
-"""Backends on tensors without data, as on a GPU: no tensor is made on a CPU, and no value is waited for."""
+"""Backends on tensors without data, as on a GPU: no tensor that is made on a CPU meets them, and no value is waited for."""
 
 import pytest
 import torch
