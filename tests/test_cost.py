@@ -16,6 +16,7 @@ from bench.report.tables_costs import cost_tables, for_terminal
 from bench.rows import refusal
 from bench.turns import Asked, in_turn
 from harness.record.cells import LEAST_CALLS, significant
+from tests.bench_rows import cost_row
 from tests.command import Ended, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.composing import CONF, compose_config
 
@@ -114,8 +115,8 @@ def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
 @pytest.mark.parametrize(
     ("kind", "timed"), [("cpu", ["train", "evaluate", "generate"]), ("cuda", ["train", "evaluate"])]
 )
-def test_a_byte_is_generated_against_the_clock_on_a_cpu_only(kind, timed, side_by_side, monkeypatch):
-    asked, row = [], side_by_side[0]
+def test_a_byte_is_generated_against_the_clock_on_a_cpu_only(kind, timed, monkeypatch):
+    asked, row = [], cost_row()
 
     class Answers:
         """A cell whose device is made up."""
