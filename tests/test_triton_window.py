@@ -250,8 +250,12 @@ def test_what_is_not_wanted_is_not_computed(small_blocks, executed):
         assert sum(executed) == case.flops(wanted=wanted, own_only=own_only)[1]
 
 
+BLOCKS = ["a segment longer than the window", "uneven heads, out of order", "vectors, hard, streams"]
+BLOCKS += ["one byte that sees nothing", "persistent and everything"]
+
+
 @needs_triton
-@pytest.mark.parametrize("case", UGLY.values(), ids=UGLY)
+@pytest.mark.parametrize("case", [UGLY[name] for name in BLOCKS], ids=BLOCKS)
 def test_flops_are_those_of_the_products_that_run(small_blocks, executed, case):
     case = replace(case, width=24)
     inputs = {name: x.requires_grad_() for name, x in case.inputs(torch.float32).items()}

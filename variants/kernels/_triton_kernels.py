@@ -258,11 +258,11 @@ def query_gradient(
             reward = tl.dot(up, tl.trans(_load(v, j, L, K, WIDTH)), input_precision=PRECISION)
             change = tl.exp2(scores) * (_drop(reward, seed, drawn, x, j[None, :], ALL, DROP, SCALE) - paid[:, None])
             if part != 1 and far is not None:
+                ahead = end - x
                 if dz is not None:
                     # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
-                    span += tl.sum(tl.where((end - x <= ramp) & (x <= end), change, 0.0), 1)
-                m = _mask(x, end, ramp)
-                change = tl.where(m > 0, change * m, 0.0)
+                    span += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), change, 0.0), 1)
+                change = tl.where(ahead > 0, change * tl.minimum(ahead / ramp, 1.0), 0.0)
             if dq is not None:
                 moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
             if dq is not None and vectors is not None:
@@ -332,7 +332,7 @@ def key_gradient(
 
 @triton.jit
 def vector_gradient(
-    g, q, k, v, lse, delta, dvectors, far, max_keys, order, table, slopes, vectors, seed, B, T, L, distances, offset, ramp,
+    g, q, k, v, lse, delta, dvectors, far, max_keys, order, vectors, seed, B, T, L, distances, offset, ramp,
     DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -358,9 +358,8 @@ def vector_gradient(
             place = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
             scores = tl.dot(_load(k + head * L * K, near, L, K, WIDTH), tl.trans(own), input_precision=PRECISION)
             scores = tl.gather(scores, place, 0) + tl.dot(p, tl.trans(own), input_precision=PRECISION)
-            scores = _in_base_2(scores, x[:, None], table, slopes, h, distances) - joint[None, :]
             seen = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
-            weights = tl.exp2(tl.where(seen, scores, float("-inf")))
+            weights = tl.exp2(tl.where(seen, scores * LOG2E - joint[None, :], float("-inf")))
             if far is not None:
                 m = _mask(x, end, ramp)[:, None]
                 weights = tl.where(m > 0, weights * m, 0.0)

@@ -55,22 +55,27 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def precision() -> str:
+    """How products of float32 are to be rounded, by torch's setting for CUDA."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
 def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: bool) -> dict[str, int]:
     """Rows of a block (queries, keys and distances alike) and how the compiler is to spread them.
 
-    The largest with which the compiler spills nothing out of registers on any architecture that
-    ``tests/triton_spills.py`` compiles for, and every warp has rows of its own; not chosen by times.
+    The largest with which the compiler keeps everything in registers on the architectures that ``tests/triton_spills.py``
+    names, and each warp has elements of its own; not chosen by times.
     """
     wide = padded(width) > 64
-    if dtype == torch.float32 and precision == "ieee":  # by multiply-add: no tensor core
-        return (
-            {"BLOCK": 16, "num_warps": 4, "num_stages": 2}
-            if wide or vectors
-            else {"BLOCK": 32, "num_warps": 8, "num_stages": 2}
-        )
-    if dtype == torch.float32 or wide or vectors:
-        return {"BLOCK": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 255}
-    return {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
+    if dtype != torch.float32:
+        block, warps = 64 >> (wide + vectors), 4
+    elif precision == "tf32":
+        block, warps = 32 >> vectors, 4
+    else:  # by multiply-add, without tensor cores
+        block, warps = 32 >> (wide or vectors), 8
+    options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors else 2}
+    # By itself the compiler would rather spill a little than run fewer threads of small blocks.
+    return options if block == 64 else options | {"maxnreg": 255}
 
 
 def attend(
@@ -268,7 +273,6 @@ def _beside(given: Given) -> dict:
 def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Arguments of kernels with which every key is seen."""
     width, rate = q.shape[-1], given.dropout
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     return {
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
@@ -283,8 +287,8 @@ def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
         "K": width,
         "WIDTH": padded(width),
         "ALL": True,
-        "PRECISION": precision,
-    } | launch_options(width, q.dtype, precision=precision, vectors=given.vectors is not None)
+        "PRECISION": precision(),
+    } | launch_options(width, q.dtype, precision=precision(), vectors=given.vectors is not None)
 
 
 def block(given: Given) -> int:
@@ -337,7 +341,8 @@ def _key_gradient(
 
 def _vector_gradient(arguments: dict, joint: dict) -> Tensor:
     """``[n, K]`` in float32."""
-    arguments = {name: value for name, value in arguments.items() if name not in ("k_stream", "ALL")}
+    others = ("table", "slopes", "k_stream", "ALL")
+    arguments = {name: value for name, value in arguments.items() if name not in others}
     streams, heads, _, width = arguments["q"].shape
     groups, distances = min(streams, STREAM_GROUPS), arguments["distances"]
     parts = torch.empty(groups, heads, distances, width, dtype=torch.float32, device=joint["g"].device)
