@@ -11,7 +11,7 @@ from tests.composing import TINY, plan
 
 B, H, K = 2, 3, 16
 SMALL = (*TINY[:-2], "batch.carry=true", "batch.segment=256", "model.span=384", "batch.streams=8")
-SMALL += ("runtime.precision=float32", "runtime.compile=false")
+SMALL += ("runtime.compile=false",)
 
 
 def bands(name: str, seen: tuple[int, ...], rows: int, keys: int) -> list[tuple[int, int, int]]:
