@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from variants.attention_parts import AttentionSpan
-from variants.contract import LayerContext
+from variants.contract import LayerContext, wide
 
 
 def bucket(max_keys: int) -> int:
@@ -126,7 +126,7 @@ class DynamicSpan(AttentionSpan):
         return self.loss_weight * z.mean()
 
     def stats(self, z: Tensor) -> dict[str, Tensor]:
-        return {"span_sum": z.double().sum(dim=(0, 2))}
+        return {"span_sum": wide(z).sum(dim=(0, 2))}
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if "span_sum" not in stats:

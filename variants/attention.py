@@ -24,7 +24,7 @@ from variants import backends
 from variants.attention_parts import AttentionSpan, FixedSpan, PersistentVectors
 from variants.backends import Need
 from variants.context import VisibleKeys, before, last, trimmed, trimmed_by_head
-from variants.contract import LayerContext, NeededFlops, Proof, State, Sublayer, SublayerOutput, map_state
+from variants.contract import LayerContext, NeededFlops, Proof, State, Sublayer, SublayerOutput, map_state, wide
 from variants.kernels import fused, window_cpu
 from variants.kernels.window import PastKV, Persistent, Window, pairs
 
@@ -194,7 +194,8 @@ class Attention(Sublayer):
         return [n - 1 + self.shift for n in self.span.carried()]
 
     def trim(self, state: State) -> State:
-        return self._trim(state, by_head=self.wanted_backend != "plain")
+        backend = self.backend(self.query.weight.device, training=self.training)
+        return self._trim(state, by_head=backend != "plain")
 
     def _trim(self, state: State, *, by_head: bool) -> State:
         if state is None:
@@ -286,7 +287,7 @@ class Attention(Sublayer):
             # The same backend, fed with ones on persistent vectors and zeros on the context.
             ones = persistent._replace(v=torch.ones_like(persistent.v))
             mass = self._attend(backend, q, keys.without_values(), visible, ones, limits=limits)[..., 0]
-            stats["persistent_mass"] = mass.double().sum(dim=(0, 2))
+            stats["persistent_mass"] = wide(mass).sum(dim=(0, 2))
         return stats
 
     def project_(self) -> None:

@@ -268,6 +268,11 @@ class Position(nn.Module):
         return 0.0
 
 
+def wide(x: Tensor) -> Tensor:
+    """A term of a statistic in float64, or in float32 on devices that have no other (Macs' GPUs)."""
+    return x.float() if x.device.type == "mps" else x.double()
+
+
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
     """Apply ``function`` to every tensor of a state."""
     if isinstance(state, tuple):

@@ -175,11 +175,14 @@ class Alibi(Position):
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__(context, d_head=d_head)
-        self.register_buffer("slopes", alibi_slopes(context.heads), persistent=False)
+        slopes = alibi_slopes(context.heads)
+        rounded = slopes.float()
+        # Two float32 numbers each, whose sum is exact enough for float64: some devices have none.
+        self.register_buffer("slopes", torch.stack([rounded, (slopes - rounded).float()]), persistent=False)
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor:
-        bias = -self.slopes[:, None] * torch.arange(max_keys, device=self.slopes.device)
-        return bias.to(torch.promote_types(q.dtype, torch.float32))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return -self.slopes.to(dtype).sum(0)[:, None] * torch.arange(max_keys, device=q.device, dtype=dtype)
 
 
 class Sinusoidal(Position):

@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
 from variants.kernels import product_search
 from variants.kernels.table import read, read_uncompiled
 
@@ -215,10 +215,10 @@ class ProductKeyMemory(Sublayer):
         """Reads of each slot, int64 ``[M]``, their summed weights, float64 ``[M]``, and the number of bytes."""
         flat = slots.flatten()
         count = torch.zeros(self.values.shape[0], dtype=torch.int64, device=slots.device)
-        weight = torch.zeros_like(count, dtype=torch.float64)
+        weight = wide(torch.zeros_like(count, dtype=torch.float32))
         return {
             "usage_count": count.scatter_add(0, flat, torch.ones_like(flat)),
-            "usage_weight": weight.scatter_add(0, flat, weights.flatten().double()),
+            "usage_weight": weight.scatter_add(0, flat, wide(weights.flatten())),
             "bytes": torch.tensor(slots.shape[0], device=slots.device),
         }
 
@@ -233,7 +233,7 @@ class ProductKeyMemory(Sublayer):
         if not stats:
             return {}
         numbers = {
-            "usage_percent": 100 * (stats["usage_weight"] > 0).double().mean().item(),
+            "usage_percent": 100 * (stats["usage_weight"] > 0).float().mean().item(),
             "kl_count_nats": nats_from_even(stats["usage_count"]),
             "usage_bytes": float(stats["bytes"]),
         }
@@ -265,7 +265,7 @@ class ProductKeyMemory(Sublayer):
 
 def nats_from_even(usage: Tensor) -> float:
     """Kullback-Leibler divergence in nats of the shares of ``usage [M]``, whose sum is not 0, from 1/M each."""
-    share = usage.double() / usage.sum()
+    share = wide(usage) / usage.sum()
     return torch.xlogy(share, share).sum().item() + math.log(len(usage))
 
 
