@@ -73,7 +73,7 @@ def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: b
         block, warps = 32 >> vectors, 4
     else:  # by multiply-add, without tensor cores
         block, warps = 32 >> (wide or vectors), 8
-    options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors else 2}
+    options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors and warps == 4 else 2}
     # By itself the compiler would rather spill a little than run fewer threads of small blocks.
     return options if block == 64 else options | {"maxnreg": 255}
 
