@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from unittest.mock import patch
 
@@ -32,7 +33,7 @@ from harness.device import choice
 from harness.device.choice import Abilities, abilities
 from harness.device.runtime import Runtime
 from harness.loop.step import Trainer
-from harness.model import LanguageModel, RMSNorm
+from harness.model import LanguageModel, RMSNorm, recomputed
 from harness.optim.optimizers import Optimizers
 from harness.plan.build import Plan
 from variants.contract import State
@@ -118,7 +119,11 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
     names = set(backends_on(kind, model, asked=plan.runtime.backend).values())
     backend = "+".join(sorted(names - {"plain"} or names)) + (", compiled" if plan.runtime.compile else "")
     try:
-        on_gpu = (AsCuda(), patch.object(RMSNorm, "forward", nn.RMSNorm.forward)) if kind == "cuda" else ()
+        on_gpu = ()
+        if kind == "cuda":  # where layers are computed again, too
+            again = partial(recomputed, context_fn=lambda: (nullcontext(), AsCuda()))
+            norms = patch.object(RMSNorm, "forward", nn.RMSNorm.forward)
+            on_gpu = (AsCuda(), norms, patch("harness.model.recomputed", again))
         with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
             for context in on_gpu:
                 stack.enter_context(context)
@@ -220,21 +225,15 @@ def _refuse_sparse(model: LanguageModel) -> None:
 def backends_on(kind: str, model: LanguageModel, *, asked: str) -> dict[nn.Module, str]:
     """Which code each sublayer runs on a kind of device, whatever there is here; ValueError where that is not possible.
 
-    A GPU's are those of ``stand_ins.py``. ``auto`` is there what comes first where every candidate has passed its proof:
-    ``fused``, and ``chunked`` where no kernel can serve.
+    On a GPU ``auto`` is what comes first where every candidate has passed its proof.
     """
-    if kind == "cpu":
-        return {s: s.backend(torch.device("cpu"), training=True) for _, s in model.sublayers()}
-    found = {}
-    for _, sublayer in model.sublayers():
-        found[sublayer] = "plain"
-        if hasattr(sublayer, "_attend") and asked != "plain":
-            served = {"fused", "kernel"} & set(sublayer.backends(torch.device("cpu"), training=False))
-            first = "fused" if served else "chunked"
-            if not served and asked not in ("auto", "chunked"):
-                raise ValueError(f"runtime.backend={asked}: cannot run here; allowed are auto, chunked, plain")
-            found[sublayer] = first if asked == "auto" else asked
-    return found
+    device = torch.device(kind)
+    return {
+        own: own.backends(device, training=True)[0]
+        if asked == "auto" and kind != "cpu"
+        else own.backend(device, training=True)
+        for _, own in model.sublayers()
+    }
 
 
 def _take_backends(model: LanguageModel, backends: dict[nn.Module, str], *, kind: str) -> None:

@@ -109,7 +109,7 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        *read, own_k, own_v = ctx.saved_tensors[:11]
+        *read, own_k, own_v, y, lse = ctx.saved_tensors  # once: layers may be computed again for it
         q, keys, values, z, extra_q, extra_k, extra_v, vectors, _ = read
         pairs = (keys, values, None, None) if ctx.whole else (None, None, own_k, own_v)
         wanted = [q, *pairs, z, extra_q, extra_k, extra_v, vectors]
@@ -117,7 +117,7 @@ class _Stand(torch.autograd.Function):
         sizes = [(x.shape, x.dtype) for x in made]
         kind, seen, edge = ctx.how
         cost = _backward(kind, seen, edge, read, made)
-        found = iter(_called([g, *read, *ctx.saved_tensors[11:]], sizes, cost))
+        found = iter(_called([g, *read, y, lse], sizes, cost))
         return (None,) * 5 + tuple(next(found) if needed else None for needed in ctx.needs_input_grad[5:])
 
 

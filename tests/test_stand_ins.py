@@ -63,17 +63,22 @@ def test_the_ledger_sees_work_and_scratch_memory_of_a_call():
     [("mhsa", "kernel"), ("adaptive_span", "fused"), ("adaptive_span", "chunked"), ("all_attention", "fused")],
 )
 def test_a_step_is_predicted_on_a_gpu(variant, backend):
-    words = (*SMALL, f"variant={variant}", "model.dropout=0.1", "position=relative", "model.cache=hidden")
+    words = (*SMALL, f"variant={variant}", "position=relative", "model.cache=hidden", "model.dropout=0.1")
+    if backend == "fused":  # which has neither
+        words = (*SMALL, f"variant={variant}", "position=rotary", "model.cache=hidden")
     fast, plain = (predict(plan(*words, f"runtime.backend={name}"), kind="cuda") for name in (backend, "plain"))
     assert fast.backend == backend and fast.warm and sum(fast.split.values()) == fast.peak_bytes
     assert fast.split["activations"] < plain.split["activations"]
 
 
-def test_auto_is_fused_where_a_kernel_can_serve_and_chunked_elsewhere():
-    for variant, name in (("mhsa", "fused"), ("dynamic_span", "chunked")):
-        own = plan(*SMALL, f"variant={variant}", "model.dropout=0.1")
+def test_auto_is_what_is_preferred_where_all_have_passed():
+    for variant, dropout, name in (("mhsa", 0.0, "fused"), ("mhsa", 0.1, "kernel"), ("dynamic_span", 0.1, "chunked")):
+        own = plan(*SMALL, f"variant={variant}", f"model.dropout={dropout}")
         assert set(backends_on("cuda", build(own), asked="auto").values()) == {name, "plain"}
-    with pytest.raises(ValueError, match="runtime.backend=kernel: .*allowed are auto, chunked, plain"):
+    with pytest.raises(
+        ValueError,
+        match="cannot run with spans that depend on .*: allowed are auto, chunked, plain",
+    ):
         predict(plan(*SMALL, "variant=dynamic_span", "runtime.backend=kernel"), kind="cuda")
 
 
