@@ -28,9 +28,9 @@ from bench.report.columns import (
 from bench.report.comparison import busy_notes, by, comparable, is_tuning
 from bench.report.gather import RunRow, gather
 from bench.report.heads import Heads
-from bench.report.tables_reported import PICKED, Reported, reported_arms
+from bench.report.tables_reported import Reported, reported_arms
 from bench.report.tables_runs import Group, compressor_rows
-from bench.report.tables_tuning import TRIED
+from bench.report.tables_tuning import TRIED, picked_words
 from bench.report.tuning import Pick, at_a_pick, picks
 from bench.report.words import budget_words, data_words
 from bench.rows import GROUND, ground, refusal
@@ -123,7 +123,7 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
     group = Group.of(runs)
     pairs = {arm.label: pick for arm, pick in reported_arms(runs, every)}
     tuned = all(arm.label in pairs for arm in group.arms)
-    columns = (*RESULTS, PICKED, TRIED) if tuned else RESULTS
+    columns = (*RESULTS, TRIED) if tuned else RESULTS
     if tuned:
         rows = [(arm, Reported(arm, pairs[arm.label], unequal=False)) for arm in group.arms]
         one, seeds = next(iter(pairs.values())), sorted({seed for pick in pairs.values() for seed in pick.seeds})
@@ -140,7 +140,8 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
         more=list(compressor_rows(runs[-1].row, before=1, after=len(columns) - 3)),
         **{"name": "results", "title": "", "caption": "", "notes": group.notes},
     )
-    notes = "".join(f"{note}\n" for note in table.notes)
+    chosen = [f"- {arm.label}, picked: {picked_words(pairs[arm.label])}" for arm, _ in rows] if tuned else []
+    notes = "".join(f"{note}\n" for note in (*chosen, *table.notes))
     return f"{optimizers}, {how}:\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()
 
 
