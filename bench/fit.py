@@ -52,14 +52,15 @@ class Hardware:
 def main(cfg: DictConfig) -> None:
     from bench.conformance import passed  # late, as everything slow, so that a wrong word is answered at once
     from bench.fake_step import predict, settled
-    from bench.planning import bench_plan, own_keys
+    from bench.planning import own_keys
     from bench.report.tables_costs import fit_tables, for_terminal
     from bench.rows import RowFile
+    from harness.plan.build import hydra_facts, plan_run
     from harness.plan.settings import checked
     from harness.record.table import print_table
 
     own = own_keys(cfg, *OWN)
-    plan = bench_plan(cfg)
+    plan = plan_run(cfg, **hydra_facts())
     plan = settled(plan, kind=kind_of(plan.runtime.device))
     tf32 = plan.runtime.tf32
     hardware = choose(own, device=plan.runtime.device, precision=plan.runtime.precision, tf32=tf32)

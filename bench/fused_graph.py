@@ -51,8 +51,8 @@ REDUCTIONS = frozenset(
 )
 GATHERS = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0}
 """Reads of a table by index: the argument of which only the rows that are asked for are read."""
-ALONE = "mm addmm bmm baddbmm convolution topk sort cumsum index_put scatter_add scatter _embedding_bag call"
-ALONE = frozenset(f"{ALONE} embedding_dense_backward run_and_save_rng_state run_with_rng_state".split())
+APART = "mm addmm bmm baddbmm convolution topk sort cumsum index_put scatter_add scatter _embedding_bag call"
+APART = frozenset(f"{APART} embedding_dense_backward run_and_save_rng_state run_with_rng_state".split())
 """What is a kernel of its own."""
 RANDOM_STATE_BYTES = 16
 """Of a GPU's generator: a seed and an offset."""
@@ -263,7 +263,7 @@ class _Merge:
 def _shape(node: fx.Node) -> tuple[int, int | None] | None:
     """Elements that a node goes over, and how many are left by its reduction over rows; None for a kernel of its own."""
     name, made = _name(node), _values(node)
-    if name in ALONE or not made:
+    if name in APART or not made:
         return None
     if name not in REDUCTIONS:
         return made[0].numel(), None

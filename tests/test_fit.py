@@ -15,6 +15,7 @@ from bench.fake_step import CAUSES, predict, settled
 from bench.memory_tracker import Ledger
 from harness.count.flops import count_flops
 from harness.count.memory import optimizer_bytes, parameter_bytes
+from harness.device.choice import abilities
 from tests.bench_rows import fit_row
 from tests.command import ROOT, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import CONF, TINY, plan
@@ -176,6 +177,7 @@ def test_on_a_gpu_dropout_keeps_a_byte_an_element():
     own = plan(
         *TINY[:-2],
         "runtime.backend=plain",
+        "runtime.compile=false",
         "model.dropout=0.1",
         "batch.segment=64",
         "model.span=64",
@@ -234,7 +236,7 @@ def test_the_command_prints_a_table_and_writes_a_row(here):
     assert told["most streams"][0] == f"{row['largest']['streams']:,}" and "H100" in told["roofline"]
     assert fit_row().keys() <= row.keys()
     assert fit_row()["roofline"].keys() == row["roofline"].keys()
-    assert row["kind"] == "fit" and row["device_kind"] == "cuda" and row["backend"] == "fused"
+    assert row["kind"] == "fit" and row["device_kind"] == "cuda" and row["backend"] == "fused, compiled"
     largest = row["largest"]["streams"]
     own = plan(*TINY[:-2], "variant=adaptive_span")
     peaks = [predict(own, streams=streams, kind="cuda").peak_bytes for streams in (largest, largest + 1)]
@@ -286,8 +288,10 @@ def test_what_is_left_to_the_device_is_settled_for_the_predicted_one():
     own = plan(*TINY[:-2])
     automatic = dataclasses.replace(own, runtime=dataclasses.replace(own.runtime, precision="auto", compile="auto"))
     found = [settled(automatic, kind=kind).runtime for kind in ("cpu", "cuda")]
-    assert [(one.precision, one.compile) for one in found] == [("float32", False), ("bfloat16", True)]
-    assert settled(own, kind="cuda") == own
+    here = "bfloat16" if abilities("cpu").bfloat16 else "float32"
+    assert [(one.precision, one.compile) for one in found] == [(here, False), ("bfloat16", True)]
+    given = dataclasses.replace(own, runtime=dataclasses.replace(own.runtime, compile=False))
+    assert settled(given, kind="cuda") == given
 
 
 def test_sparse_gradients_are_refused():

@@ -59,7 +59,7 @@ def test_a_table_has_a_row_for_every_candidate_and_counts_the_failures():
 
 
 def test_a_fast_mode_that_learns_something_else_is_found():
-    made = plan(*SMALL, "budget.steps=12", "optim.lr=0.01")
+    made = plan(*SMALL, "runtime.compile=false", "budget.steps=12", "optim.lr=0.01")
     good, said = learns_alike(made, seeds=[0, 1, 2])
     assert good and "in plain float32" in said and "float32)" in said
 
@@ -107,7 +107,7 @@ def test_the_command_shows_proofs_agreement_and_training(here, made_up):  # noqa
     assert "plain  kept" in ended.out or "plain: 1 promises" in ended.out, "the CPU's kernels are not the device's"
     shown, (trained, seeds) = asked
     assert seeds == [0, 1, 2] and trained.budget.amount == 3
-    assert (trained.runtime.precision, shown.runtime.precision) == ("bfloat16", "float32")
+    assert trained.runtime.precision == "bfloat16"
     assert shown.model.d_model == 64, "in the sizes that are compared, here a CPU's"
 
 

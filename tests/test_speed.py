@@ -285,7 +285,7 @@ def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  #
         asked = one.task.config["runtime"]
         assert [asked[key] for key in ("device", "backend", "precision", "compile")] == [
             "cuda",
-            "kernel",
+            "auto",
             "bfloat16",
             True,
         ]

@@ -61,11 +61,13 @@ class Runtime:
         """
         if not self.compile:
             return model
-        compiled = torch.compile(model)
+        compiled, trim = torch.compile(model), getattr(model, "trim", None)
+        if trim is None:
+            return compiled
 
-        def segment(tokens: torch.Tensor, state: object = None, **keywords: bool):
-            out = compiled(tokens, state, **keywords)
-            return out._replace(state=model.trim(out.state))
+        def segment(*given, **keywords):
+            out = compiled(*given, **keywords)
+            return out._replace(state=trim(out.state))
 
         return segment
 

@@ -46,7 +46,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
             lease = runtime.take_gpu(plan.runtime) if processes.world_size == 1 else None
             held.callback(lease.release if lease else lambda: None)
             device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
-        plan = settled(plan, device, recorded=_recorded(place))
+        plan = settled(plan, device, recorded=processes.on_main(lambda: _recorded(place)))
         with processes.fail_together():
             _warm(plan, corpus, device)
             runtime.forget_earlier_jobs()
