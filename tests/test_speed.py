@@ -276,9 +276,10 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkey
 
 def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  # noqa: F811
     on_cpu = Runtime(device=torch.device("cpu"), precision="bfloat16", compile=False)
-    pretend(monkeypatch, "cuda")
     monkeypatch.setattr(entries_module.runtime, "start", lambda _: on_cpu)
-    ended = call("bench/peers.py", *CUDA)
+    with monkeypatch.context() as patch:
+        pretend(patch, "cuda")
+        ended = call("bench/peers.py", *CUDA)
     assert ended.code == 0, ended.err
     assert [one.name for one in untimed] == [f"{v} {p}" for p in SETTINGS for v in ("mhsa", "adaptive_span")]
     for one in untimed:
