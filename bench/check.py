@@ -10,8 +10,10 @@ What is given is not varied: ``position=relative`` (or any ``position.*``), ``mo
 What the variant, the scheme or the backend refuses with a ValueError when the model is built is no break; where all is
 refused, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a promise is broken.
 
-``runtime.device=cuda`` adds what the device computes: logits and the gradient of every parameter, on its backends
-and in its precisions, beside plain PyTorch in float64 on the CPU. ``agree.run=true`` does so on a CPU.
+``runtime.device=cuda``, or any device that is no CPU, adds what the device computes: every candidate's proof and time, as a
+run has it before its first step; logits and the gradient of every parameter, on its backends and in its precisions, beside
+plain PyTorch in float64 on the CPU, which ``agree.run=true`` does on a CPU, too; and last, whether a short training in the
+fast mode ends where plain float32 does. The contract is then checked in plain PyTorch: the CPU's kernels are not the device's.
 """
 
 import itertools
@@ -61,7 +63,9 @@ def main(cfg: DictConfig) -> None:
     beside = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{beside}")
     if settings is not None:
+        prove(cfg, settings, given=given)
         compare(cfg, settings, given=given)
+        train(cfg, settings, given=given)
 
 
 def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Plan | Exception]]":
@@ -70,7 +74,7 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Pl
     Args:
         given: keys that were typed.
     """
-    from bench.conformance import fast_backend
+    from bench.conformance import fast_backend, named_kind, of_mechanism
     from bench.planning import bench_plan, recompose, varied
 
     recipe = "recipe" in given
@@ -86,7 +90,7 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Pl
         words = [] if positioned else [f"position={position}"]
         words += [f"model.cache={cache}", f"model.attend_self={attend_self}"]
         try:
-            plan = bench_plan(recompose("check", *words, own=OWN))
+            plan = of_mechanism(bench_plan(recompose("check", *words, own=OWN)), named_kind(cfg.runtime.device))
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield label, error
@@ -119,16 +123,67 @@ def show(label: str, found: "list[Finding]", *, verbose: bool) -> int:
 def on_device(cfg: DictConfig) -> "AgreementSettings | None":
     """What to compare on the device, or None; ValueError for a wrong key, or if the device is not there."""
     from bench.agreement import AgreementSettings
+    from bench.conformance import named_kind
     from harness.device.runtime import device_kind
     from harness.plan.settings import RuntimeSettings, parse
 
     sections = OmegaConf.to_container(cfg, resolve=True)
     settings = parse(AgreementSettings, sections["agree"], key="agree")
     runtime = parse(RuntimeSettings, sections["runtime"], key="runtime")
-    if settings.run is False or (settings.run is None and not runtime.device.startswith("cuda")):
+    if settings.run is False or (settings.run is None and named_kind(runtime.device) == "cpu"):
         return None
     device_kind(runtime)
     return settings
+
+
+def prove(cfg: DictConfig, settings: "AgreementSettings", *, given: set[str]) -> None:
+    """Print every candidate's proof, on a device that is no CPU."""
+    from bench.conformance import named_kind
+
+    if named_kind(cfg.runtime.device) == "cpu":
+        return
+    from bench import on_device
+    from bench.planning import bench_plan
+    from harness.record.table import print_table
+
+    found = on_device.proofs(bench_plan(_sized(cfg, settings, given=given)))
+    if found is None:
+        print(f"{cfg.variant.name}: has no candidates beside plain PyTorch on {cfg.runtime.device}")
+        return
+    table, failed = found
+    print_table(table)
+    if failed:
+        BROKEN.append(cfg.variant.name)
+
+
+def train(cfg: DictConfig, settings: "AgreementSettings", *, given: set[str]) -> None:
+    """Print whether the fast mode learns what plain float32 does, on a device that is no CPU."""
+    from bench.conformance import named_kind
+
+    if named_kind(cfg.runtime.device) == "cpu":
+        return
+    from bench import on_device
+    from bench.planning import bench_plan
+
+    words = [f"budget.steps={settings.steps}"]
+    words += [] if "runtime.precision" in given else ["runtime.precision=bfloat16"]
+    good, said = on_device.learns_alike(bench_plan(_sized(cfg, settings, *words, given=given)), seeds=settings.seeds)
+    print(f"{'pass' if good else 'FAIL'}  {settings.steps} steps of training: {said}")
+    if not good:
+        BROKEN.append(cfg.variant.name)
+
+
+def _sized(cfg: DictConfig, settings: "AgreementSettings", *words: str, given: set[str]) -> DictConfig:
+    """What was typed, in its own sizes where they were typed, or else in those that are compared."""
+    from bench.agreement import sized
+    from bench.planning import recompose
+    from harness.device.runtime import device_kind
+    from harness.plan.settings import RuntimeSettings, parse
+
+    if any(key.partition(".")[0] in ("recipe", "model") for key in given - {"model.cache", "model.attend_self"}):
+        return recompose("check", *words, own=OWN)
+    kind = device_kind(parse(RuntimeSettings, cfg.runtime, key="runtime"))
+    return sized(settings, *words, kind=kind, own=OWN)
 
 
 def compare(cfg: DictConfig, settings: "AgreementSettings", *, given: set[str]) -> None:

@@ -10,10 +10,12 @@ import torch
 
 from bench.planning import varied
 from harness.count.flops import count_flops, forward_flops_per_byte
+from harness.device.runtime import device_kind
 from harness.plan.build import Plan
 from variants.conformance import Finding, agree, check, finding_of, learns
 
 HEADS, HEAD_WIDTH = 2, 16
+ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
 SPANS = (13, 64)
 """Odd and prime, or for mechanisms that want a multiple of something."""
 LONG = 70
@@ -33,8 +35,24 @@ def passed(plan: Plan) -> None:
 
 
 def gate(plan: Plan) -> list[Finding]:
-    """The promises that a plan breaks at small sizes, in a second or two; ValueError if its backend cannot run."""
-    return [finding for finding in findings(shrunk(plan)) if not finding.passed]
+    """The promises that a plan breaks at small sizes, in a second or two; ValueError if its backend cannot run.
+
+    On another device than the CPU, its code is held to plain's by ``settled``, where it runs.
+    """
+    return [
+        finding for finding in findings(shrunk(of_mechanism(plan, device_kind(plan.runtime)))) if not finding.passed
+    ]
+
+
+def of_mechanism(plan: Plan, kind: str) -> Plan:
+    """The plan as the contract is checked, on a CPU: in plain PyTorch where it is to run on a device of another ``kind``,
+    whose kernels are not the CPU's."""
+    return plan if kind == "cpu" else varied(plan, runtime=ON_CPU)
+
+
+def named_kind(device: str) -> str:
+    """The kind of a device by its name; ``auto`` counts as the CPU, on which the contract is checked."""
+    return "cpu" if device == "auto" else device.partition(":")[0]
 
 
 def findings(plan: Plan) -> list[Finding]:

@@ -24,6 +24,7 @@ from harness.data.corpora import Streams
 from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
+from harness.loop.settle import settled
 from harness.loop.step import Trainer
 from harness.loop.train_state import backend_of
 from harness.model import LanguageModel
@@ -64,6 +65,7 @@ class Subject:
     def __init__(self, task: Task):
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)
         self.runtime = runtime.start(self.plan.runtime)
+        self.plan = settled(self.plan, self.runtime)
         self.device, self.span, b = self.runtime.device, task.span, self.plan.batch
         self.corpus = corpora.load(**self.plan.data)
         train = self.corpus.splits["train"]
@@ -81,6 +83,7 @@ class Subject:
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
         runtime.seed(self.plan.seed)
         self.model = self._model().to(self.device)
+        self.forward = self.runtime.forward(self.model)
         self.state = self._full_state(self._batch()[0]) if self.task.warm else None
         self._generated: tuple[torch.Tensor, State] | None = None  # a stream's last byte, and its state before that
         self._warmed: set[str] = set()
@@ -91,6 +94,7 @@ class Subject:
         return {
             "backend": backend_of(m, self.runtime),
             "evaluation_backend": backend_of(m, self.runtime, training=False),
+            "backend_choice": self.plan.backend_choice,
             "parameters": {
                 "total": sum(p.numel() for p in m.parameters()),
                 "touched": m.touched_parameters(),
@@ -126,6 +130,7 @@ class Subject:
             "gradient_bytes": self.trainer.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
             "train_peak_bytes": peak.bytes,
+            "peak_reserved_bytes": peak.reserved_bytes,
             "approximate": peak.approximate,
             "growth_bytes_per_step": growth,
             "first_steps_s": max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000,
@@ -184,7 +189,7 @@ class Subject:
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.steps += 1
-        return tuple(part.to(self.device) for part in self.batches.batch(self.steps - 1))
+        return self.runtime.send(*self.batches.batch(self.steps - 1))
 
     def _train(self) -> None:
         inputs, targets = self._batch()
@@ -196,7 +201,7 @@ class Subject:
         self.model.eval()
         inputs, targets = self._batch()
         with self.runtime.autocast():
-            logits = self.model(inputs, self.state).logits
+            logits = self.forward(inputs, self.state).logits
         F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _full_state(self, inputs: torch.Tensor) -> State:

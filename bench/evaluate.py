@@ -21,6 +21,7 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import config_of_run, corpus_of_run, read_run, trained_model  # late, as everything slow
     from harness import source
     from harness.device import runtime
+    from harness.loop.settle import settled
     from harness.loop.train_state import backend_of
     from harness.plan.build import plan_run, streamed_context
     from harness.plan.settings import checked
@@ -38,6 +39,7 @@ def main(cfg: DictConfig) -> None:
     if limit is not None and limit < 2:
         raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
     device = runtime.start(plan.runtime)
+    plan = settled(plan, device)
     corpus = corpus_of_run(plan, saved)
     model = trained_model(plan, best, span=protocol["span"], key="run").to(device.device)
     split = corpus.reported(cfg.split, choice_bytes=protocol["choice_bytes"])

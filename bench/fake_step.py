@@ -10,10 +10,12 @@ GPU's are a CPU's, and what torch does otherwise on CUDA, as far as it changes w
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +24,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.fused_graph import compiled, tracing
 from bench.memory_tracker import Block, Ledger, Work
+from bench.stand_ins import KINDS, stand_in
+from bench.weights import place_spans
 from harness.count.formulas import tensors_of
+from harness.device import choice
+from harness.device.choice import Abilities, abilities
 from harness.device.runtime import Runtime
 from harness.loop.step import Trainer
-from harness.loop.train_state import backend_of
-from harness.model import LanguageModel
+from harness.model import LanguageModel, RMSNorm, recomputed
 from harness.optim.optimizers import Optimizers
 from harness.plan.build import Plan
 from variants.contract import State
@@ -82,11 +88,12 @@ class Prediction:
         )
 
 
-def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
+def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | None = None, **sizes: int) -> Prediction:
     """Peak memory and work of a training step of the plan, at initial parameters.
 
     Args:
         kind: of the device: ``cpu`` or ``cuda``; None for the kind that the plan would run on here.
+        spans: keys that the heads of each layer see, where they learn that, in place of where they start.
         sizes: ``streams``, ``segment`` or ``span`` in place of the plan's own.
 
     Raises:
@@ -100,15 +107,26 @@ def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
     if kind is None:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         kind = automatic if plan.runtime.device == "auto" else plan.runtime.device.partition(":")[0]
+    plan = settled(plan, kind=kind)
     if plan.batch.streams < plan.batch.accumulate:
         raise ValueError(f"batch.streams={plan.batch.streams}: at least batch.accumulate={plan.batch.accumulate}")
-    if plan.runtime.compile:
-        raise ValueError("runtime.compile=true: memory of compiled code is not predicted; allowed is false")
+    if plan.runtime.compile and kind == "cpu":
+        raise ValueError("runtime.compile=true: memory of code compiled for a CPU is not predicted; allowed is false")
     with torch.random.fork_rng(devices=[]):
         model = build(plan)
-    backend = backend_of(model, Runtime(device=torch.device(kind), precision=plan.runtime.precision, compile=False))
+    if spans is not None:
+        place_spans(model, [spans], heads=plan.model.heads)
+    names = set(backends_on(kind, model, asked=plan.runtime.backend).values())
+    backend = "+".join(sorted(names - {"plain"} or names)) + (", compiled" if plan.runtime.compile else "")
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), AsCuda() if kind == "cuda" else nullcontext():
+        on_gpu = ()
+        if kind == "cuda":  # where layers are computed again, too
+            again = partial(recomputed, context_fn=lambda: (nullcontext(), AsCuda()))
+            norms = patch.object(RMSNorm, "forward", nn.RMSNorm.forward)
+            on_gpu = (AsCuda(), norms, patch("harness.model.recomputed", again))
+        with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
+            for context in on_gpu:
+                stack.enter_context(context)
             make_fake(model)
             ledger, causes, warm = _ledger(plan, model, kind=kind)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -131,6 +149,15 @@ def predict(plan: Plan, *, kind: str | None = None, **sizes: int) -> Prediction:
     )
 
 
+def settled(plan: Plan, *, kind: str) -> Plan:
+    """The plan with what ``auto`` means on such a device."""
+
+    def of(device: str) -> Abilities:
+        return Abilities("cuda", bfloat16=True, compiles=True) if kind == "cuda" else abilities("cpu")
+
+    return dataclasses.replace(plan, runtime=choice.settled(plan.runtime, of=of))
+
+
 def build(plan: Plan) -> LanguageModel:
     """The plan's model with its spans' real values, and without data for large parameters, where that is possible."""
     try:
@@ -144,29 +171,26 @@ def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dic
     """The ledger of one step after warm-up, the causes of the blocks that outlive it, and whether the state is full."""
     b = plan.batch
     runtime = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
-    backends = {sublayer: sublayer.backend(torch.device(kind), training=True) for _, sublayer in model.sublayers()}
-    if kind == "cuda" and "kernel" in backends.values():
-        raise ValueError(
-            "runtime.backend=kernel: of a GPU's own kernels no memory is predicted; allowed are auto, plain"
-        )
+    backends = backends_on(kind, model, asked=plan.runtime.backend)
     _refuse_sparse(model)
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
     optimizers = plan.make_optimizers(model)
     if kind == "cuda":
         choose_as_on_cuda(optimizers)
     trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
-    # A full state has the same shapes by every backend, and the plain one takes a window at once.
-    _take_backends(model, dict.fromkeys(backends, "plain"))
+    if plan.runtime.compile:
+        trainer.forward = compiled(model)
+    _take_backends(model, backends, kind=kind)
     state, warm = _full_state(plan, model, runtime) if b.carry else (None, True)
-    _take_backends(model, backends)
 
     def step(state: State) -> State:
         _, after = trainer.step(inputs, targets, state, fraction=0.5)
         return after if b.carry else None
 
     inputs, targets = (torch.zeros(b.streams, b.segment, dtype=torch.int64) for _ in range(2))
-    for _ in range(WARM_STEPS):
-        state = step(state)
+    with tracing() if plan.runtime.compile else nullcontext():
+        for _ in range(WARM_STEPS):
+            state = step(state)
     ledger = Ledger(granule_bytes=512 if kind == "cuda" else 64)  # torch's allocators' own
     causes: dict[Block, str] = {}
 
@@ -198,10 +222,27 @@ def _refuse_sparse(model: LanguageModel) -> None:
             )
 
 
-def _take_backends(model: LanguageModel, backends: dict[nn.Module, str]) -> None:
-    """Let each sublayer run the code of its backend, whatever device the fake tensors are on."""
-    for _, sublayer in model.sublayers():
-        sublayer.backend = lambda device, *, training, backend=backends[sublayer]: backend
+def backends_on(kind: str, model: LanguageModel, *, asked: str) -> dict[nn.Module, str]:
+    """Which code each sublayer runs on a kind of device, whatever there is here; ValueError where that is not possible.
+
+    On a GPU ``auto`` is what comes first where every candidate has passed its proof.
+    """
+    device = torch.device(kind)
+    return {
+        own: own.backends(device, training=True)[0]
+        if asked == "auto" and kind != "cpu"
+        else own.backend(device, training=True)
+        for _, own in model.sublayers()
+    }
+
+
+def _take_backends(model: LanguageModel, backends: dict[nn.Module, str], *, kind: str) -> None:
+    """Let each sublayer run the code of its backend, or on a GPU its stand-in, whatever device the fake tensors are on."""
+    for sublayer, name in backends.items():
+        if kind == "cuda" and name in KINDS:
+            stand_in(sublayer, name)
+            name = "fused"  # on any device its past is carried as a GPU's kernels have it
+        sublayer.backend = lambda device, *, training, name=name: name
 
 
 @torch.no_grad()

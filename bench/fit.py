@@ -4,9 +4,10 @@ The trainer's very step runs on tensors without data (``fake_step.py``): peak me
 that stays within the device's memory. The roofline is the time below which no step can be: every operation takes its
 FLOPs at the peak rate or its bytes at the peak bandwidth, whichever is longer; latencies and launches count nothing.
 
-``runtime.device`` says what is predicted: ``cpu``, or a GPU (``auto``, ``cuda``). Not in the figures: what kernels and
-libraries take for themselves (a CUDA context is about half a GiB, its allocator's fragments come on top), and on a CPU
-the corpus and freed blocks that the C library keeps. Learned spans are as they start (worse: ``conf/fit.yaml``).
+``runtime.device`` says what is predicted: ``cpu``, or a GPU (any other word). Attention's kernels there are stand-ins with the
+tensors, FLOPs and bytes of any such kernel (``stand_ins.py``); compiled code is predicted from its graphs (``fused_graph.py``).
+Not in the figures: what kernels and libraries take for themselves (a CUDA context is about half a GiB, its allocator's fragments
+come on top), and on a CPU the corpus and freed blocks that the C library keeps. Learned spans are as they start, or ``spans``.
 """
 
 import re
@@ -21,7 +22,7 @@ from rich.console import Console
 from bench import CONF
 from harness.compose.cli import run_command
 
-OWN = ("hardware", "device_memory", "largest", "peak_tflops", "bandwidth_gbs", "devices")
+OWN = ("hardware", "device_memory", "largest", "spans", "peak_tflops", "bandwidth_gbs", "devices")
 MOST = 2**20
 """Streams or span from which on a search ends: at least so many fit."""
 UNITS = {"": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
@@ -50,23 +51,28 @@ class Hardware:
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
     from bench.conformance import passed  # late, as everything slow, so that a wrong word is answered at once
-    from bench.fake_step import predict
-    from bench.planning import bench_plan, own_keys
+    from bench.fake_step import predict, settled
+    from bench.planning import own_keys
     from bench.report.tables_costs import fit_tables, for_terminal
     from bench.rows import RowFile
+    from harness.plan.build import hydra_facts, plan_run
+    from harness.plan.settings import checked
     from harness.record.table import print_table
 
     own = own_keys(cfg, *OWN)
-    plan = bench_plan(cfg)
-    hardware = choose(own, device=plan.runtime.device, precision=plan.runtime.precision)
+    plan = plan_run(cfg, **hydra_facts())
+    plan = settled(plan, kind=kind_of(plan.runtime.device))
+    tf32 = plan.runtime.tf32
+    hardware = choose(own, device=plan.runtime.device, precision=plan.runtime.precision, tf32=tf32)
+    known = {"kind": hardware.kind, "spans": checked(own["spans"], list | None, key="spans")}
     asked = _asked(own["largest"], hardware)
     passed(plan)
     file = RowFile(Path(cfg.outputs), verb="fit")
-    found, largest = predict(plan, kind=hardware.kind), {"streams": None, "span": None}
+    found, largest = predict(plan, **known), {"streams": None, "span": None}
     for name in asked:
         with Console(stderr=True).status(f"the largest {name} that fits"):
             largest[name] = push(
-                lambda size, name=name: predict(plan, kind=hardware.kind, **{name: size}).peak_bytes,
+                lambda size, name=name: predict(plan, **known, **{name: size}).peak_bytes,
                 limit_bytes=hardware.memory_bytes,
                 least=plan.batch.accumulate if name == "streams" else 1,
             )
@@ -85,9 +91,18 @@ def parse_memory(value: object, *, key: str) -> int:
     return int(float(match[1]) * UNITS[unit])
 
 
-def choose(own: dict, *, device: str, precision: str) -> Hardware:
-    """The hardware that the verb's own keys and ``runtime.device`` name; ValueError where they are at odds."""
-    kind = "cpu" if device.partition(":")[0] == "cpu" else "cuda"
+def kind_of(device: str) -> str:
+    """``cpu`` or ``cuda``: a device's code is predicted as one or the other's."""
+    return "cpu" if device.partition(":")[0] == "cpu" else "cuda"
+
+
+def choose(own: dict, *, device: str, precision: str, tf32: bool = False) -> Hardware:
+    """The hardware that the verb's own keys and ``runtime.device`` name; ValueError where they are at odds.
+
+    Args:
+        tf32: whether products of float32 are of factors rounded to 10 bits.
+    """
+    kind = kind_of(device)
     name, devices = own["hardware"], own["devices"]
     if name == "auto":
         name = "rtx_4090" if kind == "cuda" else None
@@ -98,6 +113,10 @@ def choose(own: dict, *, device: str, precision: str) -> Hardware:
     entry = devices[name] if name else {}
     own_rate, own_width = (_positive(own, key) for key in ("peak_tflops", "bandwidth_gbs"))
     rates = {dtype: entry.get(f"{dtype}_tflops") for dtype in ("float32", "bfloat16")}
+    if tf32 and name:
+        if entry["tfloat32_tflops"] is None:
+            raise ValueError(f"runtime.tf32=true: {entry['name']} has no such products; allowed is false")
+        rates["float32"] = entry["tfloat32_tflops"]
     if own_rate is not None:
         rates = dict.fromkeys(rates, own_rate) if not name else rates | {precision: own_rate}
     width = own_width or entry.get("bandwidth_gbs")

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from bench.stand_ins import call
 from harness.count.bytes_moved import moved_bytes
 from harness.count.formulas import FORMULAS, describe, tensors_of
 
-aten = torch.ops.aten
+aten, STAND_IN = torch.ops.aten, call._opoverload
 IN_PLACE = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.index_add.default: aten.index_add_.default,
@@ -84,9 +85,18 @@ class Ledger(TorchDispatchMode):
             self.backward_begins.append(self.now)
         self.phase = "backward" if in_backward else "update" if self.phase == "backward" else self.phase
         self.find(tensors_of(out))
-        if not func.is_view:
+        if func is STAND_IN:
+            *_, flops, moved, scratch = args
+            self.note(flops, moved, scratch_bytes=scratch, tensors=args[0])
+        elif not func.is_view:
             self.work[_work(func, args, kwargs, out)] += 1
         return out
+
+    def note(self, flops: int, moved_bytes: int, *, tensors: Iterable[Tensor], scratch_bytes: int = 0) -> None:
+        """What a kernel does that is no operation of torch's, on some tensors: its work, and memory of its own until it ends."""
+        if scratch_bytes:
+            self.blocks.append(Block(scratch_bytes, self.phase, self.now, self.now))
+        self.work[Work(flops, moved_bytes, _rate(tensors))] += 1
 
     def forward_of(self, forward: Callable) -> Callable:
         """The same function, at whose calls the phase becomes ``forward``."""
@@ -134,10 +144,14 @@ class Ledger(TorchDispatchMode):
 
 
 def _work(func, args: tuple, kwargs: dict, out: object) -> Work:
-    call, formula = describe(func, args, kwargs, out), flop_registry.get(func._overloadpacket)
-    if call.name in FORMULAS:
-        flops = FORMULAS[call.name](call)
+    done, formula = describe(func, args, kwargs, out), flop_registry.get(func._overloadpacket)
+    if done.name in FORMULAS:
+        flops = FORMULAS[done.name](done)
     else:
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
-    low = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors_of((args, kwargs)))
-    return Work(flops, moved_bytes(call), "bfloat16" if low else "float32")
+    return Work(flops, moved_bytes(done), _rate(tensors_of((args, kwargs))))
+
+
+def _rate(tensors: Iterable[Tensor]) -> str:
+    """The dtype that decides the peak rate of an operation on these."""
+    return "bfloat16" if any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors) else "float32"

@@ -16,6 +16,7 @@ from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.loop import summary
+from harness.loop.prepare import planned
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
@@ -45,8 +46,9 @@ def recompose(verb: str, *overrides: str, own: tuple[str, ...]) -> DictConfig:
 
 
 def bench_plan(cfg: DictConfig) -> Plan:
-    """The plan of a training configuration, checked whole; ValueError names key, value and what is allowed."""
-    return plan_run(cfg, **hydra_facts())
+    """The plan of a training configuration, checked whole, with what ``auto`` means here; ValueError names key, value and
+    what is allowed."""
+    return planned(cfg, **hydra_facts())
 
 
 def varied(plan: Plan, **sections: dict) -> Plan:

@@ -8,13 +8,11 @@ import json
 import time
 from pathlib import Path
 
-from harness.record.rows import GROUND, other_format, plain
+from harness.record.rows import GROUND, UNSAID, other_format, plain
 
 ROWS = "rows.jsonl"
 """Of one call of a verb, in a folder of its own."""
 IDENTITY = ("kind", "variant", "command", "config", "config_hash", "source", "commit", "data", "seed")
-UNSAID = {"processes": 1, "machine": None, "allocator": None, "instruction_set": None, "environment": {}}
-"""What a row means that does not say: some were written before it could differ, or was asked."""
 
 
 class RowFile:

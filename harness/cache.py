@@ -15,14 +15,14 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold ``<path>.lock`` alone among all processes; says so in one line if it has to wait. OSError if it cannot."""
+def locked(path: Path, *, waiting: str = "data: waiting for another process that fetches") -> Iterator[None]:
+    """Hold ``<path>.lock`` alone among all processes; says ``waiting`` and the path if it has to wait. OSError if it cannot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"data: waiting for another process that fetches {path}", file=sys.stderr)
+            print(f"{waiting} {path}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

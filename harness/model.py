@@ -6,11 +6,13 @@ counts bytes of each stream and ``states`` holds one state a sublayer.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from variants.contract import LayerContext, NeededFlops, Position, State, Sublayer, SublayerOutput
 
@@ -82,6 +84,17 @@ class _Norm(torch.autograd.Function):
         return dx.addcmul_(r, (g @ weight)[..., None], value=1 / x.shape[-1]), dw, None
 
 
+def _through(
+    layer: nn.ModuleDict, x: Tensor, states: tuple[State, ...], start: Tensor, collect_stats: bool
+) -> tuple[Tensor, list[tuple]]:
+    """What a layer makes of ``x``, and the state, loss and statistics of each of its sublayers."""
+    outputs = []
+    for residual, state in zip(layer.values(), states, strict=True):
+        x, *beside = residual(x, state, start, collect_stats=collect_stats)
+        outputs.append(tuple(beside))
+    return x, outputs
+
+
 class LanguageModel(nn.Module):
     """Bytes in, a distribution over the next byte out.
 
@@ -92,6 +105,8 @@ class LanguageModel(nn.Module):
         tied: whether the head's matrix is the embedding's.
         embedding_std, embedding_scale, embedding_dropout: deviation at first, factor and rate of the embedded bytes.
         head_zero_init: start at the uniform distribution.
+        checkpoint: ``layers`` to keep for the backward pass what goes into a layer and to compute the layer once more
+            there, with the same random numbers; ``none`` to keep all that it needs.
     """
 
     def __init__(
@@ -108,6 +123,7 @@ class LanguageModel(nn.Module):
         embedding_scale: float = 1.0,
         embedding_dropout: float = 0.0,
         head_zero_init: bool = False,
+        checkpoint: str = "none",
     ):
         super().__init__()
         norms = {"layer": nn.LayerNorm, "rms": RMSNorm}
@@ -116,7 +132,7 @@ class LanguageModel(nn.Module):
         width = context(0).d_model
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
-        self.scale, self.dropout = embedding_scale, embedding_dropout
+        self.scale, self.dropout, self.checkpoint = embedding_scale, embedding_dropout, checkpoint
         self.position: Position = context(0).position(0)
         self.layers = nn.ModuleList(
             nn.ModuleDict(
@@ -141,25 +157,38 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
         """Predict the byte after each of ``tokens`` (int64 ``[B, T]``), given the ``state`` of what came before."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
+        start = start.view_as(start)  # by which layers share what they make for this pass, and for no other
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
         loss, after, stats = x.new_zeros((), dtype=torch.float32), [], {}
-        residuals = [(f"layers.{i}.{name}", r) for i, layer in enumerate(self.layers) for name, r in layer.items()]
-        for i, (name, residual) in enumerate(residuals):
-            x, own_state, own_loss, own_stats = residual(
-                x, None if states is None else states[i], start, collect_stats=collect_stats
-            )
-            after.append(own_state)
-            loss = loss if own_loss is None else loss + own_loss
-            stats |= {name: own_stats} if own_stats else {}
+        for i, layer in enumerate(self.layers):
+            old = (None,) * len(layer) if states is None else states[len(after) : len(after) + len(layer)]
+            given = (layer, x, old, start, collect_stats)
+            if self.checkpoint == "layers" and torch.is_grad_enabled():
+                x, outputs = recomputed(_through, *given, use_reentrant=False)
+            else:
+                x, outputs = _through(*given)
+            for name, (own_state, own_loss, own_stats) in zip(layer, outputs, strict=True):
+                after.append(own_state)
+                loss = loss if own_loss is None else loss + own_loss
+                stats |= {f"layers.{i}.{name}": own_stats} if own_stats else {}
         logits = self.head(self.norm(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return ModelOut(logits, (start + tokens.shape[1], tuple(after)), loss, stats)
 
+    def trim(self, state: State) -> State:
+        """What of a state that a compiled forward returned is worth carrying."""
+        start, states = state
+        return start, tuple(s.trim(own) for (_, s), own in zip(self.sublayers(), states, strict=True))
+
     def project_(self) -> None:
-        """Every sublayer's parameters back into their range."""
-        for _, sublayer in self.sublayers():
-            sublayer.project_()
+        """Every sublayer's parameters back into their range; one copy tells the host all that shapes follow from."""
+        found = [(sublayer, sublayer.bound_()) for _, sublayer in self.sublayers()]
+        found = [(sublayer, values) for sublayer, values in found if values is not None]
+        if found:
+            told = iter(torch.cat([values for _, values in found]).tolist())
+            for sublayer, values in found:
+                sublayer.decide(list(islice(told, len(values))))
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
         """``"layers.0.attention.span"`` to numbers or lists of them, one a head, from summed statistics."""

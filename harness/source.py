@@ -35,9 +35,16 @@ def digest(trust: tuple[str, ...] = (), *, measuring: bool = False) -> str:
     Raises:
         ValueError: a trusted module has no source file, or a file was edited before this process had loaded it.
     """
-    files = list(_ours(measuring))
-    for module in trust:
-        files += _trusted(module)
+    return _digest(_ours(measuring), trust)
+
+
+def digest_of_mechanisms(trust: tuple[str, ...] = ()) -> str:
+    """The same of ``variants/`` and the user's modules alone: of what a mechanism computes, and on which device it was right."""
+    return _digest([(name, path) for name, path in _ours(False) if name.startswith("variants/")], trust)
+
+
+def _digest(files: Iterable[tuple[str, Path]], trust: tuple[str, ...]) -> str:
+    files = [*files, *(file for module in trust for file in _trusted(module))]
     _check_loaded({path for _, path in files})
     return hashlib.sha256("".join(f"{name}\0{_first_read(path)}\n" for name, path in files).encode()).hexdigest()
 

@@ -26,7 +26,13 @@ TINY = (
         "eval.streams=2",
         "eval.every=0",
     ),
-    *("eval.windows=false", "runtime.device=cpu", "runtime.threads=1", "record.wandb.mode=disabled"),
+    *(
+        "eval.windows=false",
+        "runtime.device=cpu",
+        "runtime.precision=float32",
+        "runtime.threads=1",
+        "record.wandb.mode=disabled",
+    ),
     "record.figures=false",
 )
 """A run of a second."""

@@ -15,7 +15,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 TINY = (
     *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=16"),
-    *("batch.streams=2", "batch.segment=16", "runtime.device=cpu", "runtime.threads=1"),
+    *("batch.streams=2", "batch.segment=16", "runtime.precision=float32", "runtime.device=cpu", "runtime.threads=1"),
 )
 
 

@@ -26,7 +26,13 @@ from train import train
 SMALL = (
     *("model.d_model=16", "model.layers=2", "model.heads=2", "model.span=16", "model.default_bytes=1024"),
     *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.streams=4", "batch.segment=16"),
-    *("runtime.device=cpu", "runtime.threads=1", "record.every_steps=2", "record.figures=false"),
+    *(
+        "runtime.device=cpu",
+        "runtime.precision=float32",
+        "runtime.threads=1",
+        "record.every_steps=2",
+        "record.figures=false",
+    ),
     *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.choice_bytes=200", "eval.bytes=400"),
     *("eval.windows=false", "eval.test=true", "checkpoint.every_seconds=null"),
 )

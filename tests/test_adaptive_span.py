@@ -24,7 +24,8 @@ from tests.attention_case import (
 )
 from tests.reference.adaptive_span import dynamic_fractions, span_loss
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan, bucket
-from variants.attention import Attention, FixedSpan
+from variants.attention import Attention
+from variants.attention_parts import FixedSpan
 
 BACKENDS = pytest.mark.parametrize("backend", ["plain", "fused"])
 
@@ -177,10 +178,15 @@ def test_state_follows_the_longest_head_and_any_is_accepted(backend, cache):
         return attention(x, None, starts(0)).state
 
     def length(state: torch.Tensor | tuple) -> int:
-        return (state if cache == "hidden" else state[0]).shape[dim]
+        keys = state if cache == "hidden" else state[0]
+        return max(x.shape[dim] for x in (keys if isinstance(keys, tuple) else [keys]))
 
     short, long = state([0, 0, 0.1]), state([0, 0.5, 0.1])
-    assert (length(short), length(long)) == (63, 127)  # columns - 1: the query itself is one of them
+    by_head = cache == "kv" and backend != "plain"  # heads carry what they may need after a step between
+    assert (length(short), length(long)) == (
+        63,
+        150 if by_head else 127,
+    )  # columns - 1: the query itself is one of them
     more = torch.randn(B, 3, D, dtype=DOUBLE)
     set_fractions(attention, [0, 0, 0.1])  # spans shrank since: what is beyond the new ones is not read
     assert_near(attention(more, long, starts(150)).y, attention(more, short, starts(150)).y)
@@ -263,14 +269,19 @@ def test_ideal_flops_by_hand():
     assert dynamic.ideal_flops() == matrices + 2 * 5 * (2 * 2 + 2 * 2) + 2 * D * 2
 
 
+@pytest.mark.parametrize("backend", ["auto", "fused"])
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_moving_spans_compile_nothing_anew(cache):
-    """200 steps, most with columns never seen before: Dynamo recompiles a few times for lengths of the past, then never."""
+def test_moving_spans_compile_nothing_anew(cache, backend):
+    """200 steps, most with columns never seen before: Dynamo recompiles a few times for lengths of the past, then never.
+
+    Where attention is one operation, nothing breaks the graph.
+    """
     torch.manual_seed(0)
-    case = Case(heads=4, span=512, position="rotary", cache=cache, backend="auto")
+    case = Case(heads=4, span=512, position="rotary", cache=cache, backend=backend)
     attention = Attention(case.context(), d_head=2, span=partial(AdaptiveSpan, ramp=8))
     torch.compiler.reset()
-    compiled, state, max_keys = torch.compile(attention, backend="eager"), None, set()
+    whole = backend == "fused"
+    compiled, state, max_keys = torch.compile(attention, backend="eager", fullgraph=whole), None, set()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for step in range(200):
             set_fractions(attention, torch.rand(4).tolist())
@@ -280,6 +291,6 @@ def test_moving_spans_compile_nothing_anew(cache):
             (out.y.sum() + out.loss).backward()
             if step % 50 == 0:
                 assert_near(out.y, attention(x, state, at).y, tolerance=1e-5)
-            state = out.state
+            state = attention.trim(out.state)
     torch.compiler.reset()
     assert len(max_keys) > 100

@@ -6,7 +6,7 @@ import torch
 from tests.command import Ended, call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from variants.conformance import Finding
-from variants.kernels import window
+from variants.kernels import fused, window
 
 PLACE = ("position=rotary", "model.cache=kv", "model.attend_self=true")
 QUICK = ("agree.settings=[rotary-kv]", "agree.precisions=[float32]", "runtime.device=cpu", "runtime.threads=1")
@@ -36,6 +36,16 @@ def test_variants_agree_and_what_cannot_run_is_refused(here, kept):  # noqa: F81
     assert cases[1].startswith("pass  rotary, kv, fused, float32, eager: ") and "at most 0.001" in cases[1]
     assert "adaptive_span: agrees with float64 on cpu in 2 of 2 cases\n" in ended.out
     assert ended.out.endswith("dynamic_span: agrees with float64 on cpu in 1 of 1 cases, 1 refused\n")
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.1])
+def test_bfloat16_may_err_twice_what_plain_does(here, kept, monkeypatch, wrong):  # noqa: F811
+    inner = fused.attend
+    monkeypatch.setattr(fused, "attend", lambda *arguments, **keywords: inner(*arguments, **keywords) * wrong)
+    ended = check("variant=mhsa", "runtime.backend=fused", "agree.precisions=[bfloat16]", *PLACE)
+    case, _ = of_device(ended)
+    assert case.startswith(f"{'pass' if wrong == 1 else 'FAIL'}  rotary, kv, fused, bfloat16, eager: "), case
+    assert ended.code == (wrong != 1) and float(case.rpartition("at most ")[2]) < 0.15
 
 
 def test_what_is_given_is_not_varied(here, kept):  # noqa: F811

@@ -78,7 +78,9 @@ def test_what_the_user_has_chosen_stays(monkeypatch, name, value, own):
 def test_another_library_than_glibc_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert allocator.use("keep") is None
-    described = runtime.start(plan("runtime.device=cpu", "runtime.threads=1").runtime).describe()
+    described = runtime.start(
+        plan("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1").runtime
+    ).describe()
     assert described["allocator"] is None
 
 

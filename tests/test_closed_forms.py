@@ -80,6 +80,7 @@ def test_what_a_kernel_is_expected_to_do_without_data(words):
         "batch.carry=true",
         "model.cache=hidden",
         "runtime.device=cpu",
+        "runtime.precision=float32",
         *words,
     )
     planned = plan("optim=adamw", *given)

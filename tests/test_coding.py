@@ -65,6 +65,8 @@ def here(**changes) -> runtime.Runtime:
         "device": "cpu",
         "precision": "float32",
         "compile": False,
+        "tf32": False,
+        "checkpoint": "none",
         "backend": "auto",
         "threads": 1,
         "allocator": "keep",

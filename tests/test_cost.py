@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from bench import measuring
 from bench.cost_worker import Subject, Task
 from bench.planning import read_run
 from bench.progress import Steps
@@ -15,10 +16,18 @@ from bench.report.tables_costs import cost_tables, for_terminal
 from bench.rows import refusal
 from bench.turns import Asked, in_turn
 from harness.record.cells import LEAST_CALLS, significant
+from tests.bench_rows import cost_row
 from tests.command import Ended, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.composing import CONF, compose_config
 
-TINY = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.threads=1")
+TINY = (
+    "model.d_model=32",
+    "model.layers=2",
+    "model.heads=2",
+    "runtime.device=cpu",
+    "runtime.precision=float32",
+    "runtime.threads=1",
+)
 QUICK = ("rounds=1", "seconds=0.01", "allocators=[keep]")
 TOY = """import time
 import torch
@@ -101,6 +110,39 @@ def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
     assert compose_config(name="cost").rounds >= LEAST_CALLS
     for lineup in CONF.glob("lineup/*.yaml"):
         assert 2 * compose_config(f"lineup={lineup.stem}", name="peers").rounds >= LEAST_CALLS, lineup
+
+
+@pytest.mark.parametrize(
+    ("kind", "timed"), [("cpu", ["train", "evaluate", "generate"]), ("cuda", ["train", "evaluate"])]
+)
+def test_a_byte_is_generated_against_the_clock_on_a_cpu_only(kind, timed, monkeypatch):
+    asked, row = [], cost_row()
+
+    class Answers:
+        """A cell whose device is made up."""
+
+        def __init__(self, *_, **__):
+            pass
+
+        def ask(self, method: str, *words: object, **_):
+            asked.extend(words)
+            own = {key: value for key, value in row.items() if key != "time"} | {"device_kind": kind}
+            whole = {"identity": own, "inference_memory": dict(row["memory"]), "times": [1.0]}
+            return whole.get(method, {})
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(measuring, "Cell", Answers)
+    task = Mock(
+        span=64, weights=None, config={"variant": {"name": "mhsa"}, "runtime": {"backend": "plain"}, "batch": row}
+    )
+    settings = Mock(memory_limit_gib=None, rounds=1, seconds=0.01, mode="cold")
+    with Steps(9) as progress:
+        (found,) = measuring.measure_together([task], settings=settings, progress=progress)
+    assert asked == timed and (found["time"]["generate_ms"] is None) == (kind == "cuda")
+    notes = cost_tables([row | {"device_kind": kind, "time": found["time"]}])[0].notes
+    assert any("waits for launches" in note for note in notes) == (kind == "cuda")
 
 
 def test_nobody_is_asked_again_after_a_minute():
@@ -251,7 +293,7 @@ def test_a_checkpoint_is_measured_at_its_learned_spans(here):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("backends=[nope]",), ("backends=['nope']", "auto, plain, fused, kernel")),
+        (("backends=[nope]",), ("backends=['nope']", "auto, plain, chunked, fused, kernel")),
         (("spans=[long]",), ("spans=['long']", "learned, one_long, initial")),
         (("allocators=[]",), ("allocators=[]", "keep, return")),
         (("lengths=[0]",), ("lengths=[0]", "above 0")),

@@ -1,5 +1,6 @@
 """``bench.fit``: predictions against what a fresh process measures, known allocations, the search, and the command."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -7,18 +8,21 @@ import sys
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from bench import fit
-from bench.fake_step import CAUSES, predict
+from bench.fake_step import CAUSES, predict, settled
 from bench.memory_tracker import Ledger
 from harness.count.flops import count_flops
 from harness.count.memory import optimizer_bytes, parameter_bytes
+from harness.device.choice import abilities
 from tests.bench_rows import fit_row
 from tests.command import ROOT, call, empty_folder  # noqa: F401 - a fixture
-from tests.composing import TINY, plan
+from tests.composing import CONF, TINY, plan
 
 GIB, MIB = 2**30, 2**20
-ON_CPU = ("runtime.device=cpu", "runtime.threads=1")
+DEVICES = OmegaConf.to_container(OmegaConf.load(CONF / "fit.yaml").devices)
+ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 HANGS_SECONDS = 600
 
 MEASURE = """
@@ -170,7 +174,15 @@ def test_spans_grow_the_peak_and_streams_scale_it():
 
 
 def test_on_a_gpu_dropout_keeps_a_byte_an_element():
-    own = plan(*TINY[:-2], "model.dropout=0.1", "batch.segment=64", "model.span=64", "batch.streams=32")
+    own = plan(
+        *TINY[:-2],
+        "runtime.backend=plain",
+        "runtime.compile=false",
+        "model.dropout=0.1",
+        "batch.segment=64",
+        "model.span=64",
+        "batch.streams=32",
+    )
     cpu, cuda = (predict(own, kind=kind) for kind in ("cpu", "cuda"))
     assert cuda.backend == "plain" and cuda.split["library"] > 0
     scores = 32 * 2 * 64 * 64  # streams, heads, segment, keys
@@ -224,7 +236,7 @@ def test_the_command_prints_a_table_and_writes_a_row(here):
     assert told["most streams"][0] == f"{row['largest']['streams']:,}" and "H100" in told["roofline"]
     assert fit_row().keys() <= row.keys()
     assert fit_row()["roofline"].keys() == row["roofline"].keys()
-    assert row["kind"] == "fit" and row["device_kind"] == "cuda" and row["backend"] == "plain"
+    assert row["kind"] == "fit" and row["device_kind"] == "cuda" and row["backend"] == "fused, compiled"
     largest = row["largest"]["streams"]
     own = plan(*TINY[:-2], "variant=adaptive_span")
     peaks = [predict(own, streams=streams, kind="cuda").peak_bytes for streams in (largest, largest + 1)]
@@ -241,14 +253,45 @@ def test_the_command_prints_a_table_and_writes_a_row(here):
         (("largest=heads",), "largest="),
         (("peak_tflops=-1",), "peak_tflops=-1"),
         (("hardware=null", "device_memory=1GB", "peak_tflops=3"), "bandwidth_gbs=null"),
-        (("runtime.compile=true",), "runtime.compile=true"),
-        (("runtime.backend=fused",), "runtime.backend=fused"),
-        (("runtime.backend=kernel",), "runtime.backend=kernel"),
+        (("runtime.compile=true", "runtime.device=cpu", "largest=[]"), "runtime.compile=true"),
+        (("variant=dynamic_span", "runtime.backend=kernel"), "runtime.backend=kernel"),
+        (("spans=many",), "spans=many"),
     ],
 )
 def test_a_mistake_is_one_message(here, words, message):
     ended = run_fit(*words)
     assert ended.code == 2 and message in ended.err and not list(here.iterdir())
+
+
+def test_tf32_has_a_rate_of_its_own():
+    own = {
+        "hardware": "a100_80gb",
+        "devices": DEVICES,
+        "device_memory": None,
+        "peak_tflops": None,
+        "bandwidth_gbs": None,
+    }
+    rates = [fit.choose(own, device="cuda", precision="float32", tf32=tf32).flops_per_s for tf32 in (False, True)]
+    assert [rate["float32"] for rate in rates] == [19.5e12, 156e12] and rates[0]["bfloat16"] == rates[1]["bfloat16"]
+    with pytest.raises(ValueError, match="runtime.tf32=true: Apple M4 Max.*allowed is false"):
+        fit.choose(own | {"hardware": "m4_max"}, device="mps", precision="float32", tf32=True)
+
+
+def test_every_device_has_peaks_that_are_in_order():
+    assert len(DEVICES) > 11
+    for device in DEVICES.values():
+        assert device["bfloat16_tflops"] >= (device["tfloat32_tflops"] or 0) and device["bandwidth_gbs"] > 500
+        assert (device["tfloat32_tflops"] or device["float32_tflops"]) >= device["float32_tflops"]
+
+
+def test_what_is_left_to_the_device_is_settled_for_the_predicted_one():
+    own = plan(*TINY[:-2])
+    automatic = dataclasses.replace(own, runtime=dataclasses.replace(own.runtime, precision="auto", compile="auto"))
+    found = [settled(automatic, kind=kind).runtime for kind in ("cpu", "cuda")]
+    here = "bfloat16" if abilities("cpu").bfloat16 else "float32"
+    assert [(one.precision, one.compile) for one in found] == [(here, False), ("bfloat16", True)]
+    given = dataclasses.replace(own, runtime=dataclasses.replace(own.runtime, compile=False))
+    assert settled(given, kind="cuda") == given
 
 
 def test_sparse_gradients_are_refused():

@@ -66,7 +66,7 @@ def test_a_run_folder_of_another_format_is_refused_by_one_message(here):
     (folder,) = run_folders(here / "outputs")
     shutil.move(folder, here / "old")
     older(here / "old")
-    small = ("runtime.device=cpu", "runtime.threads=1")
+    small = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
     for ended in (
         train(*MADE, "start.run=old"),
         call("bench/evaluate.py", "run=old", *small),

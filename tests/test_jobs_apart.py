@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.compose import sweep
-from harness.device import machine, runtime
+from harness.device import choice, machine, runtime
 from harness.device.runtime import StopSignal
 from harness.loop.train_state import TrainState
 from harness.plan.settings import RuntimeSettings
@@ -38,7 +38,9 @@ AUTO = {
     "device": "auto",
     "precision": "float32",
     "compile": False,
+    "tf32": False,
     "backend": "auto",
+    "checkpoint": "none",
     "threads": 1,
     "deterministic": True,
     "allocator": "keep",
@@ -84,7 +86,7 @@ def test_a_killed_job_leaves_its_gpu(tmp_path):
 def test_auto_takes_a_gpu_for_as_long_as_the_job_lasts(here, monkeypatch):
     taken = []
     monkeypatch.setattr(runtime, "_gpu_names", lambda: ["GPU-a", "GPU-b"])
-    monkeypatch.setattr(runtime, "_device", lambda name: taken.append(name) or torch.device("cpu"))
+    monkeypatch.setattr(choice, "named", lambda name: taken.append(name) or torch.device("cpu"))
     locks = machine.cache_folder() / "gpus" / os.uname().nodename
     locks.mkdir(parents=True, exist_ok=True)
     other = machine.take_free(["GPU-a"])

@@ -55,7 +55,9 @@ def test_what_changes_a_time_is_in_every_row(monkeypatch):
     for name, value in {**apart, **inside, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():
         monkeypatch.setenv(name, value)
     assert machine.environment() == before | inside | {"LD_PRELOAD": "libjemalloc.so.2:libtc.so"}
-    described = runtime.start(plan("runtime.device=cpu", "runtime.threads=1").runtime).describe()
+    described = runtime.start(
+        plan("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1").runtime
+    ).describe()
     assert described["environment"] == machine.environment()
     assert described["instruction_set"] == torch.backends.cpu.get_cpu_capability()
 
@@ -174,7 +176,7 @@ from harness.device import runtime
 print(torch.backends.cpu.get_cpu_capability())
 config.cpp.vec_isa_ok = True  # or the compiler tries out all kinds of CPU first
 from tests.composing import plan
-settings = plan("runtime.compile=true", "runtime.device=cpu", "runtime.threads=1").runtime
+settings = plan("runtime.compile=true", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1").runtime
 norm, x = torch.nn.RMSNorm(48), torch.randn(7, 33, 48, generator=torch.Generator().manual_seed(0), requires_grad=True)
 for compiled in (norm, runtime.start(settings).forward(norm)):
     y = compiled(x)

@@ -322,7 +322,7 @@ def test_peak_of_a_known_allocation():
     peak = meter.read()
     assert peak.approximate
     assert peak.bytes == pytest.approx(250 * MIB, rel=0.1)
-    assert meter.read() == pytest.approx(peak, rel=0.01)
+    assert meter.read().bytes == pytest.approx(peak.bytes, rel=0.01)
     del kept
 
 
@@ -363,9 +363,9 @@ def test_on_cuda():
     meter = PeakMemory(device)
     kept = torch.ones(50 * MIB // 4, device=device)
     torch.ones(200 * MIB // 4, device=device)
-    assert meter.read() == (250 * MIB, False)
+    assert meter.read()[:2] == (250 * MIB, False) and meter.read().reserved_bytes >= 250 * MIB
     meter.reset()
-    assert meter.read() == (50 * MIB, False)
+    assert meter.read()[:2] == (50 * MIB, False)
     del kept
     model = build(Attention, feed_forward)
     on_cpu = forward_flops_per_byte(build(Attention, feed_forward, backend="plain"), segment=7, most_bytes=1000)

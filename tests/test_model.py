@@ -17,7 +17,7 @@ pytestmark = pytest.mark.numeric
 V, D, H, S, F, LAYERS = 256, 8, 2, 4, 12, 2
 SMALL = (
     *("data=recall", f"model.d_model={D}", f"model.heads={H}", f"model.layers={LAYERS}", f"model.span={S}"),
-    *("model.norm=layer", "runtime.device=cpu"),
+    *("model.norm=layer", "runtime.device=cpu", "runtime.precision=float32"),
 )
 FEED = (f"variant.feed_forward.hidden={F}",)
 C, K, MEMORY_HEADS, DQ = 6, 3, 2, 4

@@ -44,16 +44,18 @@ TINY = (
         "persistent=8",
     ),
     *("memory.half_keys=32", "memory.top_k=4", "memory.heads=2", "memory.d_query=8", "rounds=2", "seconds=0.01"),
-    *("runtime.device=cpu", "runtime.threads=1", "data.bytes=20000"),
+    *("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1", "data.bytes=20000"),
 )
 PEERS = [name for name, peer in PACKAGES.items() if name != "reference_model" and peer.device is None]
 
 
-def proved(model: nn.Module) -> dict[str, str]:
+def proved(model: nn.Module, *, plain: nn.Module | None = None) -> dict[str, str]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, (2, 17), generator=generator)
     loss = partial(F.cross_entropy, target=tokens[:, 1:].flatten())
-    return prove(Probe(model=model, outputs=model, inputs=tokens[:, :-1], loss=lambda y: loss(y.flatten(0, 1))))
+    same = {"inputs": tokens[:, :-1], "loss": lambda y: loss(y.flatten(0, 1))}
+    beside = None if plain is None else lambda: Probe(model=plain, outputs=plain, **same)
+    return prove(Probe(model=model, outputs=model, plain=beside, **same))
 
 
 class Toy(nn.Module):
@@ -117,6 +119,28 @@ def test_what_a_spoilt_toy_breaks_is_named(fault, check, reason):
     assert passed(proved(Toy()))
     found = proved(Toy(fault))
     assert reason in found[check] and not passed(found)
+
+
+class SingleOnly(Toy):
+    """As a kernel that has no float64, and says so as ours do."""
+
+    def forward(self, tokens):
+        if self.head.weight.dtype != torch.float32:
+            raise ValueError("torch.float64: the kernel takes torch.float32")
+        return super().forward(tokens)
+
+
+def test_a_kernel_without_float64_is_proved_in_float32_and_its_plain_form_in_float64():
+    def checked(fault: str = "", **plain) -> dict[str, str]:
+        return proved(SingleOnly(fault), **plain)
+
+    alone = checked()
+    assert passed(alone) and "no finite difference" in alone["gradients"] and "float32 only" in alone["causal"]
+    beside = checked(plain=Toy())
+    assert passed(beside) and beside["gradients"].endswith("the kernel takes torch.float32; in plain PyTorch ok)")
+    assert checked(plain=Toy("gradient"))["gradients"].startswith("in plain PyTorch: along one direction")
+    assert "unused" in checked("unused", plain=Toy())["gradients"]
+    assert "moved the output at" in checked("leaks", plain=Toy())["causal"]
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -340,7 +364,15 @@ def test_a_table_from_the_command_line(here, monkeypatch):  # noqa: F811
 
 def test_the_layer_alone(here):  # noqa: F811
     sizes = ("model.d_model=16", "batch.segment=32", "sizes.half_keys=[8]", "memory.top_k=4", "memory.d_query=8")
-    words = ("lineup=layer", *sizes, "rounds=1", "seconds=0.01", "runtime.device=cpu", "runtime.threads=1")
+    words = (
+        "lineup=layer",
+        *sizes,
+        "rounds=1",
+        "seconds=0.01",
+        "runtime.device=cpu",
+        "runtime.precision=float32",
+        "runtime.threads=1",
+    )
     ended = call("bench/peers.py", *words, "data.bytes=20000")
     assert ended.code == 0, ended.err
     *package, ours, returned = rows_in(here)
@@ -375,7 +407,7 @@ def test_the_layer_alone(here):  # noqa: F811
 )
 def test_a_mistake_ends_with_2_before_anything_runs(here, words, parts, monkeypatch):  # noqa: F811
     monkeypatch.setattr("bench.baselines.rounds.compete", missing)
-    ended = call("bench/peers.py", *words, "runtime.device=cpu", "runtime.threads=1")
+    ended = call("bench/peers.py", *words, "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
     assert ended.code == 2 and all(part in ended.err for part in parts), ended.err
     assert "Traceback" not in ended.err and not list(here.iterdir())
 

@@ -1,12 +1,19 @@
 """Position schemes: against the references, at stream position 10**7, and in numbers that can be worked out."""
 
+import copy
 import math
+from collections import Counter
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.attention_case import DOUBLE, Case, gradients
 from tests.reference import positions as reference
+from tests.toys import model_of
 from variants.attention import Attention
 from variants.contract import LayerContext
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal, alibi_slopes, rotary_frequencies
@@ -14,6 +21,7 @@ from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal, a
 pytestmark = pytest.mark.numeric
 
 FAR = 10**7
+F32 = torch.float32
 
 
 def context(**changes) -> LayerContext:
@@ -74,7 +82,8 @@ def test_rotary_base_is_used():
 @pytest.mark.parametrize("width", [8, 7])
 def test_sinusoids_are_the_references(width):
     start = torch.tensor([0, 1000])
-    table = Sinusoidal(context(), d_head=0).embed(torch.zeros(2, 5, width, dtype=DOUBLE), start)
+    scheme = Sinusoidal(context(d_model=width), d_head=0)
+    table = scheme.embed(torch.zeros(2, 5, width, dtype=DOUBLE), start)
     for b in range(2):
         for t in range(5):
             expected = reference.sinusoid(start[b].item() + t, d_model=width)
@@ -145,3 +154,93 @@ def test_tables_of_other_runs_and_widths_are_others():
     assert Relative(whole, d_head=4).table is Relative(whole, d_head=4).table
     assert Relative(whole, d_head=2).table.shape == (6, 2)
     assert not list(Relative(whole, d_head=0).parameters())
+
+
+class Made(TorchDispatchMode):
+    """What a forward pass calls, and every dtype that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.dtypes = Counter(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.calls[str(function.overloadpacket)] += 1
+        self.dtypes |= {tensor.dtype for tensor in tree_leaves(found) if isinstance(tensor, torch.Tensor)}
+        return found
+
+
+@pytest.mark.parametrize("base", [10000.0, 0.5])
+def test_angles_far_along_are_right_without_float64(base):
+    rotary, at = Rotary(context(), d_head=16, base=base), torch.tensor([FAR, 3, FAR + 12345, -7])
+    x = torch.zeros(4, 1, 5, 16)
+    x[..., :8] = 1  # turned: the cosines, then the sines
+    with Made() as made:
+        found = rotary.rotate(x, at)
+    assert torch.float64 not in made.dtypes
+    angle = (at[:, None] + torch.arange(5)).double()[..., None] * rotary_frequencies(16, base)
+    expected = torch.cat([angle.cos(), angle.sin()], dim=-1)
+    torch.testing.assert_close(found[:, 0].double(), expected, rtol=0, atol=1e-6)
+    scheme = Sinusoidal(context(), d_head=0)  # made on the host
+    with Made() as made:
+        table = scheme.embed(torch.zeros(4, 5, 8), at)
+    assert torch.float64 not in made.dtypes
+    angle = (at[:, None] + torch.arange(5)).double()[..., None] * rotary_frequencies(8, 10000.0)
+    torch.testing.assert_close(table[..., 0::2].double(), angle.sin(), rtol=0, atol=1e-6)
+
+
+def rotary_model(layers: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return model_of(Attention, scheme=Rotary, layers=layers)()
+
+
+def test_tables_are_made_once_a_forward_and_go_with_it():
+    calls, tokens = {}, torch.randint(31, (2, 8))
+    for layers in (1, 4):
+        model = rotary_model(layers)
+        state = model(tokens).state
+        for _ in range(2):  # the same state again: another pass
+            with Made() as made:
+                out = model(tokens, state)
+            calls[layers] = made.calls["aten.cos"], made.calls["aten.sin"]
+            assert calls[layers] == (2, 2), "of the start and of the places in the segment"
+        tables = model.layers[0]["part0"].sublayer.position.tables
+        assert len(tables._made) == 0, "nothing outlives a forward pass"
+        again = copy.deepcopy(model)(tokens, state)
+        assert torch.equal(again.logits, out.logits)
+
+
+def test_streams_at_other_places_have_other_tables():
+    model, tokens = rotary_model(2), torch.randint(31, (2, 8))
+    shared = model.layers[0]["part0"].sublayer.position.tables
+    assert shared is model.layers[1]["part0"].sublayer.position.tables
+    one, other = torch.tensor([0, 5]), torch.tensor([1, 5])
+    found = [shared(at, length, dtype) for at in (one, other) for length in (3, 4) for dtype in (DOUBLE, F32)]
+    assert len({id(cos) for cos, _ in found}) == 8
+    assert {(cos.shape[2], cos.dtype) for cos, _ in found} == {(n, d) for n in (3, 4) for d in (DOUBLE, F32)}
+    assert shared(one, 3, F32)[0] is found[1][0]
+    assert model(tokens).logits.isfinite().all()
+
+
+def test_compiled_layers_compute_the_cosines_once():
+    """The model's own tables are for eager passes; the compiler merges what is equal, and no dictionary is in its way."""
+    own = context()
+    rotary = [Rotary(own, d_head=4) for _ in range(3)]
+    targets = []
+
+    def count(graph, _):
+        targets.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph)
+
+    def turned(x, start):
+        for scheme in rotary:
+            x = scheme.rotate(x, start)
+        return x
+
+    x, start = normal(2, 2, 5, 4).float().requires_grad_(), torch.tensor([3, FAR])
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    y = torch.compile(turned, fullgraph=True, backend=backend)(x, start)
+    torch.testing.assert_close(y, turned(x, start))
+    torch.testing.assert_close(gradients(y, [x]), gradients(turned(x, start), [x]))
+    forward = targets[0]
+    assert forward.count("aten.cos.default") == forward.count("aten.sin.default") == 2

@@ -23,6 +23,7 @@ from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests.composing import plan
 from tests.many import launch
+from tests.pretended_device import pretend
 from tests.runs import (
     CARRY,
     DROPOUT,
@@ -359,16 +360,12 @@ def test_a_signal_waits_for_the_others():
 
 
 def test_gpus_are_one_for_each_process(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    chosen = pretend(monkeypatch, "cuda", devices=2)
     second = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)
     for name in ("auto", "cuda"):
-        settings = plan(f"runtime.device={name}").runtime
+        settings = plan(f"runtime.device={name}", "runtime.precision=float32", "runtime.compile=false").runtime
         assert runtime.start(settings, processes=second).device == torch.device("cuda:1")
-    assert chosen == [torch.device("cuda:1")] * 2
+    assert chosen == [1, 1]
     assert runtime.start(plan("runtime.device=cpu").runtime, processes=second).device.type == "cpu"
     with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
         runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)

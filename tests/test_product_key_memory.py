@@ -12,7 +12,7 @@ from tests.reference.product_key_memory import best_slots
 from tests.reference.product_key_memory import product_key_memory as reference
 from variants.contract import LayerContext
 from variants.kernels import product_search
-from variants.product_key_memory import ProductKeyMemory, candidate_pairs, search
+from variants.product_key_memory import ProductKeyMemory, candidate_pairs, choose, search
 
 pytestmark = pytest.mark.numeric
 
@@ -181,6 +181,18 @@ def test_search_finds_the_slots_of_brute_force():
         slots, _, _ = winners_and_all(first, second, 5)
         expected, _ = best_slots(query[head], keys=memory.keys[head], top_k=5)
         assert set(slots.tolist()) == set(expected.tolist())
+
+
+def test_autocast_chooses_the_slots_that_float32_chooses():
+    torch.manual_seed(0)
+    query, keys = torch.randn(50, 4, 8, requires_grad=True), torch.randn(4, 30, 8, requires_grad=True)
+    found = {}
+    for low in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            slots, sums = choose(query, keys, top_k=4, pairs=candidate_pairs(top_k=4, half_keys=30))
+        found[low] = slots, sums, *torch.autograd.grad(sums.square().sum(), (query, keys))
+    for plain, low in zip(found[False], found[True], strict=True):
+        assert torch.equal(plain, low)
 
 
 def test_search_ranks_sums_of_low_precision_scores_in_float32():

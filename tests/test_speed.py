@@ -22,6 +22,7 @@ from harness.plan.settings import parse
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, compose_config, plan, recall
+from tests.pretended_device import pretend
 
 SIZES = ("model.d_model=32", "model.heads=2", "model.layers=2", "batch.segment=16", "batch.streams=2", "model.span=64")
 SMALL = (
@@ -275,16 +276,17 @@ def test_every_case_has_its_entrants_and_each_takes_a_step(here, untimed, monkey
 
 def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  # noqa: F811
     on_cpu = Runtime(device=torch.device("cpu"), precision="bfloat16", compile=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(entries_module.runtime, "start", lambda _: on_cpu)
-    ended = call("bench/peers.py", *CUDA)
+    with monkeypatch.context() as patch:
+        pretend(patch, "cuda")
+        ended = call("bench/peers.py", *CUDA)
     assert ended.code == 0, ended.err
     assert [one.name for one in untimed] == [f"{v} {p}" for p in SETTINGS for v in ("mhsa", "adaptive_span")]
     for one in untimed:
         asked = one.task.config["runtime"]
         assert [asked[key] for key in ("device", "backend", "precision", "compile")] == [
             "cuda",
-            "kernel",
+            "auto",
             "bfloat16",
             True,
         ]
@@ -297,7 +299,7 @@ def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  #
     [
         (["only=[foo]"], ["only=['foo']", "fixed, zero", "pkm_128", "trainer"]),
         (["only=[]"], ["only=[]", "mixed"]),
-        (["runtime.device=tpu"], ["runtime.device=tpu", "cpu, cuda"]),
+        (["runtime.device=tpu"], ["runtime.device=tpu", "auto, cpu"]),
         (["lineup=targets_cuda"], ["device=cuda", "no CUDA"]),
         (["sizes.spans=[1,2]"], ["spans of mixed relative=[1, 2]", "8 integers from 0 to 1024"]),
         (["model.span=64"], ["spans of mixed relative=", "from 0 to 64"]),
@@ -311,7 +313,7 @@ def test_the_cuda_cases_are_made_and_take_a_step(here, untimed, monkeypatch):  #
     ],
 )
 def test_a_mistake_ends_with_2_before_anything_runs(here, untimed, words, parts, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend(monkeypatch, None)
     (here / "file").write_text("")
     ended = call("bench/peers.py", "lineup=targets", *words)
     assert ended.code == 2 and all(part in ended.err for part in parts), ended.err

@@ -205,7 +205,10 @@ def test_the_sweeps_of_conf(here):
         "learning_rates": ("variant=mhsa", "trial=range(0,4)"),
         "tuning": ("variant=mhsa,adaptive_span", "trial=range(0,2)"),
         "leaderboard": ("seed=0", *on_cpu),
-        "smoke": ("runtime.compile=false", "variant=mhsa,replayed_spans", *on_cpu),
+        "smoke": (
+            *("runtime.compile=false", "runtime.precision=bfloat16,float32"),  # typed, or TINY's would be the only one
+            *("variant=mhsa,replayed_spans", *on_cpu),
+        ),
     }
     jobs = {"variants": 4, "spans": 8, "slots": 3, "learning_rates": 4, "tuning": 4, "leaderboard": 4, "smoke": 4}
     assert {path.stem for path in (ROOT / "conf" / "sweep").glob("*.yaml") if "wandb" not in path.stem} == set(words)

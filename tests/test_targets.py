@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from harness.plan.instantiate import keywords, resolve
 from variants.adaptive_span import AdaptiveSpan
-from variants.attention import Attention, AttentionSpan
+from variants.attention import Attention
+from variants.attention_parts import AttentionSpan
 from variants.contract import Part, Position, Sublayer, SublayerOutput
 
 MINE = ("tests.test_targets",)
@@ -139,7 +140,7 @@ def test_only_parts_that_fit_are_taken():
     assert made(node(Mine, needed=1, bare=node(AdaptiveSpan))).keywords["bare"].func is AdaptiveSpan
     vectors = node("variants.all_attention.PersistentKV", number=3)
     with pytest.raises(
-        ValueError, match=r"attention\.span\._target_=.*PersistentKV: .* variants\.attention\.AttentionSpan"
+        ValueError, match=r"attention\.span\._target_=.*PersistentKV: .* variants\.attention_parts\.AttentionSpan"
     ):
         made(node(span=vectors))
     with pytest.raises(ValueError, match=r"attention\.span\._target_=variants\.attention\.Attention: .*AttentionSpan"):

@@ -24,7 +24,13 @@ from variants.product_key_memory import ProductKeyMemory
 pytestmark = pytest.mark.usefixtures("restored")
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
 SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
-SMALL += ("runtime.device=cpu", "runtime.threads=1", "data=synthetic_text", "data.bytes=40000")
+SMALL += (
+    "runtime.device=cpu",
+    "runtime.precision=float32",
+    "runtime.threads=1",
+    "data=synthetic_text",
+    "data.bytes=40000",
+)
 MEMORY = Memory(half_keys=32, top_k=4, heads=2, d_query=8)
 SIZES = Sizes(vocabulary=256, d_model=32, layers=2, heads=2, context=64, persistent=8, window=16, memory=MEMORY)
 PEERS = [name for name, peer in PACKAGES.items() if peer.device is None]

@@ -358,7 +358,7 @@ class FloatAngles(Rotary):
 
     def __init__(self, context: LayerContext, *, d_head: int, follow: bool = False):
         super().__init__(context, d_head=d_head)
-        self.follow = follow
+        self.d_head, self.follow = d_head, follow
 
     def rotate(self, x, start):
         dtype = x.dtype if self.follow else torch.float32

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from variants.attention import AttentionSpan
-from variants.contract import LayerContext
+from variants.attention_parts import AttentionSpan
+from variants.contract import LayerContext, wide
 
 
 def bucket(max_keys: int) -> int:
@@ -51,13 +51,19 @@ class AdaptiveSpan(AttentionSpan):
     def loss(self, z: Tensor) -> Tensor:
         return self.loss_weight * z.mean()
 
-    @torch.no_grad()
     def project_(self) -> None:
+        self.decide(self.bound_().tolist())
+
+    @torch.no_grad()
+    def bound_(self) -> Tensor:
+        """Where each head's ramp ends, in keys ``[H]``, rounded as in ``soft_mask``."""
         self.fraction.clamp_(0, 1)
+        return self.fraction * self.span + self.ramp
+
+    def decide(self, values: Sequence[float]) -> None:
         # The far end of the closed ramp, x = z + R, has weight 0 and still a gradient: it is kept.
-        far = (self.fraction * self.span + self.ramp).tolist()  # rounded as in soft_mask
-        self.max_keys = tuple(min(self.span, bucket(int(x) + 1)) for x in far)
-        self.weighted_keys = tuple(min(self.span, math.ceil(x)) for x in far)
+        self.max_keys = tuple(min(self.span, bucket(int(x) + 1)) for x in values)
+        self.weighted_keys = tuple(min(self.span, math.ceil(x)) for x in values)
 
     def carried(self) -> tuple[int, ...]:
         return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # a step moves a span into the next bucket
@@ -98,6 +104,18 @@ class DynamicSpan(AttentionSpan):
         self.ramp, self.loss_weight, self.unit = ramp, loss_weight, context.span
         self.gate = nn.Linear(context.d_model, context.heads)
         nn.init.constant_(self.gate.bias, bias)
+        self.project_()
+
+    def project_(self) -> None:
+        self.decide(self.bound_().tolist())
+
+    @torch.no_grad()
+    def bound_(self) -> Tensor:
+        """Where each head's ramp ends for an input that the gate's vectors do not see, at S sigmoid(b), in keys ``[H]``."""
+        return self.unit * torch.sigmoid(self.gate.bias) + self.ramp
+
+    def decide(self, values: Sequence[float]) -> None:
+        self.typical_keys = tuple(math.ceil(x) for x in values)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x)
@@ -108,7 +126,7 @@ class DynamicSpan(AttentionSpan):
         return self.loss_weight * z.mean()
 
     def stats(self, z: Tensor) -> dict[str, Tensor]:
-        return {"span_sum": z.double().sum(dim=(0, 2))}
+        return {"span_sum": wide(z).sum(dim=(0, 2))}
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if "span_sum" not in stats:
@@ -117,9 +135,8 @@ class DynamicSpan(AttentionSpan):
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
 
     def visible_keys(self) -> tuple[int, ...]:
-        """Keys with a weight above 0 at the span of an input that the gate's vectors do not see: S sigmoid(b)."""
-        z = self.unit * torch.sigmoid(self.gate.bias.detach())
-        return tuple(min(self.span, math.ceil(x)) for x in (z + self.ramp).tolist())
+        """Keys with a weight above 0 at the span S sigmoid(b), since the last ``project_``."""
+        return tuple(min(self.span, n) for n in self.typical_keys)
 
     def ideal_flops(self) -> int:
         return 2 * self.gate.weight.numel()

@@ -12,7 +12,7 @@ so that vectors which start like the rest of the network are learned at the scal
 import torch
 from torch import Tensor, nn
 
-from variants.attention import PersistentVectors
+from variants.attention_parts import PersistentVectors
 from variants.contract import LayerContext
 
 

@@ -8,83 +8,25 @@
 - ``persistent`` adds key-value vectors to the same softmax (``all_attention.py``).
 
 Past keys and values (``cache: kv``) or past inputs (``cache: hidden``, Transformer-XL's, 1901.02860, 3.2) are carried,
-detached, as far back as the window reaches. Shapes describe the state: a shorter past is simply fewer keys. On the CPU's
-kernel every head of ``cache: kv`` carries its own, so that the state goes by the mean span and not by the longest.
+detached, as far back as the window reaches. Shapes describe the state: a shorter past is simply fewer keys. Heads of unequal
+spans carry pasts of their own in ``cache: kv``, so that the state goes by the mean span and not by the longest, except on
+the plain backend.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants.context import VisibleKeys, before, by_part, last
-from variants.contract import LayerContext, NeededFlops, Part, Spans, State, Sublayer, SublayerOutput
-from variants.kernels import fused, triton_window, window, window_cpu
+from variants import backends
+from variants.attention_parts import AttentionSpan, FixedSpan, PersistentVectors
+from variants.backends import Need
+from variants.context import VisibleKeys, before, last, trimmed, trimmed_by_head
+from variants.contract import LayerContext, NeededFlops, Proof, State, Sublayer, SublayerOutput, map_state, wide
+from variants.kernels import fused, window_cpu
 from variants.kernels.window import PastKV, Persistent, Window, pairs
-
-
-class AttentionSpan(Spans):
-    """How far each head looks. The base class looks S keys back, everywhere, with a hard edge.
-
-    ``max_keys`` are decided in ``project_`` and rounded up, so that a forward pass never waits for a parameter's value.
-    """
-
-    ramp: int = 0
-    fusable: bool = True
-
-    def __init__(self, context: LayerContext):
-        super().__init__()
-        self.span, self.heads = context.span, context.heads
-        self.max_keys: tuple[int, ...] = (context.span,) * context.heads
-
-    def forward(self, x: Tensor) -> Tensor | None:
-        """Spans z in keys for the sublayer's input ``x [B, T, D]``: ``[H]``, ``[B, H, T]``, or None for a hard window."""
-        return None
-
-    def loss(self, z: Tensor | None) -> Tensor | None:
-        """What the spans cost, nats per byte, already weighted."""
-        return None
-
-    def project_(self) -> None:
-        """Parameters into their range, and ``max_keys`` from them."""
-
-    def stats(self, z: Tensor | None) -> dict[str, Tensor]:
-        """Statistics of one segment that add."""
-        return {}
-
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        return {}
-
-    def carried(self) -> tuple[int, ...]:
-        """Keys that may be visible at the next segment, for each head, after an optimizer step between."""
-        return self.max_keys
-
-    def set_span(self, span: int) -> None:
-        """Look ``span`` keys back from now on."""
-        self.span, self.max_keys = span, (span,) * self.heads
-
-    def visible_keys(self) -> tuple[int, ...]:
-        """Keys that a warm query sees, for each head."""
-        return self.max_keys
-
-    def ideal_flops(self) -> int:
-        """Forward FLOPs per byte of deciding the spans."""
-        return 0
-
-
-FixedSpan = AttentionSpan
-
-
-class PersistentVectors(Part):
-    """Key-value vectors beside the context: ``forward`` gives keys and values ``[H, N, K]``, N of them a head."""
-
-    number: int
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
 
 
 class Attention(Sublayer):
@@ -140,7 +82,9 @@ class Attention(Sublayer):
         own = [self.position.rotate(k, start), v]
         q = self.position.rotate(plain_q, start)
         persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
-        y, state, stats = self._over_window(x, q, own, state, start, z, persistent, collect_stats=collect_stats)
+        traced = torch.compiler.is_compiling() and self._traceable(x.device)
+        over_window = self._traced if traced else self._over_window
+        y, state, stats = over_window(x, q, own, state, start, z, persistent, collect_stats=collect_stats)
         out = self.output(rearrange(y, "B H T K -> B T (H K)"))
         return SublayerOutput(out, state, self.span.loss(z) if self.training else None, stats)
 
@@ -159,6 +103,35 @@ class Attention(Sublayer):
 
         parts = F.linear(x, of("weight"), of("bias")).chunk(len(linears), dim=-1)
         return [rearrange(part, "B T (H K) -> B H T K", K=self.d_head) for part in parts]
+
+    def _traceable(self, device: torch.device) -> bool:
+        """Whether attention is one operation in a compiled graph; everything else is a break in it."""
+        return backends.is_operation(self.backend(device, training=self.training), device)
+
+    def _traced(
+        self,
+        x: Tensor,
+        q: Tensor,
+        own: list[Tensor],
+        state: State,
+        start: Tensor,
+        z: Tensor | None,
+        persistent: Persistent | None,
+        *,
+        collect_stats: bool,
+    ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
+        """``_over_window`` inside a compiled graph, which moving spans must not change: no number of ``max_keys`` is read.
+
+        The past is met as long as it was given, and the state is returned untrimmed.
+        """
+        backend = self.backend(x.device, training=self.training)
+        keys, state = self._joined(x, own, state, start, None)
+        window_ = Window((self.span.span,) * self.heads, self.shift, z, self.span.ramp)
+        limits = self.span.limits
+        y = self._attend(backend, q, keys, window_, persistent, limits=limits)
+        with torch.no_grad():
+            stats = self._stats(backend, q, keys, window_, persistent, limits=limits) if collect_stats else None
+        return y, state, stats
 
     @torch.compiler.disable  # max_keys are Python numbers, the past has any length: a graph break around all of it
     def _over_window(
@@ -186,14 +159,53 @@ class Attention(Sublayer):
         self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int, backend: str
     ) -> tuple[VisibleKeys, State]:
         """Keys and values, and what to carry: the last ``past`` of them, or of the inputs that they are made of."""
-        apart = self._parts(past) if (backend, x.device.type) == ("kernel", "cpu") else [(past, None)]
+        if (backend, x.device.type) != ("kernel", "cpu"):
+            keys, state = self._joined(x, own, state, start, past)
+            return keys, self._trim(state, by_head=backend != "plain")
+        apart = self._parts(past)
         if self.cache == "hidden":
             old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(x.dtype)
             parts = [] if old is None else [self._again(old, start, *part) for part in apart]
-            return VisibleKeys(*own, parts), last(past, 1, old, x)
-        keys = VisibleKeys(*own, before(state, past, own[0].dtype))
-        kept = [n - 1 + self.shift for n in self.span.carried()]
-        return keys, keys.last_by_head(kept) if len(keys.past) > 1 or len(apart) > 1 else keys.last(past)
+            return VisibleKeys(*own, parts, []), last(past, 1, old, x)
+        keys = VisibleKeys(*own, before(state, past, own[0].dtype), [])
+        by_head = len(keys.past) > 1 or len(apart) > 1
+        return keys, keys.last_by_head(self._kept()) if by_head else keys.last(past)
+
+    def _joined(
+        self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int | None
+    ) -> tuple[VisibleKeys, State]:
+        """Past and segment one after the other, and all of it to carry.
+
+        Args:
+            past: keys or inputs before the segment that are taken, or None for all that there are.
+        """
+        if self.cache == "kv":
+            keys = VisibleKeys.joined(*own, before(state, past, own[0].dtype))
+            return keys, keys.state()
+        if state is None:
+            return VisibleKeys.joined(*own, []), x.detach()
+        old = state.to(x.dtype)
+        old = old if past is None else old[:, max(0, old.shape[1] - past) :]
+        keys = VisibleKeys.joined(*own, [self._again(old, start, old.shape[1], None)])
+        return keys, torch.cat([old, x.detach()], dim=1)
+
+    def _kept(self) -> list[int]:
+        """Past keys that each head carries."""
+        return [n - 1 + self.shift for n in self.span.carried()]
+
+    def trim(self, state: State) -> State:
+        backend = self.backend(self.query.weight.device, training=self.training)
+        return self._trim(state, by_head=backend != "plain")
+
+    def _trim(self, state: State, *, by_head: bool) -> State:
+        if state is None:
+            return None
+        past = max(self.span.max_keys) - 1 + self.shift
+        if self.cache == "hidden":
+            return trimmed(state, past, dim=1)
+        if isinstance(state[0], tuple) or (by_head and len(set(self.span.max_keys)) > 1):
+            return trimmed_by_head(state, self._kept())
+        return map_state(lambda x: trimmed(x, past, dim=2), state)
 
     def _parts(self, past: int) -> list[tuple[int, list[int] | None]]:
         """Heads, or None for all, and how many past keys they can meet: the CPU's kernel wants no more than these."""
@@ -207,68 +219,85 @@ class Attention(Sublayer):
         return PastKV(tuple(heads or range(self.heads)), self.position.rotate(k, start - old.shape[1]), v)
 
     def _attend(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
+        self,
+        backend: str,
+        q: Tensor,
+        keys: VisibleKeys,
+        visible: Window,
+        persistent: Persistent | None,
+        *,
+        limits: Tensor | None = None,
     ) -> Tensor:
-        most = max(visible.max_keys)
-        vectors = self.position.vectors(most) if backend == "kernel" else None
+        most, rate = max(visible.max_keys), self.dropout if self.training else 0.0
+        vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
         same = {"bias": self.position.bias(q, most) if vectors is None else None, "persistent": persistent}
-        if backend == "kernel" and q.device.type == "cpu":
+        if not keys.whole:
             return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, vectors=vectors, **same)
-        ways = {"kernel": partial(triton_window.attend, vectors=vectors), "fused": fused.attend}
-        ways["plain"] = partial(window.attend, dropout=self.dropout if self.training else 0.0)
-        return by_part(ways[backend], q, keys, visible, **same)
+        if vectors is not None:
+            same["vectors"] = vectors
+        learns = self.cache == "hidden"
+        return backends.attend(backend, q, keys, visible, dropout=rate, limits=limits, past_learns=learns, **same)
+
+    def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
+        """Those that compute the same here, in the order of preference; see ``variants/backends.py``."""
+        return backends.possible(self._need(training=training), device)
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """The first of these that computes the same here, or the one that was asked for; ValueError where that cannot be.
+        return backends.choose(self.wanted_backend, self._need(training=training), device)
 
-        - ``kernel``: our own, for this CPU (``window_cpu.py``) or for a GPU (``triton_window.py``);
-        - ``fused``: torch's flash attention on a CPU (``fused.py``), which takes no learned vector per distance;
-        - ``plain``: ``window.py``, and on a GPU the one that is taken unasked.
-        """
-        # The GPU's kernel has run in Triton's interpreter only: until a device has checked it, nobody gets it unasked.
-        if self.wanted_backend == "plain" or (self.wanted_backend == "auto" and device.type != "cpu"):
-            return "plain"
-        obstacles = partial(self._obstacles, device=device, training=training)
-        possible = (name for name in ("kernel", "fused") if not obstacles(name))
-        if self.wanted_backend == "auto":
-            return next(possible, "plain")
-        if found := obstacles(self.wanted_backend):
-            allowed = ["auto", "plain", *possible]
-            raise ValueError(
-                f"runtime.backend={self.wanted_backend} cannot run with {', '.join(found)}: "
-                f"allowed are {', '.join(allowed)}"
-            )
-        return self.wanted_backend
+    def prove(self, backend: str, device: torch.device, *, precision: str, deterministic: bool) -> Iterator[Proof]:
+        mode = {"precision": precision, "deterministic": deterministic}
+        return backends.prove(backend, device, **self.proof_class(), **mode)
 
-    def _obstacles(self, backend: str, *, device: torch.device, training: bool) -> list[str]:
-        """Why a backend cannot run."""
-        by_vectors = backend == "kernel" and self.position.vectors(1) is not None
-        found = {
-            f"model.dropout={self.dropout}": training and self.dropout > 0,
-            "spans that depend on the input": not self.span.fusable,
-            "a position scheme whose bias depends on the query": not (self.position.constant_bias or by_vectors),
-            f"runtime.device={device.type}": backend == "fused" and device.type != "cpu",
+    def proof_class(self) -> dict[str, object]:
+        vectors = self.position.vectors(1) is not None
+        probe = torch.zeros(1, self.heads, 1, self.d_head, device=self.query.weight.device)
+        features = {
+            "spans": self.span.ramp > 0 and self.span.fusable,
+            "dynamic": not self.span.fusable,
+            "vectors": vectors,
+            "bias": not vectors and self.position.bias(probe, 1) is not None,
+            "persistent": self.persistent is not None,
+            "dropout": self.dropout > 0,
         }
-        reasons = [name for name, stands in found.items() if stands]
-        if backend == "fused":
-            return reasons
-        missing = triton_window.available(device, torch.float32, self.d_head) if device.type != "cpu" else None
-        missing = window_cpu.available() if device.type == "cpu" else missing
-        return [*reasons, missing] if missing else reasons
+        sizes = {"heads": self.heads, "width": self.d_head, "ramp": self.span.ramp, "cache": self.cache}
+        return {"features": [name for name, has in features.items() if has], **sizes}
+
+    def _need(self, *, training: bool) -> Need:
+        return Need(
+            d_head=self.d_head,
+            dropout=self.dropout if training else 0.0,
+            spans_of_input=not self.span.fusable,
+            constant_bias=self.position.constant_bias,
+            vectors=self.position.vectors(1) is not None,
+        )
 
     def _stats(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
+        self,
+        backend: str,
+        q: Tensor,
+        keys: VisibleKeys,
+        visible: Window,
+        persistent: Persistent | None,
+        *,
+        limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
         stats = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.span.stats(visible.z)
         if persistent is not None:
             # The same backend, fed with ones on persistent vectors and zeros on the context.
             ones = persistent._replace(v=torch.ones_like(persistent.v))
-            mass = self._attend(backend, q, keys.without_values(), visible, ones)[..., 0]
-            stats["persistent_mass"] = mass.double().sum(dim=(0, 2))
+            mass = self._attend(backend, q, keys.without_values(), visible, ones, limits=limits)[..., 0]
+            stats["persistent_mass"] = wide(mass).sum(dim=(0, 2))
         return stats
 
     def project_(self) -> None:
         self.span.project_()
+
+    def bound_(self) -> Tensor | None:
+        return self.span.bound_()
+
+    def decide(self, values: Sequence[float]) -> None:
+        self.span.decide(values)
 
     def set_span(self, span: int) -> None:
         if span < 1 or span > self.position.longest:

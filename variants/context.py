@@ -4,34 +4,47 @@ A state of keys and values is ``(keys, values)``, each ``[B, H, P, K]``, or each
 every head, where heads carry pasts of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from variants.contract import State
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels.window import PastKV
 
 
 class VisibleKeys(NamedTuple):
-    """What queries meet: keys and values of the segment ``[B, H, T, K]``, and before it those of the past, if any."""
+    """What queries meet.
+
+    Attributes:
+        k, v: keys and values of the segment ``[B, H, T, K]``.
+        past: those before it, if any, in parts.
+        whole: both one after the other, ``[B, n, P + T, K]`` in the parts of the past; empty for the CPU's kernel, which
+            reads them where they are.
+    """
 
     k: Tensor
     v: Tensor
     past: list[PastKV]
+    whole: list[PastKV]
 
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """One after the other, ``[B, H, P + T, K]``, where the past is in one part."""
-        if not self.past:
-            return self.k, self.v
-        (only,) = self.past
-        return torch.cat([only.k, self.k], dim=2), torch.cat([only.v, self.v], dim=2)
+    @classmethod
+    def joined(cls, k: Tensor, v: Tensor, past: list[PastKV]) -> "VisibleKeys":
+        """With everything in ``whole``, copied once: attention and the state both read it there."""
+        whole = [PastKV(part.heads, *_joined(part, k, v)) for part in past]
+        return cls(k, v, past, whole or [PastKV(tuple(range(k.shape[1])), k, v)])
 
     def without_values(self) -> "VisibleKeys":
-        return VisibleKeys(
-            self.k, torch.zeros_like(self.v), [part._replace(v=torch.zeros_like(part.v)) for part in self.past]
-        )
+        def nothing(parts: list[PastKV]) -> list[PastKV]:
+            return [part._replace(v=torch.zeros_like(part.v)) for part in parts]
+
+        return VisibleKeys(self.k, torch.zeros_like(self.v), nothing(self.past), nothing(self.whole))
+
+    def state(self) -> State:
+        """All that is in ``whole``, detached."""
+        pairs = [(part.k.detach(), part.v.detach()) for part in self.whole]
+        return pairs[0] if len(pairs) == 1 else tuple(zip(*pairs, strict=True))
 
     def last(self, number: int) -> State:
         """The state of the last ``number`` keys, where the past is in one part."""
@@ -51,44 +64,51 @@ class VisibleKeys(NamedTuple):
         return tuple(zip(*found, strict=True))
 
 
-def before(state: State, past: int, dtype: torch.dtype) -> list[PastKV]:
-    """The parts of a state of keys and values, no more than the last ``past`` of each."""
+def _joined(part: PastKV, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    first, number = part.heads[0], len(part.heads)  # neighbours
+    own = (x.narrow(1, first, number) for x in (k, v))
+    return tuple(torch.cat([old, new], dim=2) for old, new in zip((part.k, part.v), own, strict=True))
+
+
+def before(state: State, past: int | None, dtype: torch.dtype) -> list[PastKV]:
+    """The parts of a state of keys and values, no more than the last ``past`` of each, or all."""
     if state is None:
         return []
     keys, values = ((part,) if isinstance(part, Tensor) else part for part in state)
     heads = [tuple(range(keys[0].shape[1]))] if len(keys) == 1 else [(h,) for h in range(len(keys))]
-    parts = zip(heads, keys, values, strict=True)
-    return [PastKV(own, *(x[:, :, max(0, x.shape[2] - past) :].to(dtype) for x in pair)) for own, *pair in parts]
+
+    def taken(x: Tensor) -> Tensor:
+        return (x if past is None else x[:, :, max(0, x.shape[2] - past) :]).to(dtype)
+
+    return [PastKV(own, taken(k), taken(v)) for own, k, v in zip(heads, keys, values, strict=True)]
 
 
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """The last ``number`` places of two tensors in a row, or all, detached; no more than these are kept in memory."""
+    """The last ``number`` places of two tensors in a row, or all, detached; little more than these is kept in memory."""
     new = new.detach()
     own = min(number, new.shape[dim])
-    new = new.narrow(dim, new.shape[dim] - own, own)
     kept = 0 if old is None else min(number - own, old.shape[dim])
-    return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), new], dim) if kept else new
+    if not kept:
+        return trimmed(new, number, dim=dim)
+    new = new.narrow(dim, new.shape[dim] - own, own)
+    return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), new], dim)
 
 
-def by_part(
-    attend: Callable[..., Tensor], q: Tensor, keys: VisibleKeys, window: Window, *, bias: Tensor | None, persistent
-) -> Tensor:
-    """``attend``, which wants a past of one length, for each part of the past; arguments as there.
+def trimmed(x: Tensor, number: int, *, dim: int) -> Tensor:
+    """The last ``number`` places of a tensor, or all. A view, unless that kept much more in memory than it shows."""
+    own = min(number, x.shape[dim])
+    view = x.narrow(dim, x.shape[dim] - own, own)
+    return view if 4 * view.nbytes >= 3 * x.untyped_storage().nbytes() else view.clone()
 
-    Several parts are the state of a run on the CPU's kernel.
+
+def trimmed_by_head(state: State, numbers: Sequence[int]) -> State:
+    """A state of keys and values, of which each head keeps its own number.
+
+    Copies, where views would be of two kinds, by how much each kept: to a compiled graph these are other inputs each time.
     """
-    if len(keys.past) < 2:
-        return attend(q, *keys.whole(), window, bias=bias, persistent=persistent)
-    found = []
-    for part in keys.past:
-        own = list(part.heads)
-        max_keys = tuple(window.max_keys[h] for h in own)
-        z = window.z if window.z is None else window.z[own] if window.z.dim() == 1 else window.z[:, own]
-        added = bias if bias is None else bias[..., : max(max_keys)]
-        added = added if added is None else added[own] if added.dim() == 2 else added[:, own]
-        beside = persistent and Persistent(persistent.q[:, own], persistent.k[own], persistent.v[own])
-        k, v = VisibleKeys(keys.k[:, own], keys.v[:, own], [part]).whole()
-        found.append(attend(q[:, own], k, v, window._replace(max_keys=max_keys, z=z), bias=added, persistent=beside))
-    order = [h for part in keys.past for h in part.heads]
-    assert order == sorted(order), "parts are single heads in their order"
-    return torch.cat(found, dim=1)
+    parts = ([x] if isinstance(x, Tensor) else x for x in state)
+    single = ([x[:, h : h + 1] for x in part for h in range(x.shape[1])] for part in parts)
+    return tuple(
+        tuple(x[:, :, max(0, x.shape[2] - n) :].clone(memory_format=torch.contiguous_format) for x, n in pairs)
+        for pairs in (zip(part, numbers, strict=True) for part in single)
+    )

@@ -9,12 +9,14 @@ How to add a mechanism, in ten lines: see ``variants/__init__.py``. The promises
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor, nn
+
+from variants.kernels.proof import Proof
 
 State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference cannot stand beside |
 """Dimension 0 of every tensor is streams: the harness may slice, index and concatenate it. Otherwise opaque."""
@@ -122,8 +124,30 @@ class Sublayer(nn.Module):
         """
         raise NotImplementedError
 
+    def trim(self, state: State) -> State:
+        """What of a state is worth carrying at the present parameters; idempotent.
+
+        ``forward`` returns trimmed states, but not where it is compiled: there the harness calls this, outside of the
+        graph, because what to carry may change from step to step.
+        """
+        return state
+
     def project_(self) -> None:
         """Bring parameters back into their legal range. Idempotent; after init, load and every optimizer step."""
+
+    def bound_(self) -> Tensor | None:
+        """``project_`` as far as a device goes without its host, which would wait for it.
+
+        Returns: what the host must know of the parameters for the shapes of the next step, ``[n]`` on the device, or None.
+            The model copies that of all sublayers at once and gives each its own by ``decide``. A mechanism whose shapes
+            follow from parameters overrides all three, so that ``project_`` does both.
+        """
+        self.project_()
+        return None
+
+    def decide(self, values: Sequence[float]) -> None:
+        """Shapes from the values that ``bound_`` returned."""
+        raise NotImplementedError
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Named numbers (or small tensors, one entry a head) from summed statistics; ``stats`` may be empty."""
@@ -138,6 +162,29 @@ class Sublayer(nn.Module):
     def backend(self, device: torch.device, *, training: bool) -> str:
         """The code that would run there: ``plain``, ``fused``, ... ValueError where what was asked for cannot run."""
         return "plain"
+
+    def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
+        """The code that would compute the same there by its own word, in order of preference. Nothing is run.
+
+        On a device where nothing was tested, what is preferred must be proven first: see ``prove``.
+        """
+        return ("plain",)
+
+    def prove(self, backend: str, device: torch.device, *, precision: str, deterministic: bool) -> Iterable[Proof]:
+        """Run one of ``backends`` there beside ``plain`` in float64, value and every gradient: one proof a case.
+
+        A backend without a case is not proven, and one that raises has failed.
+
+        Args:
+            precision: ``float32`` or ``bfloat16``, as ``runtime.precision`` has it.
+            deterministic: whether two runs must agree in every bit.
+        """
+        return []
+
+    def proof_class(self) -> dict[str, object] | None:
+        """What of its configuration ``prove`` depends on, as values of JSON: sublayers in which all of it is equal share
+        verdicts. None for everything."""
+        return None
 
     def touched_parameters(self) -> int:
         """Parameters read per byte; fewer than there are where a table is looked up."""
@@ -181,7 +228,7 @@ class Position(nn.Module):
     """A position scheme. Made once a sublayer, and once with ``d_head=0`` for the embedding of the input.
 
     Positions are given by ``start`` alone, because a segment's positions are consecutive: a scheme can then compute
-    ``start`` in float64 and everything else relative to it, so that stream position 10**7 is as exact as 0.
+    ``start`` in whole numbers and everything else relative to it, so that stream position 10**7 is as exact as 0.
     """
 
     relative: bool = True
@@ -219,6 +266,11 @@ class Position(nn.Module):
         It is linear in ``max_keys``, and the gradients of ``bias`` are charged twice as much.
         """
         return 0.0
+
+
+def wide(x: Tensor) -> Tensor:
+    """A term of a statistic in float64, or in float32 on devices that have no other (Macs' GPUs)."""
+    return x.float() if x.device.type == "mps" else x.double()
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:

@@ -1,7 +1,7 @@
 """Position schemes: one choice for all attention sublayers of a run.
 
 Every scheme is relative to the query except the sinusoids, which are added to the embedded bytes once. All of them
-stay exact at stream position 10**7: angles are taken in float64, or positions never enter as absolute numbers.
+stay exact at stream position 10**7: turns are counted in whole numbers, or positions never enter as absolute numbers.
 
 - Rotary: queries and keys are turned by their position, so that scores depend on the difference (2104.09864, 3.2).
 - Relative: a learned vector per distance, q . (k + p_x), shared by heads (1905.07799, 2.1).
@@ -13,17 +13,33 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from variants.contract import LayerContext, Position
 
+HALF_BITS = 30
+WHOLE_TURN = 2 ** (2 * HALF_BITS)
 
-def rotary_frequencies(d_head: int, base: float, *, device: torch.device | None = None) -> Tensor:
-    """Radians a position for each of the ``d_head / 2`` planes, float64 ``[d_head / 2]``.
 
-    Args:
-        device: where they are needed: made there, because a copy from the host waits for a GPU at every forward pass.
+def rotary_frequencies(d_head: int, base: float) -> Tensor:
+    """Radians a position for each of the ``d_head / 2`` planes, float64 ``[d_head / 2]``."""
+    return base ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+
+
+def turns(frequencies: Tensor) -> Tensor:
+    """What a position adds to a turn, in units of 2^-60 of it: the upper and the lower 30 bits, int64 ``[2, ...]``.
+
+    A whole number of turns is nothing, so that angles of any position are exact in integers, and no device needs float64.
     """
-    return base ** (-torch.arange(0, d_head, 2, dtype=torch.float64, device=device) / d_head)
+    units = (frequencies / (2 * math.pi) % 1 * WHOLE_TURN).to(torch.int64)
+    return torch.stack([units >> HALF_BITS, units % 2**HALF_BITS])
+
+
+def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Radians from -pi to pi of positions (int64 ``[...]``, below 2^32 in size) in each plane, ``[..., planes]``."""
+    upper, lower = (position[..., None] * half for half in turns)
+    units = ((upper % 2**HALF_BITS) << HALF_BITS) + lower + WHOLE_TURN // 2
+    return (units % WHOLE_TURN - WHOLE_TURN // 2).to(dtype) * (2 * math.pi / WHOLE_TURN)
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -54,20 +70,47 @@ class Rotary(Position):
             raise ValueError(f"position=rotary needs an even head width (model.d_model / model.heads), not {d_head}")
         if base <= 0:
             raise ValueError(f"position.base={base}: must be above 0")
-        self.d_head, self.base = d_head, base
+        self.tables = context.shared(RotaryTables, (d_head, base), lambda: RotaryTables(d_head, base))
 
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
-        frequencies = rotary_frequencies(self.d_head, self.base, device=x.device)
-        # cos(a + b) from the angle a of the segment's start, in float64, and small angles b inside the segment:
-        # float32 angles of absolute positions would drift by 5 million.
-        a = start.double()[:, None, None] * frequencies
-        b = torch.arange(x.shape[2], device=x.device, dtype=torch.float64)[:, None] * frequencies
-        cos = a.cos() * b.cos() - a.sin() * b.sin()  # [B, T, K/2]
-        sin = a.sin() * b.cos() + a.cos() * b.sin()
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = self.tables(start, x.shape[2], torch.promote_types(x.dtype, torch.float32))
         # Compiled by torch 2.11 in float32, the function of our own loses its gradient without a word.
         turn = _turn if torch.compiler.is_compiling() else _Turn.apply
-        return turn(x, cos.to(dtype)[:, None], sin.to(dtype)[:, None])
+        return turn(x, cos, sin)
+
+
+class RotaryTables(nn.Module):
+    """Cosines and sines of a segment's positions, made once for all layers that turn by them: they live as long as the
+    tensor ``start`` that says where it begins, which the model makes for each forward pass.
+
+    In a compiled graph equal parts are computed once anyway, as all layers have the same ``turns``.
+    """
+
+    def __init__(self, d_head: int, base: float):
+        super().__init__()
+        self.register_buffer("turns", turns(rotary_frequencies(d_head, base)), persistent=False)
+        self._made = WeakTensorKeyDictionary()
+
+    def __getstate__(self) -> dict:  # of a copied or saved model: what was made for a forward pass stays behind
+        return self.__dict__ | {"_made": None}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state | {"_made": WeakTensorKeyDictionary()})
+
+    def forward(self, start: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``[B, 1, T, K/2]`` each, at positions ``start [B]`` and on."""
+        if torch.compiler.is_compiling():
+            return self._make(start, length, dtype)
+        made = self._made.setdefault(start, {})
+        if (length, dtype) not in made:
+            made[length, dtype] = self._make(start, length, dtype)
+        return made[length, dtype]
+
+    def _make(self, start: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        a = angles(start, self.turns, dtype)[:, None, None]
+        b = angles(torch.arange(length, device=start.device), self.turns, dtype)
+        (cos_a, sin_a), (cos_b, sin_b) = (a.cos(), a.sin()), (b.cos(), b.sin())
+        return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b  # [B, 1, T, K/2]
 
 
 class _Turn(torch.autograd.Function):
@@ -132,11 +175,14 @@ class Alibi(Position):
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__(context, d_head=d_head)
-        self.register_buffer("slopes", alibi_slopes(context.heads), persistent=False)
+        slopes = alibi_slopes(context.heads)
+        rounded = slopes.float()
+        # Two float32 numbers each, whose sum is exact enough for float64: some devices have none.
+        self.register_buffer("slopes", torch.stack([rounded, (slopes - rounded).float()]), persistent=False)
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor:
-        bias = -self.slopes[:, None] * torch.arange(max_keys, device=self.slopes.device)
-        return bias.to(torch.promote_types(q.dtype, torch.float32))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return -self.slopes.to(dtype).sum(0)[:, None] * torch.arange(max_keys, device=q.device, dtype=dtype)
 
 
 class Sinusoidal(Position):
@@ -147,9 +193,12 @@ class Sinusoidal(Position):
 
     relative = False
 
+    def __init__(self, context: LayerContext, *, d_head: int):
+        super().__init__(context, d_head=d_head)
+        self.register_buffer("turns", turns(rotary_frequencies(context.d_model, 10000.0)), persistent=False)
+
     def embed(self, x: Tensor, start: Tensor) -> Tensor:
-        frequencies = rotary_frequencies(x.shape[-1], 10000.0, device=x.device)
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)
-        angle = at.double()[..., None] * frequencies
+        angle = angles(at, self.turns, torch.promote_types(x.dtype, torch.float32))
         table = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)[..., : x.shape[-1]]
         return x + table.to(x.dtype)

@@ -21,13 +21,14 @@ Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
 from variants.kernels import product_search
 from variants.kernels.table import read, read_uncompiled
 
@@ -71,12 +72,12 @@ class _Choose(torch.autograd.Function):
         number, heads, half_keys = len(query), keys.shape[0] // 2, keys.shape[1]
         slots = pairs.new_empty(number, heads, top_k)
         sums = at_least_float32(query.new_empty(0)).new_empty(number, heads, top_k)
-        ctx.dtype = query.dtype
+        wide, keys_wide = at_least_float32(query), at_least_float32(keys)
         for part in _blocks(query, keys):
-            scores = query[part].transpose(0, 1) @ keys.mT  # [2 H, b, C]
-            ctx.dtype = scores.dtype  # autocast may have chosen a lower one
+            with _unrounded(query.device):  # scores rounded to bfloat16 choose other slots
+                scores = wide[part].transpose(0, 1) @ keys_wide.mT  # [2 H, b, C]
             if kernel:
-                slots[part], sums[part] = product_search.search(at_least_float32(scores), top_k)
+                slots[part], sums[part] = product_search.search(scores, top_k)
                 continue
             by_half = rearrange(scores, "(h half) b c -> half b h c", half=2)
             (i, j), sums[part] = search(by_half, top_k=top_k, pairs=pairs)
@@ -89,16 +90,16 @@ class _Choose(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _: None, d_sums: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         query, keys, slots = ctx.saved_tensors
-        half_keys, low_keys = keys.shape[1], keys.to(ctx.dtype)
+        half_keys, wide, keys_wide = keys.shape[1], at_least_float32(query), at_least_float32(keys)
         d_query, d_keys = torch.empty_like(query), torch.zeros_like(keys)
         for part in _blocks(query, keys):
             slot = rearrange(slots[part], "b h k -> h b k")
             at = torch.stack([slot // half_keys, slot % half_keys], 1)  # [H, 2, b, k]
             d_both = rearrange(d_sums[part], "b h k -> h 1 b k").expand_as(at)
-            d_scores = d_sums.new_zeros(*at.shape[:3], half_keys).scatter_add_(-1, at, d_both)
-            d_scores = d_scores.flatten(0, 1).to(ctx.dtype)  # [2 H, b, C]
-            d_query[part] = (d_scores @ low_keys).transpose(0, 1)
-            d_keys += d_scores.mT @ query[part].transpose(0, 1).to(ctx.dtype)
+            d_scores = d_both.new_zeros(*at.shape[:3], half_keys).scatter_add_(-1, at, d_both)
+            d_scores = d_scores.flatten(0, 1)  # [2 H, b, C]
+            d_query[part] = (d_scores @ keys_wide).transpose(0, 1)
+            d_keys += d_scores.mT @ wide[part].transpose(0, 1)
         return d_query, d_keys, None, None, None
 
 
@@ -123,6 +124,12 @@ def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
     """The bytes in parts: on a CPU so few at once that their scores stay in the cache, elsewhere all."""
     size = max(1, SCORES_AT_ONCE // keys[..., 0].numel()) if query.device.type == "cpu" else max(1, len(query))
     return [slice(first, min(first + size, len(query))) for first in range(0, len(query), size)]
+
+
+def _unrounded(device: torch.device) -> AbstractContextManager:
+    """Without autocast, where the device has it."""
+    there = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if there else nullcontext()
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -208,10 +215,10 @@ class ProductKeyMemory(Sublayer):
         """Reads of each slot, int64 ``[M]``, their summed weights, float64 ``[M]``, and the number of bytes."""
         flat = slots.flatten()
         count = torch.zeros(self.values.shape[0], dtype=torch.int64, device=slots.device)
-        weight = torch.zeros_like(count, dtype=torch.float64)
+        weight = wide(torch.zeros_like(count, dtype=torch.float32))
         return {
             "usage_count": count.scatter_add(0, flat, torch.ones_like(flat)),
-            "usage_weight": weight.scatter_add(0, flat, weights.flatten().double()),
+            "usage_weight": weight.scatter_add(0, flat, wide(weights.flatten())),
             "bytes": torch.tensor(slots.shape[0], device=slots.device),
         }
 
@@ -226,7 +233,7 @@ class ProductKeyMemory(Sublayer):
         if not stats:
             return {}
         numbers = {
-            "usage_percent": 100 * (stats["usage_weight"] > 0).double().mean().item(),
+            "usage_percent": 100 * (stats["usage_weight"] > 0).float().mean().item(),
             "kl_count_nats": nats_from_even(stats["usage_count"]),
             "usage_bytes": float(stats["bytes"]),
         }
@@ -258,7 +265,7 @@ class ProductKeyMemory(Sublayer):
 
 def nats_from_even(usage: Tensor) -> float:
     """Kullback-Leibler divergence in nats of the shares of ``usage [M]``, whose sum is not 0, from 1/M each."""
-    share = usage.double() / usage.sum()
+    share = wide(usage) / usage.sum()
     return torch.xlogy(share, share).sum().item() + math.log(len(usage))
 
 

@@ -9,7 +9,7 @@ and are cheap; what a long run pays for is the steady state, in which every quer
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from harness.count.flops import count_flops
 from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.device import runtime
+from harness.loop.settle import settled
 from harness.loop.step import Trainer
 from harness.loop.train_state import TrainState, backend_of
 from harness.model import LanguageModel
@@ -66,6 +67,8 @@ class EntryWorker:
     def __init__(self, task: Task):
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)
         self.runtime = runtime.start(self.plan.runtime)
+        if not task.peer:
+            self.plan = settled(self.plan, self.runtime)
         self.device = self.runtime.device
         load_libraries(self.device)
         if task.peer:
@@ -87,7 +90,13 @@ class EntryWorker:
 
     def prove(self) -> dict[str, str]:
         """The checks: name to ``ok`` or the reason of the failure."""
-        return prove(self.probe())
+        ours = self.task.peer is None and self.plan.runtime.backend != "plain"
+        return prove(replace(self.probe(), plain=self._plain_probe if ours else None))
+
+    def _plain_probe(self) -> Probe:
+        """The same in plain PyTorch."""
+        own = self.task.config["runtime"] | {"backend": "plain"}
+        return type(self)(replace(self.task, config=self.task.config | {"runtime": own})).probe()
 
     def weigh(self) -> dict:
         """Parameters, optimizer, backend, FLOPs of a training step, and its peak of memory after warm-up.
@@ -110,7 +119,11 @@ class EntryWorker:
             "optimizer": " + ".join(dict.fromkeys(names)),
             "step_flops": count_flops(self.train, gradients=True).total if seen else None,  # not of compiled kernels
             "backend": f"{backend}, compiled" if self.runtime.compile and "compiled" not in backend else backend,
-            "memory": {"train_peak_bytes": peak.bytes, "approximate": peak.approximate},
+            "memory": {
+                "train_peak_bytes": peak.bytes,
+                "peak_reserved_bytes": peak.reserved_bytes,
+                "approximate": peak.approximate,
+            },
         }
 
     def round(self, seconds: float) -> list[float]:

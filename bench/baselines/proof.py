@@ -1,8 +1,8 @@
 """Sanity checks of a peer before it is timed: its gradients are those of its outputs, and no output sees a later input.
 
 Both are looked at in float64, where an error is told from rounding, with the parameters moved off their start, because a
-matrix that starts at zero hides what is behind it. Where a package cannot compute in float64, float32 has to do for
-causality, and the finite difference is left out; the result says so.
+matrix that starts at zero hides what is behind it. Where a package or a kernel cannot compute in float64, float32 has to do
+for causality, and the finite difference is that of the same model in plain PyTorch, or left out; the result says so.
 
 - gradients: every parameter has a finite gradient that is not zero everywhere, and along one direction v, with a part
   along the gradient of each parameter and a random part, (f(p + e v) - f(p - e v)) / 2e agrees with grad . v.
@@ -42,6 +42,7 @@ class Probe:
     inputs: Tensor  # bytes, int64 [B, T], or vectors [B, T, D]
     loss: Callable[[Tensor], Tensor]  # a scalar from the outputs
     vocabulary: int = 256  # V, for bytes
+    plain: "Callable[[], Probe] | None" = None  # makes the same in code that has float64, or None
 
 
 def prove(probe: Probe) -> dict[str, str]:
@@ -71,7 +72,10 @@ def gradients(probe: Probe) -> str:
         if names := [name for name, p in named.items() if holds(p.grad)]:
             return f"{fault}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if remark:
-        return f"{OK} ({remark}, so no finite difference)"
+        if probe.plain is None:
+            return f"{OK} ({remark}, so no finite difference)"
+        said = gradients(probe.plain())
+        return f"{OK} ({remark}; in plain PyTorch {said})" if said.startswith(OK) else f"in plain PyTorch: {said}"
     direction = _direction(named)
     exact = sum((p.grad * v).sum() for p, v in zip(named.values(), direction, strict=True)).item()
     slopes = [_slope(probe, inputs, direction, step=step) for step in STEPS]
@@ -107,12 +111,13 @@ def causal(probe: Probe) -> str:
 
 def _shaken(probe: Probe) -> tuple[nn.Module, Tensor, str]:
     """The model in float64 with its parameters moved, inputs to match, and a remark if it must stay in float32."""
-    model, inputs, remark = probe.model.double(), probe.inputs, ""
-    double = inputs.double() if inputs.is_floating_point() else inputs
+    model, inputs, remark = probe.model, probe.inputs, ""
     try:
+        model = model.double()
+        double = inputs.double() if inputs.is_floating_point() else inputs
         with torch.no_grad():
             _outputs(probe, double)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError) as error:  # of a package, a kernel or a device without float64
         model, double = model.float(), inputs
         remark = f"float32 only, in float64 {str(error).strip().partition(chr(10))[0]}"
     shake_(model, spans=True)  # also off the kinks of whole keys, where a difference has no one slope

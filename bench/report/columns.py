@@ -133,6 +133,10 @@ IN_EVALUATION = words(
 )
 SECONDS = Column("training, s", "Seconds in training steps, scoring apart.", lambda of: of.timed("seconds", digits=1))
 PEAK = _memory("training peak, MiB", "peak_bytes", "Highest memory of training (MiB = 2^20 bytes); ~ is approximate.")
+HELD = (
+    "Most that the GPU's allocator held for that and for scoring, freed blocks too: it decides what runs out of memory."
+)
+RESERVED = _memory("reserved peak, MiB", "peak_reserved_bytes", HELD)
 STATE = _memory("carried state, MiB", "state_bytes", "What one stream carries from segment to segment.")
 COMPILING = Column(
     "compiling, s",
@@ -145,6 +149,7 @@ COSTS = (
     COMPILING,
     Column("bytes/s", "Bytes predicted in training per second of it.", lambda of: of.timed("bytes_per_second")),
     PEAK,
+    RESERVED,
     IN_EVALUATION,
     _memory("inference peak, MiB", "inference_peak_bytes", "Highest memory while scoring."),
     _memory("parameters, MiB", "parameter_bytes", "Memory of the parameters."),

@@ -144,6 +144,7 @@ USED = "Model-FLOPs utilisation: FLOPs that the step needs, a second, over the d
 CALLS = "Calls that the time is of; percentiles are given of 20 and more."
 IN_EVALUATION = "The same of evaluation, generation, the inference peak and executed FLOPs, where it is other code."
 PEAK = "Highest memory of a training step (MiB = 2^20 bytes); ~ is approximate."
+RESERVED = "Most that the GPU's allocator held, freed blocks too: it decides what runs out of memory."
 EXECUTED = "FLOPs (2 a multiply-add, 10^6) that the forward ran for one byte, warm."
 FIRST = "What they took beyond a later one: compilation, warm-up."
 COUNTED = "Counted in the training step itself, forward and backward, without the optimizer."
@@ -173,6 +174,7 @@ SPEED = (
     Column("one byte, 20 to 80%", "", _timed("generate_ms", 1, digits=3), number=False),
     Column("one byte, n", "", _timed("generate_ms", 2)),
     Column("training peak, MiB", PEAK, _peak("train_peak_bytes")),
+    Column("reserved peak, MiB", RESERVED, _at(mib, "memory", "peak_reserved_bytes")),
     Column("inference peak, MiB", "Highest memory of an evaluation.", _peak("inference_peak_bytes")),
     Column("state, MiB/stream", "What one stream carries from byte to byte.", _at(mib, "memory", "state_bytes")),
     Column("executed, MFLOP/byte", EXECUTED, _at(millions, "flops", "executed_per_byte")),
@@ -341,6 +343,8 @@ def _row_notes(rows: Sequence[dict]) -> list[str]:
             alone.append(name)
     if alone:
         notes.append(f"Timed alone, not in turn with the others of its length: {listed(alone)}.")
+    if any(row["device_kind"] != "cpu" and row["status"] == "measured" for row in rows):
+        notes.append("One byte at a time an accelerator waits for launches, which rank no mechanism: not timed there.")
     peaks = {number(row, "utilisation", "peak_flops_per_s") for row in rows} - {None}
     if peaks:
         rates = listed(f"{peak / 1e12:g}" for peak in sorted(peaks))

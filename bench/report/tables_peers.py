@@ -231,5 +231,6 @@ def _around(row: dict, key: str) -> str:
 
 def _disturbed(row: dict) -> bool:
     """Whether a step's time varies too much, of one or of both whose ratio it is; of few steps nobody knows."""
-    times_ms = [found for found in (row.get("time") or {}).values() if found and found.get("p20") is not None]
-    return any(found["p80"] > DISTURBED * found["p20"] for found in times_ms)
+    times_ms = [found for found in (row.get("time") or {}).values() if found]
+    pairs = [(found.get("p20"), found.get("p80")) for found in times_ms]
+    return any(low is not None and high is not None and high > DISTURBED * low for low, high in pairs)

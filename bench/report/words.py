@@ -58,7 +58,12 @@ def ground_words(row: dict) -> str:
     limits = [f"at most {machine[key]:g} {unit}" for key, unit in LIMITS.items() if machine.get(key)]
     kept = f"freed memory: {row['allocator']}" if row.get("allocator") else None
     beside = ", ".join(filter(None, [*host, *limits, row.get("instruction_set"), kept, *environment]))
-    return f"{where}, {row['precision']}, {compiled}, {versions}{beside and ', '}{beside}"
+    return f"{where}, {precision_word(row)}, {compiled}, {versions}{beside and ', '}{beside}"
+
+
+def precision_word(row: dict) -> str:
+    """``float32``, ``bfloat16``, or ``float32 with TF32``, whose products are of shorter factors."""
+    return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
 
 
 def machine_words(row: dict) -> str:
@@ -68,7 +73,7 @@ def machine_words(row: dict) -> str:
     many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
     torch = (row["versions"] or {}).get("torch", "?")
     freed = {"keep": ", freed memory kept", "return": ", freed memory returned"}.get(freed_words(row), "")
-    return f"{many}{row['device']}{threads}, {row['precision']}{compiled}, torch {torch}{freed}"
+    return f"{many}{row['device']}{threads}, {precision_word(row)}{compiled}, torch {torch}{freed}"
 
 
 FREED = "What becomes of freed memory: keep (it stays with the process: fast), return (to the system: small)."

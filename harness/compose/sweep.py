@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.compose.cli import GROUP, MISTAKES, JobFailed, typed
 
@@ -124,21 +124,35 @@ class Resuming(Launcher):
                 found.append((" ".join(differing) or summary["variant"], summary))
         print_sweep_table(found)
 
+    def _settled(self, cfg: DictConfig) -> list[str]:
+        """Words for a job, so that all machines of the sweep take ``auto`` alike; none where the jobs' machines are others
+        and may have a device that is not here."""
+        try:
+            words = settled_words(cfg.runtime)
+        except Exception:  # a mistake, which the job meets too, or a device of the jobs' machines
+            words = []
+        if type(self._chosen).__name__ != "SlurmLauncher" or cfg.runtime.device == "cpu":
+            return words
+        from harness.device.choice import device_count
+
+        return words if device_count() else []
+
     def _look(self, overrides: list[str], digests: dict[str, str | None]) -> SweepJob:
         """Where a job stands; one with a mistake is left to the launcher, and says it itself."""
         from harness.data import corpora  # torch comes with these: not for --help
-        from harness.loop.prepare import locate
-        from harness.plan.build import hydra_facts, plan_run
+        from harness.loop.prepare import locate, planned
+        from harness.plan.build import hydra_facts
         from harness.record.folder import ending
 
         cfg = self._loader.load_sweep_config(self._config, overrides)
+        overrides = [*overrides, *self._settled(cfg)]
         if cfg.record.wandb.group is None and not any(word.startswith(f"{GROUP}=") for word in overrides):
             overrides = [*overrides, f"{GROUP}={self.name}"]
         facts = hydra_facts(cfg.hydra)
         with open_dict(cfg):
             del cfg["hydra"]
         try:
-            plan = plan_run(cfg, **facts)
+            plan = planned(cfg, **facts)
             key = json.dumps(plan.data, sort_keys=True)
             if key not in digests:
                 digests[key] = None  # what cannot be read is not asked for again
@@ -147,6 +161,16 @@ class Resuming(Launcher):
         except Exception:  # whatever it is, the job meets it too
             place = None
         return SweepJob(overrides=overrides, cfg=cfg, folder=place, ended=place and ending(place.path))
+
+
+def settled_words(runtime: DictConfig) -> list[str]:
+    """What ``auto`` means on this machine, as overrides; the device stays, because ``auto`` is any GPU that is free."""
+    from harness.device.choice import settled
+    from harness.plan.settings import RuntimeSettings, parse
+
+    own = settled(parse(RuntimeSettings, OmegaConf.to_container(runtime, resolve=True), key="runtime"))
+    words = {"precision": own.precision, "compile": str(own.compile).lower()}
+    return [f"runtime.{key}={word}" for key, word in words.items() if runtime[key] == "auto"]
 
 
 def standing(jobs: Sequence[SweepJob]) -> str:

@@ -1,15 +1,16 @@
 """Memory: what is kept, in bytes, and the peak of what was in use.
 
-On CUDA the peak is what torch allocated for tensors, exactly. A CPU has no such counter, so there it is the
-high-water mark of the process above a baseline, called approximate: freed blocks that the allocator keeps, libraries
-that are loaded late and pages of mapped files that were read count too.
+On a GPU the peak is what torch allocated for tensors, exactly, and beside it what its allocator reserved for them, which
+decides what runs out of memory. A CPU has no such counters, so there it is the high-water mark of the process above a
+baseline, called approximate: freed blocks that the allocator keeps, libraries that are loaded late and pages of mapped
+files that were read count too.
 """
 
 import ctypes
 import re
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -55,10 +56,29 @@ def _own_bytes(tensor: Tensor) -> int:
 
 
 class Peak(NamedTuple):
-    """Most bytes that were in use at one time, and whether that is approximate."""
+    """Most bytes that were in use at one time.
 
-    bytes: int
+    Attributes:
+        bytes: None where the device's allocator does not say.
+        approximate: whether that is the process's memory and not the tensors'.
+        reserved_bytes: most that the device's allocator held, in use or not: it gives nothing back, so after an evaluation
+            what that took is in it too. None where there is no such number, as on a CPU.
+    """
+
+    bytes: int | None
     approximate: bool
+    reserved_bytes: int | None = None
+
+    def or_higher(self, other: "Peak") -> "Peak":
+        """Of each figure the higher one; ``approximate`` is the other's."""
+        found = ([n for n in pair if n is not None] for pair in zip(self[::2], other[::2], strict=True))
+        most, reserved = (max(known, default=None) for known in found)
+        return Peak(most, other.approximate, reserved)
+
+    def across(self, largest: Callable[[int], int]) -> "Peak":
+        """Of each figure that is known what ``largest`` makes of it, for the process that had most."""
+        most, reserved = (number if number is None else largest(number) for number in self[::2])
+        return Peak(most, self.approximate, reserved)
 
 
 class PeakMemory:
@@ -72,26 +92,28 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device):
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"runtime.device={device}: peak memory is known on cpu and cuda")
+        accelerator = torch.accelerator.current_accelerator()
+        if device.type not in ("cpu", accelerator and accelerator.type):
+            raise ValueError(f"runtime.device={device}: peak memory is known on a CPU and on the GPU that torch sees")
         self.device = device
-        if device.type == "cuda":
-            torch.cuda.init()  # its statistics cannot be reset before
         self.reset()
-        self._baseline_bytes = 0 if device.type == "cuda" else high_water_bytes()
+        self._baseline_bytes = high_water_bytes() if device.type == "cpu" else 0
 
     def reset(self) -> None:
         """Forget the peak so far."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
+        if self.device.type == "cpu":
             release_freed()
             lower_high_water()
+        else:
+            torch.accelerator.reset_peak_memory_stats(self.device)
 
     def read(self) -> Peak:
-        if self.device.type == "cuda":
-            return Peak(torch.cuda.max_memory_allocated(self.device), approximate=False)
-        return Peak(max(0, high_water_bytes() - self._baseline_bytes), approximate=True)
+        if self.device.type == "cpu":
+            return Peak(max(0, high_water_bytes() - self._baseline_bytes), approximate=True)
+        found = torch.accelerator.memory_stats(self.device)  # without these keys where an allocator does not count
+        names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
+        allocated, reserved = (found.get(name) for name in names)
+        return Peak(allocated, approximate=False, reserved_bytes=reserved)
 
 
 def high_water_bytes() -> int:

@@ -11,12 +11,13 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from harness.device import allocator, machine
+from harness.device import allocator, choice, machine
 from harness.device.compile_clock import CompileClock
 from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
@@ -34,6 +35,7 @@ class Runtime:
         device: where tensors live.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
         compile: whether the model's forward is compiled.
+        tf32: whether products of float32 round their factors to 10 bits, which GPUs by NVIDIA do several times faster.
         allocator: what becomes of freed memory, or None where that is not ours to say; see ``allocator.use``.
         processes: of the run; each has a device of its own.
     """
@@ -41,8 +43,12 @@ class Runtime:
     device: torch.device
     precision: str
     compile: bool
+    tf32: bool = False
     allocator: str | None = None
     processes: ProcessGroup = SINGLE
+
+    def __post_init__(self):
+        assert self.precision in ("float32", "bfloat16"), f"runtime.precision={self.precision} is not settled"
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision of a forward pass."""
@@ -53,7 +59,25 @@ class Runtime:
 
         Shapes may become dynamic: the past grows until it is as long as the window.
         """
-        return torch.compile(model) if self.compile else model
+        if not self.compile:
+            return model
+        compiled, trim = torch.compile(model), getattr(model, "trim", None)
+        if trim is None:
+            return compiled
+
+        def segment(*given, **keywords):
+            out = compiled(*given, **keywords)
+            return out._replace(state=trim(out.state))
+
+        return segment
+
+    def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
+        """Bytes (int64 on the host, from 0 to 255) as int64 on the device. To an accelerator an eighth of that travels,
+        from memory that its copy engine reads, and nobody waits."""
+        if self.device.type == "cpu":
+            return batches
+        narrow = [batch.to(torch.uint8).pin_memory() for batch in batches]
+        return tuple(batch.to(self.device, non_blocking=True).long() for batch in narrow)
 
     def compile_clock(self) -> CompileClock:
         """Counts the seconds of compiling, in a ``with`` statement."""
@@ -61,8 +85,8 @@ class Runtime:
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def load_meter(self) -> LoadMeter:
         """What others take of this machine from now on; the other processes of this run are no others."""
@@ -72,18 +96,19 @@ class Runtime:
 
     def describe(self) -> dict[str, object]:
         """Device, processes, versions and the machine around them, for provenance."""
-        on_gpu, gpu, cudnn = self.device.type == "cuda", {}, None
-        if on_gpu:
+        gpu, cudnn = {}, None
+        if self.device.type == "cuda":
             gpu = dict(machine.gpu_facts(str(torch.cuda.get_device_properties(self.device).uuid)))
             cudnn = torch.backends.cudnn.version()
         return {
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else machine.cpu_name(),
+            "device": _device_name(self.device),
             "device_kind": self.device.type,
             "threads": torch.get_num_threads(),
             "precision": self.precision,
             "compile": self.compile,
+            "tf32": self.tf32,
             "processes": self.processes.world_size,
-            "versions": machine.versions(cudnn=cudnn, driver=gpu.pop("driver", None)),
+            "versions": machine.versions(cudnn=cudnn, hip=torch.version.hip, driver=gpu.pop("driver", None)),
             "machine": {"cpu": machine.cpu_name(), "cores": os.cpu_count() or 1, **gpu},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),
@@ -91,9 +116,26 @@ class Runtime:
         }
 
 
+def _device_name(device: torch.device) -> str:
+    """As its maker calls it; where torch has no name for it, the chip that it is on."""
+    if device.type == "cpu":
+        return machine.cpu_name()
+    own = getattr(torch.get_device_module(device), "get_device_name", None)
+    return own(device) if own else f"{machine.cpu_name()} ({device.type})"
+
+
+def _used_accelerator() -> ModuleType | None:
+    """torch's module of the accelerator, if this process has used it: asking a fresh one would take memory there."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module()
+    begun = getattr(module, "is_initialized", None)  # MPS has always begun
+    return module if begun is None or begun() else None
+
+
 def device_kind(settings: RuntimeSettings) -> str:
-    """``cuda`` or ``cpu``: where a run of these settings computes. ValueError as ``start`` has it."""
-    return _device(settings.device).type
+    """``cpu``, ``cuda``, ...: where a run of these settings computes. ValueError as ``start`` has it."""
+    return choice.named(settings.device).type
 
 
 def take_gpu(settings: RuntimeSettings) -> machine.Lease | None:
@@ -113,8 +155,8 @@ def forget_earlier_jobs() -> None:
     gc.collect()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # its guards would count against this job's limit of recompilations
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if _used_accelerator():
+        torch.accelerator.empty_cache()
 
 
 def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: ProcessGroup = SINGLE) -> Runtime:
@@ -125,14 +167,18 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
         processes: of the run; of several, each has the GPU of its own rank.
 
     Raises:
-        ValueError: naming ``runtime.device`` if it is not there or not in this build of torch.
+        ValueError: naming ``runtime.device`` if it is not there or not in this build of torch, or ``runtime.tf32``.
     """
     if processes.world_size > 1:
-        device = _own_device(settings.device, processes)
+        device = choice.own(settings.device, processes)
     else:
-        device = _device(settings.device if gpu is None else f"cuda:{gpu}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # or libraries put their workspaces on the first one
+        device = choice.named(settings.device if gpu is None else f"cuda:{gpu}")
+    if settings.tf32 and device.type != "cuda":
+        raise ValueError(f"runtime.tf32=true: runtime.device={device.type} has no such products; allowed is false")
+    settings = choice.settled(settings)
+    if device.index is not None and device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # or libraries put their workspaces on the first one
+    torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
     torch.set_num_threads(settings.threads or _THREADS)
     machine.use_own_compiled_graphs()
     if settings.deterministic and device.type == "cuda":
@@ -143,6 +189,7 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
         device=device,
         precision=settings.precision,
         compile=settings.compile,
+        tf32=settings.tf32,
         allocator=allocator.use(settings.allocator),
         processes=processes,
     )
@@ -163,9 +210,10 @@ def seed_apart(number: int, *, step: int, rank: int) -> None:
 def random_state() -> dict[str, object]:
     """Every generator's state, for a checkpoint."""
     name, keys, *rest = np.random.get_state()
+    own = _used_accelerator()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "accelerator": own.get_rng_state() if own else None,
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *rest),
     }
@@ -174,8 +222,9 @@ def random_state() -> dict[str, object]:
 def set_random_state(state: dict[str, object]) -> None:
     """Go on from ``random_state``."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    own, drawn = _used_accelerator(), state.get("accelerator")
+    if own and drawn is not None:
+        own.set_rng_state(drawn)
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
@@ -223,41 +272,3 @@ class StopSignal:
         if self.heard:
             raise KeyboardInterrupt
         self.heard = number
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"runtime.device={name}: allowed are auto, cpu, cuda, cuda:N")
-    if device.type == "cuda":
-        if not torch.backends.cuda.is_built():
-            raise ValueError(
-                f"runtime.device={name}: this build of torch ({torch.__version__}) has no CUDA; allowed are auto, cpu"
-            )
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ValueError(
-                f"runtime.device={name}: there are {count} CUDA devices here; allowed are auto, cpu, cuda:0 .."
-            )
-    return device
-
-
-def _own_device(name: str, processes: ProcessGroup) -> torch.device:
-    """One GPU for each process of this machine, or the CPU for all."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device, needed = _device(name), processes.local_world_size
-    if device.index is not None:
-        raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
-    count = torch.cuda.device_count()
-    if count < needed:
-        raise ValueError(
-            f"runtime.device={name}: {needed} processes and {count} CUDA devices here; allowed are runtime.device=cpu, "
-            f"or torchrun --nproc-per-node={count}"
-        )
-    return torch.device("cuda", processes.local_rank)

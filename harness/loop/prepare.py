@@ -14,9 +14,10 @@ from omegaconf import DictConfig
 from harness import source
 from harness.count.memory import PeakMemory
 from harness.data import corpora
-from harness.device import runtime
+from harness.device import choice, runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.run import Run, recording
+from harness.loop.settle import settled
 from harness.loop.train_state import TrainState
 from harness.optim.budget import Spent
 from harness.plan.build import Plan, hydra_facts, plan_run
@@ -34,7 +35,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
         ValueError: a user's mistake, in one message.
     """
     with processes.fail_together():
-        plan = plan_run(cfg, **hydra_facts())
+        plan = planned(cfg, **hydra_facts())
         corpus = corpora.load(**plan.data)
     place = processes.on_main(lambda: locate(plan, data_digest=corpus.sha256))
     if place.summary:
@@ -45,6 +46,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
             lease = runtime.take_gpu(plan.runtime) if processes.world_size == 1 else None
             held.callback(lease.release if lease else lambda: None)
             device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
+        plan = settled(plan, device, recorded=processes.on_main(lambda: _recorded(place)))
+        with processes.fail_together():
             _warm(plan, corpus, device)
             runtime.forget_earlier_jobs()
             peak = PeakMemory(device.device)
@@ -53,6 +56,23 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
         if place.checkpoint is None:
             begin_from(training)
         return Run(plan, place, training, command=command, processes=processes, peak=peak, held=held.pop_all())
+
+
+def planned(cfg: DictConfig, **facts: object) -> Plan:
+    """The plan as it runs on this machine: its configuration has what ``auto`` means here, and so has the run's identity.
+
+    Args:
+        facts: keywords of ``plan_run``.
+    """
+    plan = plan_run(cfg, **facts)
+    own = choice.settled(plan.runtime)
+    words = plan.config["runtime"] | {"precision": own.precision, "compile": own.compile}
+    return dataclasses.replace(plan, runtime=own, config=plan.config | {"runtime": words})
+
+
+def _recorded(place: folder.RunFolder) -> dict | None:
+    """How the run that is gone on with has chosen its backend."""
+    return read_rows(place.path / RECORD)[0].get("backend_choice") if place.checkpoint else None
 
 
 def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:

@@ -52,7 +52,7 @@ class Run:
         held: ExitStack | None = None,
     ):
         self.plan, self.folder, self.training, self.command = plan, place, training, command
-        self._peak, self._most, self._held = peak, Peak(0, approximate=False), held
+        self._peak, self._most, self._held = peak, Peak(None, approximate=False), held
         self._saved_seconds = time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
@@ -164,6 +164,7 @@ class Run:
     def _left_seconds(self) -> float | None:
         """Until the end, scoring included; before a validation has been timed a forward takes a third of a step."""
         training, fraction = self.training, self.training.fraction
+        training.settle()
         if not fraction:
             return None
         rate = self._scored_bytes_per_second or 3 * training.bytes_per_second
@@ -172,7 +173,7 @@ class Run:
     def validate(self, progress: ProgressBar) -> None:
         """Score bytes of valid that are in no reported score, and keep the weights if they are the best so far."""
         training, began = self.training, time.monotonic()
-        self._most = max(self._most, self._peak.read())  # of training steps: scoring is apart
+        self._most = self._most.or_higher(self._peak.read())  # of training steps: scoring is apart
         score = training.validate()
         found, size = score.bits_per_byte, training.validated.size
         self._scored_bytes_per_second = size / max(time.monotonic() - began, 1e-9)
@@ -217,7 +218,7 @@ class Run:
         self.validate(progress)
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path))
         training.take_weights(best["model"])
-        peak = self._most._replace(bytes=self._processes.largest(self._most.bytes))
+        peak = self._most.across(self._processes.largest)
         found |= summary.costs(training, peak=peak)  # FLOPs are those of the weights that are scored
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(training.model.metrics({}))}
         found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
@@ -226,7 +227,7 @@ class Run:
             self.append(row)
             score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
             progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
-        found["memory"]["inference_peak_bytes"] = self._processes.largest(self._peak.read().bytes)
+        found["memory"]["inference_peak_bytes"] = self._peak.read().across(self._processes.largest).bytes
         found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
         found["status"] = "finished"
         if self._processes.is_main:

@@ -177,11 +177,12 @@ def _scored(
 ):
     """Yields nats ``[L, T]`` and mask on the CPU, and statistics of each batch from number ``stats_from`` on."""
     model.eval()
-    state = None
-    for number, (inputs, targets, mask) in enumerate(batches):
+    state, forward = None, runtime.forward(model)
+    for number, (*pair, mask) in enumerate(batches):
         wanted = stats_from is not None and number >= stats_from
+        inputs, targets = runtime.send(*pair)
         with runtime.autocast():
-            out = model(inputs.to(runtime.device), state if carry else None, collect_stats=wanted)
-        nats = F.cross_entropy(out.logits.transpose(1, 2), targets.to(runtime.device), reduction="none")
+            out = forward(inputs, state if carry else None, collect_stats=wanted)
+        nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
         state = out.state
         yield nats.float().cpu(), mask, out.stats

@@ -26,6 +26,7 @@ def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, co
         "commit": commit(),
         "data": corpus.provenance() | label,
         "protocol": plan.protocol(),
+        "recomputation": plan.runtime.checkpoint,
         **runtime.describe(),
     }
 
@@ -46,6 +47,7 @@ def identity(training: TrainState, whose: Identity, *, command: str) -> dict:
         "optimizers": training.optimizers.describe(),
         "backend": training.backend,
         "evaluation_backend": training.evaluation_backend,
+        "backend_choice": plan.backend_choice,
     }
 
 
@@ -76,6 +78,7 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
         "charged_thrice": training.model.charged_thrice(),
         "memory": {
             "peak_bytes": peak.bytes,
+            "peak_reserved_bytes": peak.reserved_bytes,
             "approximate": peak.approximate,
             "parameter_bytes": parameter_bytes(training.model),
             "gradient_bytes": training.trainer.gradient_bytes,

@@ -43,6 +43,7 @@ class TrainState:
             those of compiling, which are ``compile_seconds``.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
         validated: where the last validation was, and how many pairs each of them scores.
+            Whole after ``settle``: until then what the device has yet to do is not in them.
         agreed: the largest of all processes' flags in the last step.
         wandb_id: kept for the checkpoint.
     """
@@ -62,7 +63,10 @@ class TrainState:
         self.best_bits, self.wandb_id, self.validated = math.inf, None, Validated()
         self.agreed: list[int] = []
         self._last = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops())
-        self._nats, self._steps = 0.0, 0
+        self._nats, self._steps, self._unread, self._sent = 0.0, 0, [], {}
+        # Each step where all processes exchange it, or where the seconds decide what follows; else only to report.
+        self._waits = plan.budget.unit == "seconds" or device.processes.world_size > 1
+        self._ahead = False
         self._exchange_seconds = self.compile_seconds = 0.0
         self._check_scoring()
         self._check_division()
@@ -77,6 +81,7 @@ class TrainState:
     @property
     def bytes_per_second(self) -> float:
         """Of training, so far."""
+        self.settle()
         return self.spent.bytes / max(self.spent.seconds, 1e-9)
 
     @property
@@ -91,28 +96,53 @@ class TrainState:
         """
         began, before = time.perf_counter(), self.fraction
         flops = self._step_flops()
-        own = self.stream.batch(self.spent.steps, part=self.runtime.processes.shard)
-        inputs, targets = (x.to(self.runtime.device) for x in own)
+        inputs, targets = self._batch()
         state = None if self.stream.begins(self.spent.steps) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
         with self.runtime.compile_clock() as compiling:
             nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
         self.state = after if self.plan.batch.carry else None
-        self.runtime.synchronise()  # or the time that the device takes would be counted to whoever waits next
+        if self._waits:
+            self.runtime.synchronise()
+        self._ahead = not self._waits
         ended = time.perf_counter()
         seconds = ended - began - compiling.seconds + self._exchange_seconds
-        gathered = self.runtime.processes.all_gather_numbers([nats.item(), seconds, compiling.seconds, *flags])
-        if len(gathered) > 1:
-            self._exchange_seconds = time.perf_counter() - ended  # belongs to the step, and is known after it
+        several = self.runtime.processes.world_size > 1
+        known = [nats.item() if several else 0.0, seconds, compiling.seconds, *flags]
+        gathered = self.runtime.processes.all_gather_numbers(known)
         each_nats, each_seconds, each_compiling, *each_flag = zip(*gathered, strict=True)
+        if several:
+            self._exchange_seconds = time.perf_counter() - ended  # belongs to the step, and is known after it
+            nats = torch.tensor(sum(each_nats) / len(gathered), dtype=torch.float64)
         self.compile_seconds += each_compiling[0]
-        self._nats += sum(each_nats) / len(gathered)
+        self._unread.append(nats)
         self._steps += 1
         # By one clock and for the same flags everywhere: what follows from them must be the same, too.
         self._last = Spent(bytes=self.stream.bytes_per_step, seconds=each_seconds[0], steps=1, flops=flops)
         self.agreed = [int(max(flag)) for flag in each_flag]
         self.spent += self._last
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        """This process's share of the next step's inputs and targets; those of the one after it set out for the device."""
+        step = self.spent.steps
+        now = self._sent.get(step) or self._send(step)
+        self._sent = {step + 1: self._send(step + 1)}
+        return now
+
+    def _send(self, step: int) -> tuple[Tensor, Tensor]:
+        return self.runtime.send(*self.stream.batch(step, part=self.runtime.processes.shard))
+
+    def settle(self) -> None:
+        """Wait for the device, so that its seconds count to the steps that it was given; and read their losses."""
+        if self._ahead:
+            began, self._ahead = time.perf_counter(), False
+            self.runtime.synchronise()
+            self.spent += Spent(seconds=time.perf_counter() - began)
+        if self._unread:
+            for nats in torch.stack(self._unread).tolist():
+                self._nats += nats
+            self._unread = []
 
     def _step_flops(self) -> int:
         """Training FLOPs that the next step needs, with what its streams carry and at the present parameters, as spans move."""
@@ -135,10 +165,12 @@ class TrainState:
 
     def recent_bits(self, default: float) -> float:
         """Mean bits per byte since the last train row, or ``default`` right after one."""
+        self.settle()
         return self._nats / self._steps / math.log(2) if self._steps else default
 
     def place(self) -> dict:
         """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
+        self.settle()
         epochs = self.spent.bytes / len(self.corpus.splits["train"])
         place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
         place |= {} if self.plan.budget.unit == "seconds" else {"fraction": self.fraction}
@@ -185,6 +217,7 @@ class TrainState:
     def validate(self) -> Score:
         """The next validation, of places all over what chooses: a page of a text is no measure of the others. The first decides
         how many pairs each of them scores, or they would not compare."""
+        self.settle()  # or the steps before it would count to the scoring
         e, last = self.plan.eval, self.validated
         size = last.size or max(1, min(self._most_validated(), (self.spent.bytes - last.bytes) // TRAINED_PER_SCORED))
         cut = {"pairs": size, "streams": min(e.streams, size), "segment": e.segment}
@@ -234,6 +267,7 @@ class TrainState:
 
     def content(self, *, rows: int) -> dict:
         """Everything an exact resume needs, whole in the first process: all must call it."""
+        self.settle()
         processes = self.runtime.processes
         state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.world_size > 1 else s)), self.state)
         randoms = processes.gather_values(runtime.random_state())
@@ -290,10 +324,7 @@ def _marks(fraction: float, every: float) -> int:
 
 
 def backend_of(model: LanguageModel, device: Runtime, *, training: bool = True) -> str:
-    """Which code the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible.
-
-    Only training is compiled.
-    """
+    """Which code the sublayers run, in training or in evaluation; ValueError where ``runtime.backend`` is impossible."""
     backends = {sublayer.backend(device.device, training=training) for _, sublayer in model.sublayers()}
     name = "+".join(sorted(backends - {"plain"} or backends))
-    return f"{name}, compiled" if device.compile and training else name
+    return f"{name}, compiled" if device.compile else name

@@ -46,7 +46,8 @@ class Plan:
     """A run as it was asked for.
 
     ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
-    keyword arguments of ``harness.data.corpora.load``; ``point`` is where a trial's keys lie between the ends of their space.
+    keyword arguments of ``harness.data.corpora.load``; ``point`` is where a trial's keys lie between the ends of their space;
+    ``backend_choice`` is how ``runtime.backend`` was settled, where it was.
     """
 
     config: dict
@@ -75,6 +76,7 @@ class Plan:
     size: str | None
     sweeping: bool
     beside_others: bool
+    backend_choice: dict | None = None
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
@@ -88,6 +90,7 @@ class Plan:
             [{name: _naming(make, key=f"variant.{name}") for name, make in layer.items()} for layer in self.layers],
             lambda layer: LayerContext(layer=layer, **common),
             vocabulary=self.data["vocabulary"],
+            checkpoint=self.runtime.checkpoint,
             **{name: getattr(m, name) for name in own},
         )
         pool.clear()  # sharing ends with the build

@@ -79,9 +79,11 @@ class StartSettings:
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSettings:
     device: str
-    precision: str = field(metadata={"allowed": ("float32", "bfloat16")})
-    compile: bool
-    backend: str = field(metadata={"allowed": ("auto", "plain", "fused", "kernel")})
+    precision: str = field(metadata={"allowed": ("auto", "float32", "bfloat16")})
+    compile: bool | str = field(metadata={"allowed": ("auto", True, False)})
+    tf32: bool
+    backend: str = field(metadata={"allowed": ("auto", "plain", "chunked", "fused", "kernel")})
+    checkpoint: str = field(metadata={"allowed": ("none", "layers")})
     threads: int | None
     deterministic: bool
     allocator: str = field(metadata={"allowed": ("keep", "return")})
@@ -128,7 +130,8 @@ def parse(cls: type, node: Mapping[str, object], *, key: str):
     for name, value in values.items():
         allowed = fields[name].metadata.get("allowed")
         if allowed and value not in allowed:
-            raise ValueError(f"{before}{name}={value}: allowed are {', '.join(allowed)}")
+            words = (str(word).lower() if isinstance(word, bool) else word for word in allowed)
+            raise ValueError(f"{before}{name}={value}: allowed are {', '.join(words)}")
         if name in POSITIVE and value is not None and value <= 0:
             raise ValueError(f"{before}{name}={value}: must be above 0")
         if name in SHARES and not 0 <= value <= 1:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 
 from harness.record import cells
-from harness.record.rows import GROUND
+from harness.record.rows import GROUND, UNSAID
 from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
@@ -161,7 +161,7 @@ def _notes(runs: Sequence[dict]) -> tuple[str, ...]:
 
 
 def _ground(run: dict) -> tuple:
-    return run.get("processes", 1), *(run.get(key) for key in (*GROUND, "backend") if key != "processes")
+    return tuple((UNSAID | run).get(key) for key in (*GROUND, "backend"))
 
 
 def _executed(run: dict) -> str:

@@ -32,9 +32,12 @@ SUMMARY_KEYS += ("capped", "flops_per_byte", "memory", "backend", "precision", "
 SUMMARY_KEYS += ("evaluation_backend", "allocator", "load", "config_hash", "command")
 """What every summary has; None where the run did not get that far."""
 
-GROUND = ("device", "device_kind", "threads", "precision", "compile", "versions", "processes")
-GROUND += ("machine", "allocator", "instruction_set", "environment")
+GROUND = ("device", "device_kind", "threads", "precision", "tf32", "compile", "versions", "processes")
+GROUND += ("machine", "allocator", "instruction_set", "environment", "recomputation")
 """What time and memory depend on beside the code and the backend."""
+UNSAID = {"processes": 1, "machine": None, "allocator": None, "instruction_set": None, "environment": {}}
+UNSAID |= {"recomputation": "none", "tf32": False}
+"""What a row means that does not say: some were written before it could differ, or was asked."""
 
 
 class Record:
@@ -152,7 +155,7 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
 
 def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
     summary = plain(summary)  # as the others were when they were written
-    other, summary = ({"processes": 1} | one for one in (other, summary))  # those that do not say had one
+    other, summary = (UNSAID | one for one in (other, summary))
 
     def same(*keys: str) -> bool:
         return all(other.get(key) == summary.get(key) for key in keys)

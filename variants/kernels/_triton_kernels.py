@@ -2,7 +2,8 @@
 
 A program owns a block of queries (or of keys, or of distances) of one head of one stream and meets the blocks that its
 head's window touches. With x = o + t - j, o = L - T - shift, key j is column x of query t. Blocks in which every pair is
-visible with m = 1 need no mask; the others are edges. Scores and log-sum-exps are in base 2.
+visible with m = 1 need no mask; the others are edges. Scores and log-sum-exps are in base 2. A head of width K lies in
+registers WIDTH wide, a power of two, with zeros beyond K.
 
 No program writes what another writes, so sums have one order and nothing depends on timing. A product is taken in the
 orientation in which the next one needs it and never transposed: Hopper has had wrong results there.
@@ -10,15 +11,23 @@ orientation in which the next one needs it and never transposed: Hopper has had 
 Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
     table: added to scores, [H, distances], or None.
+    slopes: [H], times the distance added to scores, or None.
     vectors: p [distances, K], or None.
     max_keys, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
     k_stream: elements from one stream's keys to the next's; 0 where all streams share them.
+    seed: of the dropout of weights, which is that of ``dropout.py`` number for number; None without dropout.
     ALL: every query sees every key, as persistent vectors are seen.
+    DROP, SCALE: of 2^32 numbers those that drop a weight, and what a weight that stays is multiplied by.
 """
 
 import triton
 import triton.language as tl
 
+from variants.kernels import dropout
+
+STREAM, QUERY, KEY = (tl.constexpr(dropout.FACTORS[name]) for name in ("stream", "query", "key"))
+FIRST, SECOND = (tl.constexpr(factor) for factor in dropout.MIX)
+PERSISTENT = tl.constexpr(dropout.PERSISTENT)
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether the kernels below run on the host; triton decides it when it is imported."""
@@ -38,16 +47,53 @@ def _window(far, max_keys, h, ramp):
 
 
 @triton.jit
-def _load(x, rows, size, K: tl.constexpr):
-    """Rows ``[block, K]`` of a contiguous matrix with ``size`` rows; zeros where there is none."""
-    at = rows[:, None] * K + tl.arange(0, K)[None, :]
-    return tl.load(x + at, mask=((rows >= 0) & (rows < size))[:, None], other=0.0)
+def _at(rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
+    """Where rows of a contiguous matrix of ``size`` rows lie ``[block, WIDTH]``, and which elements there are."""
+    columns = tl.arange(0, WIDTH)
+    there = ((rows >= 0) & (rows < size))[:, None]
+    if K != WIDTH:
+        there = there & (columns < K)[None, :]
+    return rows[:, None] * K + columns[None, :], there
 
 
 @triton.jit
-def _store(x, rows, size, value, K: tl.constexpr):
-    at = rows[:, None] * K + tl.arange(0, K)[None, :]
-    tl.store(x + at, value.to(x.dtype.element_ty), mask=(rows < size)[:, None])
+def _load(x, rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
+    """``[block, WIDTH]``; zeros where there is nothing."""
+    at, there = _at(rows, size, K, WIDTH)
+    return tl.load(x + at, mask=there, other=0.0)
+
+
+@triton.jit
+def _store(x, rows, size, value, K: tl.constexpr, WIDTH: tl.constexpr):
+    at, there = _at(rows, size, K, WIDTH)
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * FIRST
+    x = (x ^ (x >> 15)) * SECOND
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _drawn(seed, b, h, t):
+    """The dropout's number of each row of weights, uint32; nothing that counts without dropout."""
+    drawn = t
+    if seed is not None:
+        word = tl.load(seed) + h
+        x = _mix(word.to(tl.uint32) ^ (b.to(tl.uint32) * STREAM)) ^ (word >> 32).to(tl.uint32)
+        drawn = _mix(_mix(x) ^ (t.to(tl.uint32) * QUERY))
+    return drawn
+
+
+@triton.jit
+def _drop(value, seed, drawn, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr):
+    """``value`` of pairs at distance x or, where all are seen, with vectors j: 0 where the weight is dropped."""
+    if seed is not None:
+        number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
+        value = tl.where(_mix(drawn ^ (number * KEY)) >= DROP, value * SCALE, 0.0)
+    return value
 
 
 @triton.jit
@@ -78,13 +124,14 @@ def _query_blocks(j0, offset, visible, full, T, BLOCK: tl.constexpr, ALL: tl.con
 
 @triton.jit
 def _near(
-    q, vectors, x_first, distances, AXIS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
-):
+    q, vectors, x_first, distances,
+    AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """q . p_x of a block of pairs, queries along axis 1 - AXIS: columns lie on diagonals of q with 2 BLOCK distances.
 
     ``x_first`` is the smallest distance in the block, that of the first query and the last key.
     """
-    p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K)
+    p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
     one, other = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if AXIS == 1:
         wide = tl.dot(q, tl.trans(p), input_precision=PRECISION)
@@ -94,9 +141,11 @@ def _near(
 
 
 @triton.jit
-def _in_base_2(scores, x, table, h, distances):
+def _in_base_2(scores, x, table, slopes, h, distances):
     if table is not None:
         scores += tl.load(table + h * distances + tl.minimum(tl.maximum(x, 0), distances - 1))
+    if slopes is not None:
+        scores += tl.load(slopes + h) * x
     return scores * LOG2E
 
 
@@ -114,30 +163,39 @@ def _mask(x, end, ramp):
 
 @triton.jit
 def forward(
-    q, k, v, y, lse, far, max_keys, order, table, vectors, T, L, distances, offset, ramp, k_stream,
-    K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, start, start_lse, y, lse, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
+    k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf where nothing is seen. Grid: (B * blocks, H)."""
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf where nothing is seen. Grid: (B * blocks, H).
+
+    ``start`` and ``start_lse``, or None: those of another part of the same softmax in float32, which are merged in.
+    """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h = tl.load(order + tl.program_id(1))
     k, v = k + b * k_stream + h.to(tl.int64) * L * K, v + b * k_stream + h.to(tl.int64) * L * K
     row = (b * H + h) * T
     t = t0 + tl.arange(0, BLOCK)
-    own = _load(q + row * K, t, T, K)
+    own = _load(q + row * K, t, T, K, WIDTH)
     visible, full, end = _window(far, max_keys, h, ramp)
+    drawn = _drawn(seed, b, h, t)[:, None]
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    out = tl.zeros([BLOCK, K], tl.float32)
+    out = tl.zeros([BLOCK, WIDTH], tl.float32)
+    if start is not None:
+        top = tl.load(start_lse + row + t, mask=t < T, other=0.0)
+        total += 1.0
+        out = _load(start + row * K, t, T, K, WIDTH)
     bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
             j = j0 + tl.arange(0, BLOCK)
             x = (offset + t)[:, None] - j[None, :]
-            scores = tl.dot(own, tl.trans(_load(k, j, L, K)), input_precision=PRECISION)
+            scores = tl.dot(own, tl.trans(_load(k, j, L, K, WIDTH)), input_precision=PRECISION)
             if vectors is not None:
-                scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, h, distances)
+                scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
+            scores = _in_base_2(scores, x, table, slopes, h, distances)
             if part != 1:
                 seen = _seen(x, j[None, :], visible, L, ALL)
                 if far is not None:
@@ -150,34 +208,38 @@ def forward(
             weights = tl.exp2(scores - safe[:, None])
             shrink = tl.exp2(top - safe)
             total = total * shrink + tl.sum(weights, 1)
-            out = tl.dot(
-                weights.to(v.dtype.element_ty), _load(v, j, L, K), out * shrink[:, None], input_precision=PRECISION
-            )
+            weights = _drop(weights, seed, drawn, x, j[None, :], ALL, DROP, SCALE).to(v.dtype.element_ty)
+            out = tl.dot(weights, _load(v, j, L, K, WIDTH), out * shrink[:, None], input_precision=PRECISION)
             top = new
     blind = total == 0
-    _store(y + row * K, t, T, out / tl.where(blind, 1.0, total)[:, None], K)
+    _store(y + row * K, t, T, out / tl.where(blind, 1.0, total)[:, None], K, WIDTH)
     tl.store(lse + row + t, tl.where(blind, float("inf"), top + tl.log2(tl.where(blind, 1.0, total))), mask=t < T)
 
 
 @triton.jit
 def query_gradient(
-    g, q, k, v, y, lse, delta, dq, dz, far, max_keys, order, table, vectors, T, L, distances, offset, ramp, k_stream,
-    K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+    g, q, k, v, y, lse, delta, dq, dz, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
+    k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dq``, ``delta`` = g . y ``[B, H, T]``, and each program's part of dz ``[H, B * blocks]``. Grid: (B * blocks, H)."""
+    """``dq``, ``delta`` = g . y ``[B, H, T]``, and each program's part of dz ``[H, B * blocks]``.
+
+    ``dq`` and ``dz`` may be None. Grid: (B * blocks, H).
+    """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h = tl.load(order + tl.program_id(1))
     k, v = k + b * k_stream + h.to(tl.int64) * L * K, v + b * k_stream + h.to(tl.int64) * L * K
     row = (b * H + h) * T
     t = t0 + tl.arange(0, BLOCK)
-    own, up = _load(q + row * K, t, T, K), _load(g + row * K, t, T, K)
+    own, up = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
     joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
-    paid = tl.sum(up.to(tl.float32) * _load(y + row * K, t, T, K).to(tl.float32), 1)
+    paid = tl.sum(up.to(tl.float32) * _load(y + row * K, t, T, K, WIDTH).to(tl.float32), 1)
     tl.store(delta + row + t, paid, mask=t < T)
     visible, full, end = _window(far, max_keys, h, ramp)
-    moved = tl.zeros([BLOCK, K], tl.float32)
+    moved = tl.zeros([BLOCK, WIDTH], tl.float32)
     span = tl.zeros([BLOCK], tl.float32)
+    drawn = _drawn(seed, b, h, t)[:, None]
     r, i = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
     place = r - i + BLOCK - 1  # in a block of keys, of the pair at distance x_first + i
     bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)
@@ -186,76 +248,93 @@ def query_gradient(
             j = j0 + tl.arange(0, BLOCK)
             x = (offset + t)[:, None] - j[None, :]
             x_first = offset + t0 - j0 - BLOCK + 1
-            keys = _load(k, j, L, K)
+            keys = _load(k, j, L, K, WIDTH)
             scores = tl.dot(own, tl.trans(keys), input_precision=PRECISION)
             if vectors is not None:
-                scores += _near(own, vectors, x_first, distances, 1, K, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, h, distances) - joint[:, None]
+                scores += _near(own, vectors, x_first, distances, 1, K, WIDTH, BLOCK, PRECISION)
+            scores = _in_base_2(scores, x, table, slopes, h, distances) - joint[:, None]
             if part != 1:
                 scores = tl.where(_seen(x, j[None, :], visible, L, ALL), scores, float("-inf"))
-            weights = tl.exp2(scores)
-            reward = tl.dot(up, tl.trans(_load(v, j, L, K)), input_precision=PRECISION) - paid[:, None]
+            reward = tl.dot(up, tl.trans(_load(v, j, L, K, WIDTH)), input_precision=PRECISION)
+            change = tl.exp2(scores) * (_drop(reward, seed, drawn, x, j[None, :], ALL, DROP, SCALE) - paid[:, None])
             if part != 1 and far is not None:
-                # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
-                span += tl.sum(tl.where((end - x <= ramp) & (x <= end), weights * reward, 0.0), 1)
-                m = _mask(x, end, ramp)
-                weights = tl.where(m > 0, weights * m, 0.0)
-            change = (weights * reward).to(k.dtype.element_ty)
-            moved = tl.dot(change, keys, moved, input_precision=PRECISION)
-            if vectors is not None:
-                p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K)
-                by_distance = tl.gather((weights * reward), tl.minimum(tl.maximum(place, 0), BLOCK - 1), 1)
+                ahead = end - x
+                if dz is not None:
+                    # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
+                    span += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), change, 0.0), 1)
+                change = tl.where(ahead > 0, change * tl.minimum(ahead / ramp, 1.0), 0.0)
+            if dq is not None:
+                moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
+            if dq is not None and vectors is not None:
+                p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
+                by_distance = tl.gather(change, tl.minimum(tl.maximum(place, 0), BLOCK - 1), 1)
                 by_distance = tl.where((place >= 0) & (place < BLOCK), by_distance, 0.0).to(k.dtype.element_ty)
                 moved = tl.dot(by_distance, p, moved, input_precision=PRECISION)
-    _store(dq + row * K, t, T, moved, K)
-    if far is not None:
+    if dq is not None:
+        _store(dq + row * K, t, T, moved, K, WIDTH)
+    if dz is not None:
         tl.store(dz + h * tl.num_programs(0) + tl.program_id(0), tl.sum(span, 0) / ramp)
 
 
 @triton.jit
 def key_gradient(
-    g, q, k, v, lse, delta, dk, dv, far, max_keys, order, table, vectors, T, L, distances, offset, ramp, k_stream,
-    K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+    g, q, k, v, lse, delta, dk, dv, first_key, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
+    k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dk`` and ``dv`` ``[B, H, L, K]``, also where streams share keys. Grid: (B * blocks of keys, H)."""
-    H, blocks = tl.num_programs(1), tl.cdiv(L, BLOCK)
-    b, j0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+    """``dk`` and ``dv`` of keys from ``first_key`` on, ``[B, H, L - first_key, K]``, also where streams share keys.
+
+    Either may be None. Grid: (B * blocks of those keys, H).
+    """
+    H, written = tl.num_programs(1), L - first_key
+    blocks = tl.cdiv(written, BLOCK)
+    b, own0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+    j0 = first_key + own0
     h = tl.load(order + tl.program_id(1))
     shared = b * k_stream + h.to(tl.int64) * L * K
     row = (b * H + h) * T
     j = j0 + tl.arange(0, BLOCK)
-    keys, values = _load(k + shared, j, L, K), _load(v + shared, j, L, K)
+    keys, values = _load(k + shared, j, L, K, WIDTH), _load(v + shared, j, L, K, WIDTH)
     visible, full, end = _window(far, max_keys, h, ramp)
-    dkeys, dvalues = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
+    dkeys, dvalues = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
     bounds = _query_blocks(j0, offset, visible, full, T, BLOCK, ALL)
     for part in tl.static_range(3):
         for t0 in range(bounds[part], bounds[part + 1], BLOCK):
             t = t0 + tl.arange(0, BLOCK)
             x = (offset + t)[None, :] - j[:, None]
-            own, up = _load(q + row * K, t, T, K), _load(g + row * K, t, T, K)
+            own, up = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
             joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
             scores = tl.dot(keys, tl.trans(own), input_precision=PRECISION)
             if vectors is not None:
-                scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, h, distances) - joint[None, :]
+                scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
+            scores = _in_base_2(scores, x, table, slopes, h, distances) - joint[None, :]
             if part != 1:
                 scores = tl.where(_seen(x, j[:, None], visible, L, ALL), scores, float("-inf"))
             weights = tl.exp2(scores)
             if part != 1 and far is not None:
                 m = _mask(x, end, ramp)
                 weights = tl.where(m > 0, weights * m, 0.0)
-            dvalues = tl.dot(weights.to(g.dtype.element_ty), up, dvalues, input_precision=PRECISION)
-            paid = tl.load(delta + row + t, mask=t < T, other=0.0)
-            reward = tl.dot(values, tl.trans(up), input_precision=PRECISION) - paid[None, :]
-            dkeys = tl.dot((weights * reward).to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
-    _store(dk + (b * H + h) * L * K, j, L, dkeys, K)
-    _store(dv + (b * H + h) * L * K, j, L, dvalues, K)
+            drawn = _drawn(seed, b, h, t)[None, :]
+            if dv is not None:
+                kept = _drop(weights, seed, drawn, x, j[:, None], ALL, DROP, SCALE).to(g.dtype.element_ty)
+                dvalues = tl.dot(kept, up, dvalues, input_precision=PRECISION)
+            if dk is not None:
+                paid = tl.load(delta + row + t, mask=t < T, other=0.0)
+                reward = tl.dot(values, tl.trans(up), input_precision=PRECISION)
+                reward = _drop(reward, seed, drawn, x, j[:, None], ALL, DROP, SCALE) - paid[None, :]
+                dkeys = tl.dot((weights * reward).to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
+    at, rows = (b * H + h) * written * K, own0 + tl.arange(0, BLOCK)
+    if dk is not None:
+        _store(dk + at, rows, written, dkeys, K, WIDTH)
+    if dv is not None:
+        _store(dv + at, rows, written, dvalues, K, WIDTH)
 
 
 @triton.jit
 def vector_gradient(
-    g, q, k, v, lse, delta, dvectors, far, max_keys, order, table, vectors, B, T, L, distances, offset, ramp,
-    K: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    g, q, k, v, lse, delta, dvectors, far, max_keys, order, vectors, seed, B, T, L, distances, offset, ramp,
+    DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of dp, ``[groups of streams, H, distances, K]``. Grid: (blocks of distances, H, groups of streams)."""
     H, groups = tl.num_programs(1), tl.num_programs(2)
@@ -263,30 +342,31 @@ def vector_gradient(
     h = tl.load(order + tl.program_id(1))
     x = x0 + tl.arange(0, BLOCK)
     visible, full, end = _window(far, max_keys, h, ramp)
-    dp = tl.zeros([BLOCK, K], tl.float32)
-    p = _load(vectors, x, distances, K)
+    dp = tl.zeros([BLOCK, WIDTH], tl.float32)
+    p = _load(vectors, x, distances, K, WIDTH)
     first = tl.maximum(x0 - offset, 0) // BLOCK * BLOCK
     last = tl.where(x0 < visible, T, 0)
-    head = group.to(tl.int64) * H + h
+    b = group.to(tl.int64)
     for _ in range(0, tl.cdiv(B - group, groups)):
+        head = b * H + h
         for t0 in range(first, last, BLOCK):
             t = t0 + tl.arange(0, BLOCK)
-            own, up = _load(q + head * T * K, t, T, K), _load(g + head * T * K, t, T, K)
+            own, up = _load(q + head * T * K, t, T, K, WIDTH), _load(g + head * T * K, t, T, K, WIDTH)
             joint = tl.load(lse + head * T + t, mask=t < T, other=float("inf"))
             paid = tl.load(delta + head * T + t, mask=t < T, other=0.0)
             near = offset + t0 - x0 - BLOCK + 1 + tl.arange(0, 2 * BLOCK)  # keys on the diagonals of these distances
             place = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
-            scores = tl.dot(_load(k + head * L * K, near, L, K), tl.trans(own), input_precision=PRECISION)
+            scores = tl.dot(_load(k + head * L * K, near, L, K, WIDTH), tl.trans(own), input_precision=PRECISION)
             scores = tl.gather(scores, place, 0) + tl.dot(p, tl.trans(own), input_precision=PRECISION)
-            scores = _in_base_2(scores, x[:, None], table, h, distances) - joint[None, :]
             seen = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
-            weights = tl.exp2(tl.where(seen, scores, float("-inf")))
+            weights = tl.exp2(tl.where(seen, scores * LOG2E - joint[None, :], float("-inf")))
             if far is not None:
                 m = _mask(x, end, ramp)[:, None]
                 weights = tl.where(m > 0, weights * m, 0.0)
-            reward = tl.dot(_load(v + head * L * K, near, L, K), tl.trans(up), input_precision=PRECISION)
-            reward = tl.gather(reward, place, 0) - paid[None, :]
+            reward = tl.dot(_load(v + head * L * K, near, L, K, WIDTH), tl.trans(up), input_precision=PRECISION)
+            drawn = _drawn(seed, b, h, t)[None, :]
+            reward = _drop(tl.gather(reward, place, 0), seed, drawn, x[:, None], x, False, DROP, SCALE) - paid[None, :]
             dp = tl.dot((weights * reward).to(q.dtype.element_ty), own, dp, input_precision=PRECISION)
-        head += groups * H
+        b += groups
     at = (group * H + h).to(tl.int64) * distances * K
-    _store(dvectors + at, x, distances, dp, K)
+    _store(dvectors + at, x, distances, dp, K, WIDTH)

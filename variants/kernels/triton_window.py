@@ -13,15 +13,18 @@ keys can have, from which the diagonals are picked. Every sum has one order: res
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from variants.kernels.dropout import threshold
+from variants.kernels.given import Given
 from variants.kernels.window import Persistent, Window
 
-WIDTHS = (16, 32, 64, 128)
+WIDTH_STEP, MAX_WIDTH = 8, 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAM_GROUPS = 8
 """Partial sums of the gradient of vectors: more of them fill a device, each holds [H, n, K] in float32."""
@@ -41,8 +44,8 @@ def available(device: torch.device, dtype: torch.dtype, width: int) -> str | Non
         return f"{dtype}: the kernel takes {', '.join(map(str, DTYPES))}"
     if dtype == torch.bfloat16 and interpreted:
         return "torch.bfloat16: triton's interpreter multiplies it as integers"
-    if width not in WIDTHS:
-        return f"head width {width}: the kernel takes {', '.join(map(str, WIDTHS))}"
+    if width % WIDTH_STEP or width > MAX_WIDTH:
+        return f"head width {width}: the kernel takes multiples of {WIDTH_STEP} up to {MAX_WIDTH}"
     return None
 
 
@@ -52,13 +55,27 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def launch_options(width: int, dtype: torch.dtype, *, vectors: bool) -> dict[str, int]:
+def precision() -> str:
+    """How products of float32 are to be rounded, by torch's setting for CUDA."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: bool) -> dict[str, int]:
     """Rows of a block (queries, keys and distances alike) and how the compiler is to spread them.
 
-    Chosen by the compiler's report for Hopper, so that next to nothing spills out of registers; not by times.
+    The largest with which the compiler keeps everything in registers on the architectures that ``tests/triton_spills.py``
+    names, and each warp has elements of its own; not chosen by times.
     """
-    block = 16 if dtype == torch.float32 else 32 if vectors else 64
-    return {"BLOCK": block, "num_warps": 8 if width > 64 and dtype != torch.float32 else 4, "num_stages": 2}
+    wide = padded(width) > 64
+    if dtype != torch.float32:
+        block, warps = 64 >> (wide + vectors), 4
+    elif precision == "tf32":
+        block, warps = 32 >> vectors, 4
+    else:  # by multiply-add, without tensor cores
+        block, warps = 32 >> (wide or vectors), 8
+    options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors and warps == 4 else 2}
+    # By itself the compiler would rather spill a little than run fewer threads of small blocks.
+    return options if block == 64 else options | {"maxnreg": 255}
 
 
 def attend(
@@ -67,18 +84,22 @@ def attend(
     v: Tensor,
     window: Window,
     *,
-    vectors: Tensor | None = None,
     bias: Tensor | None = None,
+    vectors: Tensor | None = None,
     persistent: Persistent | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
-    """The same function as ``window.attend`` without dropout; ``z`` is ``[H]``.
+    """The same function as ``window.attend``; ``z`` is ``[H]``.
 
     Args:
+        bias: a constant ``[H, n]`` over columns, added to scores; or ``[H]``, which is added times the column, at no load.
         vectors: p ``[n, K]``, shared by heads, n at least the largest of ``window.max_keys``: adds ``q @ vectors.T``.
-        bias: a constant ``[H, n]`` over columns, added to scores.
+        dropout: rate on attention weights.
+        seed: of the dropout, int64 ``[]``; needed where the rate is not 0.
 
     Raises:
-        ValueError: where ``available`` says why not, and for shapes that are not the above.
+        ValueError: where ``available`` says why not, and for what is not the above.
     """
     if (reason := available(q.device, q.dtype, q.shape[-1])) is not None:
         raise ValueError(f"runtime.backend=kernel cannot run with {reason}")
@@ -87,11 +108,124 @@ def attend(
     most = max(window.max_keys)
     if vectors is not None and bias is not None:
         raise ValueError("vectors and a bias: the kernel takes one of them")
-    given = vectors if bias is None else bias.mT  # [n, ..]
-    if given is not None and len(given) < most:
-        raise ValueError(f"vectors or bias of {len(given)} distances: window.max_keys needs {most}")
+    if (distances := _distances(vectors, bias)) and distances < most:
+        raise ValueError(f"vectors or bias of {distances} distances: window.max_keys needs {most}")
+    if dropout and seed is None:
+        raise ValueError(f"dropout {dropout} without a seed: the kernel draws its mask from one")
     extra = (None, None, None) if persistent is None else persistent
-    return _Attend.apply(q, k, v, window.z, *extra, vectors, bias, window)
+    return _Attend.apply(window._replace(z=None), *Given(q, k, v, window.z, *extra, vectors, bias, dropout, seed))
+
+
+def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, T, K]`` and what ``backward`` needs beside it: the joint log-sum-exp in base 2 ``[B, H, T]``."""
+    start = (None, None)
+    if given.extra_q is not None:
+        start = _forward(_beside(given), None, None, torch.float32)
+    return _forward(_context(given, window), *start, given.q.dtype)
+
+
+def backward(
+    g: Tensor, y: Tensor, saved: Tensor, given: Given, window: Window, wanted: frozenset[str], *, own_only: bool = False
+) -> dict[str, Tensor]:
+    """Gradients by the names of ``Given``, for the upstream ``g`` and what ``forward`` gave.
+
+    Args:
+        wanted: names; nothing is computed for others.
+        own_only: the past is a constant: ``k`` and ``v`` get gradients ``[B, H, T, K]``, of the last T keys.
+    """
+    found: dict[str, Tensor] = {}
+    joint = {"g": g.to(y.dtype).contiguous(), "lse": saved, "delta": torch.empty_like(saved)}
+    context = _context(given, window)
+    streams, rows, keys = y.shape[0], y.shape[2], given.k.shape[2]
+    if wanted & {"q", "z"}:
+        found |= _query_gradient(context, y, joint, wanted)
+    else:
+        torch.sum(g.float() * y.float(), -1, out=joint["delta"])
+    if pair := wanted & {"k", "v"}:
+        found |= _key_gradient(context, streams, joint, pair, first_key=keys - rows if own_only else 0)
+    if "vectors" in wanted:
+        found["vectors"] = _vector_gradient(context, joint)
+    extras = {name.removeprefix("extra_") for name in wanted & {"extra_q", "extra_k", "extra_v"}}
+    if extras:
+        beside, parts = _beside(given), {}
+        if "q" in extras:
+            parts |= _query_gradient(beside, y, joint, extras)
+        if pair := extras & {"k", "v"}:
+            of_streams = _key_gradient(beside, streams, joint, pair, dtype=torch.float32)
+            parts |= {name: part.sum(0) for name, part in of_streams.items()}
+        found |= {f"extra_{name}": part for name, part in parts.items()}
+    return {name: gradient.to(getattr(given, name).dtype) for name, gradient in found.items()}
+
+
+def executed_flops(
+    window: Window,
+    far: Sequence[float] | None,
+    *,
+    streams: int,
+    rows: int,
+    keys: int,
+    width: int,
+    persistent: int,
+    vectors: bool,
+    block: int,
+    wanted: frozenset[str] = frozenset(Given._fields),
+    own_only: bool = False,
+) -> tuple[int, int]:
+    """FLOPs that the launches of ``forward`` and of ``backward`` execute: of products of whole tiles, padding included.
+
+    Args:
+        far: z + R of each head; None for a hard window, or where spans have no values.
+        persistent: vectors beside the context, in tiles of as many rows.
+        block: rows of a tile, as ``launch_options`` says.
+        wanted, own_only: as ``backward`` takes them.
+    """
+    starts, offset = range(0, rows, block), keys - rows - window.shift
+    by_queries = by_keys = by_distances = 0
+    for h, most in enumerate(window.max_keys):
+        visible = most if far is None else max(0, min(most, math.floor(far[h]) + 1))
+        for t0 in starts:  # as in _key_blocks
+            first = max(offset + t0 - visible + 1, 0) // block
+            by_queries += max(0, -(-(offset + min(t0 + block, rows)) // block) - first)
+        for j0 in range(keys - rows if own_only else 0, keys, block):  # as in _query_blocks
+            first = max(j0 - offset, 0) // block
+            by_keys += max(0, -(-min(j0 + block - 1 - offset + visible, rows) // block) - first)
+        for x0 in range(0, visible, block):  # as in vector_gradient
+            by_distances += max(0, len(starts) - max(x0 - offset, 0) // block)
+    beside = len(window.max_keys) * len(starts) * -(-persistent // block)
+    near = 2 * vectors  # q . p of the 2 BLOCK distances on a tile's diagonals
+    forward = by_queries * (2 + near) + beside * 2
+    backward = 0
+    if wanted & {"q", "z"}:
+        backward += by_queries * (2 + near + (1 + near) * ("q" in wanted))
+    if pair := wanted & {"k", "v"}:
+        backward += by_keys * (1 + near + ("v" in pair) + 2 * ("k" in pair))
+    if vectors and "vectors" in wanted:
+        backward += by_distances * 6
+    if "extra_q" in wanted:
+        backward += beside * 3
+    if pair := wanted & {"extra_k", "extra_v"}:
+        backward += beside * (1 + ("extra_v" in pair) + 2 * ("extra_k" in pair))
+    tile = 2 * streams * block**2 * padded(width)
+    return forward * tile, backward * tile
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, window, *given):
+        y, lse = forward(Given(*given), window)
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in given), y, lse)
+        ctx.window, ctx.dropout = window, Given(*given).dropout
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        *tensors, y, lse = ctx.saved_tensors
+        needed = zip(Given._fields, ctx.needs_input_grad[1:], strict=True)
+        wanted = frozenset(name for name, needs in needed if needs)
+        given = Given(*tensors)._replace(dropout=ctx.dropout)
+        found = backward(g, y, lse, given, ctx.window, wanted)
+        return None, *map(found.get, Given._fields)
 
 
 @lru_cache(maxsize=256)
@@ -101,102 +235,114 @@ def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
     return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (max_keys, order))
 
 
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, window: Window | None, vectors: Tensor | None, bias: Tensor | None
-) -> dict:
-    """What all kernels of one part of the softmax are given alike.
+def _distances(vectors: Tensor | None, bias: Tensor | None) -> int:
+    """How many a table of them has; 0 without one."""
+    if vectors is not None:
+        return len(vectors)
+    return bias.shape[1] if bias is not None and bias.dim() == 2 else 0
 
-    ``window`` is None where every key is seen; ``k`` and ``v`` are ``[H, L, K]`` where all streams share them.
-    """
-    heads, rows, width = q.shape[1:]
-    keys = k.shape[-2]
-    max_keys, order = _heads((keys,) * heads if window is None else window.max_keys, q.device)
-    far = None
-    if window is not None and window.z is not None:
-        far = (window.z.detach() + window.ramp).float()  # added as in soft_mask, to agree on the side of a kink
-    given = vectors if bias is None else bias.mT
-    return {
-        "q": q.contiguous(),
-        "k": k.detach().to(q.dtype).contiguous(),
-        "v": v.detach().to(q.dtype).contiguous(),
+
+def _context(given: Given, window: Window) -> dict:
+    """What all kernels of the part of the softmax over visible keys are given alike."""
+    rows, keys = given.q.shape[2], given.k.shape[2]
+    max_keys, order = _heads(window.max_keys, given.q.device)
+    table, slopes = (given.bias, None) if given.bias is None or given.bias.dim() == 2 else (None, given.bias)
+    far = None if given.z is None else (given.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
+    return _arguments(given, given.q, given.k, given.v) | {
         "far": far,
         "max_keys": max_keys,
         "order": order,
-        "table": None if bias is None else bias.detach().float().contiguous(),
-        "vectors": None if vectors is None else vectors.detach().to(q.dtype).contiguous(),
-        "T": rows,
-        "L": keys,
-        "distances": 0 if given is None else len(given),
-        "offset": keys - rows - (0 if window is None else window.shift),
-        "ramp": 0 if window is None else window.ramp,
-        "k_stream": heads * keys * width if k.dim() == 4 else 0,
+        "table": None if table is None else table.float().contiguous(),
+        "slopes": None if slopes is None else slopes.float().contiguous(),
+        "vectors": None if given.vectors is None else given.vectors.to(given.q.dtype).contiguous(),
+        "distances": _distances(given.vectors, given.bias),
+        "offset": keys - rows - window.shift,
+        "ramp": window.ramp,
+        "k_stream": given.k[0].numel(),
+        "ALL": False,
+    }
+
+
+def _beside(given: Given) -> dict:
+    """The same of the part over persistent vectors: all are seen, and all streams share them."""
+    arguments = _arguments(given, given.extra_q.to(given.q.dtype), given.extra_k, given.extra_v)
+    max_keys, order = _heads((arguments["L"],) * given.q.shape[1], given.q.device)
+    return arguments | {"max_keys": max_keys, "order": order}
+
+
+def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
+    """Arguments of kernels with which every key is seen."""
+    width, rate = q.shape[-1], given.dropout
+    return {
+        "q": q.contiguous(),
+        "k": k.to(q.dtype).contiguous(),
+        "v": v.to(q.dtype).contiguous(),
+        **dict.fromkeys(("far", "table", "slopes", "vectors")),
+        "seed": given.seed if rate else None,
+        "T": q.shape[2],
+        "L": k.shape[-2],
+        **dict.fromkeys(("distances", "offset", "ramp", "k_stream"), 0),
+        "DROP": threshold(rate),
+        "SCALE": 1 / (1 - rate),
         "K": width,
-        "ALL": window is None,
-        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-    } | launch_options(width, q.dtype, vectors=vectors is not None)
+        "WIDTH": padded(width),
+        "ALL": True,
+        "PRECISION": precision(),
+    } | launch_options(width, q.dtype, precision=precision(), vectors=given.vectors is not None)
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, window):
-        y, lse = _forward(_arguments(q, k, v, window, vectors, bias))
-        if extra_q is not None:
-            out, part = _forward(_arguments(extra_q.to(q.dtype), extra_k, extra_v, None, None, None))
-            alone = lse.isinf()  # nothing of the context is seen
-            share = torch.sigmoid((part - lse) * math.log(2)).masked_fill_(alone, 1)
-            y = torch.lerp(y, out, share[..., None].to(y.dtype))
-            lse = torch.where(alone, part, torch.logaddexp2(lse, part))
-        ctx.save_for_backward(q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, y, lse)
-        ctx.window = window._replace(z=None)  # z is saved above
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        q, k, v, z, extra_q, extra_k, extra_v, vectors, bias, y, lse = ctx.saved_tensors
-        joint = {"g": g.to(q.dtype).contiguous(), "lse": lse, "delta": torch.empty_like(lse)}
-        arguments = _arguments(q, k, v, ctx.window._replace(z=z), vectors, bias)
-        dq, dz = _query_gradient(arguments, y, joint)
-        dk, dv = _key_gradient(arguments, q.shape[0], joint, q.dtype)
-        dvectors = None if vectors is None else _vector_gradient(arguments, joint).to(vectors.dtype)
-        extras = (None, None, None)
-        if extra_q is not None:
-            shared = _arguments(extra_q.to(q.dtype), extra_k, extra_v, None, None, None)
-            extra_dq, _ = _query_gradient(shared, y, joint)
-            parts = _key_gradient(shared, q.shape[0], joint, torch.float32)
-            extras = (extra_dq.to(extra_q.dtype), *(part.sum(0).to(extra_k.dtype) for part in parts))
-        dz = None if z is None else dz.to(z.dtype)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), dz, *extras, dvectors, None, None
+def block(given: Given) -> int:
+    """Rows of a tile."""
+    return _arguments(given, given.q, given.k, given.v)["BLOCK"]
 
 
-def _forward(arguments: dict) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` of one part and its log-sum-exp in base 2 ``[B, H, T]``, inf where nothing is seen."""
+def padded(width: int) -> int:
+    """Columns of a head in registers."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _forward(
+    arguments: dict, start: Tensor | None, start_lse: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Output of one part, merged with ``start``, and the log-sum-exp in base 2, inf where nothing is seen."""
     q = arguments["q"]
-    y, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _kernels().forward[_grid(arguments, q.shape[2])](y=y, lse=lse, **arguments)
+    y, lse = torch.empty_like(q, dtype=dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    grid = _grid(arguments, q.shape[2])
+    _kernels().forward[grid](start=start, start_lse=start_lse, y=y, lse=lse, **arguments)
     return y, lse
 
 
-def _query_gradient(arguments: dict, y: Tensor, joint: dict) -> tuple[Tensor, Tensor]:
+def _query_gradient(arguments: dict, y: Tensor, joint: dict, wanted: frozenset[str]) -> dict[str, Tensor]:
     """Gradients of queries and of spans ``[H]``; fills ``joint["delta"]``, which the other gradients need."""
-    q = arguments["q"]
-    dq, grid = torch.empty_like(q), _grid(arguments, q.shape[2])
-    dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device)
+    q, grid = arguments["q"], _grid(arguments, arguments["T"])
+    dq = torch.empty_like(q) if "q" in wanted else None
+    dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if "z" in wanted else None
     _kernels().query_gradient[grid](y=y, dq=dq, dz=dz, **joint, **arguments)
-    return dq, dz.sum(1)
+    return ({} if dq is None else {"q": dq}) | ({} if dz is None else {"z": dz.sum(1)})
 
 
-def _key_gradient(arguments: dict, streams: int, joint: dict, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values ``[B, H, L, K]``, for each stream also where all share them."""
+def _key_gradient(
+    arguments: dict,
+    streams: int,
+    joint: dict,
+    wanted: frozenset[str],
+    *,
+    first_key: int = 0,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Gradients of keys and values from ``first_key`` on, for each stream also where all share them."""
     k = arguments["k"]
-    dk, dv = (torch.empty(streams, *k.shape[-3:], dtype=dtype, device=k.device) for _ in range(2))
-    _kernels().key_gradient[_grid(arguments, k.shape[-2])](dk=dk, dv=dv, **joint, **arguments)
-    return dk, dv
+    shape = (streams, k.shape[-3], k.shape[-2] - first_key, k.shape[-1])
+    found = {name: torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for name in wanted}
+    grid = _grid(arguments, shape[2])
+    _kernels().key_gradient[grid](dk=found.get("k"), dv=found.get("v"), first_key=first_key, **joint, **arguments)
+    return found
 
 
 def _vector_gradient(arguments: dict, joint: dict) -> Tensor:
     """``[n, K]`` in float32."""
-    arguments = {name: value for name, value in arguments.items() if name not in ("k_stream", "ALL")}
+    others = ("table", "slopes", "k_stream", "ALL")
+    arguments = {name: value for name, value in arguments.items() if name not in others}
     streams, heads, _, width = arguments["q"].shape
     groups, distances = min(streams, STREAM_GROUPS), arguments["distances"]
     parts = torch.empty(groups, heads, distances, width, dtype=torch.float32, device=joint["g"].device)

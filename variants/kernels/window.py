@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from variants.kernels import dropout as dropout_counters
+
 
 class Window(NamedTuple):
     """What a query may see.
@@ -102,6 +104,7 @@ def attend(
     bias: Tensor | None = None,
     persistent: Persistent | None = None,
     dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """The plain backend: scores in memory, every gradient by autograd.
 
@@ -112,6 +115,8 @@ def attend(
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]`` over columns x, with n the largest of ``window.max_keys``.
         persistent: key-value vectors in the same softmax, never masked.
         dropout: rate on attention weights, after they are normalised.
+        seed: of the dropout, which is then drawn from counters (``dropout.py``), or the numbers of the rows of weights,
+            ``[B, H, T]``, as made from it; None for torch's generator.
 
     Returns: ``[B, H, T, K]``.
     """
@@ -141,9 +146,24 @@ def attend(
         mask = over_keys(soft_mask(window.z, window.ramp, max_keys).to(scores.dtype))
         weights = weights * (mask if persistent is None else F.pad(mask, (0, extra.shape[-1]), value=1.0))
     total = weights.sum(dim=-1, keepdim=True)
-    weights = F.dropout(weights / total.masked_fill(total == 0, 1), dropout).to(v.dtype)
+    weights = weights / total.masked_fill(total == 0, 1)
+    if dropout and seed is not None:
+        stays = _drawn(seed, q, keep, shift=window.shift, beside=weights.shape[-1] - keep, rate=dropout)
+        weights = weights * (stays / (1 - dropout))
+    else:
+        weights = F.dropout(weights, dropout)
+    weights = weights.to(v.dtype)
     y = weights[..., :keep] @ v
     return y if persistent is None else y + weights[..., keep:] @ persistent.v
+
+
+def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate: float) -> Tensor:
+    """Which weights stay, ``[B, H, T, keys + beside]``: on keys, and on persistent vectors beside them."""
+    streams, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
+    row = seed if seed.dim() else dropout_counters.rows(seed, streams=streams, heads=heads, queries=queries)
+    x = queries[:, None] + (keys - q.shape[2] - shift) - torch.arange(keys, device=q.device)
+    extra = dropout_counters.PERSISTENT + torch.arange(beside, device=q.device)
+    return dropout_counters.keep(row, torch.cat([x, extra.expand(len(x), -1)], dim=1), rate)
 
 
 def _island(x: Tensor) -> torch.dtype:

@@ -1,0 +1,101 @@
+"""Choice of the device that a configuration names, and of what ``auto`` means there: precision and compilation."""
+
+import dataclasses
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from harness.device.processes import ProcessGroup
+from harness.plan.settings import RuntimeSettings
+
+MULTIPLIES_BFLOAT16 = ("amx_bf16", "avx512_bf16")
+"""Instructions of CPUs, as ``torch.cpu.get_capabilities`` names them; without one bfloat16 is emulated, and slow."""
+
+
+class Abilities(NamedTuple):
+    """What a device can do.
+
+    Attributes:
+        kind: its type, as torch calls it.
+        bfloat16: whether it multiplies bfloat16 in hardware.
+        compiles: whether compiled code is its usual way.
+    """
+
+    kind: str
+    bfloat16: bool
+    compiles: bool
+
+
+def named(name: str) -> torch.device:
+    """The device of ``runtime.device``; ValueError where it is not there or not in this build of torch.
+
+    ``auto`` is a CUDA or ROCm device, or the CPU: on other accelerators nothing of this has been run, so that nobody gets
+    one unasked.
+    """
+    built = torch.accelerator.current_accelerator(check_available=False)
+    kinds = [built.type] if built else []
+    if name == "auto":
+        return torch.device("cuda" if kinds == ["cuda"] and torch.accelerator.is_available() else "cpu")
+    allowed = ", ".join(["auto", "cpu", *(word for kind in kinds for word in (kind, f"{kind}:N"))])
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"runtime.device={name}: allowed are {allowed}") from error
+    if device.type not in ("cpu", *kinds):
+        build = f"this build of torch ({torch.__version__}) has no {device.type.upper()}"
+        raise ValueError(f"runtime.device={name}: {build}; allowed are {allowed}")
+    count = 1 if device.type == "cpu" else device_count()
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"runtime.device={name}: there are {count} {device.type.upper()} devices here; allowed are {allowed}"
+        )
+    return device
+
+
+def own(name: str, processes: ProcessGroup) -> torch.device:
+    """One GPU for each process of this machine, or the CPU for all; ValueError as ``named``, and for a device of one."""
+    device, needed = named(name), processes.local_world_size
+    if device.type == "cpu":
+        return device
+    if device.index is not None or device.type != "cuda":
+        raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
+    count = device_count()
+    if count < needed:
+        raise ValueError(
+            f"runtime.device={name}: {needed} processes and {count} CUDA devices here; allowed are runtime.device=cpu, "
+            f"or torchrun --nproc-per-node={count}"
+        )
+    return torch.device("cuda", processes.local_rank)
+
+
+def device_count() -> int:
+    """Accelerators that this process sees."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def abilities(name: str) -> Abilities:
+    """Of the device of ``runtime.device``; ValueError as ``named``."""
+    kind = named(name).type
+    if kind == "cpu":
+        known = torch.cpu.get_capabilities()
+        return Abilities(kind, any(known.get(name) for name in MULTIPLIES_BFLOAT16), compiles=False)
+    says = getattr(torch.get_device_module(kind), "is_bf16_supported", None)  # MPS does not say
+    bfloat16 = says is not None and says(including_emulation=False)
+    return Abilities(kind, bfloat16, compiles=kind == "cuda" and find_spec("triton") is not None)
+
+
+def settled(settings: RuntimeSettings, *, of: Callable[[str], Abilities] | None = None) -> RuntimeSettings:
+    """The same with a word in place of each ``auto`` but the device's, which may be any GPU of its kind.
+
+    Precision: bfloat16 where the device multiplies it. Compilation: on CUDA.
+
+    Args:
+        of: what a device can do; None to ask torch.
+    """
+    if "auto" not in (settings.precision, settings.compile):
+        return settings
+    found = (of or abilities)(settings.device)
+    means = {"precision": "bfloat16" if found.bfloat16 else "float32", "compile": found.compiles}
+    return dataclasses.replace(settings, **{k: v for k, v in means.items() if getattr(settings, k) == "auto"})

@@ -1,0 +1,229 @@
+"""First use of a device: which code computes attention there is decided by what was proven there, never by hope.
+
+Each candidate is proven in a process of its own, because one that reads where it must not leaves a device's context unusable
+for whatever follows, and one that hangs must not hang the run. A verdict is remembered under everything that it depends on,
+so that all jobs of a sweep, and all later runs, share one. Of those that passed, the fastest at the run's shapes is taken.
+
+Whatever asks the device comes as an argument; nothing here knows what is proven, or how.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from harness.cache import cache_folder, locked, write_whole
+
+LIMIT_SECONDS = 120.0
+"""The longest that a candidate may take; it has failed then."""
+ALL_SECONDS = 480.0
+"""The longest that all of them may take: other processes of the run wait for ten minutes, and no longer."""
+PLAIN = "plain"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a candidate.
+
+    Attributes:
+        passed: whether all cases did.
+        said: the case that is nearest to its limit or farthest beyond it with its numbers, or how it ended.
+        case, error, allowed: the same apart; None where it ended otherwise, error also where it is not finite.
+        cases: how many there were.
+        seconds: what the proof took.
+    """
+
+    passed: bool
+    said: str
+    case: str | None = None
+    error: float | None = None
+    allowed: float | None = None
+    cases: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a candidate's process has found out.
+
+    Attributes:
+        verdict: or None where that was not asked.
+        step_ms: forward and backward at the run's shapes, or None where that was not asked or not reached.
+        reason: why it was asked and not reached.
+    """
+
+    verdict: Verdict | None = None
+    step_ms: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was decided.
+
+    Attributes:
+        backend: what runs.
+        why: lines for a reader.
+        verdicts: of each candidate that was looked at, by sublayer.
+        step_ms: forward and backward of all layers at the run's shapes, of each that passed.
+    """
+
+    backend: str
+    why: tuple[str, ...]
+    verdicts: dict[str, dict[str, Verdict]]
+    step_ms: dict[str, float]
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A sublayer that has candidates.
+
+    Attributes:
+        layers: how many layers have it.
+        key: what its verdicts depend on, device, driver and source among it; values of JSON.
+        shapes: what its times depend on beside.
+        ask: of a backend, whether to prove it, whether to time it, and the most seconds that it may take.
+    """
+
+    layers: int
+    key: Mapping[str, object]
+    shapes: Mapping[str, object]
+    ask: Callable[..., Answer]
+
+
+def choose(
+    candidates: Sequence[str],
+    subjects: Mapping[str, Subject],
+    *,
+    asked: str = "auto",
+    because: str = "asked for by name",
+    folder: Path | None = None,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> Choice:
+    """The fastest candidate that computes the same for all subjects, or ``plain`` where there is none.
+
+    Args:
+        candidates: in order of preference; plain is none of them.
+        subjects: by the sublayer's name.
+        asked: one of the candidates, which is then proven and not timed, or ``auto``.
+        because: why it must be this one, for the message.
+        folder: of remembered verdicts; None for the one in the user's cache.
+
+    Raises:
+        ValueError: naming the verdict, where what was asked for fails.
+    """
+    folder, ends = folder or cache_folder() / "verdicts", time.monotonic() + ALL_SECONDS
+    verdicts: dict[str, dict[str, Verdict]] = {}
+    step_ms: dict[str, float] = {}
+    why: list[str] = []
+    for backend in [asked] if asked != "auto" else candidates:
+        left = min(limit_seconds, ends - time.monotonic())
+        if left <= 0:
+            why.append(f"{backend} was not proven: {ALL_SECONDS:g} s are over")
+            _warn(why[-1])
+            continue
+        found, verdicts[backend] = {}, {}
+        for name, subject in subjects.items():
+            answer, path = _known(subject, backend, timed=asked == "auto", folder=folder, limit_seconds=left)
+            verdicts[backend][name] = answer.verdict
+            reason = answer.reason if answer.verdict.passed else answer.verdict.said
+            if reason:
+                why.append(f"{backend} failed for {name}: {reason} (remembered in {path})")
+                break
+            found[name] = answer.step_ms
+        else:
+            if asked != "auto":
+                return Choice(backend=asked, why=(because,), verdicts=verdicts, step_ms={})
+            step_ms[backend] = sum(found[name] * subject.layers for name, subject in subjects.items())
+            continue
+        if asked != "auto":
+            raise ValueError(f"runtime.backend={asked}: {because}; {why[-1]}; allowed are auto, {PLAIN}")
+        _warn(why[-1])
+    best = min(step_ms, key=step_ms.get, default=PLAIN)
+    if step_ms:
+        why.append(f"{best} is the fastest that passed: {_listed(step_ms)}")
+    else:
+        why.append(f"{PLAIN}, because no other code is proven here: slow, with all scores in memory")
+        _warn(why[-1])
+    return Choice(backend=best, why=tuple(why), verdicts=verdicts, step_ms=step_ms)
+
+
+def _listed(step_ms: Mapping[str, float]) -> str:
+    return ", ".join(f"{backend} {ms:.3g} ms" for backend, ms in sorted(step_ms.items(), key=lambda item: item[1]))
+
+
+def _warn(line: str) -> None:
+    print(f"WARNING: runtime.backend=auto: {line}", file=sys.stderr)
+
+
+def _known(subject: Subject, backend: str, *, timed: bool, folder: Path, limit_seconds: float) -> tuple[Answer, Path]:
+    """A verdict and, if ``timed`` and it passed, a time: remembered, or found out and remembered; and where."""
+    key = {**subject.key, "backend": backend}
+    path, shapes = folder / f"{_digest(key)}.json", _digest(subject.shapes)
+    with locked(path, waiting=f"runtime.backend: waiting for another process that proves {backend}, verdict in"):
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"key": key, "times": {}}
+        proven = "verdict" in known
+        wanted = timed and (not proven or known["verdict"]["passed"]) and shapes not in known["times"]
+        if wanted or not proven:
+            answer = subject.ask(backend, prove=not proven, timed=wanted, limit_seconds=limit_seconds)
+            if not proven:
+                known["verdict"] = asdict(answer.verdict)
+            if wanted and known["verdict"]["passed"]:
+                own = {"shapes": dict(subject.shapes), "step_ms": answer.step_ms, "reason": answer.reason}
+                known["times"][shapes] = own
+            write_whole(path, json.dumps(known, indent=1).encode())
+    time_of = known["times"].get(shapes, {}) if timed else {}
+    answer = Answer(verdict=Verdict(**known["verdict"]), step_ms=time_of.get("step_ms"), reason=time_of.get("reason"))
+    return answer, path
+
+
+def _digest(key: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
+def in_own_process(module: str, task: Mapping[str, object], *, limit_seconds: float) -> tuple[list[dict], str | None]:
+    """Run ``python -m module``, which is given two files: one has the task, the other takes an answer a line, both JSON.
+
+    Returns: the answers that came, and how it ended where that was not well: a crash or a hang, in one line.
+    """
+    with tempfile.TemporaryDirectory() as scratch, (Path(scratch) / "said").open("wb+") as said:
+        asked, told = Path(scratch) / "asked", Path(scratch) / "told"
+        asked.write_text(json.dumps(task), encoding="utf-8")
+        told.touch()
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        words = [sys.executable, "-m", module, str(asked), str(told)]
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # so that what it has started ends with it
+        )
+        ended = None
+        try:
+            code = process.wait(timeout=limit_seconds)
+            if code:
+                ended = f"it ended by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        except subprocess.TimeoutExpired:
+            ended = f"it hung: not done after {limit_seconds:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        last = said.read().decode(errors="replace").strip().rpartition("\n")[2][:300]
+        answers = [json.loads(line) for line in told.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return answers, f"{ended} ({last})" if ended and last else ended

@@ -1,0 +1,195 @@
+"""``bench.check`` on a device that is no CPU, by a made-up one: proofs as a table, and whether the fast mode learns alike."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+import bench.on_device
+from bench.baselines.entry_workers import OurModel, Task
+from bench.conformance import gate, passed
+from bench.cost_worker import Subject
+from bench.cost_worker import Task as CostTask
+from bench.on_device import learns_alike, proofs
+from bench.planning import varied
+from harness.device.first_use import Choice, Verdict
+from harness.loop.settle import settled
+from tests.command import call
+from tests.command import empty_folder as here  # noqa: F401 - a fixture
+from tests.composing import TINY, plan
+from tests.runs import restored  # noqa: F401 - a fixture
+from variants.conformance import Finding
+from variants.kernels import fused
+
+SMALL = (
+    *TINY,
+    "data=recall",
+    "data.bytes=20000",
+    "budget.steps=4",
+    "eval.choice_bytes=400",
+    "eval.bytes=400",
+    "optim=adamw",
+)
+RIGHT = Verdict(
+    passed=True, said="fine", case="300 queries: the value", error=3e-6, allowed=1e-4, cases=24, seconds=7.0
+)
+WRONG = Verdict(passed=False, said="it hung: not done after 120 s", seconds=120.0)
+
+
+def a_choice(*verdicts: Verdict, late: bool = False) -> Choice:
+    """``fused`` and then ``kernel``, which may have passed and not run at the plan's shapes."""
+    found = dict(zip(("fused", "kernel"), ({"attention": verdict} for verdict in verdicts), strict=False))
+    step_ms = {name: 2.5 for name, own in found.items() if own["attention"].passed and not (late and name == "kernel")}
+    best = next(iter(step_ms), "plain")
+    return Choice(backend=best, why=(f"{best} it is",), verdicts=found, step_ms=step_ms)
+
+
+def test_a_table_has_a_row_for_every_candidate_and_counts_the_failures():
+    table, failed = proofs(plan(*SMALL), choosing=lambda made, where: a_choice(RIGHT, WRONG))
+    assert failed == 1 and table.notes == ("fused it is",)
+    texts = [[cell.text for cell in row] for row in table.rows]
+    assert texts[0] == ["pass", "fused", "attention", RIGHT.case, "3.0e-06", "1.0e-04", "24", "7", "2.5"]
+    assert texts[1] == ["FAIL", "kernel", "attention", WRONG.said, "", "", "0", "120", ""]
+    _, failed = proofs(plan(*SMALL), choosing=lambda made, where: a_choice(RIGHT, RIGHT, late=True))
+    assert failed == 1, "what does not run at the plan's shapes has failed"
+    asked = []
+    assert proofs(plan(*SMALL, "runtime.backend=plain"), choosing=lambda made, where: asked.append(made)) is None
+    assert asked[0].runtime.backend == "auto"
+
+
+def test_a_fast_mode_that_learns_something_else_is_found():
+    made = plan(*SMALL, "runtime.compile=false", "budget.steps=12", "optim.lr=0.01")
+    good, said = learns_alike(made, seeds=[0, 1, 2])
+    assert good and "in plain float32" in said and "float32)" in said
+
+    def stuck(given, where):
+        return varied(given, optim={"lr": 1e-9})
+
+    good, said = learns_alike(made, seeds=[0, 1, 2], settle=stuck)
+    assert not good, said
+    with pytest.raises(ValueError, match=r"agree.seeds=\[0\]: must be a list of two integers"):
+        learns_alike(made, seeds=[0])
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """The CPU as a device of another kind, whose candidates are decided by the test; the mechanisms keep the contract."""
+
+    def device(*verdicts: Verdict, learns: bool = True) -> list:
+        asked = []
+
+        def learning(made, *, seeds):
+            asked.append((made, seeds))
+            return learns, "so many bits"
+
+        table = partial(proofs, choosing=lambda made, where: asked.append(made) or a_choice(*verdicts))
+        monkeypatch.setattr(bench.on_device, "proofs", table)
+        monkeypatch.setattr(bench.on_device, "learns_alike", learning)
+        monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
+        monkeypatch.setattr("bench.conformance.named_kind", lambda device: "made up")
+        return asked
+
+    return device
+
+
+WORDS = ("variant=mhsa", "position=rotary", "model.cache=kv", "model.attend_self=true", "verbose=true")
+WORDS += ("agree.settings=[rotary-kv]", "agree.backends=[plain]", "agree.precisions=[float32]", "agree.steps=3")
+WORDS += ("runtime.device=cpu", "runtime.threads=1")
+
+
+def test_the_command_shows_proofs_agreement_and_training(here, made_up):  # noqa: F811
+    asked = made_up(RIGHT, RIGHT)
+    ended = call("bench/check.py", *WORDS)
+    assert ended.code == 0, ended.out + ended.err
+    table, agreed, learnt = (ended.out.index(word) for word in ("fused it is", "agrees with float64", "so many bits"))
+    assert table < agreed < learnt and "pass  3 steps of training: so many bits" in ended.out
+    assert "plain  kept" in ended.out or "plain: 1 promises" in ended.out, "the CPU's kernels are not the device's"
+    shown, (trained, seeds) = asked
+    assert seeds == [0, 1, 2] and trained.budget.amount == 3
+    assert trained.runtime.precision == "bfloat16"
+    assert shown.model.d_model == 64, "in the sizes that are compared, here a CPU's"
+
+
+def test_sizes_that_are_typed_are_those_that_are_proven(here, made_up):  # noqa: F811
+    asked = made_up(RIGHT)
+    assert call("bench/check.py", *WORDS, "model.d_model=48", "model.heads=3", "runtime.precision=float32").code == 0
+    shown, (trained, _) = asked
+    assert (shown.model.d_model, shown.model.heads, trained.model.d_model) == (48, 3, 48)
+    assert trained.runtime.precision == "float32"
+
+
+@pytest.mark.parametrize("spoilt", ["a candidate", "training"])
+def test_the_command_fails_with_them(here, made_up, spoilt):  # noqa: F811
+    made_up(RIGHT, WRONG if spoilt == "a candidate" else RIGHT, learns=spoilt != "training")
+    ended = call("bench/check.py", *WORDS)
+    assert ended.code == 1
+    assert re.search(
+        {"a candidate": r"FAIL +kernel +attention +it hung", "training": "FAIL  3 steps"}[spoilt], ended.out
+    )
+
+
+def test_on_a_cpu_nothing_is_proven_at_first_use(here, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(bench.on_device, "proofs", None)
+    monkeypatch.setattr(bench.on_device, "learns_alike", None)
+    monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
+    assert call("bench/check.py", *WORDS, "agree.run=true").code == 0
+
+
+# Cost and peers.
+
+
+def test_the_contract_of_what_runs_elsewhere_is_checked_in_plain_pytorch(monkeypatch):
+    seen = []
+    monkeypatch.setattr("bench.conformance.findings", lambda made: seen.append(made) or [])
+    monkeypatch.setattr("bench.conformance.device_kind", lambda runtime: "cuda")
+    asked = plan("variant=mhsa", "runtime.device=cuda", "runtime.backend=kernel", "runtime.precision=bfloat16")
+    passed(asked)
+    (checked,) = seen
+    assert (checked.runtime.backend, checked.runtime.device, checked.runtime.precision) == ("plain", "cpu", "float32")
+    monkeypatch.setattr("bench.conformance.device_kind", lambda runtime: "cpu")
+    gate(plan("variant=mhsa", "runtime.backend=fused"))
+    assert seen[1].runtime.backend == "fused"
+
+
+def test_what_is_measured_obeys_the_proof(monkeypatch):
+    """Both verbs' workers take what was settled, and refuse what was asked for by name and fails."""
+    made = plan("variant=mhsa", *SMALL)
+
+    def choosing(asked, where, *, recorded):
+        if asked.runtime.backend != "auto":
+            raise ValueError("runtime.backend=kernel: asked for by name; kernel failed")
+        return a_choice(RIGHT, WRONG)
+
+    for module in ("bench.cost_worker", "bench.baselines.entry_workers"):
+        monkeypatch.setattr(f"{module}.settled", partial(settled, choosing=choosing))
+    same = {"trusted": (), "warm": False, "weights": None, "span": 16, "spans": "initial", "command": ""}
+    subject = Subject(CostTask(config=made.config, **same))
+    subject.build()
+    facts = subject.facts()
+    assert facts["backend"] == "fused" and facts["backend_choice"]["backend"] == "fused"
+    batches = torch.zeros(2, 2, 17, dtype=torch.uint8)
+    worker = OurModel(Task(config=made.config, trusted=(), batches=batches))
+    assert worker.backend() == "fused"
+    named = varied(made, runtime={"backend": "kernel"}).config
+    for refused in (
+        lambda: Subject(CostTask(config=named, **same)),
+        lambda: OurModel(Task(config=named, trusted=(), batches=batches)),
+    ):
+        with pytest.raises(ValueError, match="kernel failed"):
+            refused()
+
+
+def test_a_kernel_without_float64_is_proved_beside_its_model_in_plain_pytorch(monkeypatch):
+    inner = fused.attend
+
+    def single(q, *arguments, **same):
+        if q.dtype != torch.float32:
+            raise ValueError(f"{q.dtype}: the kernel takes torch.float32")
+        return inner(q, *arguments, **same)
+
+    monkeypatch.setattr(fused, "attend", single)
+    made = plan("variant=adaptive_span", *SMALL, "runtime.backend=fused")
+    checks = OurModel(Task(config=made.config, trusted=(), batches=torch.arange(68).view(2, 2, 17).byte())).prove()
+    assert checks["gradients"].endswith("the kernel takes torch.float32; in plain PyTorch ok)"), checks
+    assert checks["causal"].startswith("ok (float32 only")

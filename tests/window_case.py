@@ -1,0 +1,102 @@
+"""One call of ``window.attend`` and of a backend that must compute the same: random inputs of awkward sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.attention_case import DOUBLE
+from variants.kernels import window
+from variants.kernels.given import Given
+from variants.kernels.window import Persistent, Window
+from variants.position import alibi_slopes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """T new keys after ``past`` old ones.
+
+    Attributes:
+        max_keys: of each head, more than its span and ramp reach, or the most of all heads.
+        z: spans, ``query`` for one a head and query, or None for a hard window.
+        bias: ``column`` for one a head and column, ``query`` for one a query too.
+        persistent: N.
+    """
+
+    T: int = 37
+    past: int = 0
+    max_keys: tuple[int, ...] = (24, 24)
+    shift: int = 0
+    z: tuple[float, ...] | str | None = None
+    ramp: int = 4
+    width: int = 8
+    bias: str | None = None
+    vectors: bool = False
+    persistent: int = 0
+    dropout: float = 0.0
+    streams: int = 2
+    dtype: torch.dtype = DOUBLE
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        return self.streams, len(self.max_keys), self.T
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Leaves by the names of ``Given``."""
+        heads, most = len(self.max_keys), max(self.max_keys)
+        shapes = {"q": (*self.rows, self.width), "k": (self.streams, heads, self.past + self.T, self.width)}
+        shapes["v"] = shapes["k"]
+        if self.persistent:
+            vectors = (heads, self.persistent, self.width)
+            shapes |= {"extra_q": shapes["q"], "extra_k": vectors, "extra_v": vectors}
+        shapes |= {"vectors": (most, self.width)} if self.vectors else {}
+        shapes |= {"bias": (*self.rows, most)} if self.bias == "query" else {}
+        generator = torch.Generator().manual_seed(0)
+        found = {name: torch.randn(*shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
+        if self.bias == "column":
+            found["bias"] = -alibi_slopes(heads).double()[:, None] * torch.arange(most)
+        if self.z == "query":
+            found["z"] = torch.rand(self.rows, generator=generator, dtype=DOUBLE) * most
+        elif self.z is not None:
+            found["z"] = torch.tensor(self.z, dtype=DOUBLE)
+        return {name: x.to(self.dtype).requires_grad_(name != "bias" or x.dim() == 4) for name, x in found.items()}
+
+    def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
+        """Dropout draws from counters, by a seed that is always the same."""
+        given = Given(**inputs)
+        seen = Window(self.max_keys, self.shift, given.z, self.ramp if self.z else 0)
+        added = {"bias": given.bias, "dropout": self.dropout, "seed": torch.tensor(2**40 + 5)}
+        if given.extra_q is not None:
+            added["persistent"] = Persistent(given.extra_q, given.extra_k, given.extra_v)
+        if attend is not window.attend:
+            added["vectors"] = given.vectors
+        elif given.vectors is not None:
+            added["bias"] = given.q @ given.vectors.T.to(given.q.dtype)
+        return attend(given.q, given.k, given.v, seen, **added)
+
+    def hard(self) -> Window:
+        """The window as ``forward`` and ``backward`` of a backend take it: spans are beside it."""
+        return Window(self.max_keys, self.shift, ramp=self.ramp if self.z else 0)
+
+
+AWKWARD = {
+    "one head": Case(max_keys=(24,)),
+    "two chunks": Case(T=150, max_keys=(130,) * 3),
+    "a past": Case(past=61, max_keys=(40, 40)),
+    "a past nobody sees": Case(past=200, max_keys=(9, 9)),
+    "blind first": Case(shift=1, max_keys=(24, 24)),
+    "one byte": Case(T=1, past=9, max_keys=(24, 24)),
+    "one byte, blind": Case(T=1, shift=1, max_keys=(4, 4), persistent=3),
+    "one byte, shifted": Case(T=1, past=9, shift=1, max_keys=(4, 4)),
+    "spans": Case(T=70, max_keys=(9, 24, 9, 64), z=(0.0, 16.0, 2.5, 64.0)),
+    "spans, shifted": Case(T=70, past=33, shift=1, max_keys=(9, 64, 24), z=(3.0, 50.0, 18.0)),
+    "spans out of order": Case(T=150, max_keys=(24, 9, 24, 130, 9), z=(12.0, 0.0, 19.0, 130.0, 4.5)),
+    "persistent": Case(max_keys=(24, 24, 24), persistent=11),
+    "persistent, blind": Case(max_keys=(24, 9), shift=1, persistent=40, z=(7.0, 1.5)),
+    "bias": Case(T=200, past=3, max_keys=(150, 150), bias="column"),
+    "all": Case(T=129, past=70, max_keys=(64, 12, 64), shift=1, z=(40.0, 7.0, 63.0), bias="column", persistent=5),
+    "wide": Case(width=96, max_keys=(24, 9), z=(16.0, 3.5), persistent=2),
+    "uneven width": Case(width=12, max_keys=(24, 9, 9), z=(16.0, 3.5, 0.0), persistent=2),
+}
+"""Heads see equally many keys where no span says how many."""

@@ -1,0 +1,198 @@
+"""Backends of attention: which of them compute the same here, and one call, whichever does, for a past in parts.
+
+- ``fused``: torch's flash attention on a CPU, its memory-efficient attention on a GPU (``fused.py``), and where the window is
+  the whole triangle what torch itself takes (``causal.py``);
+- ``kernel``: our own, for a CPU (``window_cpu.py``, and there the first) or for a GPU (``triton_window.py``);
+- ``chunked``: plain PyTorch a few queries at a time (``chunked.py``);
+- ``plain``: ``window.py``, scores in memory.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from variants.context import VisibleKeys
+from variants.kernels import causal, chunked, fused, operation, proof, triton_window, window, window_cpu
+from variants.kernels.dropout import draw_seed
+from variants.kernels.proof import Proof
+from variants.kernels.window import PastKV, Persistent, Window
+
+TAKE_VECTORS = ("kernel", "chunked")
+"""Backends that take a vector per distance as such, in place of a bias that depends on the query."""
+
+
+class Need(NamedTuple):
+    """What a sublayer asks of a backend.
+
+    Attributes:
+        d_head: head width K.
+        dropout: rate on attention weights.
+        spans_of_input: whether spans depend on the input.
+        constant_bias: whether what is added to scores, if anything, is a constant for each head and distance.
+        vectors: whether it is else the query times a vector for each distance.
+    """
+
+    d_head: int
+    dropout: float
+    spans_of_input: bool
+    constant_bias: bool
+    vectors: bool
+
+
+def possible(need: Need, device: torch.device) -> tuple[str, ...]:
+    """Names of the backends that compute what is needed there, in the order of preference."""
+    fast = ("kernel", "fused") if device.type == "cpu" else ("fused", "kernel")
+    plain = ("plain", "chunked") if device.type == "cpu" else ("chunked", "plain")
+    return (*(name for name in fast if not _obstacles(name, need, device)), *plain)
+
+
+def choose(wanted: str, need: Need, device: torch.device) -> str:
+    """The backend that was asked for, or for ``auto`` the first that is possible; on a GPU the first that is plain PyTorch.
+
+    Kernels are taken there when they were proven on that very device, by which ``auto`` becomes their name.
+
+    Raises:
+        ValueError: naming ``runtime.backend`` where what was asked for is not possible.
+    """
+    if wanted == "auto":
+        return possible(need, device)[0] if device.type == "cpu" else "chunked"
+    if obstacles := _obstacles(wanted, need, device):
+        allowed = ", ".join(["auto", *possible(need, device)])
+        raise ValueError(f"runtime.backend={wanted} cannot run with {', '.join(obstacles)}: allowed are {allowed}")
+    return wanted
+
+
+def _obstacles(backend: str, need: Need, device: torch.device) -> list[str]:
+    """Why a backend cannot run."""
+    if backend not in ("fused", "kernel"):
+        return []
+    known = need.constant_bias or (backend == "kernel" and need.vectors)
+    found = {
+        "spans that depend on the input": need.spans_of_input,
+        "a position scheme whose bias depends on the query": not known,
+    }
+    if backend == "fused":
+        missing = fused.obstacle(device, torch.float32, dropout=need.dropout)
+    elif device.type == "cpu":
+        missing = window_cpu.available() or (f"model.dropout={need.dropout}" if need.dropout else None)
+    else:
+        missing = triton_window.available(device, torch.float32, need.d_head)
+    return [name for name, stands in found.items() if stands] + ([missing] if missing else [])
+
+
+def is_operation(backend: str, device: torch.device) -> bool:
+    """Whether a backend is one operation, which torch can trace."""
+    return backend == "fused" or (backend == "kernel" and device.type != "cpu")
+
+
+def attend(
+    backend: str,
+    q: Tensor,
+    keys: VisibleKeys,
+    visible: Window,
+    *,
+    bias: Tensor | None = None,
+    vectors: Tensor | None = None,
+    persistent: Persistent | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    limits: Tensor | None = None,
+    past_learns: bool = False,
+) -> Tensor:
+    """What the heads give, ``[B, H, T, K]``.
+
+    Args:
+        keys: with all of them in ``whole``.
+        seed: of the dropout, where it is drawn from counters; None to draw one.
+        limits: ``visible.max_keys`` as a tensor on the CPU, where they must not be constants of a graph.
+        past_learns: whether keys and values of the past have gradients.
+        others: as ``window.attend`` and ``chunked.attend`` have them.
+    """
+    if dropout and backend != "plain" and seed is None:
+        seed = draw_seed(q.device)
+    found = []
+    for heads, k, v in keys.whole:
+        own = _Heads(list(heads), every=len(heads) == q.shape[1])
+        beside = persistent and Persistent(own.of(persistent.q, 1), own.of(persistent.k, 0), own.of(persistent.v, 0))
+        z, max_keys = visible.z, tuple(visible.max_keys[h] for h in heads)
+        z = None if z is None else own.of(z, 0 if z.dim() == 1 else 1)
+        added = None if bias is None else own.of(bias[..., : max(max_keys)], 0 if bias.dim() == 2 else 1)
+        part = visible._replace(max_keys=max_keys, z=z)
+        same = {"bias": added, "persistent": beside, "dropout": dropout}
+        if backend == "plain":
+            found.append(window.attend(own.of(q, 1), k, v, part, **same))
+            continue
+        same |= {"vectors": vectors, "seed": own.seed(seed)}
+        if backend == "chunked":
+            found.append(chunked.attend(own.of(q, 1), k, v, part, **same))
+            continue
+        added = {"bias": added, "vectors": vectors, "persistent": beside}
+        if backend == "fused" and causal.is_triangle(part, rows=q.shape[2], keys=k.shape[2], **added):
+            found.append(causal.attend(own.of(q, 1), k, v))
+            continue
+        if backend == "fused" and q.device.type == "cpu" and not torch.compiler.is_compiling():
+            found.append(fused.attend(own.of(q, 1), k, v, part, **same))  # each of its steps is seen by who counts them
+            continue
+        same["limits"] = None if limits is None else own.of(limits, 0)
+        learned = None if past_learns else (own.of(keys.k, 1), own.of(keys.v, 1))
+        if learned:
+            k, v = k.detach(), v.detach()
+        found.append(operation.attend(backend, own.of(q, 1), k, v, part, own=learned, **same))
+    order = [h for heads, *_ in keys.whole for h in heads]
+    assert order == sorted(order), "parts are single heads in their order"
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+class _Heads:
+    """Some heads of all, which are numbered anew in a call of their own."""
+
+    def __init__(self, numbers: list[int], *, every: bool):
+        self.numbers, self.every = numbers, every
+
+    def of(self, x: Tensor, dim: int) -> Tensor:
+        """What is theirs of ``x``, a view: they are neighbours."""
+        return x if self.every else x.narrow(dim, self.numbers[0], len(self.numbers))
+
+    def seed(self, seed: Tensor | None) -> Tensor | None:
+        """Of their dropout, in which the first of a call has number 0."""
+        return seed if seed is None or self.every else seed + self.numbers[0]
+
+
+def prove(
+    backend: str,
+    device: torch.device,
+    *,
+    features: Collection[str],
+    heads: int,
+    width: int,
+    ramp: int,
+    cache: str,
+    precision: str,
+    deterministic: bool,
+) -> Iterator[Proof]:
+    """A backend beside plain PyTorch in float64, called as sublayers call it: see ``variants/kernels/proof.py``.
+
+    Args:
+        features: of ``proof.FEATURES``.
+        cache: ``kv``, in which the past is constant, and heads with spans have pasts of their own; or ``hidden``.
+    """
+    by_head = "spans" in features and cache == "kv"
+
+    def as_called(q: Tensor, k: Tensor, v: Tensor, visible: Window, **same) -> Tensor:
+        past = k.shape[2] - q.shape[2]
+        parts = [(h,) for h in range(heads)] if by_head else [tuple(range(heads))]
+        longest = [max(visible.max_keys[h] for h in part) - 1 + visible.shift for part in parts]
+        pasts = []
+        for part, kept in zip(parts, longest, strict=True):
+            old = slice(part[0], part[-1] + 1), slice(max(0, past - kept), past)
+            pasts.append(PastKV(part, k[:, *old], v[:, *old]))
+        if cache == "kv":
+            pasts = [part._replace(k=part.k.detach(), v=part.v.detach()) for part in pasts]
+        keys = VisibleKeys.joined(k[:, :, past:], v[:, :, past:], pasts if past else [])
+        return attend(backend, q, keys, visible, past_learns=cache == "hidden", **same)
+
+    sizes = {"heads": heads, "width": width, "ramp": ramp, "cache": cache, "device": device}
+    dtype = getattr(torch, precision)
+    return proof.prove(as_called, features=frozenset(features), dtype=dtype, deterministic=deterministic, **sizes)
