@@ -10,6 +10,9 @@ def pretend(patch: pytest.MonkeyPatch, kind: str | None, *, devices: int = 1) ->
     Returns: the indices that are made the current device, as they come.
     """
     chosen: list[int] = []
+    patch.setenv(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # a run there sets it for good, and it is part of what rows depend on
     built = kind and torch.device(kind)
     patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: built)
     patch.setattr(torch.accelerator, "is_available", lambda: bool(devices and built))

@@ -38,15 +38,15 @@ def interpreted():
     if DEVICE == "cuda":
         yield
         return
-    ours = lambda: [n for n in sys.modules if re.match(r"triton(?!\._C)\b|variants\._triton_kernels", n)]  # noqa: E731
+    ours = lambda: [n for n in sys.modules if re.match(r"triton(?!\._C)\b|variants\.kernels\._triton_kernels", n)]  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         others = {name: sys.modules.pop(name) for name in ours()}
-        vars(variants).pop("_triton_kernels", None)
+        vars(variants.kernels).pop("_triton_kernels", None)
         yield
         for name in ours():
             del sys.modules[name]
-        vars(variants).pop("_triton_kernels", None)
+        vars(variants.kernels).pop("_triton_kernels", None)
         sys.modules.update(others)
 
 
