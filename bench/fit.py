@@ -50,7 +50,10 @@ class Hardware:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
-    from bench.conformance import passed  # late, as everything slow, so that a wrong word is answered at once
+    from bench.conformance import (
+        of_mechanism,
+        passed,
+    )  # late, as everything slow, so that a wrong word is answered at once
     from bench.fake_step import predict, settled
     from bench.planning import own_keys
     from bench.report.tables_costs import fit_tables, for_terminal
@@ -66,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     hardware = choose(own, device=plan.runtime.device, precision=plan.runtime.precision, tf32=tf32)
     known = {"kind": hardware.kind, "spans": checked(own["spans"], list | None, key="spans")}
     asked = _asked(own["largest"], hardware)
-    passed(plan)
+    passed(of_mechanism(plan, hardware.kind))
     file = RowFile(Path(cfg.outputs), verb="fit")
     found, largest = predict(plan, **known), {"streams": None, "span": None}
     for name in asked:
