@@ -116,7 +116,8 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
         model = build(plan)
     if spans is not None:
         place_spans(model, [spans], heads=plan.model.heads)
-    names = set(backends_on(kind, model, asked=plan.runtime.backend).values())
+    backends = backends_on(kind, model, asked=plan.runtime.backend)
+    names = set(backends.values())
     backend = "+".join(sorted(names - {"plain"} or names)) + (", compiled" if plan.runtime.compile else "")
     try:
         on_gpu = ()
@@ -128,7 +129,7 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
             for context in on_gpu:
                 stack.enter_context(context)
             make_fake(model)
-            ledger, causes, warm = _ledger(plan, model, kind=kind)
+            ledger, causes, warm = _ledger(plan, model, backends, kind=kind)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"variant={plan.variant}: its memory depends on values that are not known before it runs ({error.func})"
@@ -151,11 +152,8 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
 
 def settled(plan: Plan, *, kind: str) -> Plan:
     """The plan with what ``auto`` means on such a device."""
-
-    def of(device: str) -> Abilities:
-        return Abilities("cuda", bfloat16=True, compiles=True) if kind == "cuda" else abilities("cpu")
-
-    return dataclasses.replace(plan, runtime=choice.settled(plan.runtime, of=of))
+    own = Abilities("cuda", bfloat16=True, compiles=True) if kind == "cuda" else abilities("cpu")
+    return dataclasses.replace(plan, runtime=choice.settled(plan.runtime, of=lambda _: own))
 
 
 def build(plan: Plan) -> LanguageModel:
@@ -167,11 +165,12 @@ def build(plan: Plan) -> LanguageModel:
         return plan.make_model()
 
 
-def _ledger(plan: Plan, model: LanguageModel, *, kind: str) -> tuple[Ledger, dict[Block, str], bool]:
+def _ledger(
+    plan: Plan, model: LanguageModel, backends: dict[nn.Module, str], *, kind: str
+) -> tuple[Ledger, dict[Block, str], bool]:
     """The ledger of one step after warm-up, the causes of the blocks that outlive it, and whether the state is full."""
     b = plan.batch
     runtime = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
-    backends = backends_on(kind, model, asked=plan.runtime.backend)
     _refuse_sparse(model)
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
     optimizers = plan.make_optimizers(model)

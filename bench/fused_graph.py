@@ -31,26 +31,10 @@ from harness.count.formulas import tensors_of
 from harness.model import ModelOut
 from variants.contract import State
 
-REDUCTIONS = frozenset(
-    [
-        "sum",
-        "amax",
-        "amin",
-        "mean",
-        "var",
-        "var_mean",
-        "any",
-        "all",
-        "prod",
-        "argmax",
-        "argmin",
-        "max",
-        "min",
-        "linalg_vector_norm",
-    ]
-)
-GATHERS = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0}
-"""Reads of a table by index: the argument of which only the rows that are asked for are read."""
+REDUCTIONS = ("sum", "amax", "amin", "mean", "var", "var_mean", "any", "all", "prod", "argmax", "argmin", "max", "min")
+REDUCTIONS += ("linalg_vector_norm",)
+GATHERS = ("embedding", "index", "index_select", "gather")
+"""Reads of a table, the first argument, by index: only the rows that are asked for are read."""
 APART = "mm addmm bmm baddbmm convolution topk sort cumsum index_put scatter_add scatter _embedding_bag call"
 APART = frozenset(f"{APART} embedding_dense_backward run_and_save_rng_state run_with_rng_state".split())
 """What is a kernel of its own."""
@@ -313,7 +297,7 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 
 def _bytes_read(node: fx.Node, source: fx.Node) -> int:
-    if GATHERS.get(_name(node)) == 0 and node.args[0] is source:
+    if _name(node) in GATHERS and node.args[0] is source:
         return sum(x.numel() * x.element_size() for x in _values(node))
     return sum(memory_bytes(x) for x in _values(source))
 

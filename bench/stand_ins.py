@@ -72,7 +72,7 @@ def stand_in(sublayer: nn.Module, name: str) -> None:
     sublayer._attend = partial(_attend, sublayer, KINDS[name], sublayer.cache == "hidden")
 
 
-def _attend(sublayer, kind: Kind, past_learns: bool, _, q, keys, visible, persistent, *, limits=None) -> Tensor:
+def _attend(sublayer, kind: Kind, past_learns: bool, _, q, keys, visible, persistent) -> Tensor:
     most = max(visible.max_keys)
     vectors = sublayer.position.vectors(most)
     if vectors is not None and not (kind.calls or kind.takes_vectors):

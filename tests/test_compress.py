@@ -17,7 +17,7 @@ from tests.command import call
 from tests.composing import CONF
 from tests.runs import restored, whole_run  # noqa: F401 - a fixture
 
-CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
+CPU = ("runtime.device=cpu", "runtime.threads=1")
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
 LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score under the same cut: ([+-]\d+\.\d\d) %\n$"
 

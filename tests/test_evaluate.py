@@ -16,7 +16,7 @@ from tests.composing import CONF
 from tests.runs import MEMORY, make_job, restored, stop, whole_run  # noqa: F401 - a fixture
 
 ROOT = CONF.parent
-CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
+CPU = ("runtime.device=cpu", "runtime.threads=1")
 SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.5")
 SPANS += ("variant.attention.span.loss_weight=0", "model.head_zero_init=false", "budget.steps=6")
 MIXED = (

@@ -81,8 +81,8 @@ def test_its_flops_are_counted(traced):
     look = seen("soft", torch.float32)
 
     def loss(q, k, v, z):
-        limits = torch.tensor(look.max_keys)
-        return operation.attend("fused", q, k, v, look._replace(z=z), limits=limits).square().sum()
+        limited = look._replace(z=z, limits=torch.tensor(look.max_keys))
+        return operation.attend("fused", q, k, v, limited).square().sum()
 
     torch.compiler.reset()
     call = torch.compile(loss, backend="aot_eager") if traced else loss

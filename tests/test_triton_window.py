@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import variants
 from tests.attention_case import assert_near, gradients
 from tests.needs import need
 from tests.patience import PATIENCE_SECONDS
-from variants.kernels import triton_window, window
+from variants.kernels import operation, triton_window, window
 from variants.kernels.given import Given
 from variants.kernels.window import Persistent, Window
 
@@ -25,6 +26,7 @@ needs_triton = pytest.mark.usefixtures("triton_installed")
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"BLOCK": 16, "num_warps": 4, "num_stages": 1}
 SEED = 0x2468ACE13579BDF
+KERNEL = partial(operation.attend, "kernel")
 
 
 @pytest.fixture
@@ -135,14 +137,12 @@ class Case:
                 len(self.max_keys), max(self.max_keys), generator=torch.Generator().manual_seed(1)
             )
             added["bias"] = added["bias"].to(DEVICE, inputs["q"].dtype if plain else torch.float32)
-        if self.added == "slopes":
-            slopes = torch.linspace(-0.5, 0.25, len(self.max_keys), device=DEVICE)
-            added["bias"] = slopes[:, None] * torch.arange(max(self.max_keys), device=DEVICE) if plain else slopes
         if self.added == "vectors":
             added = {"bias": q @ inputs["p"].T} if plain else {"vectors": inputs["p"]}
         if self.dropout:
             added |= {"dropout": self.dropout, "seed": torch.tensor(SEED, device=DEVICE)}
-        return (window.attend if plain else triton_window.attend)(q, k, v, seen, **added, persistent=persistent)
+        way = window.attend if plain else KERNEL
+        return way(q, k, v, seen, **added, persistent=persistent)
 
     def compare(
         self, *, dtype: torch.dtype = torch.float32, like: torch.dtype = torch.float64, tolerance: float
@@ -171,7 +171,6 @@ UGLY = {
     "columns wider than spans": Case(T=20, past=40, max_keys=(60, 60), z=(1.5, 20.25)),
     "a ramp wider than blocks": Case(T=20, past=40, max_keys=(60, 60), z=(0.0, 18.5), ramp=40),
     "blind first rows and a bias": Case(T=18, max_keys=(20, 20), shift=1, z=(0.5, 20.0), added="bias"),
-    "slopes": Case(T=37, past=9, max_keys=(9, 40), z=(2.0, 33.5), added="slopes", shift=1),
     "vectors": Case(T=21, past=14, max_keys=(16, 33), z=(6.0, 30.5), added="vectors", shift=1),
     "vectors, hard, streams": Case(T=17, max_keys=(20, 20), added="vectors", streams=3),
     "persistent and everything": Case(
@@ -316,7 +315,7 @@ def test_huge_scores_do_not_overflow(small_blocks):
 @needs_triton
 def test_what_it_cannot_do_is_refused(small_blocks):
     q, k, v = (torch.randn(1, 2, 4, 16, device=DEVICE) for _ in range(3))
-    attend = triton_window.attend
+    attend = KERNEL
     with pytest.raises(ValueError, match=r"one a head, \[2\]"):
         attend(q, k, v, Window((4, 4), z=torch.zeros(1, 2, 4, device=DEVICE), ramp=2))
     with pytest.raises(ValueError, match="one of them"):

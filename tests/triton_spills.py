@@ -30,16 +30,15 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 WIDTHS = (16, 32, 64, 96, 128)
 DTYPES = {"bf16": (torch.bfloat16, "ieee"), "tf32": (torch.float32, "tf32"), "fp32": (torch.float32, "ieee")}
 PARTS = {
-    "persistent": {"ALL": True, "far": None, "table": None, "slopes": None, "vectors": None},
-    "persistent+vectors": {"ALL": True, "far": None, "table": None, "slopes": None, "vectors": None},
-    "hard": {"far": None, "table": None, "slopes": None, "vectors": None},
-    "soft": {"table": None, "slopes": None, "vectors": None},
-    "soft+table": {"slopes": None, "vectors": None},
-    "soft+slopes": {"table": None, "vectors": None},
-    "hard+vectors": {"far": None, "table": None, "slopes": None},
-    "soft+vectors": {"table": None, "slopes": None},
+    "persistent": {"ALL": True, "far": None, "table": None, "vectors": None},
+    "persistent+vectors": {"ALL": True, "far": None, "table": None, "vectors": None},
+    "hard": {"far": None, "table": None, "vectors": None},
+    "soft": {"table": None, "vectors": None},
+    "soft+table": {"vectors": None},
+    "hard+vectors": {"far": None, "table": None},
+    "soft+vectors": {"table": None},
 }
-FLOATS = ("start", "start_lse", "lse", "delta", "dz", "far", "table", "slopes", "dvectors")
+FLOATS = ("start", "start_lse", "lse", "delta", "dz", "far", "table", "dvectors")
 PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
 """What kernels give in float32 for persistent vectors, because something is added to it."""
 
@@ -75,7 +74,7 @@ class Configuration:
     def compile(self) -> Report:
         """What the compiler says."""
         options = self.options()
-        given = {"ALL": False, "table": None, "slopes": None, "DROP": 2**30, "SCALE": 1.25} | PARTS[self.part]
+        given = {"ALL": False, "table": None, "DROP": 2**30, "SCALE": 1.25} | PARTS[self.part]
         given |= {"K": self.width, "WIDTH": triton_window.padded(self.width), "PRECISION": DTYPES[self.dtype][1]}
         given |= {"BLOCK": options.pop("BLOCK")} | ({} if self.dropout else {"seed": None, "DROP": 0, "SCALE": 1.0})
         kernel = getattr(kernels, self.kernel)

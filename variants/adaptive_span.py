@@ -51,9 +51,6 @@ class AdaptiveSpan(AttentionSpan):
     def loss(self, z: Tensor) -> Tensor:
         return self.loss_weight * z.mean()
 
-    def project_(self) -> None:
-        self.decide(self.bound_().tolist())
-
     @torch.no_grad()
     def bound_(self) -> Tensor:
         """Where each head's ramp ends, in keys ``[H]``, rounded as in ``soft_mask``."""
@@ -105,9 +102,6 @@ class DynamicSpan(AttentionSpan):
         self.gate = nn.Linear(context.d_model, context.heads)
         nn.init.constant_(self.gate.bias, bias)
         self.project_()
-
-    def project_(self) -> None:
-        self.decide(self.bound_().tolist())
 
     @torch.no_grad()
     def bound_(self) -> Tensor:

@@ -82,9 +82,11 @@ class Attention(Sublayer):
         own = [self.position.rotate(k, start), v]
         q = self.position.rotate(plain_q, start)
         persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
-        traced = torch.compiler.is_compiling() and self._traceable(x.device)
-        over_window = self._traced if traced else self._over_window
-        y, state, stats = over_window(x, q, own, state, start, z, persistent, collect_stats=collect_stats)
+        given = (x, q, own, state, start, z, persistent)
+        if torch.compiler.is_compiling() and self._traceable(x.device):
+            y, state, stats = self._over_window(*given, collect_stats=collect_stats, traced=True)
+        else:
+            y, state, stats = self._outside_the_graph(*given, collect_stats=collect_stats)
         out = self.output(rearrange(y, "B H T K -> B T (H K)"))
         return SublayerOutput(out, state, self.span.loss(z) if self.training else None, stats)
 
@@ -108,32 +110,6 @@ class Attention(Sublayer):
         """Whether attention is one operation in a compiled graph; everything else is a break in it."""
         return backends.is_operation(self.backend(device, training=self.training), device)
 
-    def _traced(
-        self,
-        x: Tensor,
-        q: Tensor,
-        own: list[Tensor],
-        state: State,
-        start: Tensor,
-        z: Tensor | None,
-        persistent: Persistent | None,
-        *,
-        collect_stats: bool,
-    ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """``_over_window`` inside a compiled graph, which moving spans must not change: no number of ``max_keys`` is read.
-
-        The past is met as long as it was given, and the state is returned untrimmed.
-        """
-        backend = self.backend(x.device, training=self.training)
-        keys, state = self._joined(x, own, state, start, None)
-        window_ = Window((self.span.span,) * self.heads, self.shift, z, self.span.ramp)
-        limits = self.span.limits
-        y = self._attend(backend, q, keys, window_, persistent, limits=limits)
-        with torch.no_grad():
-            stats = self._stats(backend, q, keys, window_, persistent, limits=limits) if collect_stats else None
-        return y, state, stats
-
-    @torch.compiler.disable  # max_keys are Python numbers, the past has any length: a graph break around all of it
     def _over_window(
         self,
         x: Tensor,
@@ -145,15 +121,28 @@ class Attention(Sublayer):
         persistent: Persistent | None,
         *,
         collect_stats: bool,
+        traced: bool = False,
     ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``collect_stats``."""
-        visible = Window(self.span.max_keys, self.shift, z, self.span.ramp)
+        """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``collect_stats``.
+
+        Args:
+            traced: inside a compiled graph, which moving spans must not change, so that no number of ``max_keys`` is read:
+                the past is met as long as it was given, and the state is returned untrimmed.
+        """
         backend = self.backend(x.device, training=self.training)
-        keys, state = self._context(x, own, state, start, visible.past(), backend)
+        if traced:
+            visible = Window((self.span.span,) * self.heads, self.shift, z, self.span.ramp, self.span.limits)
+            keys, state = self._joined(x, own, state, start, None)
+        else:
+            visible = Window(self.span.max_keys, self.shift, z, self.span.ramp)
+            keys, state = self._context(x, own, state, start, visible.past(), backend)
         y = self._attend(backend, q, keys, visible, persistent)
         with torch.no_grad():
             stats = self._stats(backend, q, keys, visible, persistent) if collect_stats else None
         return y, state, stats
+
+    # max_keys are Python numbers, the past has any length: a graph break around all of it
+    _outside_the_graph = torch.compiler.disable(_over_window)
 
     def _context(
         self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int, backend: str
@@ -219,14 +208,7 @@ class Attention(Sublayer):
         return PastKV(tuple(heads or range(self.heads)), self.position.rotate(k, start - old.shape[1]), v)
 
     def _attend(
-        self,
-        backend: str,
-        q: Tensor,
-        keys: VisibleKeys,
-        visible: Window,
-        persistent: Persistent | None,
-        *,
-        limits: Tensor | None = None,
+        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
         most, rate = max(visible.max_keys), self.dropout if self.training else 0.0
         vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
@@ -236,7 +218,7 @@ class Attention(Sublayer):
         if vectors is not None:
             same["vectors"] = vectors
         learns = self.cache == "hidden"
-        return backends.attend(backend, q, keys, visible, dropout=rate, limits=limits, past_learns=learns, **same)
+        return backends.attend(backend, q, keys, visible, dropout=rate, past_learns=learns, **same)
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
         """Those that compute the same here, in the order of preference; see ``variants/backends.py``."""
@@ -273,20 +255,13 @@ class Attention(Sublayer):
         )
 
     def _stats(
-        self,
-        backend: str,
-        q: Tensor,
-        keys: VisibleKeys,
-        visible: Window,
-        persistent: Persistent | None,
-        *,
-        limits: Tensor | None = None,
+        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> dict[str, Tensor]:
         stats = {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | self.span.stats(visible.z)
         if persistent is not None:
             # The same backend, fed with ones on persistent vectors and zeros on the context.
             ones = persistent._replace(v=torch.ones_like(persistent.v))
-            mass = self._attend(backend, q, keys.without_values(), visible, ones, limits=limits)[..., 0]
+            mass = self._attend(backend, q, keys.without_values(), visible, ones)[..., 0]
             stats["persistent_mass"] = wide(mass).sum(dim=(0, 2))
         return stats
 

@@ -32,10 +32,12 @@ class AttentionSpan(Spans):
 
     def project_(self) -> None:
         """Parameters into their range, and ``max_keys`` from them."""
+        values = self.bound_()
+        if values is not None:
+            self.decide(values.tolist())
 
     def bound_(self) -> Tensor | None:
         """As ``Sublayer`` has it, and ``decide``."""
-        self.project_()
         return None
 
     def decide(self, values: Sequence[float]) -> None:

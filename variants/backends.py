@@ -98,7 +98,6 @@ def attend(
     persistent: Persistent | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
-    limits: Tensor | None = None,
     past_learns: bool = False,
 ) -> Tensor:
     """What the heads give, ``[B, H, T, K]``.
@@ -106,7 +105,6 @@ def attend(
     Args:
         keys: with all of them in ``whole``.
         seed: of the dropout, where it is drawn from counters; None to draw one.
-        limits: ``visible.max_keys`` as a tensor on the CPU, where they must not be constants of a graph.
         past_learns: whether keys and values of the past have gradients.
         others: as ``window.attend`` and ``chunked.attend`` have them.
     """
@@ -115,34 +113,43 @@ def attend(
     found = []
     for heads, k, v in keys.whole:
         own = _Heads(list(heads), every=len(heads) == q.shape[1])
+        added = (
+            None if bias is None else own.of(bias[..., : max(visible.max_keys[h] for h in heads)], int(bias.dim() > 2))
+        )
         beside = persistent and Persistent(own.of(persistent.q, 1), own.of(persistent.k, 0), own.of(persistent.v, 0))
-        z, max_keys = visible.z, tuple(visible.max_keys[h] for h in heads)
-        z = None if z is None else own.of(z, 0 if z.dim() == 1 else 1)
-        added = None if bias is None else own.of(bias[..., : max(max_keys)], 0 if bias.dim() == 2 else 1)
-        part = visible._replace(max_keys=max_keys, z=z)
-        same = {"bias": added, "persistent": beside, "dropout": dropout}
-        if backend == "plain":
-            found.append(window.attend(own.of(q, 1), k, v, part, **same))
-            continue
-        same |= {"vectors": vectors, "seed": own.seed(seed)}
-        if backend == "chunked":
-            found.append(chunked.attend(own.of(q, 1), k, v, part, **same))
-            continue
-        added = {"bias": added, "vectors": vectors, "persistent": beside}
-        if backend == "fused" and causal.is_triangle(part, rows=q.shape[2], keys=k.shape[2], **added):
-            found.append(causal.attend(own.of(q, 1), k, v))
-            continue
-        if backend == "fused" and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            found.append(fused.attend(own.of(q, 1), k, v, part, **same))  # each of its steps is seen by who counts them
-            continue
-        same["limits"] = None if limits is None else own.of(limits, 0)
+        same = {"bias": added, "vectors": vectors, "persistent": beside}
         learned = None if past_learns else (own.of(keys.k, 1), own.of(keys.v, 1))
-        if learned:
-            k, v = k.detach(), v.detach()
-        found.append(operation.attend(backend, own.of(q, 1), k, v, part, own=learned, **same))
+        dropped = {"dropout": dropout, "seed": own.seed(seed)}
+        found.append(_attend(backend, own.of(q, 1), k, v, own.window(visible), learned, **same, **dropped))
     order = [h for heads, *_ in keys.whole for h in heads]
     assert order == sorted(order), "parts are single heads in their order"
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def _attend(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: Window,
+    own: tuple[Tensor, Tensor] | None,
+    *,
+    vectors: Tensor | None,
+    seed: Tensor | None,
+    **same,
+) -> Tensor:
+    """The call for heads whose past is of one length; ``own`` as ``operation.attend`` has it."""
+    if backend == "plain":
+        return window.attend(q, k, v, part, **same)
+    same |= {"vectors": vectors, "seed": seed}
+    if backend == "chunked":
+        return chunked.attend(q, k, v, part, **same)
+    added = {name: same[name] for name in ("bias", "vectors", "persistent")}
+    if backend == "fused" and causal.is_triangle(part, rows=q.shape[2], keys=k.shape[2], **added):
+        return causal.attend(q, k, v)
+    if backend == "fused" and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        return fused.attend(q, k, v, part, **same)  # each of its steps is seen by who counts them
+    return operation.attend(backend, q, *((k, v) if own is None else (k.detach(), v.detach())), part, own=own, **same)
 
 
 class _Heads:
@@ -154,6 +161,15 @@ class _Heads:
     def of(self, x: Tensor, dim: int) -> Tensor:
         """What is theirs of ``x``, a view: they are neighbours."""
         return x if self.every else x.narrow(dim, self.numbers[0], len(self.numbers))
+
+    def window(self, visible: Window) -> Window:
+        """What they may see."""
+        z, limits = visible.z, visible.limits
+        return visible._replace(
+            max_keys=tuple(visible.max_keys[h] for h in self.numbers),
+            z=None if z is None else self.of(z, 0 if z.dim() == 1 else 1),
+            limits=None if limits is None else self.of(limits, 0),
+        )
 
     def seed(self, seed: Tensor | None) -> Tensor | None:
         """Of their dropout, in which the first of a call has number 0."""

@@ -27,8 +27,6 @@ from harness.plan.settings import RuntimeSettings
 from variants.contract import Proof, Sublayer
 
 WARM_CALLS, TIMED_CALLS = 2, 5
-MODES = ("precision", "compile", "deterministic", "tf32")
-"""Keys of ``runtime`` that change what is computed, or how."""
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
 Ask = Callable[..., Answer]
 
@@ -113,12 +111,11 @@ def alone(plan: Plan, name: str, *, backend: str) -> Sublayer:
 
 def device_facts(plan: Plan, where: Runtime) -> dict[str, object]:
     """What a verdict depends on beside what is proven: the device, its driver, the libraries, the mode and the source."""
-    found, modes = where.describe(), asdict(plan.runtime)
+    found = where.describe()
     accelerator = where.device.type == "cuda"
     return _plain(
-        {key: found[key] for key in ("device", "device_kind", "versions")}
-        | {key: modes[key] for key in MODES if key in modes}
-        | {"precision": where.precision, "compile": where.compile}
+        {key: found[key] for key in ("device", "device_kind", "versions", "precision", "compile", "tf32")}
+        | {"deterministic": plan.runtime.deterministic}
         | {"capability": torch.cuda.get_device_capability(where.device) if accelerator else None}
         | {"products": products()}
         | {"environment": {name: os.environ[name] for name in VARIABLES if name in os.environ}}
@@ -176,7 +173,7 @@ def verdict_of(proofs: list[Proof] | None, *, ended: str | None, seconds: float)
     """Of all cases; ``ended`` says why there are none."""
     if not proofs:
         return Verdict(passed=False, said=ended or "it has no case", seconds=seconds)
-    worst = max(proofs, key=_ratio)
+    worst = max(proofs, key=lambda proof: proof.ratio)
     finite = math.isfinite(worst.error)
     said = f"{worst.case}: " + (f"{worst.error:.1e}" if finite else "not finite") + f", allowed {worst.allowed:.1e}"
     return Verdict(
@@ -188,12 +185,6 @@ def verdict_of(proofs: list[Proof] | None, *, ended: str | None, seconds: float)
         cases=len(proofs),
         seconds=seconds,
     )
-
-
-def _ratio(proof: Proof) -> float:
-    if proof.passed:
-        return proof.error / proof.allowed if proof.allowed else 0.0
-    return proof.error / proof.allowed if proof.allowed and math.isfinite(proof.error) else math.inf
 
 
 def _time_ms(sublayer: Sublayer, plan: Plan, where: Runtime, *, processes: int) -> float:

@@ -11,7 +11,6 @@ orientation in which the next one needs it and never transposed: Hopper has had 
 Arguments that are not what their name says:
     far: z + R of each head, or None for a hard window.
     table: added to scores, [H, distances], or None.
-    slopes: [H], times the distance added to scores, or None.
     vectors: p [distances, K], or None.
     max_keys, order: visible keys of each head; heads from the longest to the shortest, so that the long ones start first.
     k_stream: elements from one stream's keys to the next's; 0 where all streams share them.
@@ -141,11 +140,9 @@ def _near(
 
 
 @triton.jit
-def _in_base_2(scores, x, table, slopes, h, distances):
+def _in_base_2(scores, x, table, h, distances):
     if table is not None:
         scores += tl.load(table + h * distances + tl.minimum(tl.maximum(x, 0), distances - 1))
-    if slopes is not None:
-        scores += tl.load(slopes + h) * x
     return scores * LOG2E
 
 
@@ -163,7 +160,7 @@ def _mask(x, end, ramp):
 
 @triton.jit
 def forward(
-    q, k, v, start, start_lse, y, lse, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
+    q, k, v, start, start_lse, y, lse, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
     k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +192,7 @@ def forward(
             scores = tl.dot(own, tl.trans(_load(k, j, L, K, WIDTH)), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, slopes, h, distances)
+            scores = _in_base_2(scores, x, table, h, distances)
             if part != 1:
                 seen = _seen(x, j[None, :], visible, L, ALL)
                 if far is not None:
@@ -218,7 +215,7 @@ def forward(
 
 @triton.jit
 def query_gradient(
-    g, q, k, v, y, lse, delta, dq, dz, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
+    g, q, k, v, y, lse, delta, dq, dz, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
     k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +249,7 @@ def query_gradient(
             scores = tl.dot(own, tl.trans(keys), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, x_first, distances, 1, K, WIDTH, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, slopes, h, distances) - joint[:, None]
+            scores = _in_base_2(scores, x, table, h, distances) - joint[:, None]
             if part != 1:
                 scores = tl.where(_seen(x, j[None, :], visible, L, ALL), scores, float("-inf"))
             reward = tl.dot(up, tl.trans(_load(v, j, L, K, WIDTH)), input_precision=PRECISION)
@@ -278,7 +275,7 @@ def query_gradient(
 
 @triton.jit
 def key_gradient(
-    g, q, k, v, lse, delta, dk, dv, first_key, far, max_keys, order, table, slopes, vectors, seed, T, L, distances, offset, ramp,
+    g, q, k, v, lse, delta, dk, dv, first_key, far, max_keys, order, table, vectors, seed, T, L, distances, offset, ramp,
     k_stream, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -307,7 +304,7 @@ def key_gradient(
             scores = tl.dot(keys, tl.trans(own), input_precision=PRECISION)
             if vectors is not None:
                 scores += _near(own, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
-            scores = _in_base_2(scores, x, table, slopes, h, distances) - joint[None, :]
+            scores = _in_base_2(scores, x, table, h, distances) - joint[None, :]
             if part != 1:
                 scores = tl.where(_seen(x, j[:, None], visible, L, ALL), scores, float("-inf"))
             weights = tl.exp2(scores)

@@ -42,23 +42,16 @@ def attend(
     persistent: Persistent | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
-    limits: Tensor | None = None,
 ) -> Tensor:
     """The same function as ``window.attend``, by ``fused`` or ``kernel``, as one operation.
 
     Args:
         own: keys and values of the segment ``[B, H, T, K]``, which are the last of ``k`` and ``v``, to have their gradients.
-        limits: ``window.max_keys`` as an int64 tensor on the CPU, where they must not be constants of a graph.
     """
-    if limits is None:
-        limits = torch.tensor(window.max_keys)
+    limits = torch.tensor(window.max_keys) if window.limits is None else window.limits
     extra = (None, None, None) if persistent is None else persistent
-    own = own or (None, None)
-    seed = seed if dropout else None
-    y, _ = _forward(
-        backend, limits, window.shift, window.ramp, dropout, q, k, v, window.z, *extra, vectors, bias, seed, *own
-    )
-    return y
+    beside = (*extra, vectors, bias, seed if dropout else None, *(own or (None, None)))
+    return _forward(backend, limits, window.shift, window.ramp, dropout, q, k, v, window.z, *beside)[0]
 
 
 MODULES: dict[str, ModuleType] = {"fused": fused, "kernel": triton_window}

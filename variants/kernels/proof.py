@@ -51,6 +51,12 @@ class Proof(NamedTuple):
     def passed(self) -> bool:
         return self.error <= self.allowed
 
+    @property
+    def ratio(self) -> float:
+        """How near its limit: above 1 is beyond, and so is what is not a number."""
+        ratio = self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
+        return math.inf if math.isnan(ratio) else ratio
+
 
 class _Case(NamedTuple):
     rows: int
@@ -118,13 +124,7 @@ def prove(
         proofs = [worst, *(_of_draws(attend, here, case, expected) if drawn else [])]
         if deterministic and not drawn:
             proofs.append(_twice(attend, here, case, found))
-        yield max(proofs, key=_ratio)
-
-
-def _ratio(proof: Proof) -> float:
-    """How near its limit: above 1 is beyond, and so is what is not a number."""
-    ratio = proof.error / proof.allowed if proof.allowed else math.inf if proof.error else 0.0
-    return math.inf if math.isnan(ratio) else ratio
+        yield max(proofs, key=lambda proof: proof.ratio)
 
 
 def _cases(features: frozenset[str], *, whole: bool, lengths: tuple[int, ...]) -> Iterator[_Case]:
@@ -266,7 +266,7 @@ def _nearest(
         norm, largest = _errors(found[name], x)
         proofs += [Proof(f"{case}: {name}", norm, allowed)]
         proofs += [Proof(f"{case}: the largest error of {name}", largest, _largest(allowed, plain[name], x))]
-    return max(proofs, key=_ratio)
+    return max(proofs, key=lambda proof: proof.ratio)
 
 
 def _largest(allowed: float, plain: Tensor, expected: Tensor) -> float:

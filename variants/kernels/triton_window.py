@@ -18,11 +18,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from variants.kernels.dropout import threshold
 from variants.kernels.given import Given
-from variants.kernels.window import Persistent, Window
+from variants.kernels.window import Window
 
 WIDTH_STEP, MAX_WIDTH = 8, 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,46 +77,13 @@ def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: b
     return options if block == 64 else options | {"maxnreg": 255}
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: Window,
-    *,
-    bias: Tensor | None = None,
-    vectors: Tensor | None = None,
-    persistent: Persistent | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-) -> Tensor:
-    """The same function as ``window.attend``; ``z`` is ``[H]``.
-
-    Args:
-        bias: a constant ``[H, n]`` over columns, added to scores; or ``[H]``, which is added times the column, at no load.
-        vectors: p ``[n, K]``, shared by heads, n at least the largest of ``window.max_keys``: adds ``q @ vectors.T``.
-        dropout: rate on attention weights.
-        seed: of the dropout, int64 ``[]``; needed where the rate is not 0.
+def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, T, K]`` and what ``backward`` needs beside it: the joint log-sum-exp in base 2 ``[B, H, T]``.
 
     Raises:
-        ValueError: where ``available`` says why not, and for what is not the above.
+        ValueError: where ``available`` says why not, and for what the kernels do not take.
     """
-    if (reason := available(q.device, q.dtype, q.shape[-1])) is not None:
-        raise ValueError(f"runtime.backend=kernel cannot run with {reason}")
-    if window.z is not None and window.z.shape != q.shape[1:2]:
-        raise ValueError(f"spans of shape {tuple(window.z.shape)}: the kernel takes one a head, [{q.shape[1]}]")
-    most = max(window.max_keys)
-    if vectors is not None and bias is not None:
-        raise ValueError("vectors and a bias: the kernel takes one of them")
-    if (distances := _distances(vectors, bias)) and distances < most:
-        raise ValueError(f"vectors or bias of {distances} distances: window.max_keys needs {most}")
-    if dropout and seed is None:
-        raise ValueError(f"dropout {dropout} without a seed: the kernel draws its mask from one")
-    extra = (None, None, None) if persistent is None else persistent
-    return _Attend.apply(window._replace(z=None), *Given(q, k, v, window.z, *extra, vectors, bias, dropout, seed))
-
-
-def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` and what ``backward`` needs beside it: the joint log-sum-exp in base 2 ``[B, H, T]``."""
+    _check(given, window)
     start = (None, None)
     if given.extra_q is not None:
         start = _forward(_beside(given), None, None, torch.float32)
@@ -209,25 +175,6 @@ def executed_flops(
     return forward * tile, backward * tile
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, window, *given):
-        y, lse = forward(Given(*given), window)
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in given), y, lse)
-        ctx.window, ctx.dropout = window, Given(*given).dropout
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        *tensors, y, lse = ctx.saved_tensors
-        needed = zip(Given._fields, ctx.needs_input_grad[1:], strict=True)
-        wanted = frozenset(name for name, needs in needed if needs)
-        given = Given(*tensors)._replace(dropout=ctx.dropout)
-        found = backward(g, y, lse, given, ctx.window, wanted)
-        return None, *map(found.get, Given._fields)
-
-
 @lru_cache(maxsize=256)
 def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
     """Keys that each head may see, and heads from the longest to the shortest; a copy to the device once for each value."""
@@ -235,27 +182,39 @@ def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
     return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (max_keys, order))
 
 
-def _distances(vectors: Tensor | None, bias: Tensor | None) -> int:
+def _distances(given: Given) -> int:
     """How many a table of them has; 0 without one."""
-    if vectors is not None:
-        return len(vectors)
-    return bias.shape[1] if bias is not None and bias.dim() == 2 else 0
+    if given.vectors is not None:
+        return len(given.vectors)
+    return 0 if given.bias is None else given.bias.shape[1]
+
+
+def _check(given: Given, window: Window) -> None:
+    q, z, most = given.q, given.z, max(window.max_keys)
+    if (reason := available(q.device, q.dtype, q.shape[-1])) is not None:
+        raise ValueError(f"runtime.backend=kernel cannot run with {reason}")
+    if z is not None and z.shape != q.shape[1:2]:
+        raise ValueError(f"spans of shape {tuple(z.shape)}: the kernel takes one a head, [{q.shape[1]}]")
+    if given.vectors is not None and given.bias is not None:
+        raise ValueError("vectors and a bias: the kernel takes one of them")
+    if (distances := _distances(given)) and distances < most:
+        raise ValueError(f"vectors or bias of {distances} distances: window.max_keys needs {most}")
+    if given.dropout and given.seed is None:
+        raise ValueError(f"dropout {given.dropout} without a seed: the kernel draws its mask from one")
 
 
 def _context(given: Given, window: Window) -> dict:
     """What all kernels of the part of the softmax over visible keys are given alike."""
     rows, keys = given.q.shape[2], given.k.shape[2]
     max_keys, order = _heads(window.max_keys, given.q.device)
-    table, slopes = (given.bias, None) if given.bias is None or given.bias.dim() == 2 else (None, given.bias)
     far = None if given.z is None else (given.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
     return _arguments(given, given.q, given.k, given.v) | {
         "far": far,
         "max_keys": max_keys,
         "order": order,
-        "table": None if table is None else table.float().contiguous(),
-        "slopes": None if slopes is None else slopes.float().contiguous(),
+        "table": None if given.bias is None else given.bias.float().contiguous(),
         "vectors": None if given.vectors is None else given.vectors.to(given.q.dtype).contiguous(),
-        "distances": _distances(given.vectors, given.bias),
+        "distances": _distances(given),
         "offset": keys - rows - window.shift,
         "ramp": window.ramp,
         "k_stream": given.k[0].numel(),
@@ -277,7 +236,7 @@ def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
         "v": v.to(q.dtype).contiguous(),
-        **dict.fromkeys(("far", "table", "slopes", "vectors")),
+        **dict.fromkeys(("far", "table", "vectors")),
         "seed": given.seed if rate else None,
         "T": q.shape[2],
         "L": k.shape[-2],
@@ -341,7 +300,7 @@ def _key_gradient(
 
 def _vector_gradient(arguments: dict, joint: dict) -> Tensor:
     """``[n, K]`` in float32."""
-    others = ("table", "slopes", "k_stream", "ALL")
+    others = ("table", "k_stream", "ALL")
     arguments = {name: value for name, value in arguments.items() if name not in others}
     streams, heads, _, width = arguments["q"].shape
     groups, distances = min(streams, STREAM_GROUPS), arguments["distances"]

@@ -29,12 +29,15 @@ class Window(NamedTuple):
         shift: 0 if a query sees itself, else 1.
         z: spans in keys, ``[H]`` or ``[B, H, T]``, or None for a hard window of ``max_keys``, the same for all.
         ramp: R, keys over which the soft mask falls from 1 to 0.
+        limits: what heads may see where that must be no constant of a compiled graph, int64 ``[H]`` on the CPU, at most
+            ``max_keys``; or None for ``max_keys``.
     """
 
     max_keys: tuple[int, ...]
     shift: int = 0
     z: Tensor | None = None
     ramp: int = 0
+    limits: Tensor | None = None
 
     def past(self) -> int:
         """Keys before the segment that its first query may see."""
