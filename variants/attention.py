@@ -24,7 +24,18 @@ from variants import backends
 from variants.attention_parts import AttentionSpan, FixedSpan, PersistentVectors
 from variants.backends import Need
 from variants.context import VisibleKeys, before, last, trimmed, trimmed_by_head
-from variants.contract import LayerContext, NeededFlops, Proof, State, Sublayer, SublayerOutput, map_state, wide
+from variants.contract import (
+    WAYS,
+    Honours,
+    LayerContext,
+    NeededFlops,
+    Proof,
+    State,
+    Sublayer,
+    SublayerOutput,
+    map_state,
+    wide,
+)
 from variants.kernels import fused, window_cpu
 from variants.kernels.window import PastKV, Persistent, Window, pairs
 
@@ -41,6 +52,8 @@ class Attention(Sublayer):
         persistent: makes the ``PersistentVectors``; None for none.
     """
 
+    honours = Honours(position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+
     def __init__(
         self,
         context: LayerContext,
@@ -56,7 +69,7 @@ class Attention(Sublayer):
             raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
         if d_head is not None and d_head < 1:
             raise ValueError(f"d_head={d_head}: must be at least 1, or null")
-        if context.cache not in ("kv", "hidden"):
+        if context.cache not in self.honours.cache:
             raise ValueError(f"model.cache={context.cache}: allowed are kv, hidden")
         self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
         inner = self.heads * self.d_head
@@ -219,6 +232,9 @@ class Attention(Sublayer):
             same["vectors"] = vectors
         learns = self.cache == "hidden"
         return backends.attend(backend, q, keys, visible, dropout=rate, past_learns=learns, **same)
+
+    def reach(self) -> int:
+        return self.span.span - 1 + self.shift
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
         """Those that compute the same here, in the order of preference; see ``variants/backends.py``."""

@@ -9,7 +9,7 @@ How to add a mechanism, in ten lines: see ``variants/__init__.py``. The promises
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
@@ -18,6 +18,13 @@ from torch import Tensor, nn
 
 from variants.kernels.proof import Proof
 
+WAYS = {
+    "rotate": "turns queries and keys",
+    "decay": "lowers scores by a slope for every key between",
+    "vectors": "adds a vector for each distance to the keys",
+    "bias": "adds to scores",
+}
+"""What a position scheme may do to a mechanism."""
 State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference cannot stand beside |
 """Dimension 0 of every tensor is streams: the harness may slice, index and concatenate it. Otherwise opaque."""
 
@@ -101,6 +108,23 @@ class NeededFlops(NamedTuple):
         return self.forward + self.backward
 
 
+@dataclass(frozen=True, kw_only=True)
+class Honours:
+    """Choices of a run that a mechanism follows: a model with any other is refused, by name, when it is built.
+
+    Args:
+        position: what a position scheme may do to it, of ``WAYS``; what is put into the embedded bytes, all follow.
+        cache: of ``kv``, what is carried was made once, and ``hidden``, past inputs are carried and projected again.
+        attend_self: of true and false.
+        span: whether ``model.span`` bounds what it sees.
+    """
+
+    position: Set[str] = frozenset()
+    cache: Set[str] = frozenset({"kv"})
+    attend_self: Set[bool] = frozenset({True})
+    span: bool = False
+
+
 class Sublayer(nn.Module):
     """One residual sublayer of a layer. Subclass it, and the constructor's keywords are its configuration.
 
@@ -110,6 +134,19 @@ class Sublayer(nn.Module):
     """
 
     limits: frozenset[str] = frozenset()
+    honours: Honours | None = None
+    """What it follows of the run's choices; None for a mechanism that sees no byte but its own."""
+    period: int = 1
+    """Bytes after which what it does repeats: a block, a chunk, a dilated step. The conformance suite runs over several."""
+
+    def reach(self) -> int | None:
+        """How many bytes back its output can depend on its input, at any parameters; None for all the way.
+
+        A mechanism that honours something sees a past, and overrides this.
+        """
+        if self.honours is None:
+            return 0
+        raise NotImplementedError(f"{type(self).__name__} says what it honours, and must say its reach")
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -248,6 +285,21 @@ class Position(nn.Module):
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
         """Queries or keys ``x [B, H, T, K]`` at stream positions ``start [B]`` and on, turned by their position."""
         return x
+
+    @classmethod
+    def ways(cls) -> frozenset[str]:
+        """What it does to a mechanism, of ``WAYS``, by the methods that it has; a mechanism need follow no others."""
+
+        def has(*names: str) -> bool:
+            return any(getattr(cls, name) is not getattr(Position, name) for name in names)
+
+        special = {"decay": has("slopes"), "vectors": has("vectors")}
+        found = {"rotate": has("rotate"), **special, "bias": has("bias") and not any(special.values())}
+        return frozenset(way for way, does in found.items() if does)
+
+    def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """``[H]`` in ``dtype``, where ``bias`` is ``-slope * x``, so that what is summed over the past may decay instead."""
+        return None
 
     def vectors(self, max_keys: int) -> Tensor | None:
         """``[max_keys, K]``, one for each distance, where ``bias`` is ``q @ vectors.T``: kernels may take it as such."""

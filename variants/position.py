@@ -178,11 +178,14 @@ class Alibi(Position):
         slopes = alibi_slopes(context.heads)
         rounded = slopes.float()
         # Two float32 numbers each, whose sum is exact enough for float64: some devices have none.
-        self.register_buffer("slopes", torch.stack([rounded, (slopes - rounded).float()]), persistent=False)
+        self.register_buffer("halves", torch.stack([rounded, (slopes - rounded).float()]), persistent=False)
+
+    def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.halves.to(dtype).sum(0)
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        return -self.slopes.to(dtype).sum(0)[:, None] * torch.arange(max_keys, device=q.device, dtype=dtype)
+        return -self.slopes(dtype)[:, None] * torch.arange(max_keys, device=q.device, dtype=dtype)
 
 
 class Sinusoidal(Position):
