@@ -13,6 +13,7 @@ from tests.needs import need
 from tests.wandb_runs import OfflineRuns, make_offline_runs
 
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes run tests as there are cores
 
 settings.register_profile("any load", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")

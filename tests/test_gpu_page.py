@@ -102,8 +102,12 @@ def distinct(commands: list[list[str]]) -> list[list[str]]:
     return list(found.values())
 
 
-def on_gpu(plan: Plan) -> None:
-    """Every sublayer takes a backend that a GPU has."""
+def on_gpu(plan: Plan, built: set[tuple]) -> None:
+    """Every sublayer takes a backend that a GPU has; ``built`` are models that were looked at."""
+    key = (plan.variant, plan.model, plan.runtime.backend, json.dumps(plan.config["variant"]))
+    if key in built:
+        return
+    built.add(key)
     model = build(plan)
     assert {s.backend(torch.device("cuda"), training=True) for _, s in model.sublayers()} <= GPU_BACKENDS
 
@@ -114,10 +118,7 @@ def test_every_training_is_possible_on_a_gpu(tmp_path):
     for job in distinct(trainings(learned(tmp_path, LEARNED))):
         plan = plan_run(compose_config(*job), sweeping=True)
         assert plan.runtime.device == "cuda", job
-        key = (plan.variant, plan.model, plan.runtime.backend, json.dumps(plan.config["variant"]))
-        if key not in built:
-            built.add(key)
-            on_gpu(plan)
+        on_gpu(plan, built)
     assert len(built) > 15
 
 
@@ -126,9 +127,11 @@ def test_every_other_command_composes_and_is_possible_on_a_gpu(tmp_path):
     commands = [words for flag, *words in typed(learned(tmp_path, LEARNED)) if flag == "-m"]
     assert {module for module, *_ in commands} == {*NOT_COMPOSED, *(f"bench.{verb}" for verb in KEYS)}
     assert all(find_spec(module) for module, *_ in commands)
+    built = set()
     verbs = [(module.removeprefix("bench."), line) for module, *line in commands if module not in NOT_COMPOSED]
     for verb, words in [(verb, job) for verb, line in verbs for job in grid([word for word in line if "=" in word])]:
-        own = own_keys(compose_config(*words, name=verb), *KEYS[verb])
+        composed = compose_config(*words, name=verb)
+        own = own_keys(composed, *KEYS[verb])
         if verb in SETTINGS:
             parse(SETTINGS[verb], own, key="")
         if verb == "check":
@@ -136,15 +139,16 @@ def test_every_other_command_composes_and_is_possible_on_a_gpu(tmp_path):
         if verb == "peers":
             assert not {word.partition("=")[0] for word in words} & set(own["held"]), words
         for variant, backend in itertools.product(own.get("variants") or [None], own.get("backends") or [None]):
-            chosen = [f"variant={variant}"] * (variant is not None) + [f"runtime.backend={backend}"] * (
-                backend is not None
-            )
-            cfg = compose_config(*words, *chosen, name=verb)
-            own_keys(cfg, *KEYS[verb])
+            cfg = composed
+            if (variant, backend) != (None, None):
+                chosen = [f"variant={variant}"] * (variant is not None)
+                chosen += [f"runtime.backend={backend}"] * (backend is not None)
+                cfg = compose_config(*words, *chosen, name=verb)
+                own_keys(cfg, *KEYS[verb])
             cfg.model.dropout = 0.0 if verb == "peers" else cfg.model.dropout  # of its job, and may not be typed
             plan = plan_run(cfg)
             assert plan.runtime.device == "cuda", words
-            on_gpu(plan)
+            on_gpu(plan, built)
 
 
 def test_every_variant_is_checked_and_trained(tmp_path):
