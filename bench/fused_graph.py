@@ -126,9 +126,14 @@ class Graph:
         for node in self.nodes:
             if "val" not in node.meta and node.op in ("placeholder", "call_function"):
                 node.meta["val"] = _value(node)
-            self.base[node] = self.base[node.all_input_nodes[0]] if _is_view(node) else node
+            view = _is_view(node) and not self.is_part(node)
+            self.base[node] = self.base[node.all_input_nodes[0]] if view else node
         self.kernels = _Merge(self).kernels()
         self._schedule()
+
+    def is_part(self, node: fx.Node) -> bool:
+        """Whether it is one of the results of an operation that has several: each has memory of its own."""
+        return node.target is operator.getitem and not isinstance(self.base[node.args[0]].meta["val"], Tensor)
 
     def _schedule(self) -> None:
         """What each kernel reads, writes and does, and after which one a value is no longer needed."""
@@ -153,7 +158,8 @@ class Graph:
                         read[value] = min(size, read.get(value, 0) + _bytes_read(node, source))
                         last[value] = number
             made = [node for node in kernel if node in kept or node in outside]
-            flops, moved, scratch = _work(kernel[0]) if len(kernel) == 1 else (0, None, 0)
+            alone = len([node for node in kernel if not self.is_part(node)]) == 1
+            flops, moved, scratch = _work(kernel[0]) if alone else (0, None, 0)
             if moved is None:
                 moved = sum(read.values()) + sum(memory_bytes(x) for node in made for x in _values(node))
             shapes = [(list(x.shape), list(x.stride()), str(x.dtype)) for node in made for x in _values(node)]
@@ -194,7 +200,10 @@ class _Merge:
     def __init__(self, graph: Graph):
         self.graph, self.of, self.members, self.before, self.shape = graph, {}, [], [], []
         for node in graph.nodes:
-            if node.op == "call_function" and not _is_view(node):
+            if graph.base[node] is node and graph.is_part(node):
+                self.of[node] = self.of[node.args[0]]
+                self.members[self.of[node]].append(node)
+            elif node.op == "call_function" and not _is_view(node):
                 self._place(node)
 
     def kernels(self) -> list[list[fx.Node]]:

@@ -69,6 +69,20 @@ def test_results_are_those_of_the_graph_without_data():
     assert first.shape == (5, N) and first.stride() == (1, D) and second.shape == (N,)
 
 
+def test_each_of_several_results_lives_as_long_as_it_is_read():
+    """Values and places of the largest: the places are read at the end, the values not after the first product."""
+
+    def function(x, w):
+        values, places = x.topk(D)
+        return ((values @ w).exp() @ w) * places
+
+    graph = graph_of(lambda x, w: (function(x, w),), (N, 2 * D), (D, D))
+    (kernel,) = (k for k in graph.kernels if k[0].target is torch.ops.aten.topk.default)
+    values, places = kernel[1:]
+    dies = {node: number for number, nodes in graph.dies.items() for node in nodes}
+    assert dies[values] < dies[places] and moved(graph)[graph.kernels.index(kernel)] == (2 + 1 + 2) * N * D * FLOAT
+
+
 @pytest.mark.parametrize("checkpoint", ["none", "layers"])
 def test_a_compiled_step_keeps_and_moves_less_and_has_the_same_products(checkpoint):
     words = (*TINY[:-2], "batch.carry=true", "model.span=24", "model.dropout=0.1", "batch.streams=64", "optim=adamw")

@@ -166,9 +166,10 @@ class Attention(Sublayer):
             return keys, self._trim(state, by_head=backend != "plain")
         apart = self._parts(past)
         if self.cache == "hidden":
-            old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(x.dtype)
+            new = _as_projected(x)
+            old = None if state is None else state[:, max(0, state.shape[1] - past) :].to(new.dtype)
             parts = [] if old is None else [self._again(old, start, *part) for part in apart]
-            return VisibleKeys(*own, parts, []), last(past, 1, old, x)
+            return VisibleKeys(*own, parts, []), last(past, 1, old, new)
         keys = VisibleKeys(*own, before(state, past, own[0].dtype), [])
         by_head = len(keys.past) > 1 or len(apart) > 1
         return keys, keys.last_by_head(self._kept()) if by_head else keys.last(past)
@@ -184,12 +185,13 @@ class Attention(Sublayer):
         if self.cache == "kv":
             keys = VisibleKeys.joined(*own, before(state, past, own[0].dtype))
             return keys, keys.state()
+        new = _as_projected(x)
         if state is None:
-            return VisibleKeys.joined(*own, []), x.detach()
-        old = state.to(x.dtype)
+            return VisibleKeys.joined(*own, []), new
+        old = state.to(new.dtype)
         old = old if past is None else old[:, max(0, old.shape[1] - past) :]
         keys = VisibleKeys.joined(*own, [self._again(old, start, old.shape[1], None)])
-        return keys, torch.cat([old, x.detach()], dim=1)
+        return keys, torch.cat([old, new], dim=1)
 
     def _kept(self) -> list[int]:
         """Past keys that each head carries."""
@@ -330,3 +332,9 @@ class Attention(Sublayer):
             per_head += 4 * self.persistent.number * self.d_head
         linears = (self.query, self.key, self.value, self.output)
         return 2 * sum(m.weight.numel() for m in linears) + self.heads * per_head + self.span.ideal_flops()
+
+
+def _as_projected(x: Tensor) -> Tensor:
+    """Inputs to carry, in the precision in which autocast projects them: half the memory, and the same keys."""
+    kind = x.device.type
+    return x.detach().to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)

@@ -333,8 +333,10 @@ def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
 
 
 def cat_streams(states: list[State]) -> State:
-    """Concatenate states of equal structure along streams (dimension 0)."""
+    """Concatenate states of equal structure along streams (dimension 0); one alone is not copied."""
     first = states[0]
+    if len(states) == 1:
+        return first
     if isinstance(first, tuple):
         return tuple(cat_streams(list(parts)) for parts in zip(*states, strict=True))
     return None if first is None else torch.cat(states)
