@@ -5,9 +5,11 @@ configuration: every kind of layer, the same position scheme, cache, ``attend_se
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from bench.choices import follows
 from bench.planning import varied
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.device.runtime import device_kind
@@ -62,6 +64,7 @@ def findings(plan: Plan) -> list[Finding]:
     if len(found) > 1:
         backend = fast_backend(plan)
         found += [ideal_at_most_executed(plan), needed_at_most_executed(plan)]
+        found += [finding_of("a choice that is accepted is followed", partial(follows, plan))]
         found += [learns(plan.make_model, vocabulary=vocabulary)]
         found += [backends_agree(plan, backend)] if backend else []
     return found
