@@ -47,14 +47,17 @@ def follows(plan: Plan) -> Verdict:
     for choice in _choices(plan) if held else ():
         models = {value: made for value, other in choice.others.items() if (made := _made(other)) is not None}
         found = {value: _answers(made, weights, x, held) for value, made in models.items()}
+        still, moves = [], []
         for name, honours in held.items() if found else ():
-            moved = [value for value, y in found.items() if differs("", {name: own[name]}, {name: y[name]})]
-            says, values = choice.followed(honours), ", ".join(_word(value) for value in (moved or found))
-            between = f"{choice.key}={values} as with {_word(choice.own)}"
-            if says is True and not moved:
-                breaks.append(f"{name} gives the same with {between}, and its honours have both")
-            elif says is False and moved:
-                breaks.append(f"{name} does not give the same with {between}, and its honours deny it")
+            moved = any(differs("", {name: own[name]}, {name: y[name]}) for y in found.values())
+            says = choice.followed(honours)
+            still += [name] if says is True and not moved else []
+            moves += [name] if says is False and moved else []
+        key = f"{choice.key}={','.join(sorted(map(_word, [choice.own, *found])))}"
+        breaks += (
+            [f"the same comes out of {', '.join(still)} with {key}, which honours say it follows"] if still else []
+        )
+        breaks += [f"not the same comes out of {', '.join(moves)} with {key}, which honours deny"] if moves else []
         told += [f"{choice.key} ({', '.join(map(_word, [choice.own, *found]))})"] if found else []
     return breaks, ", ".join(told) or "there is no other for a sublayer that declares what it honours"
 

@@ -35,13 +35,14 @@ class Changed(NamedTuple):
         return torch.tensor(self.places)[:, None]
 
     def moved(self, case: str, name: str, wrong: Tensor) -> list[str]:
-        """A line for each byte that moved an output where ``wrong [n, T]`` says that it may not."""
+        """A line for the first byte that moved an output where ``wrong [n, T]`` says that it may not; none where none did."""
         before = self.before[name]
         found = torch.where(wrong[..., None], self.after[name], before)
         if not differs(case, {name: before.expand_as(found)}, {name: found}):
             return []
         copies = zip(self.places, found.split(1), strict=True)
-        return [line for at, y in copies for line in differs(f"{case}, byte {at} changed", {name: before}, {name: y})]
+        lines = [line for at, y in copies for line in differs(f"{case}, byte {at} changed", {name: before}, {name: y})]
+        return [lines[0] + f", and by {len(lines) - 1} other bytes" * (len(lines) > 1)] if lines else []
 
 
 def causality(subject: Subject, *, mode: str) -> Verdict:
@@ -60,7 +61,10 @@ def reach(subject: Subject) -> Verdict:
         return [], "no sublayer declares an end of its reach" + _too_far(reaches)
     length = max(subject.length, max(known.values()) + BEYOND)
     for cuts in ((), (length // 2,)):
-        found, case = _changed(subject, mode="eval", length=length, cuts=cuts), "eval" + f", cut at {length // 2}" * len(cuts)
+        found, case = (
+            _changed(subject, mode="eval", length=length, cuts=cuts),
+            "eval" + f", cut at {length // 2}" * len(cuts),
+        )
         distance = torch.arange(length) - found.at()
         for name, most in known.items():
             silent = not most and name in subject.declared and subject.declared[name].honours is None
@@ -98,7 +102,11 @@ def _changed(subject: Subject, *, mode: str, length: int, cuts: tuple[int, ...] 
         parts = [run(model, torch.cat([part, tokens]), cuts=cuts)[0] for part in copies.split(ROWS)]
         same = all(not differs(mode, before, pick(part, slice(-1, None))) for part in parts)
         # alone, a copy draws the random numbers of the stream before, and dropout drops the same
-        parts = [pick(part, slice(-1)) for part in parts] if same else [run(model, row, cuts=cuts)[0] for row in copies.split(1)]
+        parts = (
+            [pick(part, slice(-1)) for part in parts]
+            if same
+            else [run(model, row, cuts=cuts)[0] for row in copies.split(1)]
+        )
         after = {name: torch.cat([part[name] for part in parts]) for name in before}
         subject.kept[key] = Changed(places, before, after)
     return subject.kept[key]

@@ -47,8 +47,10 @@ def influence(subject: Subject) -> Verdict:
     (before, state), (after, _) = run(model, tokens), run(model, subject.change(tokens, at))
     moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
     breaks = [] if moved[at] else [f"eval, byte {at} changed: its own logits did not"]
-    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1]:
-        breaks.append(f"eval, byte {at} changed: state is carried, yet the logits of byte {at + 1} did not")
+    within = 1 if subject.period == 1 else 3 * subject.period  # a block is seen when it is finished
+    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1 : at + 1 + within].any():
+        to = f"s {at + 1} to {at + within}" if within > 1 else f" {at + 1}"
+        breaks.append(f"eval, byte {at} changed: state is carried, yet the logits of byte{to} did not")
     return breaks, f"byte {at} moved logits as far as byte {moved.nonzero().amax() if moved.any() else at}"
 
 
