@@ -1,8 +1,9 @@
 """The contract as pass and fail lines, for any variant: ``python -m bench.check variant=mine``.
 
 A small model of the variant (with what its YAML has under ``small``) is built from the same configuration as a training run,
-once for every position scheme on Hydra's search path, both caches, and ``attend_self`` true and false. Where a fast backend runs, it is compared with the
-plain one each time, and the plain one is checked whole in every other combination: it meets each pair of choices.
+once for every position scheme on Hydra's search path, both caches, and ``attend_self`` true and false. Where a fast backend
+runs, it is compared with the plain one each time, and the plain one is checked whole in every other combination: it meets
+each pair of choices.
 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.

@@ -164,12 +164,12 @@ class ReachesThroughState(Gate):
 
 
 class LeaksAtOneOffset(Gate):
-    """The sixth byte of a block of eight sees the next."""
+    """The third byte of a block of eight sees the next."""
 
     limits = frozenset({"segments"})
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
-        leaks = (torch.arange(x.shape[1]) % 8 == 5)[:, None]
+        leaks = (torch.arange(x.shape[1]) % 8 == 2)[:, None]
         return super().forward(torch.where(leaks, x.roll(-1, dims=1), x))
 
 
