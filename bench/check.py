@@ -1,11 +1,15 @@
 """The contract as pass and fail lines, for any variant: ``python -m bench.check variant=mine``.
 
-A small model of the variant is built from the same configuration as a training run, once for every position scheme on
-Hydra's search path, both caches, and ``attend_self`` true and false. Where a fast backend runs, it is compared with the
-plain one each time, and the plain one is checked whole in every other combination: it meets each pair of choices.
+A small model of the variant (with what its YAML has under ``small``) is built from the same configuration as a training run,
+once for every position scheme on Hydra's search path, both caches, and ``attend_self`` true and false. Where a fast backend
+runs, it is compared with the plain one each time, and the plain one is checked whole in every other combination: it meets
+each pair of choices.
 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
+
+One line a combination, then one a broken promise, and one a refusal, each with the combinations in which it is so;
+``verbose=true`` shows the promises that are kept, too.
 
 What the variant, the scheme or the backend refuses with a ValueError when the model is built is no break; where all is
 refused, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a promise is broken.
@@ -27,12 +31,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
+from bench.combinations import Combination, Lines, kind_of
 from harness.compose.cli import MISTAKES, explain, run_command
 
 if TYPE_CHECKING:  # torch and all that needs it is imported late, so that a wrong word is answered at once
     from bench.agreement import AgreementSettings
     from harness.plan.build import Plan
-    from variants.conformance import Finding
 
 OWN = ("verbose", "agree")
 BROKEN: list[str] = []
@@ -47,35 +51,49 @@ def main(cfg: DictConfig) -> None:
     verbose, name = checked(cfg.verbose, bool, key="verbose"), cfg.variant.name
     given = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
     settings = on_device(cfg)
-    refused, broken, outcome = {}, [], "keeps the contract in"
-    for label, plan in combinations(cfg, given=given):
+    shown, refused, checked_in, refused_in, broken = Lines(), Lines(), [], [], set()
+    for combination, plan in combinations(cfg, given=given):
         if isinstance(plan, Exception):
-            refused[label] = plan
-        else:
-            broken.append(show(label, findings(plan), verbose=verbose))
-    if not broken:
-        raise next(iter(refused.values()))
-    for label, error in refused.items():
-        print(f"refused  {label}: {explain(error)}")
-    if any(broken):
+            refused_in.append(combination)
+            refused.add(explain(plan), f"refused  {{where}}: {explain(plan)}", combination)
+            error = plan
+            continue
+        found = findings(plan)
+        checked_in.append(combination)
+        breaks = [finding for finding in found if not finding.passed]
+        count = f"{len(breaks)} of {len(found)} promises broken" if breaks else f"{len(found)} promises"
+        print(f"{'FAIL' if breaks else 'pass'}  {combination}: {count}", flush=True)
+        for finding in found if verbose else breaks:
+            key = (finding.promise, finding.passed or kind_of(finding.detail))
+            shown.add(key, str(finding).replace(finding.promise, f"{finding.promise} ({{where}})", 1), combination)
+        broken.update((combination, finding.promise) for finding in breaks)
+    if not checked_in:
+        raise error
+    tried = [combination._replace(backend="") for combination in checked_in]
+    lines = [*shown.told(checked_in), *refused.told(dict.fromkeys([*tried, *refused_in]))]
+    print("\n".join(lines), end="\n" * bool(lines))
+    outcome, kept = "keeps the contract in", len(checked_in) - len({combination for combination, _ in broken})
+    if broken:
         BROKEN.append(name)
-        outcome = f"{sum(broken)} promises broken; it keeps the contract in {broken.count(0)} of"
-    beside = f", {len(refused)} refused" if refused else ""
-    print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{beside}")
+        number = len({promise for _, promise in broken})
+        outcome = f"{number} promise{'s' * (number > 1)} broken; it keeps the contract in {kept} of"
+    beside = f", {len(refused_in)} refused" if refused_in else ""
+    print(f"{name}: {outcome} {len(checked_in)} combination{'s' * (len(checked_in) > 1)}{beside}")
     if settings is not None:
         prove(cfg, settings, given=given)
         compare(cfg, settings, given=given)
         train(cfg, settings, given=given)
 
 
-def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Plan | Exception]]":
-    """All that the typed words leave open: each combination's label, and its plan or why it is refused.
+def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combination, Plan | Exception]]":
+    """All that the typed words leave open: each combination, and its plan or why it is refused.
 
     Args:
         given: keys that were typed.
     """
     from bench.conformance import fast_backend, named_kind, of_mechanism
     from bench.planning import bench_plan, recompose, varied
+    from bench.small import with_small
 
     recipe = "recipe" in given
     positioned = recipe or any(key.partition(".")[0] == "position" for key in given)
@@ -86,18 +104,19 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[str, Pl
     )
     for places in itertools.product(*map(range, map(len, factors))):
         position, cache, attend_self = (values[i] for values, i in zip(factors, places, strict=True))
-        label = f"{position}, {cache}, attend_self={str(attend_self).lower()}"
+        combination = Combination(position, cache, str(attend_self).lower())
         words = [] if positioned else [f"position={position}"]
         words += [f"model.cache={cache}", f"model.attend_self={attend_self}"]
         try:
             plan = of_mechanism(bench_plan(recompose("check", *words, own=OWN)), named_kind(cfg.runtime.device))
+            plan = with_small(plan, given=given)
             backend = fast_backend(plan)
         except MISTAKES as error:
-            yield label, error
+            yield combination, error
             continue
-        yield f"{label}, {backend or 'plain'}", plan
+        yield combination._replace(backend=backend or "plain"), plan
         if backend and plan.runtime.backend == "auto" and sum(places) % 2 == 0:
-            yield f"{label}, plain", varied(plan, runtime={"backend": "plain"})
+            yield combination._replace(backend="plain"), varied(plan, runtime={"backend": "plain"})
 
 
 def position_schemes() -> list[str]:
@@ -109,15 +128,6 @@ def position_schemes() -> list[str]:
     for source in HydraConfig.get().runtime.config_sources:
         path.append(source.provider, f"{source.schema}://{source.path}")
     return ConfigRepository(path).get_group_options("position")
-
-
-def show(label: str, found: "list[Finding]", *, verbose: bool) -> int:
-    """Print what became of one combination; the number of promises that it breaks."""
-    breaks = [finding for finding in found if not finding.passed]
-    count = f"{len(breaks)} of {len(found)} promises broken" if breaks else f"{len(found)} promises"
-    lines = [f"{'FAIL' if breaks else 'pass'}  {label}: {count}", *(found if verbose else breaks)]
-    print("\n      ".join(map(str, lines)), flush=True)
-    return len(breaks)
 
 
 def on_device(cfg: DictConfig) -> "AgreementSettings | None":

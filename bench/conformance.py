@@ -5,19 +5,19 @@ configuration: every kind of layer, the same position scheme, cache, ``attend_se
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from bench.choices import follows
 from bench.planning import varied
+from bench.small import runs, shrunk
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.device.runtime import device_kind
 from harness.plan.build import Plan
 from variants.conformance import Finding, agree, check, finding_of, learns
 
-HEADS, HEAD_WIDTH = 2, 16
 ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
-SPANS = (13, 64)
-"""Odd and prime, or for mechanisms that want a multiple of something."""
 LONG = 70
 """Keys from which learned spans of several lengths are computed apart: widths come in steps of 64."""
 
@@ -62,6 +62,7 @@ def findings(plan: Plan) -> list[Finding]:
     if len(found) > 1:
         backend = fast_backend(plan)
         found += [ideal_at_most_executed(plan), needed_at_most_executed(plan)]
+        found += [finding_of("a choice that is accepted is followed", partial(follows, plan))]
         found += [learns(plan.make_model, vocabulary=vocabulary)]
         found += [backends_agree(plan, backend)] if backend else []
     return found
@@ -123,7 +124,7 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
     own = plan.model.span
     for span in (own, own * -(-LONG // own)):
         fast = varied(plan, model={"span": span})
-        if span != own and not _runs(fast):
+        if span != own and not runs(fast):
             break
         plain = varied(fast, runtime={"backend": "plain"})
         found = agree(fast.make_model, plain.make_model, backend=backend, span=span, vocabulary=plan.data["vocabulary"])
@@ -131,37 +132,3 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
         if not finding.passed:
             break
     return finding
-
-
-def shrunk(plan: Plan) -> Plan:
-    """A small plan of the same kind.
-
-    - Layers: one of each kind, in order, where a kind is its list of sublayers; two if all are alike.
-    - Width: 2 heads of 16, or as many heads as asked for, or all as asked for: the first with which a model runs.
-    - Span: 13, or 64 where none runs with that, or the one asked for, which takes long.
-
-    Keywords of sublayers (an explicit ``d_head``) stay as they are, so one that was interpolated from ``model.d_model``
-    needs all the width asked for.
-    """
-    kinds = list(dict.fromkeys(tuple(layer) for layer in plan.layers))
-    layers = kinds * 2 if len(kinds) == 1 and len(plan.layers) > 1 else kinds
-    variant = {"layers": list(layers[0]), "at": {i: list(names) for i, names in enumerate(layers)}}
-    asked = plan.model
-    widths = [(HEADS, HEADS * HEAD_WIDTH), (asked.heads, asked.heads * HEAD_WIDTH), (asked.heads, asked.d_model)]
-    for span in (*SPANS, asked.span):
-        for heads, d_model in widths:
-            model = {"layers": len(layers), "heads": heads, "d_model": d_model, "span": span}
-            small = varied(plan, variant=variant, model=model)
-            if _runs(small):
-                return small
-    return small
-
-
-def _runs(plan: Plan) -> bool:
-    """Whether these sizes fit together; where none do, the check tells what the last of them say."""
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            plan.make_model().eval()(torch.zeros(2, 3, dtype=torch.int64))
-    except Exception:
-        return False
-    return True

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.combinations import Combination, where
 from bench.conformance import findings, gate, ideal_at_most_executed, needed_at_most_executed, passed, shrunk
 from harness.plan.build import Plan, plan_run
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
@@ -15,6 +16,7 @@ from tests.composing import compose_config
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
 from tests.toys import Gate, LeaksInEvaluation, Sums
 from variants.conformance import Finding
+from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
 from variants.kernels import fused, window_cpu
 
@@ -123,8 +125,8 @@ def test_what_is_given_is_not_varied(here, quick, words, expected):
 
 
 def test_verbose_shows_what_is_kept(here, quick):
-    assert "      pass  a promise: kept\n" in check("verbose=true", *ONE).out
-    assert "a promise: kept" not in check(*ONE).out
+    assert "pass  a promise (all 2 combinations): kept\n" in check("verbose=true", *ONE).out
+    assert "a promise" not in check(*ONE).out
     ended = check("verbose=loudly")
     assert ended.code == 2 and "verbose=loudly: must be bool" in ended.err
 
@@ -176,9 +178,10 @@ def test_a_break_is_shown_with_byte_and_mode(here, imports):
     ended = check(*words)
     lines = ended.out.splitlines()
     assert ended.code == 1 and not ended.err and not list(here.glob("multirun*")), ended
-    assert re.match(r"FAIL  none, kv, attend_self=true, plain: \d of 24 promises broken", lines[0])
-    broken = [line for line in lines if line.startswith("      FAIL  evaluation does not see the future: ")]
-    assert re.search(r"eval, byte 1 changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream \d", broken[0])
+    assert re.match(r"FAIL  none, kv, attend_self=true, plain: \d of 26 promises broken", lines[0])
+    (broken,) = [line for line in lines if line.startswith("FAIL  evaluation does not see the future (none, kv, ")]
+    told = r"eval, byte 1 changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream 0, and by \d+ other bytes"
+    assert re.search(told, broken)
     assert any(re.match(r"mine: \d promises broken; it keeps the contract in 0 of 1 combination$", x) for x in lines)
     assert lines[-1] == "all_attention_fixed: keeps the contract in 2 combinations"
 
@@ -195,7 +198,7 @@ def test_a_broken_variant_is_refused():
 
 
 def test_breaks_are_named_and_what_keeps_the_contract_passes(quick, monkeypatch):
-    passed(toy(Sums))
+    passed(toy(Sums, "position=none"))
     assert len(quick) == 1
     monkeypatch.setattr("bench.conformance.findings", lambda plan: quick.append(plan) or [Finding("a", False, "b")])
     with pytest.raises(ValueError, match="variant=mhsa: breaks the contract, so it is not measured: a: b; all"):
@@ -234,6 +237,58 @@ def test_the_gate_leaves_random_numbers_alone():
 def test_a_path_that_cannot_run_is_a_mistake():
     with pytest.raises(ValueError, match="runtime.backend=fused cannot run with spans that depend on the input"):
         gate(plan("variant=dynamic_span", "runtime.backend=fused"))
+
+
+class Phased(Gate):
+    """Repeats after blocks of a width."""
+
+    def __init__(self, place, *, block: int = 64):
+        super().__init__(place)
+        self.period = block
+
+
+SMALL = "+variant.small={toy:{block:4},model:{span:12}}"
+
+
+def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
+    small = shrunk(toy(Phased, SMALL))
+    assert small.model.span == 12 and [s.period for _, s in small.make_model().sublayers()] == [4, 4]
+    assert Subject(small.make_model, small.model.span, 256).length == 29
+    assert Subject(toy(Phased).make_model, 13, 256).length == 6 * 64 + 5
+    (here / "my_conf" / "variant").mkdir(parents=True)
+    text = "toy: {_target_: tests.test_check.Phased, _partial_: true}\nname: mine\nlayers: [toy]\nat: {}\ngroups: {}\n"
+    text += "small: {toy: {block: 4}, model: {span: 12}}\n"
+    (here / "my_conf" / "variant" / "mine.yaml").write_text(text, encoding="utf-8")
+    words = ("-cd", "my_conf", "trust=[tests.test_check]", "variant=mine", *ONE, "runtime.backend=plain")
+    assert check(*words).code == 0 and check(*words, "+variant.toy.block=8", "model.span=20").code == 0
+    found = [(plan.model.span, plan.config["variant"]["toy"]["block"]) for plan in quick]
+    assert found == [(12, 4), (20, 8)]
+
+
+@pytest.mark.parametrize(
+    ("small", "line"),
+    [
+        ("{toy:{blok:4}}", r"variant\.small\.toy\.blok=4: no such key of Phased; allowed are block$"),
+        ("{toy:{block:wide}}", r"variant\.small\.toy\.block=wide: must be int"),
+        ("{other:{block:4}}", r"variant\.small\.other=.*: no such sublayer; allowed are .*toy and model"),
+        ("{toy:4}", r"variant\.small\.toy=4: must be a section"),
+        ("{model:{spam:4}}", r"variant\.small\.model\.spam=4: no such key; allowed are d_model, "),
+        ("[4]", r"variant\.small=\[4\]: must be keys by sublayer, of .*toy, or of model; or null"),
+    ],
+)
+def test_small_sizes_that_mean_nothing_are_refused(small, line):
+    with pytest.raises(ValueError, match=line):
+        shrunk(toy(Phased, f"+variant.small={small}"))
+
+
+def test_combinations_are_told_by_what_they_share():
+    every = [Combination(p, c, a) for p in ("none", "rotary") for c in ("kv", "hidden") for a in ("true", "false")]
+    assert where(every, every) == "all 8 combinations"
+    assert where(every[:1], every) == "none, kv, attend_self=true"
+    assert where([c for c in every if c.cache == "kv"], every) == "4 of 8 combinations: cache=kv"
+    some = [every[0], every[3], every[5], every[6]]
+    told = "none, kv, attend_self=true; none, hidden, attend_self=false; rotary, kv, attend_self=false; and 1 more"
+    assert where(some, every) == f"4 of 8 combinations: {told}"
 
 
 def kinds(plan: Plan) -> list[list[str]]:

@@ -17,6 +17,7 @@ from tests.toys import (
     SINGLE,
     STREAMS,
     WRITES,
+    Delayed,
     FloatAngles,
     Gate,
     PeeksInTraining,
@@ -120,7 +121,7 @@ def test_limits_of_batch_norm_are_declared_and_real():
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("outsider", [Gate, Sums, Stateless])
+@pytest.mark.parametrize("outsider", [Gate, Sums, Stateless, Delayed])
 def test_outsiders_keep_all_promises(outsider):
     make = model_of(outsider, layers=1)
     assert_keeps(make)

@@ -1,6 +1,7 @@
 """Names of the contract's promises, and small sublayers that keep them all or break some."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 from harness.model import LanguageModel
 from variants.attention import Attention
 from variants.conformance import Finding, check
-from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput
+from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput
 from variants.position import NoPosition, Rotary
 from variants.product_key_memory import ProductKeyMemory
 
 LOGITS = "logits are float32 [B, T, V] and finite"
 FUTURE_EVAL = "evaluation does not see the future"
 FUTURE_TRAIN = "training does not see the future"
+REACH = "no byte beyond the declared reach matters"
 INFLUENCE = "bytes have influence"
 SEGMENTS = "segments do not matter"
 SINGLE = "one byte at a time equals the whole"
@@ -93,7 +95,11 @@ class Gate(Sublayer):
 class Sums(Gate):
     """Half of what there was is remembered: a mechanism with state and without attention."""
 
+    honours = Honours()
     decay = 0.5
+
+    def reach(self) -> int | None:
+        return None
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
         kept, sums = x.new_zeros(len(x), x.shape[2]) if state is None else state.to(x.dtype), []
@@ -120,6 +126,129 @@ class Stateless(Sums):
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
         return super().forward(x)._replace(state=None)
+
+
+class Undeclared(Sums):
+    """Sees a past and says nothing of it."""
+
+    honours = None
+
+    def reach(self):
+        return Sublayer.reach(self)
+
+
+class Unsaid(Sums):
+    """Says that it sees a past, and not how far."""
+
+    def reach(self):
+        return Sublayer.reach(self)
+
+
+class ShortReach(Sums):
+    def reach(self):
+        return 9
+
+
+class ReachesThroughState(Gate):
+    """Its reach is right in a segment: what it carries is older."""
+
+    honours = Honours()
+    limits = frozenset({"segments"})
+
+    def reach(self):
+        return 0
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        y = super().forward(x).y
+        return SublayerOutput(y if state is None else y + state[:, None], x[:, 0].detach())
+
+
+class LeaksAtOneOffset(Gate):
+    """The third byte of a block of eight sees the next."""
+
+    limits = frozenset({"segments"})
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        leaks = (torch.arange(x.shape[1]) % 8 == 2)[:, None]
+        return super().forward(torch.where(leaks, x.roll(-1, dims=1), x))
+
+
+class Delayed(Gate):
+    """A byte sees what was made of the block before the one before its own: a step learns from whole blocks."""
+
+    honours = Honours()
+    period = 8
+
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
+        self.block = nn.Linear(context.d_model, context.d_model)
+
+    def reach(self) -> int:
+        return 2 * 8 + 7
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        begun, waiting, seen = (x[:, :0], 0 * x[:, 0], 0 * x[:, 0]) if state is None else (t.to(x.dtype) for t in state)
+        added = []
+        for now in x.unbind(1):
+            added.append(seen)
+            begun = torch.cat([begun, now[:, None]], dim=1)
+            if begun.shape[1] == 8:
+                begun, waiting, seen = begun[:, :0], self.block(begun.mean(1)), waiting
+        state = (begun.detach(), waiting.detach(), seen.detach())
+        return SublayerOutput(super().forward(x).y + torch.stack(added, dim=1), state)
+
+
+class OneBlock(Delayed):
+    """The same, with no word of its blocks."""
+
+    period = 1
+
+
+class IgnoresPosition(Attention):
+    def __init__(self, context: LayerContext):
+        super().__init__(replace(context, scheme=NoPosition))
+
+
+class IgnoresCache(Attention):
+    def __init__(self, context: LayerContext):
+        super().__init__(replace(context, cache="kv"))
+
+
+class IgnoresAttendSelf(Attention):
+    def __init__(self, context: LayerContext):
+        super().__init__(replace(context, attend_self=True))
+
+
+class IgnoresSpan(Attention):
+    def __init__(self, context: LayerContext):
+        super().__init__(replace(context, span=8))
+
+
+class DeniesSpan(Attention):
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
+        self.honours = replace(self.honours, span=False)
+
+
+class Wrapped(Gate):
+    """A causal attention of one's own around which nothing was done: no state, no choice of the run."""
+
+    limits = frozenset({"segments"})
+
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
+        self.qkv = nn.Linear(context.d_model, 3 * context.d_model)
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        y = nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, dim=-1), is_causal=True)
+        return super().forward(y)
+
+
+class WrappedBoasting(Wrapped):
+    honours = Honours(position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+
+    def reach(self) -> None:
+        return None
 
 
 class Peeks(Gate):
@@ -371,7 +500,14 @@ class FloatAngles(Rotary):
 
 
 BROKEN = [
-    (Peeks, {FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE}),
+    (Peeks, {FUTURE_EVAL, FUTURE_TRAIN, REACH, SEGMENTS, SINGLE}),
+    (LeaksAtOneOffset, {FUTURE_EVAL, FUTURE_TRAIN}),
+    (Undeclared, {REACH}),
+    (Unsaid, {REACH}),
+    (ShortReach, {REACH}),
+    (ReachesThroughState, {REACH, INFLUENCE}),
+    (Wrapped, {REACH}),
+    (OneBlock, {GRADIENT, INFLUENCE}),
     (PeeksInTraining, {FUTURE_TRAIN, SEGMENTS, SINGLE}),
     (BatchNormUndeclared, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),
     (Mixes, {STREAMS}),

@@ -21,5 +21,6 @@ To add a mechanism, write one class and two small YAML files::
     at: {}
     groups: {}
 
+One that sees a past also says what it ``honours`` and its ``reach()``: ``docs/adding_a_variant.md`` has such a one.
 The contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks it.
 """

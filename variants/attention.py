@@ -14,6 +14,7 @@ the plain backend.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from variants.contract import (
     map_state,
     wide,
 )
-from variants.kernels import fused, window_cpu
+from variants.kernels import fused
 from variants.kernels.window import PastKV, Persistent, Window, pairs
 
 
@@ -81,6 +82,7 @@ class Attention(Sublayer):
             nn.init.zeros_(self.output.weight)
         self.position = context.position(self.d_head)
         self.span = (span or FixedSpan)(context)
+        self.honours = replace(self.honours, span=self.span.bounded)
         self.persistent = persistent(context, d_head=self.d_head) if persistent else None
         self.shift = 0 if context.attend_self else 1
         self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
@@ -228,8 +230,6 @@ class Attention(Sublayer):
         most, rate = max(visible.max_keys), self.dropout if self.training else 0.0
         vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
         same = {"bias": self.position.bias(q, most) if vectors is None else None, "persistent": persistent}
-        if not keys.whole:
-            return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, vectors=vectors, **same)
         if vectors is not None:
             same["vectors"] = vectors
         learns = self.cache == "hidden"

@@ -16,6 +16,8 @@ class AttentionSpan(Spans):
 
     ramp: int = 0
     fusable: bool = True
+    bounded: bool | None = True
+    """As ``Honours.span`` has it."""
 
     def __init__(self, context: LayerContext):
         super().__init__()

@@ -5,6 +5,16 @@
 - ``kernel``: our own, for a CPU (``window_cpu.py``, and there the first) or for a GPU (``triton_window.py``);
 - ``chunked``: plain PyTorch a few queries at a time (``chunked.py``);
 - ``plain``: ``window.py``, scores in memory.
+
+A mechanism from outside may use them as ours do: what is named here and in ``Window`` and ``VisibleKeys`` stays as it is.
+
+    visible = Window((span,) * heads, shift)                  # kernels/window.py: which keys a query sees, and how much
+    keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))           # context.py: past and segment
+    y = attend(choose(wanted, need, x.device), q, keys, visible, bias=.., vectors=.., dropout=..)       # [B, H, T, K]
+    state = keys.last(visible.past())
+
+``Sublayer.backend`` returns what ``choose`` says and ``Sublayer.backends`` what is ``possible``; with ``prove`` and
+``proof_class`` behind the methods of these names, a GPU takes a kernel where it was proven. ``tests/offered.py`` is one.
 """
 
 from collections.abc import Collection, Iterator
@@ -103,11 +113,15 @@ def attend(
     """What the heads give, ``[B, H, T, K]``.
 
     Args:
-        keys: with all of them in ``whole``.
+        keys: with all of them in ``whole``, but for the CPU's kernel.
         seed: of the dropout, where it is drawn from counters; None to draw one.
         past_learns: whether keys and values of the past have gradients.
         others: as ``window.attend`` and ``chunked.attend`` have them.
     """
+    if (backend, q.device.type) == ("kernel", "cpu"):  # reads the past where it is
+        return window_cpu.attend(
+            q, keys.k, keys.v, visible, past=keys.past, bias=bias, vectors=vectors, persistent=persistent
+        )
     if dropout and backend != "plain" and seed is None:
         seed = draw_seed(q.device)
     found = []

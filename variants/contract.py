@@ -116,13 +116,13 @@ class Honours:
         position: what a position scheme may do to it, of ``WAYS``; what is put into the embedded bytes, all follow.
         cache: of ``kv``, what is carried was made once, and ``hidden``, past inputs are carried and projected again.
         attend_self: of true and false.
-        span: whether ``model.span`` bounds what it sees.
+        span: whether ``model.span`` bounds what it sees; None where keywords of its own may do so first.
     """
 
     position: Set[str] = frozenset()
     cache: Set[str] = frozenset({"kv"})
     attend_self: Set[bool] = frozenset({True})
-    span: bool = False
+    span: bool | None = False
 
 
 class Sublayer(nn.Module):

@@ -33,6 +33,7 @@ class ReplayedSpans(AdaptiveSpan):
         del self.fraction
         self.register_buffer("fraction", torch.tensor(own, dtype=torch.float32) / context.span)
         self.given = None if spans is None else self.fraction.clone()
+        self.bounded = True if spans is None else None
         self.project_()
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:

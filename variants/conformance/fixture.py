@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +22,34 @@ Outputs = dict[str, Tensor]
 class Subject:
     """The model that is checked, and what it is fed.
 
-    ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended.
+    ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended; ``kept``
+    is what several promises look at.
     """
 
     make_model: Callable[[], nn.Module]
     span: int
     vocabulary: int
     during: list[str] = field(default_factory=list)
+    kept: dict = field(default_factory=dict)
+
+    @cached_property
+    def declared(self) -> dict[str, Sublayer]:
+        """A model's sublayers by name, in order of execution, for what they say of themselves."""
+        return dict(self.make_model().sublayers())
+
+    @cached_property
+    def period(self) -> int:
+        """Bytes after which what the model does repeats."""
+        return max(1, *(sublayer.period for sublayer in self.declared.values()))
 
     @property
     def length(self) -> int:
-        """Bytes a stream: more than two windows."""
-        return 2 * self.span + 5
+        """Bytes a stream: more than two windows, and than six periods."""
+        return max(2 * self.span, 6 * self.period) + 5
 
     def limits(self) -> frozenset[str]:
         """What the model's sublayers say they cannot promise."""
-        return frozenset().union(*(sublayer.limits for _, sublayer in self.build().sublayers()))
+        return frozenset().union(*(sublayer.limits for sublayer in self.declared.values()))
 
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
         """A model in evaluation mode, its parameters off their start."""
@@ -155,6 +167,11 @@ def differs(case: str, expected: Outputs, found: Outputs, *, tolerance: float | 
             hint = ", as rounding in float32 would" if size < 1e-5 else ""
             return [f"{case}: {name} moved by {size:.2g} at {place_of(sizes)}{hint}"]
     return []
+
+
+def pick(outputs: Outputs, index: slice | list[int]) -> Outputs:
+    """Some streams of every output."""
+    return {name: y[index] for name, y in outputs.items()}
 
 
 def infinite(case: str, outputs: Outputs) -> list[str]:

@@ -3,9 +3,20 @@
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, infinite, leaves, place_of, push, run
+from variants.conformance.changed import causality, reach
+from variants.conformance.fixture import (
+    Subject,
+    Verdict,
+    differs,
+    gradients_of,
+    infinite,
+    leaves,
+    pick,
+    place_of,
+    push,
+    run,
+)
 from variants.contract import Position, cat_streams, map_state
 
 LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
@@ -30,26 +41,16 @@ def known_limits(subject: Subject) -> Verdict:
     return breaks, f"declared: {', '.join(sorted(declared)) or 'none'}"
 
 
-def causality(subject: Subject, *, mode: str) -> Verdict:
-    """The same random numbers before and after a byte is changed, so that dropout drops the same."""
-    model, tokens, breaks = subject.build().train(mode == "train"), subject.bytes(), []
-    before, _ = run(model, tokens)
-    places = sorted({1, subject.span, subject.length // 2, subject.length - 1})
-    for at in places:
-        after, _ = run(model, subject.change(tokens, at))
-        earlier = (slice(None), slice(at))
-        breaks += differs(f"{mode}, byte {at} changed", pick(before, earlier), pick(after, earlier))
-    return breaks, f"bytes {', '.join(map(str, places))} changed, nothing before them moved"
-
-
 def influence(subject: Subject) -> Verdict:
     """A model that ignores its input keeps most promises, and one that ignores its past keeps many."""
     model, tokens, at = subject.build(), subject.bytes(), 2
     (before, state), (after, _) = run(model, tokens), run(model, subject.change(tokens, at))
     moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
     breaks = [] if moved[at] else [f"eval, byte {at} changed: its own logits did not"]
-    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1]:
-        breaks.append(f"eval, byte {at} changed: state is carried, yet the logits of byte {at + 1} did not")
+    within = 1 if subject.period == 1 else 3 * subject.period  # a block is seen when it is finished
+    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1 : at + 1 + within].any():
+        to = f"s {at + 1} to {at + within}" if within > 1 else f" {at + 1}"
+        breaks.append(f"eval, byte {at} changed: state is carried, yet the logits of byte{to} did not")
     return breaks, f"byte {at} moved logits as far as byte {moved.nonzero().amax() if moved.any() else at}"
 
 
@@ -57,6 +58,8 @@ def segments(subject: Subject) -> Verdict:
     span, length = subject.span, subject.length
     tokens, breaks = subject.bytes(), []
     schemes = [(1,), (span + 2,), (length - 1,), (2, 3, span + 3), tuple(range(3, length, max(2, span // 3)))]
+    if (period := subject.period) > 1:  # three periods are finished before, and three after, one of them across the cut
+        schemes += [(3 * period,), (3 * period + period // 2,)]
     for mode, model, still in subject.modes():
         with still():
             whole, _ = run(model, tokens)
@@ -68,7 +71,8 @@ def segments(subject: Subject) -> Verdict:
 
 def single_bytes(subject: Subject) -> Verdict:
     """From nothing, and with a full window: the middle goes in at once, so that long spans take no minutes."""
-    length, some = subject.length, min(6, subject.length // 2)
+    length = subject.length
+    some = min(max(6, subject.period + 2), length // 2)
     tokens, breaks = subject.bytes(), []
     cuts = (*range(1, some + 1), *range(length - some, length))
     for mode, model, still in subject.modes():
@@ -155,9 +159,9 @@ def old_state(subject: Subject) -> Verdict:
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
     """Two backends of one model, in value and in every gradient, where learned spans are uneven and segments ugly.
 
-    Segments of 1, S + 2, 1 and S + 1 bytes: cold and warm, shorter and longer than the window.
+    Segments of 1, S + 2, 1 and at least S + 1 bytes of two streams: cold and warm, shorter and longer than the window.
     """
-    tokens, breaks, cuts = fast.bytes(), [], (1, fast.span + 3, fast.span + 4)
+    tokens, breaks, cuts = fast.bytes()[:2], [], (1, fast.span + 3, fast.span + 4)
     for mode in ("eval", "train"):
         found = []
         for subject in (fast, plain):
@@ -178,16 +182,12 @@ def equal_backends(fast: Subject, plain: Subject) -> Verdict:
     return breaks, f"values and {len(wanted)} gradients, {fast.length} bytes cut at {', '.join(map(str, cuts))}"
 
 
-def pick(outputs: dict[str, Tensor], index: slice | list[int] | tuple) -> dict[str, Tensor]:
-    """Streams, or streams and bytes, of every output."""
-    return {name: y[index] for name, y in outputs.items()}
-
-
 CHECKS = (
     ("logits are float32 [B, T, V] and finite", None, logits_shape),
     ("declared limits are known", None, known_limits),
     ("evaluation does not see the future", None, partial(causality, mode="eval")),
     ("training does not see the future", "causal_in_training", partial(causality, mode="train")),
+    ("no byte beyond the declared reach matters", None, reach),
     ("bytes have influence", None, influence),
     ("segments do not matter", "segments", segments),
     ("one byte at a time equals the whole", "segments", single_bytes),

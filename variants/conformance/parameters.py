@@ -29,10 +29,11 @@ def apart(subject: Subject) -> Verdict:
 def gradients(subject: Subject) -> Verdict:
     model, breaks = subject.build().train(), []
     waiting = {name for name, p in model.named_parameters() if p.requires_grad}
+    segment_bytes = max(subject.span, 3 * subject.period) + 2  # a state is detached: what a block does must be within
     for batch in range(3):
         model.zero_grad()
         tokens, state, total = subject.bytes(seed=batch), None, 0
-        for segment in tokens.split(subject.span + 2, dim=1):
+        for segment in tokens.split(segment_bytes, dim=1):
             out = model(segment, state)
             targets, state = subject.other(segment), out.state
             total = total + F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + out.loss

@@ -1,0 +1,117 @@
+"""Choices of a run that a mechanism says it follows: what it accepts must change what it gives, or comparing them means nothing.
+
+Models of a plan that differ in one choice get the same weights, and their sublayers the same input ``[B, T, D]``, in two
+segments between which the weights move: past keys that were made once then differ from those that are made again.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.model import LanguageModel
+from harness.plan.build import Plan
+from variants.conformance import move
+from variants.conformance.fixture import Outputs, Subject, Verdict, differs
+from variants.contract import Honours, Position
+
+Weights = list[dict[str, Tensor]]
+"""Parameters by name, in the first segment and in the second."""
+
+
+class Choice(NamedTuple):
+    """A key of the run.
+
+    Attributes:
+        own: what the plan has there.
+        others: plans that differ from it in this key alone, by what they have there.
+        followed: whether a sublayer that honours this changes with the key, or None where nothing is said.
+    """
+
+    key: str
+    own: object
+    others: dict[object, Plan]
+    followed: Callable[[Honours], bool | None] = lambda honours: True
+
+
+def follows(plan: Plan) -> Verdict:
+    """Each sublayer that sees a past is held to what it ``honours``; what is refused when a model is built is not tried."""
+    subject = Subject(plan.make_model, plan.model.span, plan.data["vocabulary"])
+    model, breaks, told = subject.build(), [], []
+    held = {name: s.honours for name, s in model.sublayers() if s.honours is not None and s.reach() != 0}
+    x = torch.randn(2, subject.length, plan.model.d_model, dtype=torch.float64)
+    weights = [_weights(model), _weights(move(model))]
+    own = _answers(model, weights, x, held) if held else {}
+    for choice in _choices(plan) if held else ():
+        models = {value: made for value, other in choice.others.items() if (made := _made(other)) is not None}
+        found = {value: _answers(made, weights, x, held) for value, made in models.items()}
+        still, moves = [], []
+        for name, honours in held.items() if found else ():
+            moved = any(differs("", {name: own[name]}, {name: y[name]}) for y in found.values())
+            says = choice.followed(honours)
+            still += [name] if says is True and not moved else []
+            moves += [name] if says is False and moved else []
+        key = f"{choice.key}={','.join(sorted(map(_word, [choice.own, *found])))}"
+        breaks += (
+            [f"the same comes out of {', '.join(still)} with {key}, which honours say it follows"] if still else []
+        )
+        breaks += [f"not the same comes out of {', '.join(moves)} with {key}, which honours deny"] if moves else []
+        told += [f"{choice.key} ({', '.join(map(_word, [choice.own, *found]))})"] if found else []
+    return breaks, ", ".join(told) or "there is no other for a sublayer that declares what it honours"
+
+
+def _choices(plan: Plan) -> Iterator[Choice]:
+    model, span = plan.model, plan.model.span
+
+    def changed(key: str, *values: object) -> dict[object, Plan]:
+        return {value: replace(plan, model=replace(model, **{key: value})) for value in values}
+
+    scheme = getattr(plan.scheme, "func", plan.scheme)
+    if span > 1:  # the weight of a single key is 1, whatever it is
+        if scheme.ways():
+            yield Choice("position", scheme.__name__.lower(), {"none": replace(plan, scheme=Position)})
+        yield Choice("model.cache", model.cache, changed("cache", *({"kv", "hidden"} - {model.cache})))
+    yield Choice("model.attend_self", model.attend_self, changed("attend_self", not model.attend_self))
+    yield Choice("model.span", span, changed("span", 2 * span, max(1, span // 2)), lambda honours: honours.span)
+
+
+def _made(plan: Plan) -> LanguageModel | None:
+    """The plan's model as ``Subject`` builds it, or None where it refuses its sizes or choices."""
+    torch.manual_seed(0)
+    try:
+        return plan.make_model().double().eval()
+    except ValueError:
+        return None
+
+
+def _weights(model: LanguageModel) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def _answers(model: LanguageModel, weights: Weights, x: Tensor, names: dict) -> Outputs:
+    """What the sublayers of these names give ``[B, T, D]``, each fed with ``x``."""
+    states, found = dict.fromkeys(names), []
+    start = torch.zeros(len(x), dtype=torch.int64)
+    for own, part in zip(weights, x.chunk(2, dim=1), strict=True):
+        _load(model, own)
+        outputs = {name: s(part, states[name], start) for name, s in model.sublayers() if name in names}
+        states, start = {name: out.state for name, out in outputs.items()}, start + part.shape[1]
+        found.append({name: out.y for name, out in outputs.items()})
+    return {name: torch.cat([part[name] for part in found], dim=1) for name in names}
+
+
+def _load(model: LanguageModel, weights: dict[str, Tensor]) -> None:
+    """Parameters of the same name, as far as both go: a table may have a row for each visible key."""
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            common = tuple(map(slice, map(min, zip(parameter.shape, weights[name].shape, strict=True))))
+            parameter[common] = weights[name][common]
+    model.project_()
+
+
+def _word(value: object) -> str:
+    """A value as it is typed."""
+    return str(value).lower()

@@ -1,0 +1,102 @@
+"""Small plans of the same kind, which the contract is checked on: sizes for the model, and a variant's own ``small``.
+
+small: {attention: {block: 4}, model: {span: 12}}      # in a variant's YAML: keywords of sublayers, and keys of model
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from bench.planning import varied
+from harness.plan.build import Plan
+from harness.plan.instantiate import resolve
+from harness.plan.layers import KEYS
+from harness.plan.settings import ModelSettings, parse
+from variants.contract import Sublayer
+
+HEADS, HEAD_WIDTH = 2, 16
+SPANS = (13, 64)
+"""Odd and prime, or for mechanisms that want a multiple of something."""
+
+
+def with_small(plan: Plan, *, given: Collection[str] = ()) -> Plan:
+    """The plan with what its variant says under ``small``, but for keys that were ``given`` on the command line."""
+    own = _small(plan)
+    if not own:
+        return plan
+    typed = {key.removeprefix("variant.") for key in given}
+    config = {name: _untyped(keys, typed, name) for name, keys in own.items()}
+    model = config.pop("model", {})
+    variant = {name: _merged(plan.config["variant"][name], keys) for name, keys in config.items()}
+    return varied(plan, variant=variant, model=model)
+
+
+def _small(plan: Plan) -> dict[str, dict]:
+    """``small`` of the plan's variant; ValueError naming the key, the value and what is allowed."""
+    variant = plan.config["variant"]
+    own, names = variant.get("small") or {}, [name for name in variant if name not in KEYS]
+    if not isinstance(own, Mapping):
+        raise ValueError(f"variant.small={own}: must be keys by sublayer, of {', '.join(names)}, or of model; or null")
+    for name, keys in own.items():
+        key = f"variant.small.{name}"
+        if name not in (*names, "model"):
+            raise ValueError(f"{key}={keys}: no such sublayer; allowed are {', '.join(names)} and model")
+        if not isinstance(keys, Mapping):
+            raise ValueError(f"{key}={keys}: must be a section, e.g. {{block: 4}}")
+        if name == "model":
+            parse(ModelSettings, plan.config["model"] | keys, key=key)
+        else:
+            resolve(_merged(variant[name], keys), key=key, kind=Sublayer, trust=plan.trust)
+    return dict(own)
+
+
+def _merged(node: Mapping, keys: Mapping) -> dict:
+    return OmegaConf.to_container(OmegaConf.merge(DictConfig(node), DictConfig(keys)))
+
+
+def _untyped(keys: Mapping, typed: Collection[str], prefix: str) -> dict:
+    """Keys, at any depth, that nobody typed."""
+    found = {}
+    for name, value in keys.items():
+        key = f"{prefix}.{name}"
+        if key not in typed:
+            found[name] = _untyped(value, typed, key) if isinstance(value, Mapping) else value
+    return found
+
+
+def shrunk(plan: Plan) -> Plan:
+    """A small plan of the same kind.
+
+    - Layers: one of each kind, in order, where a kind is its list of sublayers; two if all are alike.
+    - What the variant has under ``small``, which goes before what follows.
+    - Width: 2 heads of 16, or as many heads as asked for, or all as asked for: the first with which a model runs.
+    - Span: 13, or 64 where none runs with that, or the one asked for, which takes long.
+
+    Other keywords of sublayers (an explicit ``d_head``) stay as they are, so one that was interpolated from
+    ``model.d_model`` needs all the width asked for.
+    """
+    own = with_small(plan)
+    sized = _small(plan).get("model", {})
+    kinds = list(dict.fromkeys(tuple(layer) for layer in plan.layers))
+    layers = kinds * 2 if len(kinds) == 1 and len(plan.layers) > 1 else kinds
+    variant = {"layers": list(layers[0]), "at": {i: list(names) for i, names in enumerate(layers)}}
+    asked = plan.model
+    widths = [(HEADS, HEADS * HEAD_WIDTH), (asked.heads, asked.heads * HEAD_WIDTH), (asked.heads, asked.d_model)]
+    for span in (*SPANS, asked.span):
+        for heads, d_model in widths:
+            model = {"heads": heads, "d_model": d_model, "span": span} | sized | {"layers": len(layers)}
+            small = varied(own, variant=variant, model=model)
+            if runs(small):
+                return small
+    return small
+
+
+def runs(plan: Plan) -> bool:
+    """Whether these sizes fit together; where none do, the check tells what the last of them say."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            plan.make_model().eval()(torch.zeros(2, 3, dtype=torch.int64))
+    except Exception:
+        return False
+    return True

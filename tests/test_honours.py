@@ -1,0 +1,134 @@
+"""What a mechanism follows of a run's choices: the rest is refused by name, and what it accepts must change what it gives."""
+
+import pytest
+
+from bench.choices import follows
+from bench.small import shrunk
+from harness.plan.build import plan_run
+from tests import toys
+from tests.composing import compose_config
+from tests.test_check import toy
+from tests.toys import Gate, Sums
+from variants.contract import Honours, Position
+from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
+
+SAME = "the same comes out of BOTH with {}, which honours say it follows"
+IGNORED = ("position=alibi,none", "model.cache=hidden,kv", "model.attend_self=false,true", "model.span=13,26,6")
+
+
+class Slopes(Alibi):
+    """From outside: nothing overridden, everything inherited."""
+
+
+class Colder(Position):
+    def bias(self, q, max_keys):
+        return q.new_zeros(q.shape[1], max_keys)
+
+
+class TurnsAndAdds(Rotary):
+    bias = Colder.bias
+
+
+class Embeds(Position):
+    def embed(self, x, start):
+        return x + 1
+
+
+class Decays(Sums):
+    honours = Honours(position={"decay"}, attend_self={True, False})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ways"),
+    [
+        (NoPosition, set()),
+        (Sinusoidal, set()),
+        (Embeds, set()),
+        (Rotary, {"rotate"}),
+        (Relative, {"vectors"}),
+        (Alibi, {"decay"}),
+        (Slopes, {"decay"}),
+        (Colder, {"bias"}),
+        (TurnsAndAdds, {"rotate", "bias"}),
+    ],
+)
+def test_what_a_scheme_does_is_in_the_methods_that_it_has(scheme, ways):
+    assert scheme.ways() == ways
+
+
+def positioned(scheme: type) -> tuple[str, ...]:
+    return (f"position._target_={scheme.__module__}.{scheme.__name__}", "~position.base")
+
+
+@pytest.mark.parametrize(
+    ("cls", "words", "line"),
+    [
+        (Sums, ("position=none", "model.cache=hidden"), r"model\.cache=hidden: variant\.toy \(Sums\) follows only kv"),
+        (
+            Sums,
+            ("position=none", "model.attend_self=false"),
+            r"model\.attend_self=false: variant\.toy \(Sums\) follows only true",
+        ),
+        (
+            Sums,
+            (),
+            r"position=rotary: turns queries and keys, which variant\.toy \(Sums\) cannot follow; allowed are none, "
+            r"schemes of the embedded bytes \(sinusoidal\)$",
+        ),
+        (
+            Decays,
+            positioned(TurnsAndAdds),
+            r"position=turnsandadds: turns queries and keys and adds to scores, which variant\.toy \(Decays\) cannot follow;"
+            r" .*, one that lowers scores by a slope for every key between$",
+        ),
+    ],
+)
+def test_what_a_mechanism_does_not_follow_is_refused(cls, words, line):
+    with pytest.raises(ValueError, match=line):
+        toy(cls, *words).make_model()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("position=alibi", "model.attend_self=false"), positioned(Slopes), positioned(Embeds), ("position=sinusoidal",)],
+)
+def test_what_it_follows_is_built(words):
+    assert toy(Decays, *words).make_model()
+
+
+def test_who_sees_one_byte_takes_any():
+    assert toy(Gate, "position=relative", "model.cache=hidden", "model.attend_self=false").make_model()
+
+
+@pytest.mark.parametrize(
+    ("cls", "words", "lines"),
+    [
+        (toys.IgnoresPosition, (), [SAME.format("position=none,rotary")]),
+        (toys.IgnoresCache, (), [SAME.format("model.cache=hidden,kv")]),
+        (toys.IgnoresAttendSelf, (), [SAME.format("model.attend_self=false,true")]),
+        (toys.IgnoresSpan, (), [SAME.format("model.span=13,26,6")]),
+        (
+            toys.DeniesSpan,
+            (),
+            ["not the same comes out of BOTH with model.span=13,26,6, which honours deny"],
+        ),
+        (toys.WrappedBoasting, ("position=alibi",), [SAME.format(key) for key in IGNORED]),
+        (Sums, ("position=none",), []),
+    ],
+)
+def test_what_is_accepted_and_ignored_is_caught(cls, words, lines):
+    broken, _ = follows(shrunk(toy(cls, *words, "runtime.backend=plain")))
+    both = "layers.0.toy, layers.1.toy"
+    assert broken == [line.replace("BOTH", both) for line in lines]
+
+
+def test_spans_that_keywords_give_are_held_to_neither():
+    words = (
+        "variant=replayed_spans",
+        "variant.attention.span.spans=[[4.0,8.5],[3.0,13.0]]",
+        "model.heads=2",
+        "runtime.backend=plain",
+    )
+    plan = plan_run(compose_config("data=recall", *words, "model.layers=2", "model.d_model=32", "model.span=13"))
+    breaks, told = follows(plan)
+    assert not breaks and "model.span (13, 26)" in told
