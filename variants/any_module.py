@@ -1,0 +1,135 @@
+"""Any module of an installed package as a sublayer, by YAML alone: what maps ``[B, T, D]`` to the same is a variant.
+
+    y = module(x)                        x: normalised bytes of one segment; the harness adds y to the residual stream
+
+The module is given nothing else. So it carries no state (each segment is all that it sees), has no positions but its own,
+and its words (width, heads, dropout, a window) come from its own keywords, which may be interpolated: ``${model.d_model}``.
+Which promises it cannot keep, and which of the run's choices its keywords pass on, only a reader of its source knows: that
+is said in the YAML, and ``python -m bench.check`` tests it. ``docs/any_module.md`` shows what it says of four packages.
+
+No product but those of ``nn.Linear`` is known here, so ``ideal_flops`` is a floor, and ``needed_flops`` is not said.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from variants.contract import Honours, LayerContext, State, Sublayer, SublayerOutput
+
+LIMITS = ("causal_in_training", "segments", "streams_apart")
+UNHEARD = {
+    "position": "it is told no positions: those that it has are in its own keywords",
+    "cache": "it carries nothing from segment to segment",
+}
+"""Choices of a run that never reach a module."""
+
+
+class AnyModule(Sublayer):
+    """A module that knows nothing of the contract.
+
+    Args:
+        context: not read; widths and the rest are keywords of the module.
+        module: makes the module: ``_target_``, of a package that the command line trusts, and keywords of its constructor.
+        honours: what its keywords pass on of the run's choices: ``attend_self``, a list of true and false (by default
+            ``[true]``), and ``span``, whether ``model.span`` bounds what it sees (by default not); ``{}`` for neither. None
+            for a module that sees no byte but its own.
+        limits: promises that it cannot keep, of ``LIMITS``; ``segments`` wherever it sees a past.
+        reach: bytes back that its output can depend on its input, or None for all of the segment.
+        period: bytes after which what it does repeats, such as a block.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        module: Callable[..., nn.Module],
+        honours: dict | None,
+        limits: tuple[str, ...] = (),
+        reach: int | None = None,
+        period: int = 1,
+    ):
+        super().__init__()
+        self.limits, self.honours = _limits(limits), _honours(honours)
+        if honours is None and reach:
+            raise ValueError(f"reach={reach}: with honours=null it sees no byte but its own; allowed are 0 and null")
+        if reach is not None and reach < 0:
+            raise ValueError(f"reach={reach}: allowed are integers from 0, or null for all of the segment")
+        if period < 1:
+            raise ValueError(f"period={period}: allowed are integers from 1")
+        self.bytes_back, self.period = reach, period
+        self.module = _built(module)
+
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
+        """``x [B, T, D]`` to the module's output, or the first where it gives several; keeps no state."""
+        y = self.module(x)
+        y = y[0] if isinstance(y, tuple | list) and y else y
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            what = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+            raise ValueError(
+                f"module={_name(type(self.module))}: maps {tuple(x.shape)} to {what}; allowed is a module that maps "
+                "[B, T, D] to [B, T, D], or to a tuple that begins with it"
+            )
+        return SublayerOutput(y)
+
+    def reach(self) -> int | None:
+        return 0 if self.honours is None else self.bytes_back
+
+
+def _limits(names: tuple[str, ...]) -> frozenset[str]:
+    if strange := [name for name in names if name not in LIMITS]:
+        raise ValueError(f"limits={list(names)}: there is no limit {strange[0]}; allowed are {', '.join(LIMITS)}")
+    return frozenset(names)
+
+
+def _honours(given: Mapping[str, object] | None) -> Honours | None:
+    if given is None:
+        return None
+    for name, value in given.items():
+        if name not in ("attend_self", "span"):
+            why = f"a module cannot follow it, because {UNHEARD[name]}" if name in UNHEARD else "no such key"
+            raise ValueError(f"honours.{name}={value}: {why}; allowed are attend_self, span")
+    both, span = given.get("attend_self", (True,)), given.get("span", False)
+    if not isinstance(both, list | tuple) or not both or not all(isinstance(one, bool) for one in both):
+        raise ValueError(f"honours.attend_self={both}: must be a list of true and false, of one or both")
+    if not isinstance(span, bool):
+        raise ValueError(f"honours.span={span}: must be true or false")
+    return Honours(attend_self=frozenset(both), span=span)
+
+
+def _built(make: Callable[..., nn.Module]) -> nn.Module:
+    """The module; ValueError with what it says where it cannot be built with its keywords."""
+    if isinstance(make, functools.partial):
+        _refuse_unheard(make)
+    try:
+        made = make()
+    except Exception as error:  # a mistake of the YAML's, in the words of whoever found it
+        given = ", ".join(f"{name}={value}" for name, value in getattr(make, "keywords", {}).items()) or "no keywords"
+        who = _name(getattr(make, "func", make))
+        raise ValueError(f"module={who}: cannot be built with {given} ({type(error).__name__}: {error})") from error
+    return made
+
+
+def _refuse_unheard(make: functools.partial) -> None:
+    """ValueError for a keyword that the constructor does not name, where it would take one of any name in silence."""
+    named = [p.name for p in inspect.signature(make.func).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    unnamed = [name for name in make.keywords if name not in named]
+    if not unnamed:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]):
+            make(a_keyword_that_nobody_knows=None)
+    except Exception:  # it looks at their names, and says what it finds wrong
+        return
+    raise ValueError(
+        f"module.{unnamed[0]}={make.keywords[unnamed[0]]}: {_name(make.func)} takes keywords of any name and says nothing, so "
+        f"this one may mean nothing; allowed are {', '.join(named) or 'none'}"
+    )
+
+
+def _name(cls: object) -> str:
+    return f"{getattr(cls, '__module__', '')}.{getattr(cls, '__qualname__', cls)}"
