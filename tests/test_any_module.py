@@ -157,6 +157,14 @@ def test_a_mistake_ends_with_2_and_leaves_nothing(here, layers, given, said):  #
     assert len(ended.err.splitlines()) == 1 and not (here / "outputs").exists()
 
 
+def test_a_forward_of_more_than_one_x_is_named():
+    three = partial(nn.MultiheadAttention, 16, 2)
+    with pytest.raises(
+        ValueError, match=r"module=.*MultiheadAttention: its forward takes other .*argument: 'key'\); allowed"
+    ):
+        AnyModule(None, module=three, honours={})
+
+
 @pytest.mark.parametrize(("given", "said"), [("Told", "a dict"), ("Nothing", "a tuple")])
 def test_what_is_no_tensor_is_named(layers, given, said):
     with pytest.raises(ValueError, match=rf"module=someones_layers\.{given}: maps \(2, 3, 16\) to {said}; allowed is"):

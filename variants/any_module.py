@@ -111,6 +111,13 @@ def _built(make: Callable[..., nn.Module]) -> nn.Module:
         given = ", ".join(f"{name}={value}" for name, value in getattr(make, "keywords", {}).items()) or "no keywords"
         who = _name(getattr(make, "func", make))
         raise ValueError(f"module={who}: cannot be built with {given} ({type(error).__name__}: {error})") from error
+    try:
+        inspect.signature(made.forward).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"module={_name(type(made))}: its forward takes other things than one x ({error}); allowed is a module that maps "
+            "[B, T, D] to [B, T, D]"
+        ) from error
     return made
 
 
