@@ -17,7 +17,7 @@ from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.toys import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS, findings_of, model_of
 from variants.any_module import LIMITS, AnyModule
 from variants.conformance.forward import LIMITS as KNOWN
-from variants.contract import Honours, Sublayer
+from variants.contract import Honours, LayerContext, Position, Sublayer
 
 PACKAGE = """import torch
 from torch import nn
@@ -41,6 +41,20 @@ class Mean(nn.Module):
         place = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)[:, None]
         y = self.out(h.cumsum(1) / place if self.causal else h.mean(1, keepdim=True).expand_as(h))
         return (y, {"seen": place}) if self.several else y
+
+
+class Window(nn.Module):
+    \"\"\"The sum of the last bytes, with or without a byte itself.\"\"\"
+
+    def __init__(self, dim, window: int = 4, itself: bool = True):
+        super().__init__()
+        self.out, self.window, self.itself = nn.Linear(dim, dim), window, itself
+
+    def forward(self, x):
+        return self.out(sum(x.roll(n, 1).index_fill(1, torch.arange(min(n, x.shape[1])), 0.0) for n in self.distances()))
+
+    def distances(self):
+        return range(not self.itself, self.window + (not self.itself))
 
 
 class Annotated(Mean):
@@ -162,13 +176,13 @@ def test_a_forward_of_more_than_one_x_is_named():
     with pytest.raises(
         ValueError, match=r"module=.*MultiheadAttention: its forward takes other .*argument: 'key'\); allowed"
     ):
-        AnyModule(None, module=three, honours={})
+        adapted(module=three, honours={})
 
 
 @pytest.mark.parametrize(("given", "said"), [("Told", "a dict"), ("Nothing", "a tuple")])
 def test_what_is_no_tensor_is_named(layers, given, said):
     with pytest.raises(ValueError, match=rf"module=someones_layers\.{given}: maps \(2, 3, 16\) to {said}; allowed is"):
-        AnyModule(None, module=getattr(layers(), given), honours={})(torch.zeros(2, 3, 16))
+        adapted(module=getattr(layers(), given), honours={})(torch.zeros(2, 3, 16))
 
 
 def test_modules_are_taken_where_they_are_asked_for_and_from_the_trusted_alone(layers):
@@ -241,30 +255,48 @@ def test_keywords_of_any_name_are_for_the_class_to_judge(layers):
             {"honours": {"cache": ["kv"]}},
             r"honours\.cache=\['kv'\]: .*carries nothing.*; allowed are attend_self, span",
         ),
-        ({"honours": {"spam": True}}, r"honours\.spam=True: no such key; allowed are attend_self, span"),
-        ({"honours": {"attend_self": True}}, r"honours\.attend_self=True: must be a list of true and false"),
-        ({"honours": {"attend_self": []}}, r"honours\.attend_self=\[\]: must be a list"),
-        ({"honours": {"attend_self": [1]}}, r"honours\.attend_self=\[1\]: must be a list"),
-        ({"honours": {"span": 3}}, r"honours\.span=3: must be true or false"),
+        ({"honours": {"spam": "x"}}, r"honours\.spam=x: no such key; allowed are attend_self, span"),
+        (
+            {"honours": {"span": True}},
+            r"honours\.span=True: must be the keyword of .*Window that is .* model\.span; .* window",
+        ),
+        (
+            {"honours": {"span": "widow"}},
+            r"honours\.span=widow: must be the keyword of .*Window .*; allowed are dim, window",
+        ),
         ({"reach": -1}, r"reach=-1: allowed are integers from 0, or null"),
         ({"reach": 3, "honours": None}, r"reach=3: with honours=null it sees no byte but its own"),
         ({"period": 0}, r"period=0: allowed are integers from 1"),
     ],
 )
-def test_promises_are_refused_by_name_where_they_cannot_be(given, said):
-    keywords = {"honours": {}, "module": nn.Identity} | given
+def test_promises_are_refused_by_name_where_they_cannot_be(layers, given, said):
     with pytest.raises(ValueError, match=said):
-        AnyModule(None, **keywords)
+        adapted(**{"honours": {}, "module": partial(layers().Window, dim=16)} | given)
 
 
-def test_promises_are_what_the_yaml_says():
+def adapted(**given) -> AnyModule:
+    """The adapter in a network of width 16 whose span is 8."""
+    common = {"d_model": 16, "layer": 0, "n_layers": 1, "heads": 2, "span": 8, "scheme": Position}
+    return AnyModule(LayerContext(attend_self=False, **common), **given)
+
+
+def test_promises_are_what_the_yaml_says(layers):
     assert set(LIMITS) == KNOWN
-    sees = AnyModule(None, module=nn.Identity, honours={"attend_self": (False, True), "span": True}, reach=7, period=4)
-    assert sees.honours == Honours(attend_self=frozenset({True, False}), span=True)
-    assert (sees.reach(), sees.period, sees.limits) == (7, 4, frozenset())
-    plain = AnyModule(None, module=nn.Identity, honours={}, limits=("segments", "streams_apart"))
+    window = partial(layers().Window, dim=16, window=3)
+    plain = adapted(module=window, honours={}, limits=("segments", "streams_apart"))
     assert plain.honours == Honours() and plain.reach() is None and plain.limits == {"segments", "streams_apart"}
-    alone = AnyModule(None, module=nn.Identity, honours=None)
+    assert (plain.module.window, plain.module.itself) == (3, True)
+    follows = adapted(module=window, honours={"attend_self": "itself", "span": "window"}, reach=7, period=4)
+    assert follows.honours == Honours(attend_self={True, False}, span=True)
+    assert (follows.reach(), follows.period, follows.limits) == (7, 4, frozenset())
+    assert (follows.module.window, follows.module.itself) == (8, False)
+    follows.set_span(8)
+    plain.set_span(9)
+    with pytest.raises(
+        ValueError, match=r"eval\.span=9: someones_layers\.Window keeps the span that it was built with, 8"
+    ):
+        follows.set_span(9)
+    alone = adapted(module=nn.Identity, honours=None)
     assert alone.honours is None and alone.reach() == 0
 
 

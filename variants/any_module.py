@@ -3,9 +3,9 @@
     y = module(x)                        x: normalised bytes of one segment; the harness adds y to the residual stream
 
 The module is given nothing else. So it carries no state (each segment is all that it sees), has no positions but its own,
-and its words (width, heads, dropout, a window) come from its own keywords, which may be interpolated: ``${model.d_model}``.
-Which promises it cannot keep, and which of the run's choices its keywords pass on, only a reader of its source knows: that
-is said in the YAML, and ``python -m bench.check`` tests it. ``docs/any_module.md`` shows what it says of four packages.
+and its sizes (width, heads, dropout, a window) are its own keywords, which may be interpolated: ``${model.d_model}``. Which
+promises it cannot keep, how far it sees, and which keyword takes a choice of the run, only a reader of its source knows: that is
+said in the YAML, and ``python -m bench.check`` tests it. ``docs/any_module.md`` shows what it says of four packages.
 
 No product but those of ``nn.Linear`` is known here, so ``ideal_flops`` is a floor, and ``needed_flops`` is not said.
 """
@@ -20,22 +20,23 @@ from torch import Tensor, nn
 from variants.contract import Honours, LayerContext, State, Sublayer, SublayerOutput
 
 LIMITS = ("causal_in_training", "segments", "streams_apart")
+FOLLOWED = ("attend_self", "span")
 UNHEARD = {
     "position": "it is told no positions: those that it has are in its own keywords",
     "cache": "it carries nothing from segment to segment",
 }
-"""Choices of a run that never reach a module."""
+"""Choices of a run that a keyword can be given, and those that never reach a module."""
 
 
 class AnyModule(Sublayer):
     """A module that knows nothing of the contract.
 
     Args:
-        context: not read; widths and the rest are keywords of the module.
+        context: gives the choices that are honoured; widths and the rest are keywords of the module.
         module: makes the module: ``_target_``, of a package that the command line trusts, and keywords of its constructor.
-        honours: what its keywords pass on of the run's choices: ``attend_self``, a list of true and false (by default
-            ``[true]``), and ``span``, whether ``model.span`` bounds what it sees (by default not); ``{}`` for neither. None
-            for a module that sees no byte but its own.
+        honours: which of the module's keywords is given a choice of the run, in place of what the YAML has there:
+            ``{span: window}``, ``{attend_self: self}``, both, or ``{}``: it sees any past, and itself. None for a module that
+            sees no byte but its own.
         limits: promises that it cannot keep, of ``LIMITS``; ``segments`` wherever it sees a past.
         reach: bytes back that its output can depend on its input, or None for all of the segment.
         period: bytes after which what it does repeats, such as a block.
@@ -46,21 +47,26 @@ class AnyModule(Sublayer):
         context: LayerContext,
         *,
         module: Callable[..., nn.Module],
-        honours: dict | None,
+        honours: dict[str, str] | None,
         limits: tuple[str, ...] = (),
         reach: int | None = None,
         period: int = 1,
     ):
         super().__init__()
-        self.limits, self.honours = _limits(limits), _honours(honours)
+        given = _followed(honours or {}, getattr(module, "func", module))
+        self.limits = _limits(limits)
+        if honours is not None:
+            self.honours = Honours(
+                attend_self={True, False} if "attend_self" in given else {True}, span="span" in given
+            )
         if honours is None and reach:
             raise ValueError(f"reach={reach}: with honours=null it sees no byte but its own; allowed are 0 and null")
         if reach is not None and reach < 0:
             raise ValueError(f"reach={reach}: allowed are integers from 0, or null for all of the segment")
         if period < 1:
             raise ValueError(f"period={period}: allowed are integers from 1")
-        self.bytes_back, self.period = reach, period
-        self.module = _built(module)
+        self.bytes_back, self.period, self.span = reach, period, context.span
+        self.module = _built(functools.partial(module, **{own: getattr(context, name) for name, own in given.items()}))
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -79,6 +85,12 @@ class AnyModule(Sublayer):
     def reach(self) -> int | None:
         return 0 if self.honours is None else self.bytes_back
 
+    def set_span(self, span: int) -> None:
+        if self.honours is not None and self.honours.span and span != self.span:
+            raise ValueError(
+                f"eval.span={span}: {_name(type(self.module))} keeps the span that it was built with, {self.span}"
+            )
+
 
 def _limits(names: tuple[str, ...]) -> frozenset[str]:
     if strange := [name for name in names if name not in LIMITS]:
@@ -86,31 +98,37 @@ def _limits(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _honours(given: Mapping[str, object] | None) -> Honours | None:
-    if given is None:
-        return None
-    for name, value in given.items():
-        if name not in ("attend_self", "span"):
+def _followed(honours: Mapping[str, object], cls: Callable[..., nn.Module]) -> Mapping[str, str]:
+    """The same, if each of its keywords is one of the module's."""
+    named, others = _keywords(cls)
+    for name, keyword in honours.items():
+        if name not in FOLLOWED:
             why = f"a module cannot follow it, because {UNHEARD[name]}" if name in UNHEARD else "no such key"
-            raise ValueError(f"honours.{name}={value}: {why}; allowed are attend_self, span")
-    both, span = given.get("attend_self", (True,)), given.get("span", False)
-    if not isinstance(both, list | tuple) or not both or not all(isinstance(one, bool) for one in both):
-        raise ValueError(f"honours.attend_self={both}: must be a list of true and false, of one or both")
-    if not isinstance(span, bool):
-        raise ValueError(f"honours.span={span}: must be true or false")
-    return Honours(attend_self=frozenset(both), span=span)
+            raise ValueError(f"honours.{name}={keyword}: {why}; allowed are {', '.join(FOLLOWED)}")
+        if not isinstance(keyword, str) or (keyword not in named and not others):
+            raise ValueError(
+                f"honours.{name}={keyword}: must be the keyword of {_name(cls)} that is to be given model.{name}; "
+                f"allowed are {', '.join(named) or 'none'}"
+            )
+    return honours
 
 
-def _built(make: Callable[..., nn.Module]) -> nn.Module:
+def _keywords(cls: Callable[..., nn.Module]) -> tuple[list[str], bool]:
+    """The names of a constructor's parameters, and whether it takes keywords of others."""
+    known = inspect.signature(cls).parameters.values()
+    return [p.name for p in known if p.kind is not p.VAR_KEYWORD], any(p.kind is p.VAR_KEYWORD for p in known)
+
+
+def _built(make: functools.partial) -> nn.Module:
     """The module; ValueError with what it says where it cannot be built with its keywords."""
-    if isinstance(make, functools.partial):
-        _refuse_unheard(make)
+    _refuse_unheard(make)
     try:
         made = make()
     except Exception as error:  # a mistake of the YAML's, in the words of whoever found it
-        given = ", ".join(f"{name}={value}" for name, value in getattr(make, "keywords", {}).items()) or "no keywords"
-        who = _name(getattr(make, "func", make))
-        raise ValueError(f"module={who}: cannot be built with {given} ({type(error).__name__}: {error})") from error
+        given = ", ".join(f"{name}={value}" for name, value in make.keywords.items()) or "no keywords"
+        raise ValueError(
+            f"module={_name(make.func)}: cannot be built with {given} ({type(error).__name__}: {error})"
+        ) from error
     try:
         inspect.signature(made.forward).bind(None)
     except TypeError as error:
@@ -123,7 +141,7 @@ def _built(make: Callable[..., nn.Module]) -> nn.Module:
 
 def _refuse_unheard(make: functools.partial) -> None:
     """ValueError for a keyword that the constructor does not name, where it would take one of any name in silence."""
-    named = [p.name for p in inspect.signature(make.func).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named, _ = _keywords(make.func)
     unnamed = [name for name in make.keywords if name not in named]
     if not unnamed:
         return
