@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from bench.choices import follows
 from harness.optim.parameter_groups import assign
+from harness.plan.build import plan_run
 from harness.plan.instantiate import resolve
 from tests.command import MADE, run_folders, train
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
-from tests.toys import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS, findings_of, model_of
+from tests.composing import TINY, compose_config
+from tests.toys import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE, findings_of, model_of
 from variants.any_module import LIMITS, AnyModule
+from variants.conformance.changed import reach
+from variants.conformance.fixture import Subject
 from variants.conformance.forward import LIMITS as KNOWN
 from variants.contract import Honours, LayerContext, Position, Sublayer
 
@@ -309,7 +314,34 @@ def test_the_check_holds_a_module_to_what_is_said_of_it(layers):
     assert broken(()).keys() == {SEGMENTS, SINGLE}
     # Seeing the future is no limit that could be declared.
     assert broken(("segments",), causal=False).keys() == {FUTURE_EVAL, FUTURE_TRAIN}
-    assert broken(("segments", "streams_apart")).keys() == {STREAMS}
+
+
+def test_and_to_how_far_it_sees(layers):
+    def beyond(target: str, **said) -> str:
+        """The first byte that matters beyond the declared reach."""
+        breaks, _ = reach(Subject(model_of(partial(made(node(f"{NAME}.{target}")), **said)), 5, 31))
+        return (breaks or [""])[0]
+
+    assert not beyond("Mean") and not beyond("Window", reach=3)
+    assert "beyond its reach of 2" in beyond("Window", reach=2)
+    assert "what sees a past declares honours" in beyond("Mean", honours=None)
+
+
+@pytest.mark.parametrize(
+    ("module", "honours", "said"),
+    [
+        ("Window", {"span": "window", "attend_self": "itself"}, []),
+        ("Window", {}, []),
+        ("Mean", {"span": "table"}, ["model.span=26, 6 as with 13, and its honours have both"]),
+        ("Mean", {"attend_self": "table"}, ["model.attend_self=false as with true, and its honours have both"]),
+    ],
+)
+def test_and_to_what_it_follows(layers, module, honours, said):
+    own = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "module": node(f"{NAME}.{module}")}
+    cfg = compose_config(*TINY, f"trust=[{NAME}]", "model.d_model=16", "model.span=13", "position=none")
+    cfg.variant = {"name": "mine", "layers": ["mixer"], "at": {}, "groups": {}, "mixer": {**own, "honours": honours}}
+    breaks, _ = follows(plan_run(cfg))
+    assert [line.partition(" with ")[2] for line in breaks] == said * 2  # of two layers
 
 
 def test_parameters_have_groups_of_their_own_and_layers_their_own_module(layers):
