@@ -2,7 +2,8 @@
 
 ``lineup=packages``: our variants beside the packages that a user would otherwise install, all with the same bytes in
 the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried state, AdamW.
-``lineup=layer``: a product-key memory alone, the package's and ours. ``lineup=targets`` and ``targets_cuda``: does cost
+``lineup=layer``: a product-key memory alone, the package's and ours. ``lineup=attention``: attention alone, several packages'
+and ours, and what sees later bytes is named. ``lineup=targets`` and ``targets_cuda``: does cost
 follow what the mechanisms need? The cases of a fixed workload in steady state, each with what it must reach;
 ``only=[mixed,pkm_256]`` takes some of them.
 

@@ -16,7 +16,19 @@ from torch import nn
 from bench.baselines import packages
 from bench.baselines.cases import Comparison, rows_of
 from bench.baselines.entry_workers import LanguageWorker
-from bench.baselines.packages import INSTALL, PACKAGES, Memory, Peer, Sizes, touched_parameters, version
+from bench.baselines.packages import (
+    APART,
+    INSTALL,
+    LAYERS,
+    MEMORY_PACKAGE,
+    PACKAGES,
+    Memory,
+    Peer,
+    Sizes,
+    missing,
+    touched_parameters,
+    version,
+)
 from bench.baselines.proof import OK, Probe, passed, prove
 from bench.baselines.reference_model import ReferenceModel
 from bench.baselines.rounds import Entry, compete, ratio, verdict
@@ -87,7 +99,7 @@ def leaking(_sizes, _arguments):
     return Toy("leaks")
 
 
-def missing(_sizes, _arguments):
+def absent(_sizes, _arguments):
     raise AssertionError("what is not installed is not built")
 
 
@@ -157,6 +169,32 @@ def test_a_peer_computes_the_job_and_is_what_it_is_said_to_be(name):
         assert found["gradients"].startswith(OK) and "moved the output at" in found["causal"]
     else:
         assert passed(found), found
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != MEMORY_PACKAGE])
+def test_a_packages_attention_alone_is_causal_or_apart(name):
+    peer = LAYERS[name]
+    if peer.package in APART and version(peer.package) is None:
+        pytest.skip(missing(peer.package))  # in no extra
+    need(version(peer.package), f"{peer.package}: {INSTALL}")
+    torch.manual_seed(0)
+    layer, x = peer.built(SIZES), torch.randn(2, 16, 32)
+    found = prove(Probe(model=layer, outputs=layer, inputs=x, loss=lambda y: y.square().sum()))
+    assert passed(found) == (peer.package not in APART), found
+    assert peer.package not in APART or "moved the output at" in found["causal"]
+
+
+def test_the_lineup_of_attention_has_all_of_them_and_says_how_to_get_what_is_missing(monkeypatch):
+    from tests.composing import compose_config
+
+    (one,) = compose_config("lineup=attention", name="peers").comparisons
+    assert {asked.get("peer") for asked in one.entries.values()} == {*LAYERS, None} - {MEMORY_PACKAGE}
+    monkeypatch.setattr("bench.baselines.rounds.version", lambda package: None)
+    for package, how in {"linformer": "linformer", "x-transformers": "-e .[peers]"}.items():
+        gone = Entry(
+            name="x", job="", make=None, task=None, package=package, reference="", bytes_per_step=1, identity={}
+        )
+        assert (gone.status, gone.reason) == ("failed", f"not installed; python -m pip install {how}")
 
 
 def entry(name: str, *rounds: list[float], bytes_per_step: int = 100) -> Entry:
@@ -332,7 +370,7 @@ def test_a_table_from_the_command_line(here, monkeypatch):  # noqa: F811
     toys = {
         "leaking": Peer(package="torch", backend="plain", arguments=packages.reference_arguments, build=leaking),
         "missing": Peer(
-            package="no-such-package-here", backend="plain", arguments=packages.reference_arguments, build=missing
+            package="no-such-package-here", backend="plain", arguments=packages.reference_arguments, build=absent
         ),
     }
     for name, peer in toys.items():
@@ -355,10 +393,10 @@ def test_a_table_from_the_command_line(here, monkeypatch):  # noqa: F811
     assert rows["product_key_memory"]["config"]["variant"]["memory"]["half_keys"] == MEMORY.half_keys
     assert rows["reference_model"]["config"]["variant"]["arguments"]["longest"] == 16
     assert rows["reference_model"]["config_hash"] != rows["product_key_memory"]["config_hash"]
-    leak, absent = rows["leaking"], rows["missing"]
+    leak, gone = rows["leaking"], rows["missing"]
     assert leak["status"] == "failed" and "moved the output at" in leak["reason"]
     assert leak["bytes_per_second"] is None and leak["rounds"] == 0 and not passed(leak["checks"])
-    assert absent["status"] == "failed" and absent["reason"] == INSTALL
+    assert gone["status"] == "failed" and gone["reason"] == INSTALL
     assert INSTALL in ended.out and "UNJUDGED" in ended.out
 
 
@@ -406,7 +444,7 @@ def test_the_layer_alone(here):  # noqa: F811
     ],
 )
 def test_a_mistake_ends_with_2_before_anything_runs(here, words, parts, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("bench.baselines.rounds.compete", missing)
+    monkeypatch.setattr("bench.baselines.rounds.compete", absent)
     ended = call("bench/peers.py", *words, "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
     assert ended.code == 2 and all(part in ended.err for part in parts), ended.err
     assert "Traceback" not in ended.err and not list(here.iterdir())

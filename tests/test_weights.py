@@ -10,7 +10,7 @@ from torch import nn
 from bench.baselines.entries import first_batches
 from bench.baselines.entry_workers import EntryWorker, OurModel, PeerModel, Task
 from bench.baselines.layers import OurLayer, PeerLayer
-from bench.baselines.packages import INSTALL, LAYERS, PACKAGES, Memory, Sizes, version
+from bench.baselines.packages import INSTALL, LAYERS, MEMORY_PACKAGE, PACKAGES, Memory, Sizes, version
 from bench.cost_worker import Subject
 from bench.cost_worker import Task as CostTask
 from bench.weights import LEARNED, learned_spans, place_spans, shake_, spans_of
@@ -99,7 +99,7 @@ def test_and_in_that_of_a_layer_alone():
     small = ("variant.memory.half_keys=32", "variant.memory.top_k=4")
     worker = weighed(OurLayer(task("product_key_memory", *small, **layer)))
     assert not without_gradient(worker.model, worker.train)
-    (name,) = LAYERS
+    name = MEMORY_PACKAGE
     need(version(name), f"{name}: {INSTALL}")
     worker = weighed(PeerLayer(task("product_key_memory", peer=LAYERS[name], sizes=SIZES, **layer)))
     assert not without_gradient(worker.model, worker.train)

@@ -9,6 +9,7 @@ as the model. ``arguments`` go into the row, so that it can be traced.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module, metadata
 from types import ModuleType
 
@@ -18,6 +19,8 @@ from bench.baselines.reference_model import ReferenceModel, WindowModel
 
 REFERENCE_MODEL = "reference_model"
 INSTALL = "not installed; python -m pip install -e .[peers]"
+APART = ("performer-pytorch", "linformer")
+"""Packages that are in no extra, because their layers fail the check of causality: they are named, and not timed."""
 MEMORY_PACKAGE = "product-key-memory"
 
 
@@ -61,7 +64,7 @@ class Peer:
         try:
             return self.build(sizes, arguments)
         except ImportError as error:
-            raise RuntimeError(f"{self.package}: {INSTALL} ({error})") from error
+            raise RuntimeError(f"{self.package}: {missing(self.package)} ({error})") from error
         except Exception as error:  # a package's complaint is no mistake of the user's
             raise RuntimeError(f"cannot be built with {arguments}: {type(error).__name__}: {error}") from error
 
@@ -72,6 +75,11 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def missing(package: str) -> str:
+    """What is said of a package that is not installed."""
+    return INSTALL.replace("-e .[peers]", package) if package in APART else INSTALL
 
 
 def library(package: str) -> ModuleType:
@@ -171,8 +179,45 @@ PACKAGES = {
     ),
     "reformer-full": Peer(package="reformer-pytorch", backend="plain", arguments=full_arguments, build=build_reformer),
 }
-LAYERS = {MEMORY_PACKAGE: Peer(package=MEMORY_PACKAGE, backend="plain", arguments=memory_arguments, build=build_memory)}
-"""Peers of a layer alone, which maps ``[B, T, D]`` to the same."""
+
+
+def attention_arguments(sizes: Sizes) -> dict:
+    d_head = sizes.d_model // sizes.heads
+    return {"dim": sizes.d_model, "heads": sizes.heads, "dim_head": d_head, "causal": True}
+
+
+def flash_arguments(sizes: Sizes) -> dict:
+    return attention_arguments(sizes) | {"flash": True}
+
+
+def local_layer_arguments(sizes: Sizes) -> dict:
+    return attention_arguments(sizes) | {"window_size": sizes.window}
+
+
+def projected_arguments(sizes: Sizes) -> dict:
+    """Keys and values of a whole segment are projected to a quarter as many; it has no causal form."""
+    known = {"dim": sizes.d_model, "heads": sizes.heads, "dim_head": sizes.d_model // sizes.heads}
+    return known | {"seq_len": sizes.context, "k": -(-sizes.context // 4)}
+
+
+def build_layer(_sizes: Sizes, arguments: dict, *, package: str, name: str) -> nn.Module:
+    return getattr(library(package), name)(**arguments)
+
+
+def layer(package: str, name: str, arguments: Callable[[Sizes], dict], *, backend: str = "plain") -> Peer:
+    """A class of a package that is a layer by itself."""
+    build = partial(build_layer, package=package, name=name)
+    return Peer(package=package, backend=backend, arguments=arguments, build=build)
+
+
+LAYERS = {
+    MEMORY_PACKAGE: Peer(package=MEMORY_PACKAGE, backend="plain", arguments=memory_arguments, build=build_memory),
+    "x-transformers": layer("x-transformers", "Attention", flash_arguments, backend="fused"),
+    "local-attention": layer("local-attention", "LocalMHA", local_layer_arguments),
+    "performer-pytorch": layer("performer-pytorch", "SelfAttention", attention_arguments),
+    "linformer": layer("linformer", "LinformerSelfAttention", projected_arguments),
+}
+"""Peers of a layer alone, which maps ``[B, T, D]`` to the same: a memory, or attention over a segment, with no positions."""
 
 
 def touched_parameters(model: nn.Module) -> int:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
-from bench.baselines.packages import INSTALL, version
+from bench.baselines.packages import missing, version
 from bench.baselines.proof import OK, passed
 from bench.progress import Steps
 from bench.turns import MOST_MS, Asked, in_turn, load_meter
@@ -47,7 +47,7 @@ class Entry(Asked):
     def __post_init__(self):
         self.version = version(self.package)
         if self.version is None and self.gate is None:
-            self.fail(INSTALL)
+            self.fail(missing(self.package))
 
     @property
     def complete(self) -> bool:

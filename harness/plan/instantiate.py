@@ -2,6 +2,9 @@
 
 A stranger's YAML is harmless: a target must be a class, a subclass of a contract type, and defined in our packages, in
 torch.optim, or in a module that the user named. The constructor's signature is the schema, types included.
+
+Where a constructor's annotation asks for a torch.nn.Module and no more, any of a module that the user named is taken, and none
+of ours or torch's; in its keywords no target is followed.
 """
 
 import collections.abc
@@ -15,6 +18,7 @@ import typing
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import nn
 
 from harness.plan.settings import checked
 from variants.contract import Part, Position, Sublayer
@@ -23,6 +27,7 @@ OURS = ("variants", "harness", "torch.optim")
 CONTRACT = (Sublayer, Position, Part, torch.optim.Optimizer)
 
 PART = "a part with _target_ and _partial_: true"
+MODULE = "a torch.nn.Module with _target_"
 KINDS = {
     **{int: "int", float: "float", str: "str", bool: "bool", types.NoneType: "null"},
     **dict.fromkeys((list, tuple, collections.abc.Sequence), "a list"),
@@ -36,10 +41,10 @@ def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Ca
     """A partial of the node's class, with nested targets resolved the same way.
 
     Args:
-        node: ``_target_``, ``_partial_: true`` and the class's own keywords.
+        node: ``_target_``, ``_partial_: true`` and the class's own keywords. A module needs no ``_partial_``.
         key: where the node stands in the configuration, for messages.
-        kind: what the class must be derived from: a contract type, or the part that a constructor's annotation names.
-        trust: modules, beside ours, that targets may come from.
+        kind: what the class must be derived from: a contract type, or the part or module that a constructor's annotation names.
+        trust: modules, beside ours, that targets may come from; of a module, these alone.
 
     Raises:
         ValueError: naming the key, the value and what is allowed.
@@ -47,10 +52,14 @@ def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Ca
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be {PART}")
     cls = _class(str(node.get("_target_")), key=key, kind=kind, trust=trust)
-    if node.get("_partial_") is not True:
+    if node.get("_partial_", kind is nn.Module) is not True:
         raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true, so that every layer makes its own")
     given = {name: value for name, value in node.items() if name not in ("_target_", "_partial_")}
     hints = keywords(cls, key=key)
+    if kind is nn.Module:
+        _refuse_targets(given, key=key)
+        if takes_any_keyword(cls):  # whoever builds it asks the class itself
+            hints = dict.fromkeys(given, (typing.Any, False)) | hints
     for name, value in given.items():
         if name not in hints:
             allowed = ", ".join(hints) or "none"
@@ -66,10 +75,14 @@ def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
     """The keywords of a class that are configuration: name to (annotation, whether it must be given).
 
     Not among them is what the harness passes itself: the first argument (a ``LayerContext``, or parameters), the width of a head
-    to positions and parts, the learning rate to optimizers.
+    to positions and parts, the learning rate to optimizers; and nothing to a module that is none of the contract's.
     """
-    is_optimizer = issubclass(cls, torch.optim.Optimizer)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    if not issubclass(cls, CONTRACT):
+        with contextlib.suppress(Exception):  # its annotations name what is not there, and nobody here can mend them
+            return _described(parameters, typing.get_type_hints(cls.__init__))
+        return _described(parameters, {})
+    is_optimizer = issubclass(cls, torch.optim.Optimizer)
     if not parameters or parameters[0].kind not in (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -81,31 +94,51 @@ def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
     except NameError as error:
         raise ValueError(f"{key}._target_: annotations of {cls.__module__}.{cls.__name__}: {error}") from error
     passed = "lr" if is_optimizer else "d_head" if issubclass(cls, Position | Part) else None
-    return {
-        p.name: (hints.get(p.name, typing.Any), p.default is p.empty)
-        for p in parameters[1:]
-        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != passed
-    }
+    return {name: own for name, own in _described(parameters[1:], hints).items() if name != passed}
+
+
+def takes_any_keyword(cls: type) -> bool:
+    """Whether its constructor has ``**kwargs``, so that the signature does not say which keywords there are."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values())
+
+
+def _described(parameters: list[inspect.Parameter], hints: Mapping[str, object]) -> dict[str, tuple[object, bool]]:
+    """Of those that can be given by name: annotation, and whether it must be given."""
+    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {p.name: (hints.get(p.name, typing.Any), p.default is p.empty) for p in named}
 
 
 def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type:
-    packages = OURS + trust
+    packages = trust if kind is nn.Module else OURS + trust
+    told = ", ".join(packages) or "modules that the command line names"
     module, _, name = target.rpartition(".")
     if not _inside(module, packages):
-        raise ValueError(
-            f"{key}._target_={target}: allowed are classes of {', '.join(packages)}; add yours with trust=[..]"
-        )
+        raise ValueError(f"{key}._target_={target}: allowed are classes of {told}; add yours with trust=[..]")
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{key}._target_={target}: cannot be imported ({error})") from error
     if not inspect.isclass(cls) or not issubclass(cls, kind) or cls in CONTRACT:
         raise ValueError(f"{key}._target_={target}: must be a class derived from {kind.__module__}.{kind.__name__}")
-    if not _inside(cls.__module__, packages):
+    if kind is nn.Module and issubclass(cls, CONTRACT):
         raise ValueError(
-            f"{key}._target_={target}: is defined in {cls.__module__}; allowed are classes of {', '.join(packages)}"
+            f"{key}._target_={target}: keeps the contract itself, so it stands where {key} does, not in it"
         )
+    if not _inside(cls.__module__, packages):
+        raise ValueError(f"{key}._target_={target}: is defined in {cls.__module__}; allowed are classes of {told}")
     return cls
+
+
+def _refuse_targets(value: object, *, key: str) -> None:
+    """ValueError where a module's keywords, at any depth, have a target, which the module might follow itself."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            raise ValueError(f"{key}._target_={value['_target_']}: a module's keywords are plain values")
+        for name, own in value.items():
+            _refuse_targets(own, key=f"{key}.{name}")
+    elif isinstance(value, list):
+        for number, own in enumerate(value):
+            _refuse_targets(own, key=f"{key}.{number}")
 
 
 def _inside(module: str, packages: tuple[str, ...]) -> bool:
@@ -116,11 +149,13 @@ def _value(value: object, hint: object, *, key: str, trust: tuple[str, ...]) -> 
     """A keyword's value, as its annotation wants it."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     options = typing.get_args(hint) if union else (hint,)
+    kind = _made_by(options)
     names = [KINDS.get(typing.get_origin(option) or option) for option in options]
+    names = [MODULE if name == PART and kind is nn.Module else name for name in names]
     if isinstance(value, Mapping):
         is_part = "_target_" in value
-        if is_part and (PART in names or None in names):
-            return resolve(value, key=key, kind=_made_by(options), trust=trust)
+        if is_part and {PART, MODULE, None}.intersection(names):
+            return resolve(value, key=key, kind=kind, trust=trust)
         if not is_part and ("a mapping" in names or None in names):
             return value
     elif isinstance(value, list):
@@ -137,9 +172,10 @@ def _value(value: object, hint: object, *, key: str, trust: tuple[str, ...]) -> 
 
 
 def _made_by(options: tuple[object, ...]) -> type:
-    """The part that a ``Callable[..., part]`` among the annotations returns."""
+    """The part, or ``nn.Module`` itself, that a ``Callable[..., part]`` among the annotations returns."""
     results = [typing.get_args(option)[-1:] for option in options if KINDS.get(typing.get_origin(option)) == PART]
-    classes = [cls for (cls,) in filter(None, results) if inspect.isclass(cls) and issubclass(cls, Part)]
+    classes = [cls for (cls,) in filter(None, results) if inspect.isclass(cls)]
+    classes = [cls for cls in classes if issubclass(cls, Part) or cls is nn.Module]
     return classes[0] if classes else Part
 
 
