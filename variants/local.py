@@ -26,7 +26,7 @@ from torch import Tensor
 from variants import backends
 from variants.attention import Attention
 from variants.attention_parts import FixedSpan
-from variants.context import VisibleKeys, last
+from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
 from variants.kernels.window import Window
 
@@ -45,6 +45,9 @@ class LocalAttention(Attention):
         d_head, bias, zero_init: as ``Attention`` has them.
     """
 
+    keyword = "block"
+    """What M is called where it is configured."""
+
     def __init__(
         self,
         context: LayerContext,
@@ -57,7 +60,7 @@ class LocalAttention(Attention):
         size, fewest = context.span if block is None else block, 1 if context.attend_self else 2
         if not fewest <= size <= context.span:
             raise ValueError(
-                f"block={size}: allowed are integers from {fewest} to model.span={context.span}, or null for that"
+                f"{self.keyword}={size}: allowed are integers from {fewest} to model.span={context.span}, or null for that"
             )
 
         def inside(_: LayerContext) -> FixedSpan:
@@ -99,13 +102,21 @@ class LocalAttention(Attention):
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
             few = 2 * x.shape[1] <= self.block
             y = self._each_looks_back(q, keys, values, count) if few else self._realigned(q, keys, values, count)
-        kept = (self._fitted(last(self.block - 1, -2, *pair)) for pair in zip(old, own, strict=True))
+        kept = (self._last(*pair) for pair in zip(old, own, strict=True))
         return SublayerOutput(self.output(y), ((count + x.shape[1]) % self.block, *kept))
 
     def _fitted(self, rows: Tensor) -> Tensor:
         """The last M - 1 of ``rows [.., P, width]``, after zeros where there are fewer."""
         missing = self.block - 1 - rows.shape[-2]
         return F.pad(rows, (0, 0, missing, 0)) if missing else rows
+
+    def _last(self, old: Tensor | None, new: Tensor) -> Tensor:
+        """The last M - 1 rows of ``old``, which has as many, and ``new``: a copy, so that it keeps nothing else in memory."""
+        new = new.detach()[..., max(0, new.shape[-2] - (self.block - 1)) :, :]
+        missing = self.block - 1 - new.shape[-2]
+        if old is None:
+            return F.pad(new, (0, 0, missing, 0))
+        return torch.cat([old[..., self.block - 1 - missing :, :], new], dim=-2)
 
     def _from_the_start(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What the heads give ``[B, T, H K]`` where the segment begins with a block."""
@@ -129,7 +140,7 @@ class LocalAttention(Attention):
         stream = torch.arange(streams * heads, device=q.device).view(streams, 1, heads, 1)
         begun = count.view(-1, 1, 1, 1)
 
-        def moved(x: Tensor, first: Tensor) -> Tensor:  # [B, H, L, K] -> [B n, H, M, K], the first block from row ``first`` on
+        def moved(x: Tensor, first: Tensor) -> Tensor:  # [B, H, L, K] -> [B n, H, M, K], cut from row `first` on
             rows = (first + place).clamp(0, x.shape[2] - 1) + stream * x.shape[2]
             return F.embedding(rows.flatten(0, 1), x.flatten(0, 2))
 
