@@ -1,6 +1,7 @@
 """Local attention: the paper's sums at every phase and length, its limits, its state, and what it says of itself."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_long_blocks_in_pieces(backend):
             theirs = torch.autograd.grad(other, [x, *mhsa.parameters()], upstream)
             for name, a, b in zip(["x", *named], mine, theirs, strict=True):
                 assert_near(a, b, what=name)
+
+
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+def test_segments_and_single_bytes(cache):
+    attention, x = build(cache=cache, position="rotary"), inputs(2, 23).detach()
+    cuts, state, pieces = (0, 2, 3, 4, 7, 8, 9, 20, 21, 22, 23), None, []
+    for begin, end in pairwise(cuts):
+        out = attention(x[:, begin:end], state, torch.full((2,), begin))
+        state = out.state
+        pieces.append(out.y)
+    assert_near(torch.cat(pieces, dim=1), attention(x).y)
 
 
 def test_a_block_of_one_sees_itself():

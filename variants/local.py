@@ -95,7 +95,7 @@ class LocalAttention(Attention):
             count, old = torch.zeros_like(start), [None] * len(own)
             y = self._from_the_start(q, k, v)
         else:
-            # What was made with other blocks is taken as it would be if these had been counted from where its block began.
+            # A state of other blocks stands where it would if one of these had begun with the open one.
             count = state[0] % self.block
             old = [self._fitted(part).to(new.dtype) for part, new in zip(state[1:], own, strict=True)]
             past = self._again(*old, start, self.block - 1, None)[1:] if self.cache == "hidden" else old
