@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
@@ -23,6 +24,15 @@ def compose_config(*overrides: str, name: str = "train") -> DictConfig:
     """What ``python train.py`` would be given."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(name, overrides=list(overrides))
+
+
+def small(variant: str, *, slot: str | None = None) -> list[str]:
+    """Words with which a variant, or its sublayer in a ``slot``, fits ``TINY``: the keywords that its file has for that."""
+    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
+    node = (node.get("variant", node).get("small") or {}).items()
+    return [
+        f"variant.{slot or name}.{key}={value}" for name, own in node if name != "model" for key, value in own.items()
+    ]
 
 
 def plan(*overrides: str) -> Plan:

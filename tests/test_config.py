@@ -14,7 +14,7 @@ from harness.plan import settings
 from harness.plan.build import plan_run
 from harness.plan.instantiate import keywords, resolve
 from harness.plan.layers import plan_layers
-from tests.composing import CONF, TINY, compose_config, one_step, plan, recall
+from tests.composing import CONF, TINY, compose_config, one_step, plan, recall, small
 from variants.attention import Attention
 from variants.contract import Part, Position, Sublayer
 
@@ -54,8 +54,8 @@ def chosen(file):
     group, _, name = file.partition("/")
     if group == "sublayer":
         slot = "attention" if read(file)["_target_"].endswith(".Attention") else "feed_forward"
-        return [f"sublayer@variant.{slot}={name}"]
-    return [f"{group}={name}"]
+        return [f"sublayer@variant.{slot}={name}", *(small(name, slot=slot) if name in VARIANTS else [])]
+    return [f"{group}={name}", *(small(name) if group == "variant" else [])]
 
 
 # What is there
@@ -88,7 +88,7 @@ def test_every_variant_takes_every_position_scheme(variant, position, corpus):
     cache = ("kv", "hidden")[number % 2]
     attend_self = (VARIANTS.index(variant) // 2 + POSITIONS.index(position)) % 2 == 0
     own = [f"model.cache={cache}", f"model.attend_self={attend_self}", "batch.carry=true"]
-    row = one_step(plan(f"variant={variant}", f"position={position}", *TINY, *own), corpus)
+    row = one_step(plan(f"variant={variant}", f"position={position}", *TINY, *small(variant), *own), corpus)
     assert math.isfinite(row["bits_per_byte"])
 
 

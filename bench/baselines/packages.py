@@ -44,7 +44,7 @@ class Sizes:
     heads: int
     context: int  # T, bytes of a segment, all of which its last byte sees
     persistent: int  # N, memory key-values of a head
-    window: int  # bytes that local attention sees back, in blocks
+    window: int  # bytes that LocalTransformer sees back, in blocks
     memory: Memory  # of the layer below the top one, as in our variant with one
 
 

@@ -153,7 +153,7 @@ def ideal_flops(subject: Subject) -> Verdict:
 def needed_flops(subject: Subject) -> Verdict:
     breaks, silent, span = [], [], subject.span
     for name, sublayer in subject.build().sublayers():
-        steps = [(1, 2 * span), (1, 0), (span + 2, 0), (span + 2, span)]
+        steps = [(sublayer.period, 2 * span), (1, 0), (span + 2, 0), (span + 2, span)]
         said = [sublayer.needed_flops(segment, carried=carried) for segment, carried in steps]
         if said == [None] * len(steps):
             silent.append(name)
