@@ -12,19 +12,20 @@ the first that finds it keeps it, which is the paper's division by how many find
 nothing else: with ``attend_self`` it then gives its own value, without it 0.
 
 Where we depart, and why:
-- The paper's chunks leak: a later byte shifts the ranks of the sorted order, and with them where chunks begin, so what an earlier
-  byte sees. Here w counts back from each query in its bucket. Nothing later matters, nor where segments are cut.
+- The paper's chunks leak: a later byte shifts the ranks of the sorted order, and with them where chunks begin, so what an
+  earlier byte sees. Here w counts back from each query in its bucket. Nothing later matters, nor where segments are cut.
 - Rotations are drawn once a model and not for each batch, the same for all streams, apart for heads and layers, because the
   hash of a carried key must stay what it was. Hashes are of unrotated vectors; rotary turns what is multiplied.
 - Keys have length sqrt(K) before the division by sqrt(K), as published code has it: unit keys leave scores too small.
 - Neither reversible layers nor feed-forwards in chunks, which save memory and change no output.
 
-Distances are known pair by pair: rotary and what is constant for a distance (ALiBi) are followed; vectors for distances and biases
-made of the query want numbers for all T S pairs, and are refused. Of quality, the paper has enwik8 1.19 bits per byte with 12
-layers, and 1.05 tuned and trained longer; published configurations put LSH in every fourth layer, among layers of local attention.
-A hash is a choice: rounding that flips one changes that byte's output by more than rounding.
+Distances are known pair by pair: rotary and what is constant for a distance (ALiBi) are followed; vectors for distances and
+biases made of the query want numbers for all T S pairs, and are refused. Of quality, the paper has enwik8 1.19 bits per byte
+with 12 layers, and 1.05 tuned and trained longer; its published configuration has LSH in every fourth layer, among local
+attention. A hash is a choice: rounding that flips one changes that byte's output by more than rounding.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -34,11 +35,13 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from variants.context import trimmed
-from variants.contract import Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, map_state, wide
+from variants.contract import Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
 from variants.kernels.window import pairs
 
 EPSILON = 1e-6
 """Added to the mean square of a query before its root."""
+HIDDEN = -1e30
+"""Added to scores of what is not seen: far below any score, and far above what overflows when it is multiplied."""
 
 
 class Reformer(Sublayer):
@@ -116,6 +119,7 @@ class Reformer(Sublayer):
             bias=self.position.bias(keys, self.span),
             shift=0 if self.attend_self else 1,
             dropout=self.dropout if self.training else 0.0,
+            count=collect_stats,
         )
         out = self.output(rearrange(y, "B H T K -> B T (H K)"))
         return SublayerOutput(out, self.trim(state), stats=self._stats(seen) if collect_stats else None)
@@ -126,7 +130,7 @@ class Reformer(Sublayer):
         shared, v = (rearrange(part, "B n (H K) -> B H n K", H=self.heads) for part in (shared, v))
         exact = shared.to(torch.promote_types(shared.dtype, torch.float32))
         sizes = (exact.square().mean(-1) + EPSILON).sqrt()
-        keys = self.position.rotate((exact / sizes[..., None]).to(v.dtype), start)
+        keys = self.position.rotate((exact * sizes.reciprocal()[..., None]).to(v.dtype), start)
         return torch.cat([keys, v], dim=-1), sizes * self.d_head**-0.5, self._hash(exact.detach())
 
     def _both(self) -> tuple[Tensor, Tensor | None]:
@@ -147,7 +151,9 @@ class Reformer(Sublayer):
         past = self.reach()
         if self.cache == "hidden":
             return state[:, max(0, state.shape[1] - past) :]
-        return tuple(x.narrow(d, max(0, x.shape[d] - past), min(past, x.shape[d])) for x, d in zip(state, (2, 3), strict=True))
+        return tuple(
+            x.narrow(d, max(0, x.shape[d] - past), min(past, x.shape[d])) for x, d in zip(state, (2, 3), strict=True)
+        )
 
     def trim(self, state: State) -> State:
         if state is None or torch.compiler.is_compiling():
@@ -215,6 +221,7 @@ def lsh_attention(
     bias: Tensor | None = None,
     shift: int = 0,
     dropout: float = 0.0,
+    count: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last T of L keys to keys before them that share a bucket.
 
@@ -227,55 +234,57 @@ def lsh_attention(
         alone: whether a query that meets no key gives its own value, rather than 0.
         bias: added to scores, ``[H, S]``: column x for distance x + ``shift``.
         dropout: rate on weights, after they are normalised.
+        count: whether to count keys.
 
-    Returns: ``[B, H, T, K]``, and how many keys each query met, ``[B, H, T]``.
+    Returns: ``[B, H, T, K]``, and how many keys each query met, ``[B, H, T]``, or zeros.
     """
     total, width = keys.shape[2], keys.shape[3] // 2
     length = sizes.shape[2]
     order = hashes.argsort(dim=-1, stable=True)  # [B, H, R, L]
     place = torch.empty_like(order).scatter_(-1, order, torch.arange(total, device=order.device).expand_as(order))
+    exact = torch.promote_types(keys.dtype, torch.float32)
     # Numbers of one bucket are consecutive, of two are more than w apart: 0 < a - b <= w says that a round lets a meet b.
-    numbers = place.to(torch.int32) + hashes.to(torch.int32) * (bucket_keys + 1)
-    numbers = F.pad(numbers, (0, 1), value=-bucket_keys - 1)  # place L holds nothing: none meets it
-    sizes = F.pad(sizes, (total - length, 0))
-    mode = keys.dtype, torch.promote_types(keys.dtype, torch.float32)
+    numbers = (place + hashes * (bucket_keys + 1)).to(exact)
+    numbers = F.pad(2 * numbers, (0, 1), value=-2.0 * (bucket_keys + 1))  # place L holds nothing: none meets it
+    sizes = F.pad(sizes * math.log2(math.e), (total - length, 0))
     found = []
     for r in range(hashes.shape[2]):
         pick, put = _chunks(order[:, :, r], place[:, :, r], length, bucket_keys)
-        (at, met_at), (own, met) = pick(None), pick(keys)  # [B, H, n, g], [B, H, n, m], and the same with 2K
-        visible = None
-        for earlier in range(r, -1, -1):
-            a, b = pick(numbers[:, :, earlier])
-            ahead = a[..., :, None] - b[..., None, :]
-            meets = (ahead > 0) & (ahead <= bucket_keys)  # [B, H, n, g, m]
-            visible = meets if visible is None else visible & ~meets
-        distance = None
-        if bias is not None or total - 1 > farthest:
-            distance = at[..., :, None] - met_at[..., None, :]
-            visible = visible & (distance <= farthest)
-        queries = own[..., :width] * pick(sizes)[0][..., None].to(mode[0])
-        scores = (queries @ met[..., :width].mT).to(mode[1])
+        own, met = pick(keys)  # [B, H, n, g, 2K], [B, H, n, m, 2K]
+        # 0 where a query sees a key, else at least 1: arithmetic is several times faster than comparing and filling.
+        hidden = _from_middle(*pick(numbers[:, :, r]), bucket_keys).sub_(bucket_keys - 1).relu_()  # [B, H, n, g, m]
+        for earlier in range(r):
+            hidden += _from_middle(*pick(numbers[:, :, earlier]), bucket_keys).neg_().add_(bucket_keys).relu_()
+        at, met_at = pick(None)
+        if total - 1 > farthest:
+            hidden += (at[..., :, None] - met_at[..., None, :] - farthest).to(exact).relu_()
+        queries = own[..., :width] * pick(sizes)[0][..., None].to(keys.dtype)
+        scores = (queries @ met[..., :width].mT).to(exact)  # in base 2: exp2 is quick where its result is 0, exp is not
         if bias is not None:
-            column = (distance - shift).clamp(0, bias.shape[1] - 1).flatten(2)
-            by_head = repeat(bias.to(mode[1]), "H S -> B H S", B=len(column))
+            column = (at[..., :, None] - met_at[..., None, :] - shift).clamp_(0, bias.shape[1] - 1).flatten(2)
+            by_head = repeat(bias.to(exact) * math.log2(math.e), "H S -> B H S", B=len(column))
             scores = scores + by_head.gather(2, column).view_as(scores)
-        scores = scores.masked_fill(~visible, -torch.inf)
-        top = scores.detach().amax(-1, keepdim=True)
-        top = top.clamp(min=torch.finfo(mode[1]).min / 4)  # of a row without keys
-        weights = torch.exp(scores - top)
+        scores = scores.add_(hidden, alpha=HIDDEN)
+        top = scores.detach().amax(-1, keepdim=True).clamp_(min=HIDDEN / 2)  # of a row that sees no key
+        weights = (scores - top).exp2_()
         mass = weights.sum(-1, keepdim=True)
-        dropped = F.dropout(weights, dropout).to(mode[0])
-        values = (dropped @ met[..., width:]).to(mode[1])
-        number = visible.sum(-1, keepdim=True).to(mode[1])
+        values = (F.dropout(weights, dropout).to(keys.dtype) @ met[..., width:]).to(exact)
+        number = (hidden == 0).sum(-1, keepdim=True) if count else torch.zeros_like(top)
         found.append(put(torch.cat([values, mass, top, number], dim=-1)))  # [B, H, T, K + 3]
     values, mass, top, number = torch.stack(found).split([width, 1, 1, 1], dim=-1)
-    scale = torch.exp(top - top.amax(0)).detach()
-    values, mass, number = (values * scale).sum(0), (mass * scale).sum(0), number.sum(0)
-    none = number == 0
-    y = values / mass.masked_fill(none, 1)
+    best = top.detach().amax(0)
+    scale = torch.exp2(top.detach() - best)
+    none = best <= HIDDEN / 2
+    y = (values * scale).sum(0) * (mass * scale).sum(0).masked_fill(none, 1).reciprocal()
     if alone:
-        y = y + F.dropout(none.to(mode[1]), dropout) * keys[:, :, total - length :, width:]
-    return y.to(mode[0]), number.squeeze(-1).detach()
+        y = y + F.dropout(none.to(exact), dropout) * keys[:, :, total - length :, width:]
+    return y.to(keys.dtype), number.sum(0).squeeze(-1).detach()
+
+
+def _from_middle(a: Tensor, b: Tensor, width: int) -> Tensor:
+    """``|2 (a - b) - (width + 1)|`` of doubled whole numbers: at most ``width - 1`` where 0 < a - b <= width, else more
+    than ``width``."""
+    return ((a - (width + 1))[..., :, None] - b[..., None, :]).abs_()
 
 
 def _chunks(order: Tensor, place: Tensor, length: int, bucket_keys: int) -> tuple[Callable, Callable]:
@@ -287,8 +296,8 @@ def _chunks(order: Tensor, place: Tensor, length: int, bucket_keys: int) -> tupl
         length: T, the last of which are queries.
 
     Returns:
-        pick: from ``[B, H, L, ..]`` or ``[B, H, L + 1, ..]`` (None: places themselves), queries ``[B, H, n, g, ..]`` and keys ``[B, H, n, m, ..]``. Where
-            there is no key, the place is L, or of a tensor without one, any.
+        pick: from ``[B, H, L, ..]`` the queries ``[B, H, n, g, ..]`` and the keys beside them ``[B, H, n, m, ..]``; from
+            None, their places, which are L where there is no key. What is taken of no key is that of the last place.
         put: from ``[B, H, n, g, ..]`` of queries, ``[B, H, T, ..]`` in their order.
     """
     total = order.shape[-1]
