@@ -2,17 +2,18 @@
 
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = sum_{j <= t} phi(k_j) v_j^T,    z_t = sum_{j <= t} phi(k_j),
 
-phi(x) = elu(x) + 1 for each number of a head's query or key, unscaled (Katharopoulos et al. 2020, arXiv 2006.16236, 3.2 to
-3.4). Training cuts a segment into chunks, which meet themselves by pairs and what is before them by the sums; a stream carries
-S and z, whose size is that of the model: see ``kernels/carried_sums.py``. ``model.span`` bounds nothing.
+phi(x) = elu(x) + 1 for each number of a head's query or key, unscaled (Katharopoulos et al. 2020, arXiv 2006.16236,
+3.2 to 3.4). Training cuts a segment into chunks, which meet themselves by pairs and what is before them by the sums; a
+stream carries S and z, whose size does not grow: see ``kernels/carried_sums.py``. ``model.span`` bounds nothing.
 
 Where it departs, and what it follows:
 - No epsilon in the denominator: a query without keys (the first of a stream without ``attend_self``) gives 0.
-- ALiBi is a decay, and exact: a weight is multiplied by exp(-slope) for every key between, so that sums decay byte by byte.
-- Rotary is refused: turned features are below 0 or no function of the distance, since elu acts on each number (the paper adds
-  absolute positions to the input, which all mechanisms may). Vectors for each distance, or any other bias, would need the
-  keys themselves, and so would ``cache: hidden``: sums are made once.
+- ALiBi is a decay, and exact: a weight is multiplied by exp(-slope) for every key between, so sums decay byte by byte.
+- Rotary is refused: elu acts on each number, so that products of turned vectors' features depend on both places and
+  not on the distance alone. Vectors for each distance and other biases would need the keys themselves, and so would
+  ``cache: hidden``: sums are made once. Absolute positions in the input, the paper's own, all mechanisms may have.
 - Dropout has no weights to drop here; feed-forward blocks and embeddings have it.
+- In float32 without a decay, sums stop growing where a key is below rounding, near 10^7 keys.
 """
 
 import torch
@@ -66,7 +67,7 @@ class CarriedSums(Sublayer):
         self.attend_self, self.chunk, self.period = context.attend_self, chunk, chunk
 
     def featured(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Features of queries and keys ``[B, H, T, K]``: ``[B, H, T, F]`` each, and the keys' ``log_scale`` if they have one.
+        """Features ``[B, H, T, F]`` of queries and of keys ``[B, H, T, K]``, and the keys' ``log_scale`` or None.
 
         A query's features may have any scale, which cancels.
         """
@@ -93,8 +94,8 @@ class CarriedSums(Sublayer):
     def ideal_flops(self) -> int:
         """Projections, and the sums' form: 2 F K for adding a key's value, 2 F (K + 1) for reading S and z.
 
-        It is what a byte needs however long the past is. Pairs within a chunk are another way to the same sums, quicker on
-        hardware, and are not counted, nor is what is no product: features, decays, z.
+        It is what a byte needs however long the past is. Pairs within a chunk are another way to the same sums, quicker
+        on hardware, and are not counted, nor is what is no product: features, decays, z.
         """
         linears = (self.query, self.key, self.value, self.output)
         return 2 * sum(m.weight.numel() for m in linears) + 2 * self.heads * self.features * (2 * self.d_head + 1)
@@ -108,7 +109,8 @@ class LinearAttention(CarriedSums):
     """Attention by a feature map of each number of a head's query and key.
 
     Args:
-        feature_map: ``elu`` for elu(x) + 1, the paper's, or ``relu``, with which a query may meet no weight at all and gives 0.
+        feature_map: ``elu`` for elu(x) + 1, the paper's, or ``relu``, with which a query may meet no weight at all and
+            gives 0.
         The others are those of ``CarriedSums``.
     """
 

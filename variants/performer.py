@@ -2,20 +2,21 @@
 
     exp(q . k / sqrt(K)) = E[phi(q) . phi(k)],    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),
 
-for rows of W that are normal, and of less variance if those of a block of K are orthogonal (FAVOR+; Choromanski et al. 2020,
-arXiv 2009.14794, 2.3 to 2.4, lemma 1). Their lengths are drawn apart, as those of normal vectors are. Sums and chunks are those
-of ``kernels/carried_sums.py``; every head has a W of its own, a buffer that is saved with the model.
+for rows of W that are normal, and of less variance if those of a block of K are orthogonal (FAVOR+; Choromanski et al.
+2020, arXiv 2009.14794, 2.3 to 2.4, lemma 1). Their lengths are drawn apart, as those of normal vectors are. Sums and
+chunks are those of ``kernels/carried_sums.py``; every head has a W of its own, a buffer that is saved with the model.
 
 Where it departs, and what it follows:
-- W is never drawn anew, though the paper does so every so many steps: sums that are carried were made with it, and a score must
-  not depend on when it was asked for. Redrawing where streams begin would need a W for each stream.
-- No maximum over the keys of a stream, which the usual code takes, future ones included, and no epsilon. A key's features are
-  relative to its own largest, whose logarithm goes with it; the sums are relative to the largest of the past and are scaled anew
-  when that grows. A query's largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel.
-- A feature below e^-59 (float32; e^-473 in float64) of the largest of its query or key counts as that, so that what a query sees
-  never has weight 0.
-- ALiBi is a decay, as in ``linear.py``. Rotary is refused: turned queries and keys have the right mean, but a fixed W makes of it an
-  estimate that changes with the place in the stream. Vectors, other biases and ``cache: hidden`` as in ``linear.py``.
+- W is never drawn anew, though the paper does so every so many steps: sums that are carried were made with it, and a
+  score must not depend on when it was asked for. Redrawing where streams begin would need a W for each stream.
+- No maximum over the keys of a stream, which the usual code takes, future ones included, and no epsilon. A key's
+  features are relative to its own largest, whose logarithm goes with it; the sums are relative to the largest of the
+  past and are scaled anew when that grows. A query's largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel.
+- A feature below e^-59 (float32; e^-473 in float64) of the largest of its query or key counts as that, so that what a
+  query sees never has weight 0.
+- ALiBi is a decay, as in ``linear.py``. Rotary is refused: turned queries and keys have the right mean, but a fixed W
+  makes of it an estimate that changes with the place in the stream. Vectors, other biases, ``cache: hidden`` and
+  dropout as in ``linear.py``.
 """
 
 import math

@@ -6,12 +6,12 @@ over the keys j that query t sees: j <= t, or j < t. The sums over j can be carr
 
     S = sum_j exp(l_j - slope (t - j)) k_j [v_j, 1]^T    [F, K + 1],    y_t = numerator / denominator of q_t^T S
 
-A chunk of C bytes meets itself by its C x C weights, and what is before it by S, so that only one S a chunk is in memory.
+A chunk of C bytes meets itself by its C x C weights, and what is before it by S, so that one S a chunk is in memory.
 There is no epsilon: a query without weights, because it sees no key, gives 0.
 
-**Scales.** ``l`` lets a key's weight be given as its largest feature's logarithm beside features relative to that. S is held
-relative to exp(M), M the largest ``l_j - slope (t - j)`` so far, and a query's weights to exp of the largest that it sees; both
-go by the past alone, cancel in the ratio, and leave every exponent at or below 0. Decays only multiply what is already small.
+**Scales.** A key's features are given beside the logarithm l of what they are relative to. S is relative to exp(M), M
+the largest ``l_j - slope (t - j)`` so far, and a query's weights are relative to exp of the largest that it sees. Both
+go by the past alone, cancel in the ratio, and leave no exponent above 0.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -41,9 +41,9 @@ def attend(
     Args:
         q, k: features ``[B, H, T, F]``, none below 0, in the precision of the sums.
         v: ``[B, H, T, K]``.
-        log_scale: l, ``[B, H, T]``, of keys; None for 0. It has no gradient: features made relative to it have all of it.
+        log_scale: l, ``[B, H, T]``, of keys; None for 0. It has no gradient: features relative to it have all of it.
         slopes: decay for every byte between, ``[H]``; None for none.
-        state: (S ``[B, H, F, K + 1]``, M ``[B, H]``) as an earlier segment returned it, without M where there is no ``l``.
+        state: (S ``[B, H, F, K + 1]``, M ``[B, H]``) from the segment before, without M where there is no ``l``.
         attend_self: whether a query sees the key at its own place.
         chunk: C, bytes.
     """
@@ -110,7 +110,14 @@ def _piece(
 
 
 def _decays(
-    scale: Tensor | None, slopes: Tensor | None, top: Tensor | None, *, like: Tensor, size: int, number: int, attend_self: bool
+    scale: Tensor | None,
+    slopes: Tensor | None,
+    top: Tensor | None,
+    *,
+    like: Tensor,
+    size: int,
+    number: int,
+    attend_self: bool,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None, Tensor], Tensor | None]:
     """``own``, ``read``, ``write`` and ``keep`` of ``_piece``, and M at the end."""
     at = torch.arange(size, dtype=like.dtype, device=like.device)
