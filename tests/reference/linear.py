@@ -1,4 +1,4 @@
-"""Attention by features, 2006.16236, section 3.2: a query's weights are products of features, normalised, and no softmax.
+"""Attention by features, 2006.16236, section 3.2: weights are products of features, normalised, and no softmax.
 
     y_t = W_o [o_1; ...; o_H],    o_h = sum_j w_j v_j / sum_j w_j,    w_j = phi(q_t) . phi(k_j) exp(-slope_h x_j)
 
