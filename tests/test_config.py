@@ -24,7 +24,7 @@ FILES = [file for file in FILES if not file.startswith(("hydra/", "lineup/", "sw
 COMMANDS = {"train": TINY, "bench": TINY, "evaluate": ("run=somewhere",)}
 COMMANDS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
 COMMANDS |= {"score": ("nats=losses.npy", "name=theirs")}
-VERBS = ("check", "cost", "dashboard", "fit", "peers")
+VERBS = ("check", "cost", "dashboard", "features", "fit", "peers")
 COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
 ON_GPU = ("runtime/gpu", "sweep/leaderboard", "sweep/smoke")
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
@@ -52,6 +52,8 @@ def read(file):
 def chosen(file):
     """The overrides that put a file into a training run."""
     group, _, name = file.partition("/")
+    if group == "sublayer" and f"variant/{name}" in FILES:
+        return [f"variant={name}"]  # with the position that it can follow
     if group == "sublayer":
         slot = "attention" if read(file)["_target_"].endswith(".Attention") else "feed_forward"
         return [f"sublayer@variant.{slot}={name}", *(small(name, slot=slot) if name in VARIANTS else [])]

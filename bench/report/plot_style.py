@@ -95,7 +95,7 @@ def ticks_at(axis, values: Sequence[float], *, most: int, text: Callable[[float]
 
 
 def plain_axis(axis) -> None:
-    """A linear axis of seconds or GiB, whose ticks are plain numbers."""
+    """A plain axis of seconds or GiB, whose ticks are plain numbers."""
     axis.set_major_formatter(FuncFormatter(plain_number))
     axis.set_major_locator(MaxNLocator(6))
 

@@ -1,0 +1,27 @@
+"""Positive random features, 2009.14794, section 2.3: the product of features, whose mean is exp(q . k / sqrt(K)).
+
+    phi(x)_i = exp(w_i . x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),    i = 1 .. m
+
+Attention is that of ``linear.py`` with these features; the rows w_i of a head's W are given.
+"""
+
+import torch
+from torch import Tensor
+
+from tests.reference.linear import Product
+
+
+def positive_features(x: Tensor, *, rows: Tensor) -> Tensor:
+    """phi ``[m]`` of a query or key ``[K]`` by ``rows [m, K]``."""
+    scaled = x / len(x) ** 0.25
+    found = [torch.exp(row @ scaled - scaled @ scaled / 2) / len(rows) ** 0.5 for row in rows]
+    return torch.stack(found)
+
+
+def random_feature_product(rows: Tensor) -> Product:
+    """phi(q) . phi(k) by a head's own rows of ``[H, m, K]``."""
+
+    def product(head: int, query: Tensor, key: Tensor) -> Tensor:
+        return positive_features(query, rows=rows[head]) @ positive_features(key, rows=rows[head])
+
+    return product

@@ -1,0 +1,90 @@
+"""Performer: softmax attention estimated by positive random features, so that all of the past fits into carried sums.
+
+    exp(q . k / sqrt(K)) = E[phi(q) . phi(k)],    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),
+
+for rows of W that are normal, and of less variance if those of a block of K are orthogonal (FAVOR+; Choromanski et al.
+2020, arXiv 2009.14794, 2.3 to 2.4, lemma 1). Their lengths are drawn apart, as those of normal vectors are. Sums and
+chunks are those of ``kernels/carried_sums.py``; every head has a W of its own, a buffer that is saved with the model.
+
+Where it departs, and what it follows:
+- W is never drawn anew, though the paper does so every so many steps: sums that are carried were made with it, and a
+  score must not depend on when it was asked for. Redrawing where streams begin would need a W for each stream.
+- No maximum over the keys of a stream, which the usual code takes, future ones included, and no epsilon. A key's
+  features are relative to its own largest, whose logarithm goes with it; the sums are relative to the largest of the
+  past and are scaled anew when that grows. A query's largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel.
+- A feature below e^-59 (float32; e^-473 in float64) of the largest of its query or key counts as that, so that what a
+  query sees never has weight 0.
+- ALiBi is a decay, as in ``linear.py``. Rotary is refused: turned queries and keys have the right mean, but a fixed W
+  makes of it an estimate that changes with the place in the stream. Vectors, other biases, ``cache: hidden`` and
+  dropout as in ``linear.py``.
+"""
+
+import math
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from variants.contract import LayerContext, NeededFlops
+from variants.linear import CarriedSums
+
+
+def orthogonal_rows(number: int, width: int) -> Tensor:
+    """Normal vectors ``[number, width]``, orthogonal within each block of ``width`` of them."""
+    blocks = []
+    for _ in range(math.ceil(number / width)):
+        q, r = torch.linalg.qr(torch.randn(width, width))
+        blocks.append(q * r.diagonal().sign())  # as often one way as the other
+    lengths = torch.randn(number, width).norm(dim=1)
+    return torch.cat([block.T for block in blocks])[:number] * lengths[:, None]
+
+
+def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
+    """exp of ``[..., m]`` over a scale for each row, and the logarithm of the scale ``[...]``, which is a constant.
+
+    The largest is exp(h), none is below exp(-h), for an h such that sums of products of two, 10^9 of them, are finite.
+    """
+    half = math.log(torch.finfo(logarithms.dtype).max) / 3
+    scale = logarithms.detach().amax(-1, keepdim=True) - half
+    return (logarithms - scale).clamp(min=-half).exp(), scale.squeeze(-1)
+
+
+class Performer(CarriedSums):
+    """Attention by random features whose mean is that of a softmax.
+
+    Args:
+        features: m, random features of a head; None for 2 K.
+        The others are those of ``CarriedSums``.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        features: int | None = None,
+        d_head: int | None = None,
+        bias: bool = False,
+        zero_init: bool = False,
+        chunk: int = 32,
+    ):
+        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
+        if features is not None and features < 1:
+            raise ValueError(f"features={features}: must be at least 1, or null")
+        self.features = features or 2 * self.d_head
+        rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]
+        self.register_buffer("directions", torch.stack(rows))  # W: [H, m, K]
+
+    def featured(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        directions = self.directions.to(q.dtype) * self.d_head**-0.25
+        q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
+        along = einsum(k, directions, "B H T K, H m K -> B H T m")
+        k, log_scale = relative_exponentials(along - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5))
+        return q, k, log_scale
+
+    def ideal_flops(self) -> int:
+        """Projections, sums, and W x' of a query and a key."""
+        return super().ideal_flops() + 4 * self.heads * self.features * self.d_head
+
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
+        """The same for every byte; W has no gradient."""
+        return NeededFlops(self.ideal_flops(), 2 * self.ideal_flops() - 4 * self.heads * self.features * self.d_head)
