@@ -54,6 +54,23 @@ class Carried(NamedTuple):
     number: Tensor
 
 
+class Rows(NamedTuple):
+    """What a segment brings and has behind it.
+
+    Attributes:
+        own, past: keys and values, unrotated, ``[B, T, 2 H K]`` and ``[B, P, 2 H K]``, or None where a stream begins.
+        index: keys of the index, of the open block and the segment, ``[B, r - 1 + T, I]``, or without the open block's.
+        start: stream position of the first byte, ``[B]``.
+        number: as the state has it; ``[1, 3]`` where a stream begins.
+    """
+
+    own: Tensor
+    past: Tensor | None
+    index: Tensor | None
+    start: Tensor
+    number: Tensor
+
+
 class Keys(NamedTuple):
     """What chunks of queries meet: n chunks of Q queries, L keys of the window and G summaries, in this order.
 
@@ -146,60 +163,45 @@ class Linformer(Sublayer):
         if start is None:
             start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         carried = None if state is None else Carried(*state)
-        number = start.new_zeros(1, 3) if carried is None else carried.number
-        own, past, index = self._rows(x, carried)
-        summaries = self._summaries(own, past, index, carried, start, number)
+        rows = self._rows(x, carried, start)
+        summaries = self._summaries(rows, carried)
         q = self.position.rotate(self._heads(self.query(x) * self.d_head**-0.5), start)
-        queries = self._queries(x.shape[1])
-        keys = self._keys(own, past, summaries, start, number, queries)
-        y = self._attend(x, q, keys, queries)
-        stats = self._stats(x, q, keys, queries) if collect_stats else None
-        state = self._carry(x, own, index, summaries, carried, number)
-        return SublayerOutput(self.output(y), state, stats=stats)
+        keys = self._keys(rows, summaries)
+        y = self.output(self._attend(x, q, keys))
+        stats = self._stats(x, q, keys) if collect_stats else None
+        return SublayerOutput(y, self._carry(x, rows, summaries, carried), stats=stats)
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "B T (H K) -> B H T K", H=self.heads)
 
-    def _rows(self, x: Tensor, carried: Carried | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Keys and values, unrotated, of the segment ``[B, T, 2 H K]`` and of the past, and keys of the index of both."""
+    def _rows(self, x: Tensor, carried: Carried | None, start: Tensor) -> Rows:
         both = torch.cat([self.key.weight, self.value.weight])
-        own = F.linear(x, both)
-        index = self.index_key(x) if self.top_k else None
+        own, index = F.linear(x, both), self.index_key(x) if self.top_k else None
         if carried is None:
-            return own, None, index
-        if self.cache == "kv":
-            if self.top_k:
-                index = torch.cat([carried.index.to(own.dtype), index], dim=1)
-            return own, carried.past.to(own.dtype), index
-        old = carried.past.to(x.dtype)
+            return Rows(own, None, index, start, start.new_zeros(1, 3))
+        old = carried.past.to(own.dtype if self.cache == "kv" else x.dtype)
         if self.top_k:
-            index = torch.cat([self.index_key(_last(old, self.ratio - 1)), index], dim=1)
-        return own, F.linear(old, both), index
+            again = self.cache == "hidden"
+            before = self.index_key(_last(old, self.ratio - 1)) if again else carried.index.to(index.dtype)
+            index = torch.cat([before, index], dim=1)
+        return Rows(own, old if self.cache == "kv" else F.linear(old, both), index, start, carried.number)
 
-    def _summaries(
-        self,
-        own: Tensor,
-        past: Tensor | None,
-        index: Tensor | None,
-        carried: Carried | None,
-        start: Tensor,
-        number: Tensor,
-    ) -> Tensor:
+    def _summaries(self, rows: Rows, carried: Carried | None) -> Tensor:
         """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks from the open one on, of which
         the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
-        streams, length, width = own.shape
-        ratio, blocks, phase = self.ratio, -(-length // self.ratio), number[:, 0]
-        rows = own if past is None else torch.cat([_last(past, ratio - 1), own], dim=1)
-        rows = rows if index is None else torch.cat([rows, index], dim=-1)
+        own, past, index, start, number = rows
+        ratio, blocks, phase, inner = self.ratio, -(-own.shape[1] // self.ratio), number[:, 0], self.heads * self.d_head
+        every = own if past is None else torch.cat([_last(past, ratio - 1), own], dim=1)
+        every = every if index is None else torch.cat([every, index], dim=-1)
         if past is None:
-            rows = F.pad(rows, (0, 0, 0, blocks * ratio - length))
+            every = F.pad(every, (0, 0, 0, blocks * ratio - own.shape[1]))
         else:
-            rows = _from(rows, ratio - 1 - phase, blocks * ratio)
-        made = self._compress(rows.unflatten(1, (blocks, ratio)))
-        k, rest = made.split([width // 2, made.shape[-1] - width // 2], dim=-1)
+            every = _from(every, ratio - 1 - phase, blocks * ratio)
+        made = self._compress(every.unflatten(1, (blocks, ratio)))
+        k, rest = made.split([inner, made.shape[-1] - inner], dim=-1)
         last = (start - phase)[:, None] + ratio * torch.arange(1, blocks + 1, device=own.device) - 1  # [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
-        k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", B=streams)
+        k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
         made = torch.cat([k, rest], dim=-1)
         if carried is None:
             return F.pad(made, (0, 0, self._most(), 0))
@@ -226,17 +228,14 @@ class Linformer(Sublayer):
         size = -(-max(32, min(128, self._near())) // self.ratio) * self.ratio
         return (1, length) if length <= size else (-(-length // size), size)
 
-    def _keys(
-        self,
-        own: Tensor,
-        past: Tensor | None,
-        summaries: Tensor,
-        start: Tensor,
-        number: Tensor,
-        queries: tuple[int, int],
-    ) -> Keys:
+    def _keys(self, rows: Rows, summaries: Tensor) -> Keys:
         """Each chunk's band of the window, and its summaries."""
-        (chunks, size), inner, behind = queries, self.heads * self.d_head, self._near() - 1 + self.shift
+        own, past, _, start, number = rows
+        (chunks, size), inner, behind = (
+            self._queries(own.shape[1]),
+            self.heads * self.d_head,
+            self._near() - 1 + self.shift,
+        )
         k, v = self.position.rotate(self._heads(own[..., :inner]), start), self._heads(own[..., inner:])
         front = 0
         if past is not None:
@@ -257,22 +256,28 @@ class Linformer(Sublayer):
             far = rearrange(far, "B n G (H K) -> B n H G K", H=self.heads)
             return torch.cat([*(parts[:, i : i + chunks] for i in range(before + 1)), far], dim=3)
 
-        t = torch.arange(size, device=own.device)
-        first = size * torch.arange(chunks, device=own.device)[:, None, None]  # [n, 1, 1]
-        place = torch.arange(front + size, device=own.device) - front  # of a key of the band, from its chunk's first query on
-        near = (t[:, None] - place - self.shift).expand(1, chunks, -1, -1)
-        kept, found = number[:, 1, None, None, None], number[:, 2, None, None, None]
-        seen = (near >= 0) & (near < self._near()) & (first + place >= -kept)
-        most, phase = self._most(), number[:, 0, None, None, None]
-        far = phase + first + t[:, None] + self.ratio * (most - at[:, None])  # bytes back to the block's first
-        seen_far = (far >= self._nearest()) & (far < self.span + self.shift) & (at[:, None] >= most - found)
-        distance = far - (self.ratio - 1) - self.shift
-        distance = torch.cat([near.expand(len(number), -1, -1, -1), distance], dim=3)
-        return Keys(joined(k, key), joined(v, value), torch.cat([seen, seen_far], dim=3), distance, index)
+        return Keys(joined(k, key), joined(v, value), *self._visible(number, at, front, (chunks, size)), index)
 
-    def _attend(self, x: Tensor, q: Tensor, keys: Keys, queries: tuple[int, int]) -> Tensor:
+    def _visible(self, number: Tensor, at: Tensor, front: int, queries: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """As ``Keys`` has it, and distances, from the numbers of summaries ``at [n, G]``, where ``front`` keys of a band are
+        before its chunk."""
+        (chunks, size), most, device = queries, self._most(), at.device
+        phase, kept, found = (n[:, None, None, None] for n in number.unbind(-1))
+        t = torch.arange(size, device=device)[:, None]
+        first = size * torch.arange(chunks, device=device)[:, None, None]  # [n, 1, 1]
+        place = (
+            torch.arange(front + size, device=device) - front
+        )  # of a key of the band, from its chunk's first query on
+        near = (t - place - self.shift).expand(len(number), chunks, -1, -1)
+        seen = (near >= 0) & (near < self._near()) & (first + place >= -kept)
+        far = phase + first + t + self.ratio * (most - at[:, None])  # bytes back to the block's first
+        seen_far = (far >= self._nearest()) & (far < self.span + self.shift) & (at[:, None] >= most - found)
+        distance = torch.cat([near, far - (self.ratio - 1) - self.shift], dim=3)
+        return torch.cat([seen, seen_far], dim=3), distance
+
+    def _attend(self, x: Tensor, q: Tensor, keys: Keys) -> Tensor:
         """What the heads give, ``[B, T, H K]``."""
-        chunks, size = queries
+        chunks, size = self._queries(x.shape[1])
         visible, far = keys.visible, keys.index.shape[2]
 
         def chunked(x: Tensor) -> Tensor:  # [.., T, n] -> [.., n, Q, n]
@@ -310,11 +315,11 @@ class Linformer(Sublayer):
         return y.masked_fill(blind, 0) if self.shift else y
 
     @torch.no_grad()
-    def _stats(self, x: Tensor, q: Tensor, keys: Keys, queries: tuple[int, int]) -> dict[str, Tensor]:
+    def _stats(self, x: Tensor, q: Tensor, keys: Keys) -> dict[str, Tensor]:
         """The share of attention that summaries have: values of one for them, and of nothing for the window."""
         far = keys.index.shape[2]
         ones = F.pad(torch.ones_like(keys.v[..., :far, :]), (0, 0, keys.v.shape[3] - far, 0))
-        mass = self._attend(x, q, keys._replace(v=ones), queries).unflatten(-1, (self.heads, -1))[..., 0]
+        mass = self._attend(x, q, keys._replace(v=ones)).unflatten(-1, (self.heads, -1))[..., 0]
         return {"bytes": torch.tensor(mass[..., 0].numel(), dtype=torch.float64), "mass": wide(mass).sum(dim=(0, 1))}
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
@@ -322,25 +327,16 @@ class Linformer(Sublayer):
         return {"summary_mass": stats["mass"] / stats["bytes"]} if stats else {}
 
     @torch.no_grad()
-    def _carry(
-        self,
-        x: Tensor,
-        own: Tensor,
-        index: Tensor | None,
-        summaries: Tensor,
-        carried: Carried | None,
-        number: Tensor,
-    ) -> State:
+    def _carry(self, x: Tensor, rows: Rows, summaries: Tensor, carried: Carried | None) -> State:
         length, most, kept = x.shape[1], self._most(), self._kept()
-        new = own if self.cache == "kv" else x
-        past = new if carried is None else torch.cat([carried.past.to(new.dtype), new[:, -kept:]], dim=1)
-        phase, old, found = number.expand(len(x), -1).unbind(-1)
+        past = rows.own if self.cache == "kv" else x
+        if carried is not None:
+            past = torch.cat([carried.past.to(past.dtype), past[:, -max(1, kept) :]], dim=1)
+        phase, old, found = rows.number.expand(len(x), -1).unbind(-1)
         done = (phase + length) // self.ratio
         number = [(phase + length) % self.ratio, (old + length).clamp(max=kept), (found + done).clamp(max=most)]
-        index = _last(index, self.ratio - 1).detach().clone() if self.top_k and self.cache == "kv" else None
-        return Carried(
-            _last(past, kept).detach().clone(), index, _from(summaries.detach(), done, most), torch.stack(number, -1)
-        )
+        index = _last(rows.index, self.ratio - 1).clone() if self.top_k and self.cache == "kv" else None
+        return Carried(_last(past, kept).clone(), index, _from(summaries, done, most), torch.stack(number, -1))
 
     def reach(self) -> int:
         return self.span - 1 + self.shift
@@ -432,9 +428,7 @@ def _from(x: Tensor, first: Tensor, number: int) -> Tensor:
     return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape)
 
 
-def _check_keywords(
-    *, ratio: int, window: int, top_k: int | None, d_index: int, compressor: str, share: str
-) -> None:
+def _check_keywords(*, ratio: int, window: int, top_k: int | None, d_index: int, compressor: str, share: str) -> None:
     """Raise ValueError naming a keyword that is out of its range."""
     for name, value in {"ratio": ratio, "window": window, "top_k": top_k, "d_index": d_index}.items():
         if value is not None and value < 1:
