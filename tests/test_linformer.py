@@ -73,7 +73,7 @@ def test_it_is_the_reference_in_value_and_every_gradient(row):
     case = Summarised(past=past, length=length, **sizes, **same)
     sublayer = case.build()
     old, x = case.stream()
-    weights = {name.removesuffix(".weight"): p for name, p in sublayer.named_parameters()}
+    weights = {name.removesuffix(".weight").removeprefix("compressor."): p for name, p in sublayer.named_parameters()}
     given = weights | {"table": weights.get("position.table")}
     expected = reference(
         x, past=old, weights={n: w for n, w in given.items() if w is not None}, heads=2, **sizes, **same
@@ -88,7 +88,7 @@ def test_several_chunks_of_queries_are_the_reference():
     sublayer = case.build()
     old, x = case.stream()
     assert sublayer._queries(37) == (2, 32)
-    weights = {name.removesuffix(".weight"): p for name, p in sublayer.named_parameters()}
+    weights = {name.removesuffix(".weight").removeprefix("compressor."): p for name, p in sublayer.named_parameters()}
     same |= {"cache": "kv", "attend_self": True}
     expected = reference(x, past=old, weights=weights, heads=1, **sizes, **same)
     assert_same(run(sublayer, x, old), expected, named={"x": x} | weights)
@@ -202,8 +202,8 @@ def test_who_shares_weights():
     for share, shape in shapes.items():
         case, pool = Summarised(share=share), {}
         first, second = case.build(pool=pool), case.build(pool=pool)
-        assert first.places.shape == shape
-        assert (first.places is second.places) == (share == "layers")
+        assert first.compressor.places.shape == shape
+        assert (first.compressor.places is second.compressor.places) == (share == "layers")
 
 
 @pytest.mark.numeric

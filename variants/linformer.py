@@ -14,28 +14,24 @@ over the w nearest keys i, exactly, and the summaries of blocks j, in one softma
 - State: raw keys and values (``cache: hidden``: inputs) of the window and the open block, at a phase of each stream's own, and
   summaries as they were made, detached in either cache.
 
-Wang et al. 2020, 2006.04768, equation 7: E and F are k x n and mix a whole sequence of fixed length, so every row holds the
+Wang et al. 2020, 2006.04768, section 4: E and F are k x n and mix a whole sequence of fixed length, so every row holds the
 future and no mask takes it out (no published numbers on enwik8 either). Kept: learned weights over positions, for keys and for
-values, and what may share them (section 4). Not kept: their reach over the whole sequence, one row here spans one block;
-non-causal rows; the bound on length. The exact window is not theirs: without it the open block would be invisible (so does
-Transformer-LS, 2107.02192). They start at 1/r, the mean, as nothing then depends on r's scale; theirs at random.
-All summaries with ``compressor: softmax`` and the choice of ``top_k`` are compressed attention as of 2025 (2502.11089, 3.3, and
-DeepSeek-V4's two kinds), with pooling by content; read are summaries, not a chosen block's own keys. That index has several
-heads with a ReLU, rotation, and a loss of its own.
+values, and who may share them. Not kept: rows over the whole sequence, here a row spans a block, the same for every block.
+Ours: the window, without which the open block would be invisible (Transformer-LS, 2107.02192, has one), and a start at 1/r.
+``compressor: softmax``, and ``top_k`` with it, are compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4) in small: what
+is chosen is read as summaries, not key by key; the index has one head, no ReLU, no rotation, and no loss of its own.
 """
 
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor, nn
 
+from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
 from variants.kernels.window import pairs
-
-COMPRESSORS = ("mean", "linear", "softmax")
-SHARES = ("none", "heads", "key_value", "layers")
 
 
 class Carried(NamedTuple):
@@ -59,7 +55,7 @@ class Rows(NamedTuple):
 
     Attributes:
         own, past: keys and values, unrotated, ``[B, T, 2 H K]`` and ``[B, P, 2 H K]``, or None where a stream begins.
-        index: keys of the index, of the open block and the segment, ``[B, r - 1 + T, I]``, or without the open block's.
+        index: keys of the index, of the open block, if there is a past, and the segment, ``[B, r - 1 + T, I]``.
         start: stream position of the first byte, ``[B]``.
         number: as the state has it; ``[1, 3]`` where a stream begins.
     """
@@ -97,8 +93,8 @@ class Linformer(Sublayer):
         window: w, keys that are met exactly, from 1 to below ``model.span``.
         compressor: ``mean``, ``linear`` (weights E and F over a block's places) or ``softmax`` (weights by content: of
             u . k_i / sqrt(K) + b_i, the same for keys and values).
-        share: who has ``linear`` weights of its own: ``none`` shares nothing, ``heads`` has an E and an F for all heads,
-            ``key_value`` one E = F for all heads, ``layers`` one for the whole network. ``softmax`` takes ``none``.
+        share: of ``linear`` weights: ``none``, ``heads`` for an E and an F of all heads, ``key_value`` for one E = F of all
+            heads, ``layers`` for one of the whole network.
         top_k: summaries that a query reads, from 1; None for all.
         d_index: width I of the index that chooses them, from 1.
         d_head: head width K, or None for D / H.
@@ -121,20 +117,20 @@ class Linformer(Sublayer):
         zero_init: bool = False,
     ):
         super().__init__()
-        _check_keywords(ratio=ratio, window=window, top_k=top_k, d_index=d_index, compressor=compressor, share=share)
+        sizes = {"ratio": ratio, "window": window, "top_k": top_k, "d_index": d_index, "d_head": d_head}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1" + ", or null" * (name in ("top_k", "d_head")))
         if d_head is None and context.d_model % context.heads:
             raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
-        if d_head is not None and d_head < 1:
-            raise ValueError(f"d_head={d_head}: must be at least 1, or null")
         self.shift = 0 if context.attend_self else 1
         if context.span <= max(window, ratio - self.shift):
-            raise ValueError(
-                f"model.span={context.span}: must be above window={window} and ratio={ratio}, or no summary is ever seen"
-            )
+            least = f"above window={window} and ratio={ratio}"
+            raise ValueError(f"model.span={context.span}: must be {least}, or no summary is ever seen")
         if context.backend not in ("auto", "plain"):
             raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, plain")
         self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
-        self.ratio, self.window, self.compressor, self.top_k = ratio, window, compressor, top_k
+        self.ratio, self.window, self.top_k = ratio, window, top_k
         self.span, self.period, self.cache, self.dropout = context.span, ratio, context.cache, context.dropout
         inner = self.heads * self.d_head
         self.query, self.key, self.value = (nn.Linear(context.d_model, inner, bias=False) for _ in range(3))
@@ -144,18 +140,9 @@ class Linformer(Sublayer):
         self.d_index = d_index if top_k else 0
         if top_k:
             self.index_query, self.index_key = (nn.Linear(context.d_model, d_index, bias=False) for _ in range(2))
+        of = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
+        self.compressor = Compressor(context, kind=compressor, share=share, **of)
         self.position = context.position(self.d_head)
-
-        def even(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.full((*shape, ratio), 1 / ratio))
-
-        if compressor == "linear":  # [2 or 1, H or 1, r]: of keys and of values
-            own = {"none": (2, self.heads), "heads": (2, 1), "key_value": (1, 1)}
-            at = ("places", ratio)
-            self.places = context.shared(Linformer, at, lambda: even(1, 1)) if share == "layers" else even(*own[share])
-        if compressor == "softmax":
-            self.content = nn.Parameter(torch.zeros(self.heads, self.d_head))
-            self.places = nn.Parameter(torch.zeros(self.heads, ratio))
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -197,31 +184,15 @@ class Linformer(Sublayer):
             every = F.pad(every, (0, 0, 0, blocks * ratio - own.shape[1]))
         else:
             every = _from(every, ratio - 1 - phase, blocks * ratio)
-        made = self._compress(every.unflatten(1, (blocks, ratio)))
-        k, rest = made.split([inner, made.shape[-1] - inner], dim=-1)
+        both, index = every.unflatten(1, (blocks, ratio)).split([2 * inner, self.d_index], dim=-1)
+        k, v = self.compressor(both).chunk(2, dim=-1)
         last = (start - phase)[:, None] + ratio * torch.arange(1, blocks + 1, device=own.device) - 1  # [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
         k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        made = torch.cat([k, rest], dim=-1)
+        made = torch.cat([k, v, index.mean(dim=2)], dim=-1)
         if carried is None:
             return F.pad(made, (0, 0, self._most(), 0))
         return torch.cat([_last(carried.summaries.to(made.dtype), self._most()), made], dim=1)
-
-    def _compress(self, rows: Tensor) -> Tensor:
-        """Of the places of a block, ``[B, M, r, 2 H K (+ I)]`` to ``[B, M, 2 H K (+ I)]``; sums in float32 or better."""
-        dtype, width = torch.promote_types(rows.dtype, torch.float32), 2 * self.heads * self.d_head
-        both, index = rows.split([width, rows.shape[-1] - width], dim=-1)
-        if self.compressor == "mean":
-            return rows.mean(dim=2, dtype=dtype).to(rows.dtype)
-        if self.compressor == "linear":
-            weights = self.places.to(dtype).expand(2, self.heads, -1)
-            found = (both * repeat(weights, "two H r -> r (two H K)", K=self.d_head)).sum(dim=2)
-        else:
-            heads = both.unflatten(-1, (2, self.heads, self.d_head))  # [B, M, r, 2, H, K]
-            scores = torch.einsum("bmrhk,hk->bmrh", heads[:, :, :, 0], self.content.to(rows.dtype)) * self.d_head**-0.5
-            weights = (scores.to(dtype) + self.places.T).softmax(dim=2)
-            found = (heads * weights[:, :, :, None, :, None]).sum(dim=2).flatten(2)
-        return torch.cat([found.to(rows.dtype), index.mean(dim=2)], dim=-1) if self.top_k else found.to(rows.dtype)
 
     def _queries(self, length: int) -> tuple[int, int]:
         """Chunks n and queries Q of each, whole blocks if there are several."""
@@ -280,7 +251,7 @@ class Linformer(Sublayer):
         chunks, size = self._queries(x.shape[1])
         visible, far = keys.visible, keys.index.shape[2]
 
-        def chunked(x: Tensor) -> Tensor:  # [.., T, n] -> [.., n, Q, n]
+        def chunked(x: Tensor) -> Tensor:  # [.., T, m] -> [.., n, Q, m]
             return F.pad(x, (0, 0, 0, chunks * size - x.shape[-2])).unflatten(-2, (chunks, size))
 
         index = None
@@ -336,7 +307,7 @@ class Linformer(Sublayer):
         done = (phase + length) // self.ratio
         number = [(phase + length) % self.ratio, (old + length).clamp(max=kept), (found + done).clamp(max=most)]
         index = _last(rows.index, self.ratio - 1).clone() if self.top_k and self.cache == "kv" else None
-        return Carried(_last(past, kept).clone(), index, _from(summaries, done, most), torch.stack(number, -1))
+        return tuple(Carried(_last(past, kept).clone(), index, _from(summaries, done, most), torch.stack(number, -1)))
 
     def reach(self) -> int:
         return self.span - 1 + self.shift
@@ -359,8 +330,9 @@ class Linformer(Sublayer):
 
     def _met(self, size: int, device: torch.device) -> Tensor:
         """Numbers of the summaries that a chunk of ``size`` queries may meet, beside as many as blocks went before it."""
-        number = self._most() + 1 + (self.ratio - 2 + size - self._nearest()) // self.ratio
-        return torch.arange(max(0, number), device=device)
+        return torch.arange(
+            max(0, self._most() + 1 + (self.ratio - 2 + size - self._nearest()) // self.ratio), device=device
+        )
 
     def set_span(self, span: int) -> None:
         if span < 1 or span > self.position.longest:
@@ -373,7 +345,7 @@ class Linformer(Sublayer):
 
     def _summaries_seen(self) -> tuple[float, float]:
         """Summaries in sight of a warm query, and of these read, the means over phases."""
-        seen = [self._seen(self.span + self.ratio + phase) for phase in range(self.ratio)]
+        seen = [self._seen(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)]
         return sum(seen) / self.ratio, sum(map(self._read, seen)) / self.ratio
 
     def _seen(self, before: int) -> int:
@@ -411,9 +383,8 @@ class Linformer(Sublayer):
     def _forward_flops(self, near: float, sight: float, read: float) -> float:
         """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of them."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
-        per_head += {"mean": 0, "linear": 4, "softmax": 6}[self.compressor] * self.d_head
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
-        return 2 * matrices + self.heads * per_head + 2 * sight * self.d_index
+        return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * sight * self.d_index
 
 
 def _last(x: Tensor, number: int) -> Tensor:
@@ -426,15 +397,3 @@ def _from(x: Tensor, first: Tensor, number: int) -> Tensor:
     at = (first[:, None] + torch.arange(number, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, number]
     at = at + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
     return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape)
-
-
-def _check_keywords(*, ratio: int, window: int, top_k: int | None, d_index: int, compressor: str, share: str) -> None:
-    """Raise ValueError naming a keyword that is out of its range."""
-    for name, value in {"ratio": ratio, "window": window, "top_k": top_k, "d_index": d_index}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1" + ", or null for all" * (name == "top_k"))
-    if compressor not in COMPRESSORS:
-        raise ValueError(f"compressor={compressor}: allowed are {', '.join(COMPRESSORS)}")
-    allowed = SHARES if compressor == "linear" else SHARES[:1]
-    if share not in allowed:
-        raise ValueError(f"share={share} with compressor={compressor}: allowed are {', '.join(allowed)}")
