@@ -202,11 +202,8 @@ class Linformer(Sublayer):
     def _keys(self, rows: Rows, summaries: Tensor) -> Keys:
         """Each chunk's band of the window, and its summaries."""
         own, past, _, start, number = rows
-        (chunks, size), inner, behind = (
-            self._queries(own.shape[1]),
-            self.heads * self.d_head,
-            self._near() - 1 + self.shift,
-        )
+        (chunks, size), inner = self._queries(own.shape[1]), self.heads * self.d_head
+        behind = self._near() - 1 + self.shift
         k, v = self.position.rotate(self._heads(own[..., :inner]), start), self._heads(own[..., inner:])
         front = 0
         if past is not None:
@@ -236,9 +233,7 @@ class Linformer(Sublayer):
         phase, kept, found = (n[:, None, None, None] for n in number.unbind(-1))
         t = torch.arange(size, device=device)[:, None]
         first = size * torch.arange(chunks, device=device)[:, None, None]  # [n, 1, 1]
-        place = (
-            torch.arange(front + size, device=device) - front
-        )  # of a key of the band, from its chunk's first query on
+        place = torch.arange(front + size, device=device) - front  # of a band's key, from the chunk's first query on
         near = (t - place - self.shift).expand(len(number), chunks, -1, -1)
         seen = (near >= 0) & (near < self._near()) & (first + place >= -kept)
         far = phase + first + t + self.ratio * (most - at[:, None])  # bytes back to the block's first
