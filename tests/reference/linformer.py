@@ -1,0 +1,107 @@
+"""Attention over an exact window and summaries of finished blocks: what causality leaves of Linformer, 2006.04768, section 4.
+
+    s_j = sum_i E_i k_{jr+i},  u_j = sum_i F_i v_{jr+i},  i = 0 .. r-1                     equation 7, a row for a block
+    E_i = F_i = softmax_i(c . k_{jr+i} / sqrt(K) + b_i)                                    pooling by content
+
+For the query at index t, whose nearest visible key has number x = 0 and index t - shift:
+
+- window: keys x = 0 .. w - 1;
+- summaries: blocks j that have ended, (j + 1) r <= t, whose first byte is number x with w <= x < S. A summary has the number and
+  the position of its block's last byte;
+- with ``top_k``, of these the k with the largest index I_tj = a_t . mean_i c_{jr+i} / sqrt(I), and I_tj is added to the scores
+  of all heads.
+
+One softmax over both. Of what came before the segment nothing has a gradient, but keys and values of ``cache: hidden``, which are
+made again from inputs that are constants; summaries of blocks that had ended are constants in either cache.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.reference.attention import weighted_mean
+from tests.reference.positions import alibi_slopes, score
+
+
+def linformer(
+    x: Tensor,
+    *,
+    past: Tensor,
+    weights: dict[str, Tensor],
+    heads: int,
+    ratio: int,
+    window: int,
+    span: int,
+    attend_self: bool,
+    position: str,
+    cache: str,
+    compressor: str,
+    top_k: int | None,
+) -> Tensor:
+    """Outputs ``[B, T, D]`` for ``x [B, T, D]``, which follows ``past [B, P, D]``, where the streams begin.
+
+    Args:
+        weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``; of
+            ``softmax``, ``content [H, K]`` and ``places [H, r]``; with ``top_k``, ``index_query`` and ``index_key`` ``[I, D]``;
+            with relative positions, ``table [S, K]``.
+        position: as ``score`` has it.
+    """
+    before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
+    fixed = {name: w.detach() for name, w in weights.items()}
+    slopes = alibi_slopes(heads)
+    y = torch.zeros_like(x)
+    for b in range(len(x)):
+        stream = torch.cat([past[b].detach(), x[b]])
+
+        def projected(name: str, index: int, own: dict, stream: Tensor = stream) -> Tensor:
+            old = index < before and cache == "kv"
+            return (fixed if old else own)[name] @ stream[index]
+
+        def summary(h: int, j: int) -> tuple[Tensor, Tensor]:
+            own = fixed if (j + 1) * ratio <= before else weights
+            rows = range(j * ratio, (j + 1) * ratio)
+            k, v = ([projected(name, i, own)[h * width : (h + 1) * width] for i in rows] for name in ("key", "value"))
+            if compressor == "mean":
+                e = f = torch.full((ratio,), 1 / ratio, dtype=x.dtype)
+            elif compressor == "linear":
+                e, f = own["places"][0, h], own["places"][1, h]
+            else:
+                logits = [own["content"][h] @ key / math.sqrt(width) for key in k]
+                e = f = torch.softmax(torch.stack(logits) + own["places"][h], dim=0)
+            return sum(a * key for a, key in zip(e, k, strict=True)), sum(
+                a * value for a, value in zip(f, v, strict=True)
+            )
+
+        def index_score(now: int, j: int, stream: Tensor = stream) -> Tensor:
+            own = fixed if (j + 1) * ratio <= before else weights
+            mean = sum(projected("index_key", i, own) for i in range(j * ratio, (j + 1) * ratio)) / ratio
+            return (weights["index_query"] @ stream[now]) @ mean / math.sqrt(len(mean))
+
+        for t in range(x.shape[1]):
+            now = before + t
+            blocks = [j for j in range(now // ratio) if window <= now - shift - j * ratio < span]
+            added = dict.fromkeys(blocks, torch.zeros((), dtype=x.dtype))
+            if top_k is not None:
+                added = {j: index_score(now, j) for j in blocks}
+                blocks = sorted(blocks, key=lambda j: -added[j].item())[:top_k]
+            outputs = []
+            for h in range(heads):
+                own = slice(h * width, (h + 1) * width)
+                query, places = weights["query"][own] @ stream[now], {"query_at": now, "slope": float(slopes[h])}
+                places |= {"position": position, "table": weights.get("table")}
+                shares, values = [], []
+                for number in range(min(window, now - shift + 1)):
+                    at = now - shift - number
+                    k, v = projected("key", at, weights)[own], projected("value", at, weights)[own]
+                    shares.append(torch.exp(score(query, k, number=number, key_at=at, **places)))
+                    values.append(v)
+                for j in blocks:
+                    k, v = summary(h, j)
+                    end = (j + 1) * ratio - 1
+                    s = score(query, k, number=now - shift - end, key_at=end, **places) + added[j]
+                    shares.append(torch.exp(s))
+                    values.append(v)
+                outputs.append(weighted_mean(shares, values, width=width))
+            y[b, t] = weights["output"] @ torch.cat(outputs)
+    return y

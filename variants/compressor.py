@@ -1,0 +1,64 @@
+"""Compressor: one key and one value for a block of r bytes, by what is learned of places or of content (``linformer.py``).
+
+    mean      sum_i k_i / r
+    linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4
+    softmax   sum_i a_i k_i, sum_i a_i v_i,  a = softmax_i(c . k_i / sqrt(K) + b_i)
+
+All begin as the mean. Sums and the softmax are in float32 or better.
+"""
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from variants.contract import LayerContext
+
+SHARES = {"mean": ("none",), "linear": ("none", "heads", "key_value", "layers"), "softmax": ("none",)}
+"""Compressors, and who may share their weights."""
+
+
+class Compressor(nn.Module):
+    """Keys and values of blocks from those of their bytes.
+
+    Args:
+        context: shares weights of ``layers``.
+        kind, share: ``compressor`` and ``share`` as ``Linformer`` has them.
+        ratio: r, bytes of a block.
+        heads, d_head: H and K.
+    """
+
+    def __init__(self, context: LayerContext, *, kind: str, share: str, ratio: int, heads: int, d_head: int):
+        super().__init__()
+        if kind not in SHARES:
+            raise ValueError(f"compressor={kind}: allowed are {', '.join(SHARES)}")
+        if share not in SHARES[kind]:
+            raise ValueError(f"share={share} with compressor={kind}: allowed are {', '.join(SHARES[kind])}")
+        self.kind, self.heads, self.d_head = kind, heads, d_head
+
+        def even(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.full((*shape, ratio), 1 / ratio))
+
+        if kind == "linear":  # [2 or 1, H or 1, r]: of keys and of values
+            own = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1)}
+            shared = share == "layers"
+            self.places = context.shared(Compressor, ratio, lambda: even(1, 1)) if shared else even(*own[share])
+        if kind == "softmax":
+            self.content = nn.Parameter(torch.zeros(heads, d_head))
+            self.places = nn.Parameter(torch.zeros(heads, ratio))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Keys and values beside each other, ``[B, M, r, 2 H K]`` to ``[B, M, 2 H K]``."""
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        if self.kind == "mean":
+            return rows.mean(dim=2, dtype=dtype).to(rows.dtype)
+        if self.kind == "linear":
+            weights = self.places.to(dtype).expand(2, self.heads, -1)
+            return (rows * repeat(weights, "two H r -> r (two H K)", K=self.d_head)).sum(dim=2).to(rows.dtype)
+        parts = rearrange(rows, "B M r (two H K) -> B M r two H K", two=2, K=self.d_head)
+        scores = torch.einsum("bmrhk,hk->bmrh", parts[:, :, :, 0], self.content.to(rows.dtype)) * self.d_head**-0.5
+        weights = (scores.to(dtype) + self.places.T).softmax(dim=2)
+        return (parts * weights[:, :, :, None, :, None]).sum(dim=2).flatten(2).to(rows.dtype)
+
+    def ideal_flops(self) -> int:
+        """Forward FLOPs per byte: scores by content, and weighted keys and values."""
+        return {"mean": 0, "linear": 4, "softmax": 6}[self.kind] * self.heads * self.d_head

@@ -1,0 +1,394 @@
+"""Linformer, as far as causality lets it: finished blocks of the past are summarised by learned projections.
+
+    s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 of the bytes i = 0 .. r-1 of block j
+    y_t = W_o concat_h(softmax([q_t . k_i ; q_t . s_j] / sqrt(K)) [v_i ; u_j])
+
+over the w nearest keys i, exactly, and the summaries of blocks j, in one softmax: w + S/r keys a query instead of S.
+
+- A summary is visible to queries after its block, never inside it; if its first byte is outside the query's window, so that
+  blocks tile the past with an overlap of less than one; and if all its bytes are among the S that a query may see, so that
+  ``model.span`` means what it means elsewhere. In a window shorter than a block, the open block's older bytes are unseen.
+- Keys are summarised unrotated, and turned, penalised or given a vector as if they stood at their block's last byte.
+- ``top_k`` reads only the best summaries, by an index q'_t . mean_i k'_i of its own, one for all heads. What is chosen has its
+  index score added to its attention scores, which is how the index learns; the choice itself has no gradient.
+- State: raw keys and values (``cache: hidden``: inputs) of the window and the open block, at a phase of each stream's own, and
+  summaries as they were made, detached in either cache.
+
+Wang et al. 2020, 2006.04768, section 4: E and F are k x n and mix a whole sequence of fixed length, so every row holds the
+future and no mask takes it out (no published numbers on enwik8 either). Kept: learned weights over positions, for keys and for
+values, and who may share them. Not kept: rows over the whole sequence, here a row spans a block, the same for every block.
+Ours: the window, without which the open block would be invisible (Transformer-LS, 2107.02192, has one), and a start at 1/r.
+``compressor: softmax``, and ``top_k`` with it, are compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4) in small: what
+is chosen is read as summaries, not key by key; the index has one head, no ReLU, no rotation, and no loss of its own.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from variants.compressor import Compressor
+from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
+from variants.kernels.window import pairs
+
+
+class Carried(NamedTuple):
+    """The state; all but numbers are padded in front, so that streams of any age stand in one batch.
+
+    Attributes:
+        past: keys and values, unrotated, ``[B, P, 2 H K]``, or inputs ``[B, P, D]``.
+        index: keys of the index ``[B, r - 1, I]``, or None where there is none or it is made again.
+        summaries: keys, in their positions, values, and keys of the index: ``[B, N, 2 H K (+ I)]``.
+        number: bytes of the open block, and how many places of past and summaries are no padding: int64 ``[B, 3]``.
+    """
+
+    past: Tensor
+    index: Tensor | None
+    summaries: Tensor
+    number: Tensor
+
+
+class Rows(NamedTuple):
+    """What a segment brings and has behind it.
+
+    Attributes:
+        own, past: keys and values, unrotated, ``[B, T, 2 H K]`` and ``[B, P, 2 H K]``, or None where a stream begins.
+        index: keys of the index, of the open block, if there is a past, and the segment, ``[B, r - 1 + T, I]``.
+        start: stream position of the first byte, ``[B]``.
+        number: as the state has it; ``[1, 3]`` where a stream begins.
+    """
+
+    own: Tensor
+    past: Tensor | None
+    index: Tensor | None
+    start: Tensor
+    number: Tensor
+
+
+class Keys(NamedTuple):
+    """What chunks of queries meet: n chunks of Q queries, L keys of the window and G summaries, in this order.
+
+    Attributes:
+        k, v: ``[B, n, H, L + G, K]``.
+        visible: ``[B or 1, n, Q, L + G]``.
+        distance: visible keys between, as if all were there, int64 ``[B or 1, n, Q, L + G]``.
+        index: of the summaries, ``[B, n, G, I]``, or empty.
+    """
+
+    k: Tensor
+    v: Tensor
+    visible: Tensor
+    distance: Tensor
+    index: Tensor
+
+
+class Linformer(Sublayer):
+    """Causal attention over an exact window and summaries of finished blocks.
+
+    Args:
+        context: heads, span, cache, positions and dropout of the run.
+        ratio: r, bytes of a block, from 1; summarised into one key and one value.
+        window: w, keys that are met exactly, from 1 to below ``model.span``.
+        compressor: ``mean``, ``linear`` (weights E and F over a block's places) or ``softmax`` (weights by content: of
+            u . k_i / sqrt(K) + b_i, the same for keys and values).
+        share: of ``linear`` weights: ``none``, ``heads`` for an E and an F of all heads, ``key_value`` for one E = F of all
+            heads, ``layers`` for one of the whole network.
+        top_k: summaries that a query reads, from 1; None for all.
+        d_index: width I of the index that chooses them, from 1.
+        d_head: head width K, or None for D / H.
+        zero_init: start W_o at zero, so that the sublayer starts as the identity.
+    """
+
+    honours = Honours(position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        ratio: int = 16,
+        window: int = 128,
+        compressor: str = "linear",
+        share: str = "none",
+        top_k: int | None = None,
+        d_index: int = 32,
+        d_head: int | None = None,
+        zero_init: bool = False,
+    ):
+        super().__init__()
+        sizes = {"ratio": ratio, "window": window, "top_k": top_k, "d_index": d_index, "d_head": d_head}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1" + ", or null" * (name in ("top_k", "d_head")))
+        if d_head is None and context.d_model % context.heads:
+            raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
+        self.shift = 0 if context.attend_self else 1
+        if context.span <= max(window, ratio - self.shift):
+            least = f"above window={window} and ratio={ratio}"
+            raise ValueError(f"model.span={context.span}: must be {least}, or no summary is ever seen")
+        if context.backend not in ("auto", "plain"):
+            raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, plain")
+        self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
+        self.ratio, self.window, self.top_k = ratio, window, top_k
+        self.span, self.period, self.cache, self.dropout = context.span, ratio, context.cache, context.dropout
+        inner = self.heads * self.d_head
+        self.query, self.key, self.value = (nn.Linear(context.d_model, inner, bias=False) for _ in range(3))
+        self.output = nn.Linear(inner, context.d_model, bias=False)
+        if zero_init:
+            nn.init.zeros_(self.output.weight)
+        self.d_index = d_index if top_k else 0
+        if top_k:
+            self.index_query, self.index_key = (nn.Linear(context.d_model, d_index, bias=False) for _ in range(2))
+        of = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
+        self.compressor = Compressor(context, kind=compressor, share=share, **of)
+        self.position = context.position(self.d_head)
+
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
+        if start is None:
+            start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        carried = None if state is None else Carried(*state)
+        rows = self._rows(x, carried, start)
+        summaries = self._summaries(rows, carried)
+        q = self.position.rotate(self._heads(self.query(x) * self.d_head**-0.5), start)
+        keys = self._keys(rows, summaries)
+        y = self.output(self._attend(x, q, keys))
+        stats = self._stats(x, q, keys) if collect_stats else None
+        return SublayerOutput(y, self._carry(x, rows, summaries, carried), stats=stats)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return rearrange(x, "B T (H K) -> B H T K", H=self.heads)
+
+    def _rows(self, x: Tensor, carried: Carried | None, start: Tensor) -> Rows:
+        both = torch.cat([self.key.weight, self.value.weight])
+        own, index = F.linear(x, both), self.index_key(x) if self.top_k else None
+        if carried is None:
+            return Rows(own, None, index, start, start.new_zeros(1, 3))
+        old = carried.past.to(own.dtype if self.cache == "kv" else x.dtype)
+        if self.top_k:
+            again = self.cache == "hidden"
+            before = self.index_key(_last(old, self.ratio - 1)) if again else carried.index.to(index.dtype)
+            index = torch.cat([before, index], dim=1)
+        return Rows(own, old if self.cache == "kv" else F.linear(old, both), index, start, carried.number)
+
+    def _summaries(self, rows: Rows, carried: Carried | None) -> Tensor:
+        """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks from the open one on, of which
+        the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
+        own, past, index, start, number = rows
+        ratio, blocks, phase, inner = self.ratio, -(-own.shape[1] // self.ratio), number[:, 0], self.heads * self.d_head
+        every = own if past is None else torch.cat([_last(past, ratio - 1), own], dim=1)
+        every = every if index is None else torch.cat([every, index], dim=-1)
+        if past is None:
+            every = F.pad(every, (0, 0, 0, blocks * ratio - own.shape[1]))
+        else:
+            every = _from(every, ratio - 1 - phase, blocks * ratio)
+        both, index = every.unflatten(1, (blocks, ratio)).split([2 * inner, self.d_index], dim=-1)
+        k, v = self.compressor(both).chunk(2, dim=-1)
+        last = (start - phase)[:, None] + ratio * torch.arange(1, blocks + 1, device=own.device) - 1  # [B, M]
+        k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
+        k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
+        made = torch.cat([k, v, index.mean(dim=2)], dim=-1)
+        if carried is None:
+            return F.pad(made, (0, 0, self._most(), 0))
+        return torch.cat([_last(carried.summaries.to(made.dtype), self._most()), made], dim=1)
+
+    def _queries(self, length: int) -> tuple[int, int]:
+        """Chunks n and queries Q of each, whole blocks if there are several."""
+        size = -(-max(32, min(128, self._near())) // self.ratio) * self.ratio
+        return (1, length) if length <= size else (-(-length // size), size)
+
+    def _keys(self, rows: Rows, summaries: Tensor) -> Keys:
+        """Each chunk's band of the window, and its summaries."""
+        own, past, _, start, number = rows
+        (chunks, size), inner = self._queries(own.shape[1]), self.heads * self.d_head
+        behind = self._near() - 1 + self.shift
+        k, v = self.position.rotate(self._heads(own[..., :inner]), start), self._heads(own[..., inner:])
+        front = 0
+        if past is not None:
+            old = _last(past, min(behind, past.shape[1]))
+            front = old.shape[1]
+            old_k = self.position.rotate(self._heads(old[..., :inner]), start - front)
+            k, v = torch.cat([old_k, k], dim=2), torch.cat([self._heads(old[..., inner:]), v], dim=2)
+        before = -(-behind // size) if chunks > 1 else 0
+        if chunks > 1:
+            pad = (0, 0, before * size - front, chunks * size - own.shape[1])
+            k, v, front = F.pad(k, pad), F.pad(v, pad), before * size
+        at = torch.arange(chunks, device=own.device)[:, None] * (size // self.ratio) + self._met(size, own.device)
+        met = summaries[:, at.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
+        key, value, index = met.split([inner, inner, self.d_index], dim=-1)
+
+        def joined(x: Tensor, far: Tensor) -> Tensor:  # [B, H, front + n Q, K] -> [B, n, H, L + G, K]
+            parts = x.unflatten(2, (chunks + before, -1)).transpose(1, 2)
+            far = rearrange(far, "B n G (H K) -> B n H G K", H=self.heads)
+            return torch.cat([*(parts[:, i : i + chunks] for i in range(before + 1)), far], dim=3)
+
+        return Keys(joined(k, key), joined(v, value), *self._visible(number, at, front, (chunks, size)), index)
+
+    def _visible(self, number: Tensor, at: Tensor, front: int, queries: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """As ``Keys`` has it, and distances, from the numbers of summaries ``at [n, G]``, where ``front`` keys of a band are
+        before its chunk."""
+        (chunks, size), most, device = queries, self._most(), at.device
+        phase, kept, found = (n[:, None, None, None] for n in number.unbind(-1))
+        t = torch.arange(size, device=device)[:, None]
+        first = size * torch.arange(chunks, device=device)[:, None, None]  # [n, 1, 1]
+        place = torch.arange(front + size, device=device) - front  # of a band's key, from the chunk's first query on
+        near = (t - place - self.shift).expand(len(number), chunks, -1, -1)
+        seen = (near >= 0) & (near < self._near()) & (first + place >= -kept)
+        far = phase + first + t + self.ratio * (most - at[:, None])  # bytes back to the block's first
+        seen_far = (far >= self._nearest()) & (far < self.span + self.shift) & (at[:, None] >= most - found)
+        distance = torch.cat([near, far - (self.ratio - 1) - self.shift], dim=3)
+        return torch.cat([seen, seen_far], dim=3), distance
+
+    def _attend(self, x: Tensor, q: Tensor, keys: Keys) -> Tensor:
+        """What the heads give, ``[B, T, H K]``."""
+        chunks, size = self._queries(x.shape[1])
+        visible, far = keys.visible, keys.index.shape[2]
+
+        def chunked(x: Tensor) -> Tensor:  # [.., T, m] -> [.., n, Q, m]
+            return F.pad(x, (0, 0, 0, chunks * size - x.shape[-2])).unflatten(-2, (chunks, size))
+
+        index = None
+        if self.top_k and far:
+            index = chunked(self.index_query(x)) @ keys.index.mT * self.d_index**-0.5  # [B, n, Q, G]
+            near, seen = visible.expand(len(x), -1, -1, -1).split([visible.shape[-1] - far, far], dim=-1)
+            best = index.detach().masked_fill(~seen, -torch.inf).topk(min(self.top_k, far), dim=-1).indices
+            visible = torch.cat([near, seen & torch.zeros_like(seen).scatter(-1, best, True)], dim=-1)
+            index = F.pad(index, (visible.shape[-1] - far, 0))[:, :, None]
+        bias = self.position.bias(q, self.span)
+        if bias is not None:  # [H, S] or [B, H, T, S] -> [B, n, H, Q, L + G]
+            bias = bias[None, None, :, None] if bias.dim() == 2 else chunked(bias).transpose(1, 2)
+            shape = (len(x), chunks, self.heads, size)
+            at = keys.distance.clamp(0, self.span - 1)[:, :, None].expand(*shape, -1)
+            bias = bias.expand(*shape, -1).gather(-1, at)
+        added = [b for b in (bias, index) if b is not None]
+        y = self._softmax(chunked(q).transpose(1, 2), keys.k, keys.v, visible[:, :, None], added)
+        return rearrange(y, "B n H Q K -> B (n Q) (H K)")[:, : x.shape[1]]
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor]) -> Tensor:
+        """``[B, n, H, Q, K]``; a query that sees nothing gives 0. In torch's own kernel where nothing else is asked for."""
+        blind = ~visible.any(-1, keepdim=True)
+        visible = (visible | blind).expand(len(q), -1, -1, -1, -1)
+        rate = self.dropout if self.training else 0.0
+        if not added and not rate:
+            parts = (x.flatten(0, 1) for x in (q, k, v))
+            y = F.scaled_dot_product_attention(*parts, attn_mask=visible.flatten(0, 1), scale=1.0).view(q.shape)
+        else:
+            scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+            scores = sum(added, scores).masked_fill(~visible, -torch.inf)
+            y = F.dropout(scores.softmax(dim=-1), rate).to(v.dtype) @ v
+        return y.masked_fill(blind, 0) if self.shift else y
+
+    @torch.no_grad()
+    def _stats(self, x: Tensor, q: Tensor, keys: Keys) -> dict[str, Tensor]:
+        """The share of attention that summaries have: values of one for them, and of nothing for the window."""
+        far = keys.index.shape[2]
+        ones = F.pad(torch.ones_like(keys.v[..., :far, :]), (0, 0, keys.v.shape[3] - far, 0))
+        mass = self._attend(x, q, keys._replace(v=ones)).unflatten(-1, (self.heads, -1))[..., 0]
+        return {"bytes": torch.tensor(mass[..., 0].numel(), dtype=torch.float64), "mass": wide(mass).sum(dim=(0, 1))}
+
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        """``summary_mass [H]``: the mean share of attention that summaries have."""
+        return {"summary_mass": stats["mass"] / stats["bytes"]} if stats else {}
+
+    @torch.no_grad()
+    def _carry(self, x: Tensor, rows: Rows, summaries: Tensor, carried: Carried | None) -> State:
+        length, most, kept = x.shape[1], self._most(), self._kept()
+        past = rows.own if self.cache == "kv" else x
+        if carried is not None:
+            past = torch.cat([carried.past.to(past.dtype), past[:, -max(1, kept) :]], dim=1)
+        phase, old, found = rows.number.expand(len(x), -1).unbind(-1)
+        done = (phase + length) // self.ratio
+        number = [(phase + length) % self.ratio, (old + length).clamp(max=kept), (found + done).clamp(max=most)]
+        index = _last(rows.index, self.ratio - 1).clone() if self.top_k and self.cache == "kv" else None
+        return tuple(Carried(_last(past, kept).clone(), index, _from(summaries, done, most), torch.stack(number, -1)))
+
+    def reach(self) -> int:
+        return self.span - 1 + self.shift
+
+    def _near(self) -> int:
+        """Keys of the window."""
+        return min(self.window, self.span)
+
+    def _nearest(self) -> int:
+        """Bytes back to the first of the nearest block that is visible as a summary."""
+        return max(self._near() + self.shift, self.ratio)
+
+    def _most(self) -> int:
+        """N, summaries carried: no block that began farther back than a query sees is visible."""
+        return self.reach() // self.ratio
+
+    def _kept(self) -> int:
+        """P, bytes before a segment that the window or the open block may need."""
+        return max(self._near() - 1 + self.shift, self.ratio - 1)
+
+    def _met(self, size: int, device: torch.device) -> Tensor:
+        """Numbers of the summaries that a chunk of ``size`` queries may meet, beside as many as blocks went before it."""
+        return torch.arange(
+            max(0, self._most() + 1 + (self.ratio - 2 + size - self._nearest()) // self.ratio), device=device
+        )
+
+    def set_span(self, span: int) -> None:
+        if span < 1 or span > self.position.longest:
+            raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
+        self.span = span
+
+    def ideal_flops(self) -> int:
+        """Projections, weights over a block, scores and weighted values of the window and of summaries, the mean over phases."""
+        return round(self._forward_flops(self._near(), *self._summaries_seen()))
+
+    def _summaries_seen(self) -> tuple[float, float]:
+        """Summaries in sight of a warm query, and of these read, the means over phases."""
+        seen = [self._seen(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)]
+        return sum(seen) / self.ratio, sum(map(self._read, seen)) / self.ratio
+
+    def _seen(self, before: int) -> int:
+        """Blocks whose summaries the byte after ``before`` others sees."""
+        first = before - self.span - self.shift  # blocks that begin here or before are out of sight
+        return max(0, (before - self._nearest()) // self.ratio + 1) - max(0, first // self.ratio + 1)
+
+    def _read(self, seen: int) -> int:
+        return seen if self.top_k is None else min(seen, self.top_k)
+
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
+        """By the pairs of a query and what it reads; a warm stream is charged the mean over the phases that it may be at.
+
+        What came before has no gradient in ``cache: kv``, and summaries made before have none in any. Of ``top_k`` summaries
+        those made in the segment are taken to be read first.
+        """
+        own, past = pairs(segment, carried, self._near(), shift=self.shift)
+        if carried < self.span + self.ratio:
+            seen = [self._seen(carried + t) for t in range(segment)]
+            sight, read = sum(seen), sum(map(self._read, seen))
+        else:
+            sight, read = (segment * mean for mean in self._summaries_seen())
+        fresh = [self._seen(carried % self.ratio + t) for t in range(segment)]
+        learned, read_fresh = sum(fresh), sum(map(self._read, fresh))
+        forward = self._forward_flops((own + past) / segment, sight / segment, read / segment)
+        needed = NeededFlops.of_products(forward)
+        fixed = self.heads * 4 * self.d_head * max(0, read - read_fresh) + 2 * self.d_index * max(0, sight - learned)
+        if self.cache == "kv":
+            fixed += self.heads * 4 * self.d_head * past
+            return needed._replace(backward=needed.backward - fixed / segment)
+        inputs = min(carried, self._near() - 1 + self.shift)
+        again = 2 * inputs * (self.key.weight.numel() + self.value.weight.numel()) / segment
+        return NeededFlops(needed.forward + again, needed.backward + again - fixed / segment)
+
+    def _forward_flops(self, near: float, sight: float, read: float) -> float:
+        """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of them."""
+        per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
+        matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
+        return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * sight * self.d_index
+
+
+def _last(x: Tensor, number: int) -> Tensor:
+    """The last ``number`` rows of ``x [B, L, n]``, zeros before them where there are not so many."""
+    return F.pad(x, (0, 0, number - x.shape[1], 0))
+
+
+def _from(x: Tensor, first: Tensor, number: int) -> Tensor:
+    """``number`` rows of ``x [B, L, n]`` from the place ``first [B]`` of each stream on; beyond the end, the last again."""
+    at = (first[:, None] + torch.arange(number, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, number]
+    at = at + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
+    return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape)
