@@ -45,19 +45,18 @@ def follows(plan: Plan) -> Verdict:
     weights = [_weights(model), _weights(move(model))]
     own = _answers(model, weights, x, held) if held else {}
     for choice in _choices(plan) if held else ():
-        models = {value: made for value, other in choice.others.items() if (made := _made(other)) is not None}
-        found = {value: _answers(made, weights, x, held) for value, made in models.items()}
-        still, moves = [], []
-        for name, honours in held.items() if found else ():
-            moved = any(differs("", {name: own[name]}, {name: y[name]}) for y in found.values())
-            says = choice.followed(honours)
-            still += [name] if says is True and not moved else []
-            moves += [name] if says is False and moved else []
+        found, moved = {}, set()
+        says = {name: choice.followed(honours) for name, honours in held.items()}
+        for value, other in choice.others.items():
+            if (moved == set(held) and False not in says.values()) or (made := _made(other)) is None:
+                continue
+            found[value] = y = _answers(made, weights, x, held)
+            moved |= {name for name in held if differs("", {name: own[name]}, {name: y[name]})}
         key = f"{choice.key}={','.join(sorted(map(_word, [choice.own, *found])))}"
-        breaks += (
-            [f"the same comes out of {', '.join(still)} with {key}, which honours say it follows"] if still else []
-        )
-        breaks += [f"not the same comes out of {', '.join(moves)} with {key}, which honours deny"] if moves else []
+        if still := [name for name in held if found and says[name] is True and name not in moved]:
+            breaks.append(f"the same comes out of {', '.join(still)} with {key}, which honours say it follows")
+        if moves := [name for name in held if says[name] is False and name in moved]:
+            breaks.append(f"not the same comes out of {', '.join(moves)} with {key}, which honours deny")
         told += [f"{choice.key} ({', '.join(map(_word, [choice.own, *found]))})"] if found else []
     return breaks, ", ".join(told) or "there is no other for a sublayer that declares what it honours"
 
