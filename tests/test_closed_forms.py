@@ -8,7 +8,7 @@ from bench.fake_step import predict
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.device.runtime import start
 from tests import kernel_products
-from tests.composing import CONF, TINY, plan
+from tests.composing import TINY, plan
 from variants.kernels import fused, window_cpu
 from variants.kernels.window import PastKV, Persistent, Window
 

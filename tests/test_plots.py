@@ -371,7 +371,9 @@ def test_looks_of_all_variants_differ_in_colour_and_in_marker_and_lightness():
     looks = plot_style.looks(["mine", "yours", "theirs"])
     assert {path.stem for path in (Path(__file__).parents[1] / "conf" / "variant").glob("*.yaml")} <= set(looks)
     assert len({look.marker for look in looks.values()}) == len(looks)
-    assert len({(look.colour, look.marker) for look in plot_style.looks(str(n) for n in range(18)).values()}) == 26
+    assert len(
+        {(look.colour, look.marker) for look in plot_style.looks(str(n) for n in range(18)).values()}
+    ) == 18 + len(plot_style.KNOWN_LOOKS)
     four = [plot_style.looks([])[name] for name in ("mhsa", "adaptive_span", "all_attention", "product_key_memory")]
     grey = sorted(np.dot([int(look.colour[i : i + 2], 16) for i in (1, 3, 5)], [0.299, 0.587, 0.114]) for look in four)
     assert min(np.diff(grey)) > 10

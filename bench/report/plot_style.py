@@ -35,7 +35,10 @@ STYLE = {
     "text.parse_math": False,  # a $ in a name is a $
     "path.simplify": True,
 }
-KNOWN_LOOKS = {name: tuple(look) for name, look in VARIANTS["looks"].items()}
+KNOWN_LOOKS = {
+    name: (colour, tuple(marker) if isinstance(marker, list) else marker)
+    for name, (colour, marker) in VARIANTS["looks"].items()
+}
 OTHER_MARKERS, OTHER_COLOURS = "Xp*h>d", (PURPLE, SKY, VERMILLION)
 OTHER_LOOKS = tuple((OTHER_COLOURS[(i + i // 6) % 3], OTHER_MARKERS[i % 6]) for i in range(18))
 LINES = ("-", "--", ":", "-.")
@@ -47,7 +50,7 @@ class Look:
     """A variant's colour and marker."""
 
     colour: str
-    marker: str
+    marker: str | tuple[int, int, int]
 
 
 def looks(variants: Iterable[str]) -> dict[str, Look]:
