@@ -68,6 +68,7 @@ class LocalAttention(Attention):
 
         super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=inside)
         self.follows_span = block is None
+        self.honours = replace(self.honours, span=True if self.follows_span else None)
 
     @property
     def block(self) -> int:
