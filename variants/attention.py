@@ -314,14 +314,19 @@ class Attention(Sublayer):
 
         A key at the far end of a ramp has no weight and is not counted. Spans that have grown are taken to find their past.
         """
-        windows = self.span.visible_keys()
-        own, past = map(sum, zip(*(pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True))
+        own, past, inputs = self._pairs(segment, carried)
         needed = NeededFlops.of_products(self._forward_flops((own + past) / segment / self.heads))
         if self.cache == "kv":
             return needed._replace(backward=needed.backward - 4 * self.d_head * past / segment)
-        inputs = sum(min(carried, n - 1 + self.shift) for n in windows)
         again = 4 * self.d_head * self.key.in_features * inputs / segment
         return NeededFlops(needed.forward + again, needed.backward + again)
+
+    def _pairs(self, segment: int, carried: int) -> tuple[int, int, int]:
+        """Pairs of a query and a key that it sees, of the segment and of the past, and keys of the past that are seen at
+        all; sums over heads."""
+        windows = self.span.visible_keys()
+        own, past = map(sum, zip(*(pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True))
+        return own, past, sum(min(carried, n - 1 + self.shift) for n in windows)
 
     def _forward_flops(self, keys: float) -> float:
         """Per byte, where a head sees so many keys, the mean over bytes and heads, and those of the past are there."""
