@@ -42,9 +42,9 @@ HIDDEN = -1e30
 
 
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
-    """w of a layer, in keys: each is the same multiple of the one below."""
+    """w of a layer, in keys: each is the same multiple of the one below; at least 2, as the softmax of 1 has no gradient."""
     height = layer / (n_layers - 1) if n_layers > 1 else 1.0
-    return max(1, round(span * SMALLEST * (LARGEST / SMALLEST) ** height))
+    return max(2, round(span * SMALLEST * (LARGEST / SMALLEST) ** height))
 
 
 def grown_dilation(*, layer: int, n_layers: int) -> int:
@@ -312,14 +312,15 @@ class Longformer(Attention):
             distances = range(self.shift, self.shift + step * number, step)
             own = sum(max(0, segment - far) for far in distances)
             past = sum(max(0, min(segment, segment + carried - far)) for far in distances) - own
-            inputs = min(carried, distances[-1], past)
+            # A past key is seen if one of the distances leads from it to a query of the segment.
+            met = {i for i in range(1, min(carried, distances[-1]) + 1) if (self.shift - i) % step < segment}
+            met |= {carried - slot for slot in range(min(self.global_bytes, carried))}
             for slot in range(self.global_bytes):
                 at = slot - carried  # in the segment, or before it
                 near = sum(0 <= at + far < segment for far in distances)
                 beyond = max(0, segment - max(0, at + self.shift)) - near
                 own, past = (own, past + beyond) if at < 0 else (own + beyond, past)
-            inputs += min(self.global_bytes, max(0, carried - distances[-1]))
-            totals = [total + heads * n for total, n in zip(totals, (own, past, inputs), strict=True)]
+            totals = [total + heads * n for total, n in zip(totals, (own, past, len(met)), strict=True)]
         return tuple(totals)
 
 
