@@ -118,7 +118,8 @@ class TransformerXL(Attention):
         return super().proof_class() | {"heads": 1, "width": self.d_head + 1}
 
     def _need(self, *, training: bool) -> Need:
-        return super()._need(training=training)._replace(d_head=self.d_head + 1)
+        rate = self.dropout if training else 0.0
+        return Need(self.d_head + 1, dropout=rate, spans_of_input=False, constant_bias=False, vectors=True)
 
     def _traceable(self, device: torch.device) -> bool:
         return super()._traceable(device) or self.backend(device, training=self.training) == "plain"
