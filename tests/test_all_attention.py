@@ -40,6 +40,17 @@ def test_vectors_start_with_unit_variance():
     assert sum(p.numel() for p in vectors.parameters()) == 2 * 8 * 16 * 400
 
 
+def test_keys_may_start_nearer_to_zero():
+    torch.manual_seed(0)
+    context = Case(heads=8).context()
+    vectors = PersistentKV(context, d_head=16, number=400, key_std=0.3)
+    key, value = vectors()
+    assert key.std().item() == pytest.approx(0.3, rel=0.03)
+    assert value.std().item() == pytest.approx(1, rel=0.03)
+    with pytest.raises(ValueError, match=r"persistent\.key_std=-1: must be at least 0"):
+        PersistentKV(context, d_head=16, key_std=-1)
+
+
 @BACKENDS
 def test_vectors_that_score_lowest_leave_attention_as_it_was(backend):
     """No persistent vectors and ones with weight exp(-1000) are the same."""

@@ -6,7 +6,9 @@ are never masked. Each head of each layer has its own: 2 D N parameters a layer,
 
     M_k = sqrt(K) * key,   M_v = sqrt(N) * value                                                         (section 4.2)
 
-so that vectors which start like the rest of the network are learned at the scale of embeddings.
+so that vectors which start like the rest of the network are learned at the scale of embeddings. The paper starts both
+with unit variance. Keys may start nearer to zero: else persistent vectors take most of the softmax at once, spans close, and
+a short training is the worse for it.
 """
 
 import torch
@@ -21,15 +23,18 @@ class PersistentKV(PersistentVectors):
 
     Args:
         number: N, at least 1; None for 2 D, as in the paper's 18-layer model.
+        key_std: standard deviation of M_k at the start, at least 0; 1 in the paper.
     """
 
-    def __init__(self, context: LayerContext, *, d_head: int, number: int | None = None):
+    def __init__(self, context: LayerContext, *, d_head: int, number: int | None = None, key_std: float = 1.0):
         super().__init__()
         number = 2 * context.d_model if number is None else number
         if number < 1:
             raise ValueError(f"persistent.number={number}: at least 1; for 2 D null, for none set persistent to null")
+        if key_std < 0:
+            raise ValueError(f"persistent.key_std={key_std}: must be at least 0")
         self.number, self.d_head = number, d_head
-        self.key = nn.Parameter(torch.randn(context.heads, number, d_head) * d_head**-0.5)
+        self.key = nn.Parameter(torch.randn(context.heads, number, d_head) * (key_std * d_head**-0.5))
         self.value = nn.Parameter(torch.randn(context.heads, number, d_head) * number**-0.5)
 
     def forward(self) -> tuple[Tensor, Tensor]:
