@@ -15,6 +15,7 @@ from harness.device import runtime
 from harness.model import LanguageModel
 from harness.plan.settings import RuntimeSettings
 from tests.composing import CONF, TINY, plan, recall
+from tests.composing import small as fitting
 from tests.runs import MEMORY, restored  # noqa: F401 - a fixture
 
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
@@ -51,7 +52,7 @@ def small(variant: str, *overrides: str) -> LanguageModel:
     more = MEMORY if "memory" in variant else ()
     wide = [f"model.d_model={16 * (1 + ('memory' in variant))}"]
     torch.manual_seed(1)
-    model = plan(*TINY, *wide, f"variant={variant}", *more, *overrides).make_model()
+    model = plan(*TINY, *wide, f"variant={variant}", *fitting(variant), *more, *overrides).make_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -27,6 +27,7 @@ from harness.plan.settings import parse
 from tests.command import MADE, ROOT, TINY, call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import CONF, compose_config, one_step, recall
+from tests.composing import small as fitting
 from tests.needs import need
 from variants.kernels import triton_window
 
@@ -130,6 +131,7 @@ def test_every_other_command_composes_and_is_possible_on_a_gpu(tmp_path):
     built = set()
     verbs = [(module.removeprefix("bench."), line) for module, *line in commands if module not in NOT_COMPOSED]
     for verb, words in [(verb, job) for verb, line in verbs for job in grid([word for word in line if "=" in word])]:
+        words = [*words, *(fitted(words) if verb == "check" else [])]  # as its own small model has them
         composed = compose_config(*words, name=verb)
         own = own_keys(composed, *KEYS[verb])
         if verb in SETTINGS:
@@ -196,10 +198,15 @@ def test_every_model_is_compiled_before_it_is_timed(tmp_path):
         }
 
 
+def fitted(words: list[str]) -> list[str]:
+    """Words with which the variant that is named fits a small model."""
+    return [word for name in words if name.startswith("variant=") for word in fitting(name.partition("=")[2])]
+
+
 def small(job: list[str]) -> list[str]:
     """The same training of a second on a CPU."""
     memory = any(word.startswith("variant=") and "_memory" in word for word in job)
-    return [*job, *SMALL, *(SMALL_MEMORY if memory else ())]
+    return [*job, *SMALL, *fitted(job), *(SMALL_MEMORY if memory else ())]
 
 
 def test_every_training_takes_a_step_at_a_small_size(tmp_path):

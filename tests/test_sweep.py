@@ -200,6 +200,9 @@ def test_the_sweeps_of_conf(here):
     on_cpu = ("runtime=default", "budget.seconds=null")
     words = {
         "variants": ("seed=0",),
+        "first_table_bytes": ("variant=linear,mhsa", "seed=0", "budget.bytes=null"),
+        "first_table_seconds": ("variant=linear", "seed=0", "budget.seconds=null"),
+        "first_table_long": ("variant=linear", "budget.bytes=null"),
         "spans": ("model.span=16,32", "seed=0,1"),
         "slots": ("seed=0",),
         "learning_rates": ("variant=mhsa", "trial=range(0,4)"),
@@ -210,7 +213,18 @@ def test_the_sweeps_of_conf(here):
             *("variant=mhsa,replayed_spans", *on_cpu),
         ),
     }
-    jobs = {"variants": 4, "spans": 8, "slots": 3, "learning_rates": 4, "tuning": 4, "leaderboard": 4, "smoke": 4}
+    jobs = {
+        "first_table_bytes": 2,
+        "first_table_seconds": 1,
+        "first_table_long": 1,
+        "variants": 4,
+        "spans": 8,
+        "slots": 3,
+        "learning_rates": 4,
+        "tuning": 4,
+        "leaderboard": 4,
+        "smoke": 4,
+    }
     assert {path.stem for path in (ROOT / "conf" / "sweep").glob("*.yaml") if "wandb" not in path.stem} == set(words)
     for name, own in words.items():
         ended = train(*MADE, f"sweep={name}", *own, f"outputs={name}")

@@ -16,7 +16,7 @@ from bench.cost_worker import Task as CostTask
 from bench.weights import LEARNED, learned_spans, place_spans, shake_, spans_of
 from harness.data import corpora
 from harness.plan.build import Plan
-from tests.composing import CONF, plan
+from tests.composing import CONF, plan, small
 from tests.needs import need
 from tests.runs import restored  # noqa: F401 - a fixture
 from variants.product_key_memory import ProductKeyMemory
@@ -37,7 +37,7 @@ PEERS = [name for name, peer in PACKAGES.items() if peer.device is None]
 
 
 def made(variant: str, *words: str) -> Plan:
-    return plan(f"variant={variant}", *SMALL, *words)
+    return plan(f"variant={variant}", *SMALL, *small(variant), *words)
 
 
 def without_gradient(model: nn.Module, step) -> list[str]:

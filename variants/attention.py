@@ -53,7 +53,7 @@ class Attention(Sublayer):
         persistent: makes the ``PersistentVectors``; None for none.
     """
 
-    honours = Honours(position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 
     def __init__(
         self,

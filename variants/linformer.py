@@ -101,7 +101,7 @@ class Linformer(Sublayer):
         zero_init: start W_o at zero, so that the sublayer starts as the identity.
     """
 
-    honours = Honours(position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
 
     def __init__(
         self,
