@@ -201,8 +201,8 @@ def test_the_sweeps_of_conf(here):
     words = {
         "variants": ("seed=0",),
         "first_table_bytes": ("variant=linear,mhsa", "seed=0", "budget.bytes=null"),
-        "first_table_seconds": ("variant=linear", "seed=0", "budget.seconds=null"),
-        "first_table_long": ("variant=linear", "budget.bytes=null"),
+        "first_table_seconds": ("variant=linear,mhsa", "seed=0", "budget.seconds=null"),
+        "first_table_long": ("variant=linear,mhsa", "budget.bytes=null"),
         "spans": ("model.span=16,32", "seed=0,1"),
         "slots": ("seed=0",),
         "learning_rates": ("variant=mhsa", "trial=range(0,4)"),
@@ -215,8 +215,8 @@ def test_the_sweeps_of_conf(here):
     }
     jobs = {
         "first_table_bytes": 2,
-        "first_table_seconds": 1,
-        "first_table_long": 1,
+        "first_table_seconds": 2,
+        "first_table_long": 2,
         "variants": 4,
         "spans": 8,
         "slots": 3,
