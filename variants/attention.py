@@ -156,8 +156,10 @@ class Attention(Sublayer):
             stats = self._stats(backend, q, keys, visible, persistent) if collect_stats else None
         return y, state, stats
 
-    # max_keys are Python numbers, the past has any length: a graph break around all of it
-    _outside_the_graph = torch.compiler.disable(_over_window)
+    @torch.compiler.disable
+    def _outside_the_graph(self, *given, **how) -> tuple[Tensor, State, dict[str, Tensor] | None]:
+        """The same with a graph break around all of it: max_keys are Python numbers, the past has any length."""
+        return self._over_window(*given, **how)
 
     def _context(
         self, x: Tensor, own: list[Tensor], state: State, start: Tensor, past: int, backend: str

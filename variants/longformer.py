@@ -20,6 +20,7 @@ end, only positions that rotate or decay. Ours, too: windows that are not given 
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -138,6 +139,8 @@ class Longformer(Attention):
 
         super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=looked)
         self.global_bytes, self.period = global_bytes, step
+        if windows is not None:
+            self.honours = replace(self.honours, span=None)
         if global_bytes:
             self.honours = Honours(
                 position={"rotate", "decay"}, cache={"kv", "hidden"}, attend_self={True, False}, span=False
@@ -233,8 +236,6 @@ class Longformer(Attention):
         y, state, stats = super()._over_window(x, q, own, state, start, z, beside, **same)
         blind = seen[:, None] + torch.arange(x.shape[1], device=x.device) < self.shift
         return y.masked_fill(blind[:, None, :, None], 0), (state, kept), stats
-
-    _outside_the_graph = torch.compiler.disable(_over_window)
 
     def _first_bytes(
         self, x: Tensor, own: list[Tensor], seen: Tensor, start: Tensor, kept: State
