@@ -18,10 +18,9 @@ from tests.command import MADE, run_folders, train
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, compose_config
 from tests.toys import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE, findings_of, model_of
-from variants.any_module import LIMITS, AnyModule
+from variants.any_module import AnyModule
 from variants.conformance.changed import reach
 from variants.conformance.fixture import Subject
-from variants.conformance.forward import LIMITS as KNOWN
 from variants.contract import Honours, LayerContext, Position, Sublayer
 
 PACKAGE = """import torch
@@ -286,7 +285,6 @@ def adapted(**given) -> AnyModule:
 
 
 def test_promises_are_what_the_yaml_says(layers):
-    assert set(LIMITS) == KNOWN
     window = partial(layers().Window, dim=16, window=3)
     plain = adapted(module=window, honours={}, limits=("segments", "streams_apart"))
     assert plain.honours == Honours() and plain.reach() is None and plain.limits == {"segments", "streams_apart"}

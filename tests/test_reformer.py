@@ -199,7 +199,7 @@ def test_rotations_are_the_models_own():
         ({"buckets": 0}, r"buckets=0: allowed are even integers from 2"),
         ({"rounds": 0}, r"rounds=0: allowed are integers from 1"),
         ({"bucket_keys": 0}, r"bucket_keys=0: allowed are integers from 1"),
-        ({"d_head": -1}, r"d_head=-1: allowed are integers from 1"),
+        ({"d_head": -1}, r"d_head=-1: must be at least 1"),
     ],
 )
 def test_sizes_that_are_refused(keywords, message):

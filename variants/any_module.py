@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from variants.contract import Honours, LayerContext, State, Sublayer, SublayerOutput
+from variants.contract import LIMITS, Honours, LayerContext, State, Sublayer, SublayerOutput
 
-LIMITS = ("causal_in_training", "segments", "streams_apart")
 FOLLOWED = ("attend_self", "span")
 UNHEARD = {
     "position": "it is told no positions: those that it has are in its own keywords",
@@ -94,7 +93,9 @@ class AnyModule(Sublayer):
 
 def _limits(names: tuple[str, ...]) -> frozenset[str]:
     if strange := [name for name in names if name not in LIMITS]:
-        raise ValueError(f"limits={list(names)}: there is no limit {strange[0]}; allowed are {', '.join(LIMITS)}")
+        raise ValueError(
+            f"limits={list(names)}: there is no limit {strange[0]}; allowed are {', '.join(sorted(LIMITS))}"
+        )
     return frozenset(names)
 
 

@@ -66,13 +66,9 @@ class Attention(Sublayer):
         persistent: Callable[..., PersistentVectors] | None = None,
     ):
         super().__init__()
-        if d_head is None and context.d_model % context.heads:
-            raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
-        if d_head is not None and d_head < 1:
-            raise ValueError(f"d_head={d_head}: must be at least 1, or null")
         if context.cache not in self.honours.cache:
             raise ValueError(f"model.cache={context.cache}: allowed are kv, hidden")
-        self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
+        self.heads, self.d_head = context.heads, context.head_width(d_head)
         inner = self.heads * self.d_head
         self.query = nn.Linear(context.d_model, inner, bias=bias)
         self.key = nn.Linear(context.d_model, inner, bias=bias)

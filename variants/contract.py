@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from variants.kernels.proof import Proof
 
+LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
+"""What a mechanism may say that it cannot promise; see ``Sublayer.limits``."""
 WAYS = {
     "rotate": "turns queries and keys",
     "decay": "lowers scores by a slope for every key between",
@@ -62,6 +64,14 @@ class LayerContext:
     def position(self, d_head: int) -> "Position":
         """The run's position scheme for one sublayer whose heads are ``d_head`` wide."""
         return self.scheme(self, d_head=d_head)
+
+    def head_width(self, d_head: int | None) -> int:
+        """K: what was asked for, or D / H; ValueError naming the key where that is no width."""
+        if d_head is None and self.d_model % self.heads:
+            raise ValueError(f"model.heads={self.heads} must divide model.d_model={self.d_model}")
+        if d_head is not None and d_head < 1:
+            raise ValueError(f"d_head={d_head}: must be at least 1, or null")
+        return d_head or self.d_model // self.heads
 
     def shared(self, cls: type, key: Hashable, make: Callable[[], Any]) -> Any:
         """The same object for every layer that asks with this class and key; made by the first."""

@@ -49,13 +49,9 @@ class CarriedSums(Sublayer):
 
     def __init__(self, context: LayerContext, *, d_head: int | None, bias: bool, zero_init: bool, chunk: int):
         super().__init__()
-        if d_head is None and context.d_model % context.heads:
-            raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
-        if d_head is not None and d_head < 1:
-            raise ValueError(f"d_head={d_head}: must be at least 1, or null")
         if chunk < 1:
             raise ValueError(f"chunk={chunk}: allowed are integers from 1")
-        self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
+        self.heads, self.d_head = context.heads, context.head_width(d_head)
         inner = self.heads * self.d_head
         self.query = nn.Linear(context.d_model, inner, bias=bias)
         self.key = nn.Linear(context.d_model, inner, bias=bias)

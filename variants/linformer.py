@@ -117,19 +117,17 @@ class Linformer(Sublayer):
         zero_init: bool = False,
     ):
         super().__init__()
-        sizes = {"ratio": ratio, "window": window, "top_k": top_k, "d_index": d_index, "d_head": d_head}
+        sizes = {"ratio": ratio, "window": window, "top_k": top_k, "d_index": d_index}
         for name, value in sizes.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1" + ", or null" * (name in ("top_k", "d_head")))
-        if d_head is None and context.d_model % context.heads:
-            raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
+                raise ValueError(f"{name}={value}: must be at least 1" + ", or null" * (name == "top_k"))
         self.shift = 0 if context.attend_self else 1
         if context.span <= max(window, ratio - self.shift):
             least = f"above window={window} and ratio={ratio}"
             raise ValueError(f"model.span={context.span}: must be {least}, or no summary is ever seen")
         if context.backend not in ("auto", "plain"):
             raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, plain")
-        self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
+        self.heads, self.d_head = context.heads, context.head_width(d_head)
         self.ratio, self.window, self.top_k = ratio, window, top_k
         self.span, self.period, self.cache, self.dropout = context.span, ratio, context.cache, context.dropout
         inner = self.heads * self.d_head

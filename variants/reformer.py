@@ -71,14 +71,12 @@ class Reformer(Sublayer):
         zero_init: bool = False,
     ):
         super().__init__()
-        if d_head is None and context.d_model % context.heads:
-            raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
         if buckets < 2 or buckets % 2:
             raise ValueError(f"buckets={buckets}: allowed are even integers from 2")
-        for key, value in {"d_head": d_head or 1, "rounds": rounds, "bucket_keys": bucket_keys}.items():
+        for key, value in {"rounds": rounds, "bucket_keys": bucket_keys}.items():
             if value < 1:
                 raise ValueError(f"{key}={value}: allowed are integers from 1")
-        self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
+        self.heads, self.d_head = context.heads, context.head_width(d_head)
         self.rounds, self.buckets, self.bucket_keys = rounds, buckets, bucket_keys
         inner = self.heads * self.d_head
         self.query = nn.Linear(context.d_model, inner, bias=bias)

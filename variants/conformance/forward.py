@@ -17,9 +17,8 @@ from variants.conformance.fixture import (
     push,
     run,
 )
-from variants.contract import Position, cat_streams, map_state
+from variants.contract import LIMITS, Position, cat_streams, map_state
 
-LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
 FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
 
 
