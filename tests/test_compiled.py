@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from harness.device.runtime import Runtime
+from tests.attention_case import Case, starts
 from tests.runs import CARRY, MEMORY, make_run, own_folder, restored  # noqa: F401 - fixtures
+from variants.attention import Attention
+from variants.attention_parts import AttentionSpan
 
 VARIANTS = {"adaptive_span": "kv", "product_key_memory": "hidden"}
 PATHS = {"kv": ("position=rotary", "model.cache=kv"), "hidden": ("position=relative", "model.cache=hidden")}
@@ -74,3 +77,20 @@ def test_a_compiled_run_is_scored_by_compiled_code(monkeypatch):
         assert run.evaluation_backend == ("plain, compiled" if compiled else "plain")
     torch.testing.assert_close(found[True].nats, found[False].nats, rtol=0, atol=1e-5)
     assert found[True].stats.keys() == found[False].stats.keys()
+
+
+class ShortSpan(AttentionSpan):
+    """An outsider's: three keys with a hard edge, wherever the span ends."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.max_keys = (3,) * context.heads
+
+
+def test_a_hard_window_shorter_than_the_span_stays_so():
+    case = Case(length=20, span=32, backend="fused")
+    attention = Attention(case.context(), d_head=8, span=ShortSpan).eval()
+    x = torch.randn(2, 20, attention.query.in_features)
+    torch.compiler.reset()
+    found = torch.compile(attention, backend="eager", fullgraph=True)(x, None, starts(0)).y
+    assert torch.allclose(found, attention(x, None, starts(0)).y, atol=1e-6)

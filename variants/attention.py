@@ -137,12 +137,13 @@ class Attention(Sublayer):
         """What the heads give ``[B, H, T, K]``, the state to carry, and statistics if ``collect_stats``.
 
         Args:
-            traced: inside a compiled graph, which moving spans must not change, so that no number of ``max_keys`` is read:
-                the past is met as long as it was given, and the state is returned untrimmed.
+            traced: inside a compiled graph, which moving spans must not change, so that of those that have a ramp no number of
+                ``max_keys`` is read: the past is met as long as it was given, and the state is returned untrimmed.
         """
         backend = self.backend(x.device, training=self.training)
         if traced:
-            visible = Window((self.span.span,) * self.heads, self.shift, z, self.span.ramp, self.span.limits)
+            moving = (self.span.span,) * self.heads, self.shift, z, self.span.ramp, self.span.limits
+            visible = Window(*moving) if self.span.ramp else Window(self.span.max_keys, self.shift)
             keys, state = self._joined(x, own, state, start, None)
         else:
             visible = Window(self.span.max_keys, self.shift, z, self.span.ramp)
