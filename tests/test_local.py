@@ -176,11 +176,11 @@ def test_a_state_of_other_blocks_is_taken():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"block=9: allowed are integers from 1 to model\.span=8, or null"):
+    with pytest.raises(ValueError, match=r"block=9: allowed are integers from 1 to model\.span=8, or null for a quarter"):
         build(block=9)
-    with pytest.raises(ValueError, match=r"block=0: allowed are integers from 1 to model\.span=8, or null"):
+    with pytest.raises(ValueError, match=r"block=0: allowed are integers from 1 to model\.span=8, or null for a quarter"):
         build(block=0)
-    with pytest.raises(ValueError, match=r"block=1: allowed are integers from 2 to model\.span=8, or null"):
+    with pytest.raises(ValueError, match=r"block=1: allowed are integers from 2 to model\.span=8, or null for a quarter"):
         build(block=1, attend_self=False)
     attention = build()
     attention.set_span(6)
@@ -188,9 +188,10 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"eval\.span=4: allowed are integers from 5"):
         attention.set_span(4)
     follows = build(block=None)
-    assert follows.block == 8
+    assert follows.block == 2
     follows.set_span(4)
-    assert follows.block == 4
+    assert follows.block == 1
+    assert build(block=None, attend_self=False, span=4).block == 2
 
 
 def test_flops_by_hand():

@@ -90,7 +90,7 @@ class Linformer(Sublayer):
     Args:
         context: heads, span, cache, positions and dropout of the run.
         ratio: r, bytes of a block, from 1; summarised into one key and one value.
-        window: w, keys that are met exactly, from 1 to below ``model.span``.
+        window: w, keys that are met exactly, from 1 to below ``model.span``; None for S / 4.
         compressor: ``mean``, ``linear`` (weights E and F over a block's places) or ``softmax`` (weights by content: of
             u . k_i / sqrt(K) + b_i, the same for keys and values).
         share: of ``linear`` weights: ``none``, ``heads`` for an E and an F of all heads, ``key_value`` for one E = F of all
@@ -108,7 +108,7 @@ class Linformer(Sublayer):
         context: LayerContext,
         *,
         ratio: int = 16,
-        window: int = 128,
+        window: int | None = None,
         compressor: str = "linear",
         share: str = "none",
         top_k: int | None = None,
@@ -117,6 +117,7 @@ class Linformer(Sublayer):
         zero_init: bool = False,
     ):
         super().__init__()
+        window = max(1, context.span // 4) if window is None else window
         sizes = {"ratio": ratio, "window": window, "top_k": top_k, "d_index": d_index}
         for name, value in sizes.items():
             if value is not None and value < 1:

@@ -41,7 +41,7 @@ class LocalAttention(Attention):
 
     Args:
         context: heads, cache, positions and dropout of the run; its span is the longest block.
-        block: M, bytes of a block, from 1 (2 where a position does not see itself) to S; None for S.
+        block: M, bytes of a block, from 1 (2 where a position does not see itself) to S; None for S / 4.
         d_head, bias, zero_init: as ``Attention`` has them.
     """
 
@@ -57,17 +57,18 @@ class LocalAttention(Attention):
         bias: bool = False,
         zero_init: bool = False,
     ):
-        size, fewest = context.span if block is None else block, 1 if context.attend_self else 2
+        fewest = 1 if context.attend_self else 2
+        size = _quarter(context.span, fewest) if block is None else block
         if not fewest <= size <= context.span:
             raise ValueError(
-                f"{self.keyword}={size}: allowed are integers from {fewest} to model.span={context.span}, or null for that"
+                f"{self.keyword}={size}: allowed are integers from {fewest} to model.span={context.span}, or null for a quarter"
             )
 
         def inside(_: LayerContext) -> FixedSpan:
             return FixedSpan(replace(context, span=size))
 
         super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=inside)
-        self.follows_span = block is None
+        self.fewest, self.follows_span = fewest, block is None
         self.honours = replace(self.honours, span=True if self.follows_span else None)
 
     @property
@@ -185,7 +186,7 @@ class LocalAttention(Attention):
 
     def set_span(self, span: int) -> None:
         if self.follows_span:
-            super().set_span(span)
+            super().set_span(_quarter(span, self.fewest))
         elif span < self.block:
             raise ValueError(f"eval.span={span}: allowed are integers from {self.block}, the bytes of a block")
 
@@ -203,3 +204,7 @@ class LocalAttention(Attention):
         past = begun * min(segment, self.block - begun)
         own = of_first(begun + segment) - of_first(begun) - past
         return own * self.heads, past * self.heads, begun * self.heads
+
+
+def _quarter(span: int, fewest: int) -> int:
+    return max(fewest, span // 4)

@@ -29,7 +29,7 @@ class LatentAttention(LocalAttention):
 
     Args:
         context: heads, cache, positions and dropout of the run; its span is the longest block.
-        latents: M, latents of a block, one a byte, from 1 (2 where a position does not see itself) to S; None for S.
+        latents: M, latents of a block, one a byte, from 1 (2 where a position does not see itself) to S; None for S / 4.
         d_head, bias, zero_init: as ``Attention`` has them.
     """
 
