@@ -1,6 +1,5 @@
 """Plan of a run: everything that was configured, checked; below this module there are only plain arguments."""
 
-import functools
 import importlib
 import re
 import sys
@@ -19,9 +18,10 @@ from harness.optim.parameter_groups import assign
 from harness.plan import settings
 from harness.plan.instantiate import resolve
 from harness.plan.layers import plan_groups, plan_layers
+from harness.plan.network import make_network
 from harness.plan.settings import check_keys, checked, parse
 from harness.plan.space import take_trial
-from variants.contract import WAYS, LayerContext, Position, Sublayer
+from variants.contract import Position
 
 PLAIN = {
     "model": settings.ModelSettings,
@@ -80,21 +80,8 @@ class Plan:
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
-        m, pool = self.model, {}
-        shared = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
-        common = {name: getattr(m, name) for name in shared} | {"n_layers": m.layers, "pool": pool}
-        common |= {"backend": self.runtime.backend, "scheme": self.scheme}
-        own = ("norm", "norm_after", "tied", "head_bias", "head_zero_init")
-        own += ("embedding_std", "embedding_scale", "embedding_dropout")
-        model = LanguageModel(
-            [{name: _checked(make, key=f"variant.{name}") for name, make in layer.items()} for layer in self.layers],
-            lambda layer: LayerContext(layer=layer, **common),
-            vocabulary=self.data["vocabulary"],
-            checkpoint=self.runtime.checkpoint,
-            **{name: getattr(m, name) for name in own},
-        )
-        pool.clear()  # sharing ends with the build
-        return model
+        made = {"vocabulary": self.data["vocabulary"], "backend": self.runtime.backend}
+        return make_network(self.layers, self.scheme, self.model, **made, checkpoint=self.runtime.checkpoint)
 
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """The optimizers of a model built by ``make_model``."""
@@ -197,50 +184,6 @@ def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | 
         if not isinstance(config[name], Mapping):
             raise ValueError(f"{name}={config[name]}: must be a section; choose one with {name}=.. or set its keys")
     return config, point
-
-
-def _checked(make: functools.partial, *, key: str) -> Callable[[LayerContext], Sublayer]:
-    """The same, but a constructor's complaint about a keyword of its own names that keyword's key, and what of the run's
-    choices the mechanism does not follow is refused."""
-
-    def named(context: LayerContext) -> Sublayer:
-        try:
-            sublayer = make(context)
-        except ValueError as error:
-            if str(error).partition("=")[0].partition(".")[0] in make.keywords:
-                raise ValueError(f"{key}.{error}") from error
-            raise
-        _refuse_unfollowed(sublayer, context, key=key)
-        return sublayer
-
-    return named
-
-
-def _refuse_unfollowed(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
-    """ValueError where the mechanism does not follow a choice of the run, rather than a run in which it means nothing."""
-    honours = sublayer.honours
-    if honours is None:
-        return
-    who = f"{key} ({type(sublayer).__name__})"
-    for name in ("cache", "attend_self"):
-        value, allowed = getattr(context, name), getattr(honours, name)
-        if value not in allowed:
-            raise ValueError(
-                f"model.{name}={_word(value)}: {who} follows only {', '.join(sorted(map(_word, allowed)))}"
-            )
-    scheme = getattr(context.scheme, "func", context.scheme)
-    if unfollowed := scheme.ways() - set(honours.position):
-        does = " and ".join(what for way, what in WAYS.items() if way in unfollowed)
-        allowed = ["none", "schemes of the embedded bytes (sinusoidal)"]
-        allowed += [f"one that {what}" for way, what in WAYS.items() if way in honours.position]
-        raise ValueError(
-            f"position={scheme.__name__.lower()}: {does}, which {who} cannot follow; allowed are {', '.join(allowed)}"
-        )
-
-
-def _word(value: object) -> str:
-    """A value as it is typed."""
-    return str(value).lower()
 
 
 def _trust(names: object) -> tuple[str, ...]:

@@ -1,0 +1,99 @@
+"""Sampling: bytes that a model writes, one after the other, with carried state: a byte costs the same however long the text."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from harness.model import LanguageModel
+
+SEGMENT = 512
+"""Bytes of a prompt that one forward pass reads."""
+
+
+def check_choice(*, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """ValueError naming what cannot be."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be a number from 0, which is the likeliest byte")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: must be at least 1, or null for all")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1, or null for all")
+
+
+def check_streams(network: LanguageModel) -> None:
+    """ValueError naming a mechanism that carries no state from segment to segment."""
+    for name, sublayer in network.sublayers():
+        if "segments" in sublayer.limits:
+            who = f"{name} ({type(sublayer).__name__})"
+            raise ValueError(
+                f"{who} has the limit `segments`: it carries no state, so it cannot write byte after byte; "
+                "allowed are mechanisms without that limit"
+            )
+
+
+def numbers_of(text: bytes, symbols: bytes, *, key: str) -> Tensor:
+    """The numbers of bytes in a vocabulary, int64 ``[T]``; ValueError naming ``key`` and a byte that it lacks."""
+    if not text:
+        raise ValueError(f"{key}: is empty; at least one byte is needed, for there is no prediction of the first")
+    number_of = {byte: number for number, byte in enumerate(symbols)}
+    for byte in text:
+        if byte not in number_of:
+            raise ValueError(f"{key}: has byte {byte} ({chr(byte)!r}), which is not among the {len(symbols)} of the model")
+    return torch.tensor([number_of[byte] for byte in text])
+
+
+@torch.no_grad()
+def sampled(
+    network: LanguageModel,
+    prompt: Tensor,
+    *,
+    symbols: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
+    """Numbers that follow ``prompt`` (int64 ``[P]``, P from 1), without end.
+
+    Args:
+        network: in float32 or float64, on any device; in evaluation mode from now on.
+        symbols: how many of its numbers stand for a byte; the others are never drawn.
+        temperature: what logits are divided by; 0 takes the likeliest.
+        top_k: draw among so many likeliest.
+        top_p: draw among the fewest likeliest whose probabilities sum to so much.
+        generator: of the CPU's random numbers; None for torch's own.
+
+    Raises:
+        ValueError: logits that are not finite, a choice that cannot be, or a mechanism that carries no state.
+    """
+    check_choice(temperature=temperature, top_k=top_k, top_p=top_p)
+    check_streams(network)
+    network.eval()
+    device, state = next(network.parameters()).device, None
+    parts = prompt[None].to(device).split(SEGMENT, dim=1)
+    while True:
+        for part in parts:
+            out = network(part, state)
+            state = out.state
+        number = _drawn(
+            out.logits[0, -1, :symbols].cpu().double(), temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+        )
+        yield number
+        parts = (torch.tensor([[number]], device=device),)
+
+
+def _drawn(
+    logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> int:
+    if not logits.isfinite().all():
+        raise ValueError("the weights give no probabilities, logits are not finite; allowed is another run")
+    if temperature == 0:
+        return int(logits.argmax())
+    ordered, order = (logits / temperature).sort(descending=True, stable=True)
+    ordered, order = ordered[:top_k], order[:top_k]
+    probabilities = ordered.softmax(0)
+    if top_p is not None:
+        probabilities = probabilities * (probabilities.cumsum(0) - probabilities < top_p)
+    return int(order[torch.multinomial(probabilities, 1, generator=generator)])

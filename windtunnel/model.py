@@ -1,0 +1,91 @@
+"""Model: what a notebook needs of a trained network, in float32: scores, text and attention maps of bytes."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import harness  # noqa: F401 - sets what must be set before kernels are compiled
+from harness.loop.sampling import numbers_of, sampled
+from harness.model import LanguageModel
+from harness.record import exported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A trained network.
+
+    Attributes:
+        network: int64 ``[B, T]`` and a state to logits ``[B, T, V]`` and the next state.
+        symbols: the byte of each number of its vocabulary.
+        about: variant, data, scores and source of the run.
+    """
+
+    network: LanguageModel
+    symbols: bytes
+    about: dict
+
+    def score(self, text: bytes, *, streams: int = 1, segment: int = 512, context: int = 0) -> float:
+        """Bits per byte of ``text`` but its first byte, of which there is no prediction.
+
+        Args:
+            streams, segment, context: how the text is cut, as ``eval`` has it; ``about["protocol"]`` has the run's own. By
+                default one stream reads it all with carried state.
+
+        Raises:
+            ValueError: a byte that the vocabulary lacks, or fewer than two bytes.
+        """
+        from harness.device.runtime import Runtime  # late: only scores of a run's own cut need numpy
+        from harness.loop.step import score_stream
+
+        split = numbers_of(text, self.symbols, key="text").to(torch.uint8)
+        if len(split) < 2:
+            raise ValueError("text: has one byte; a score needs two, for there is no prediction of the first")
+        runtime = Runtime(device=self._device, precision="float32", compile=False)
+        cut = {"streams": streams, "segment": segment, "context": context}
+        return score_stream(self.network, split, runtime=runtime, **cut).bits_per_byte
+
+    def generate(
+        self,
+        prompt: bytes,
+        *,
+        bytes: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> bytes:
+        """So many bytes that the model writes after ``prompt``; as ``harness.loop.sampling.sampled`` has the rest."""
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        choice = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
+        numbers = numbers_of(prompt, self.symbols, key="prompt")
+        drawn = sampled(self.network, numbers, symbols=len(self.symbols), **choice)
+        return type(prompt)(self.symbols[number] for number in itertools.islice(drawn, bytes))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+
+def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
+    """The model of a run folder (its best weights) or of a folder that ``bench.export`` wrote. Nothing in it is believed.
+
+    Args:
+        device: where it computes, as torch calls it.
+        trust: modules beside ours that its mechanisms may come from.
+
+    Raises:
+        ValueError: naming the folder or file, and what is wrong with it.
+    """
+    path = Path(path)
+    if (path / exported.MODEL).exists():
+        network, about = exported.read(path, trust=trust)
+        symbols = type(b"")(about["symbols"])
+    else:
+        from bench.planning import open_trained  # late: a run's configuration needs Hydra's, an exported model does not
+
+        network, symbols, about = open_trained(path, key="path", trust=list(trust))
+    return Model(network=network.to(device).eval(), symbols=symbols, about=about)
