@@ -15,12 +15,11 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from bench.coding import ModelCoder
-from bench.planning import config_of_run, corpus_of_run, read_run, trained_model
+from bench.planning import corpus_of_run, plan_of_run, read_run, trained_model
 from harness import source
 from harness.cache import write_whole
 from harness.data.corpora import SPLITS, Corpus
 from harness.device import runtime
-from harness.plan.build import plan_run
 from harness.record import checkpoint
 
 MAGIC = b"AWT1"
@@ -65,7 +64,7 @@ def open_run(cfg: DictConfig, *, with_data: bool = False) -> Opened:
     """
     path = Path(cfg.run)
     saved, best = read_run(path, key="run")
-    plan = plan_run(config_of_run(path, runtime=cfg.runtime, trust=cfg.trust))
+    plan = plan_of_run(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
     if not plan.runtime.deterministic:
         raise ValueError("runtime.deterministic=false: allowed is true, for a decoder must find the same probabilities")
     device = runtime.start(plan.runtime)

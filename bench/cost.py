@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.compose.cli import run_command
@@ -89,7 +89,8 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     """The verb's own settings, a training configuration for each variant, and the run folder of the weights."""
     from hydra.core.hydra_config import HydraConfig
 
-    from bench.planning import config_of_run, own_keys, read_run, recompose
+    from bench.planning import own_keys, plan_of_run, read_run, recompose
+    from harness.plan.build import hydra_facts
     from harness.plan.settings import parse
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
@@ -105,8 +106,9 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
                 f"{', '.join(BESIDE_A_CHECKPOINT)}"
             )
     read_run(Path(cfg.checkpoint), key="checkpoint")
-    own = config_of_run(Path(cfg.checkpoint), runtime=cfg.runtime, trust=cfg.trust or None)
-    return settings, [own], cfg.checkpoint
+    typed = {"runtime": cfg.runtime, "trust": cfg.trust, "trusted": hydra_facts()["trusted"]}
+    own = plan_of_run(Path(cfg.checkpoint), key="checkpoint", **typed)
+    return settings, [OmegaConf.create(own.config)], cfg.checkpoint
 
 
 def _check_lists(settings: CostSettings) -> None:

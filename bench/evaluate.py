@@ -18,20 +18,22 @@ from harness.compose.cli import run_command
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
-    from bench.planning import config_of_run, corpus_of_run, read_run, trained_model  # late, as everything slow
+    from bench.planning import corpus_of_run, plan_of_run, read_run, trained_model  # late, as everything slow
     from harness import source
     from harness.device import runtime
     from harness.loop.settle import settled
     from harness.loop.train_state import backend_of
-    from harness.plan.build import plan_run, streamed_context
+    from harness.plan.build import streamed_context
     from harness.plan.settings import checked
+    from harness.record.provenance import refuse_links
     from harness.record.rows import EVALUATIONS, FORMAT, plain
 
     path = Path(cfg.run)
     saved, best = read_run(path, key="run")
+    refuse_links(path, key="run")  # a row and a figure are put there
     if cfg.split not in ("train", "valid", "test"):
         raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
-    plan = plan_run(config_of_run(path, runtime=cfg.runtime, trust=cfg.trust))
+    plan = plan_of_run(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
     keys = ("streams", "segment", "span", "context", "bytes")
     asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
     limit = asked.pop("bytes")

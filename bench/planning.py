@@ -12,6 +12,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness import source
+from harness.compose.cli import MISTAKES, explain
+from harness.compose.strangers import read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
@@ -20,7 +22,8 @@ from harness.loop.prepare import planned
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
-from harness.record.rows import RECORD, check_format, read_rows
+from harness.record.provenance import read_provenance
+from harness.record.rows import CONFIG, RECORD
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:
@@ -75,17 +78,29 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
     best = path / checkpoint.FOLDER / checkpoint.BEST
     if not best.exists() or not (path / RECORD).exists():
         raise ValueError(f"{key}={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
-    saved = read_rows(path / RECORD)[0]
-    check_format(saved, what=f"{key}={path}")
-    return saved, checkpoint.load(best)
+    return read_provenance(path, key=key), checkpoint.load(best)
 
 
-def config_of_run(path: Path, *, runtime: DictConfig, trust: list | None) -> DictConfig:
-    """The run's resolved configuration, to be computed as ``runtime`` says; ``trust`` None is the run's own."""
-    own = OmegaConf.load(path / "config.yaml")
-    own.runtime = runtime
-    own.trust = own.trust if trust is None else trust
-    return own
+def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str, trusted: tuple[str, ...] = ()) -> Plan:
+    """The plan of a run that somebody made, to be computed as ``runtime`` says: the one way from a run folder to objects.
+
+    Nothing in the folder is believed: its configuration has plain values only, and names no class but of our modules and of
+    those that the command line trusts.
+
+    Args:
+        trust: as it was typed for this command; what the run was trained with does not count.
+        trusted: packages named in ``hydra.searchpath``.
+
+    Raises:
+        ValueError: naming the folder, the file, the key and what is allowed.
+    """
+    what = f"{key}={path}"
+    own = read_config(path / CONFIG, what=what)
+    try:
+        own.runtime, own.trust = runtime, trust
+        return plan_run(own, trusted=trusted)
+    except MISTAKES as error:
+        raise ValueError(f"{what}: {CONFIG}: {explain(error)}") from error
 
 
 def corpus_of_run(plan: Plan, saved: dict) -> Corpus:

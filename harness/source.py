@@ -50,12 +50,16 @@ def _digest(files: Iterable[tuple[str, Path]], trust: tuple[str, ...]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the working tree, with ``-dirty`` where files differ from it, or None outside git."""
+    """The commit of the working tree, with ``-dirty`` where files differ from it, or None outside git.
+
+    Of our own repository alone: one that our folder lies in may be a stranger's, whose settings git would run.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    own |= {"GIT_CEILING_DIRECTORIES": str(ROOT.parent), "GIT_OPTIONAL_LOCKS": "0"}
 
     def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        command = ["git", "-C", str(ROOT), "-c", "core.fsmonitor=false", *words]
+        return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")

@@ -1,7 +1,7 @@
 """Around Hydra: one clear message and exit code 2 for a user's mistake, and sweeps whose other jobs still run.
 
 Left alone, Hydra 1.3 prints before it exits with 1, refuses a whole sweep for one bad job, and leaves a file behind. So
-``run_command`` is the outermost frame, and five of Hydra's functions are changed while it runs. An error that is nobody's
+``run_command`` is the outermost frame, and six of Hydra's functions are changed while it runs. An error that is nobody's
 mistake keeps its trace and exits with 1; ``HYDRA_FULL_ERROR=1`` shows the trace of a mistake, too.
 """
 
@@ -17,20 +17,24 @@ from pathlib import Path
 
 import hydra._internal.utils as hydra_frame
 import yaml
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.launcher import Launcher
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from harness.compose.strangers import check_loaded, is_strangers, read_text
 from harness.device.torchrun import check_launch, is_later, read_launch
 
 GROUP = "record.wandb.group"
 """The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
+LONGEST_MESSAGE, TAIL = 4000, 1000
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -132,7 +136,20 @@ def _terminal() -> tuple[int, int]:
 
 
 def explain(error: Exception) -> str:
-    """One message that names the key, the value, and the keys or choices that are allowed there, where Hydra knows them."""
+    """One message that names the key, the value, and the keys or choices that are allowed there, where Hydra knows them.
+
+    Of one that a value of a file has made endless, both ends: the key, and what is allowed.
+    """
+    said = _explain(error)
+    left_out = len(said) - LONGEST_MESSAGE
+    return (
+        said
+        if left_out <= 0
+        else f"{said[:-TAIL][: LONGEST_MESSAGE - TAIL]} [{left_out:,} letters more] {said[-TAIL:]}"
+    )
+
+
+def _explain(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
@@ -187,6 +204,8 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
 
     report, returned, instantiate = hydra_frame.run_and_report, JobReturn.return_value, Plugins.instantiate_launcher
     sweep, check = BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal
+    files = SourcesRegistry.instance().resolve("file")
+    load = files.load_config
 
     def run_and_say(function: Callable[[], object]) -> object:
         """Hydra's own prints a shortened trace and exits with 1."""
@@ -229,16 +248,26 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
                 with contextlib.suppress(OSError):  # not empty: a launcher or a run needs it
                     path.unlink() if path.is_file() else path.rmdir()
 
+    def load_checked(self: ConfigSource, config_path: str) -> ConfigResult:
+        """Hydra's own believes every file, and acts on what it says before a command begins."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if not path.exists() or not is_strangers(path):
+            return load(self, config_path)
+        read_text(path, what=str(path.parent))
+        found = load(self, config_path)
+        check_loaded(found, name=config_path, file=path)
+        return found
+
     def make_launcher(self: Plugins, **given) -> Launcher:
         chosen = instantiate(self, **given)
         return launcher(chosen, **given) if launcher else chosen
 
     hydra_frame.run_and_report, Plugins.instantiate_launcher = run_and_say, make_launcher
     BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep_cleanly, keep_legal
-    JobReturn.return_value = property(result, returned.fset)
+    JobReturn.return_value, files.load_config = property(result, returned.fset), load_checked
     try:
         yield
     finally:
-        hydra_frame.run_and_report, JobReturn.return_value = report, returned
+        hydra_frame.run_and_report, JobReturn.return_value, files.load_config = report, returned, load
         Plugins.instantiate_launcher = instantiate
         BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep, check

@@ -22,7 +22,8 @@ from harness.loop.train_state import TrainState
 from harness.optim.budget import Spent
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
-from harness.record.rows import RECORD, check_format, read_rows
+from harness.record.provenance import read_provenance
+from harness.record.rows import RECORD, read_rows
 
 WARM_BYTES = 16
 """Bytes of the step that is thrown away before memory is measured."""
@@ -110,7 +111,13 @@ def begin_from(training: TrainState) -> None:
         return
     content, theirs = processes.on_main(lambda: _read_start(start.run))
     with processes.fail_together():
-        _take(training, content, theirs)
+        try:
+            _take(training, content, theirs)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"start.run={start.run}: its checkpoint or its {RECORD} is not what this code wrote "
+                f"({type(error).__name__}: {error}); allowed is the folder of a run"
+            ) from error
 
 
 def _read_start(path: str) -> tuple[dict, dict]:
@@ -119,9 +126,7 @@ def _read_start(path: str) -> tuple[dict, dict]:
     newest = checkpoint.newest(place)
     if newest is None or place.is_symlink():  # a link such as outputs/latest is soon another run
         raise ValueError(f"start.run={path}: must be a run folder that has a checkpoint, and no link to one")
-    theirs = read_rows(place / RECORD)[0]
-    check_format(theirs, what=f"start.run={path}")
-    return checkpoint.load(newest), theirs
+    return checkpoint.load(newest), read_provenance(place, key="start.run")
 
 
 def _take(training: TrainState, content: dict, theirs: dict) -> None:

@@ -20,7 +20,7 @@ from harness.plan.build import Plan
 from harness.record import checkpoint, folder
 from harness.record.cells import busy_words
 from harness.record.closing_table import bits, print_closing_table, scored_splits
-from harness.record.rows import Record, find_comparable, read_rows, write_summary
+from harness.record.rows import CONFIG, Record, find_comparable, read_rows, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_STEPS = 2
@@ -103,7 +103,7 @@ class Run:
     def _open(self, stack: ExitStack, *, rows: int, whose: dict) -> None:
         """What is written into: the record, which has ``rows`` already or begins with ``whose`` it is, and W&B."""
         text = yaml.safe_dump(self.plan.config, sort_keys=False)
-        (self.folder.path / "config.yaml").write_text(text, encoding="utf-8")
+        (self.folder.path / CONFIG).write_text(text, encoding="utf-8")
         self._record = stack.enter_context(Record(self.folder.path, rows=rows))
         self._wandb = self._wandb_run(id=self.training.wandb_id, data=self.training.corpus.name)
         stack.enter_context(self._wandb)

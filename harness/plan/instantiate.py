@@ -24,6 +24,8 @@ from harness.plan.settings import checked
 from variants.contract import Part, Position, Sublayer
 
 OURS = ("variants", "harness", "torch.optim")
+LONGEST_TARGET = 300
+"""Python imports a name of a thousand parts in as many frames."""
 CONTRACT = (Sublayer, Position, Part, torch.optim.Optimizer)
 
 PART = "a part with _target_ and _partial_: true"
@@ -112,7 +114,7 @@ def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type
     packages = trust if kind is nn.Module else OURS + trust
     told = ", ".join(packages) or "modules that the command line names"
     module, _, name = target.rpartition(".")
-    if not _inside(module, packages):
+    if len(target) > LONGEST_TARGET or not _inside(module, packages):
         raise ValueError(f"{key}._target_={target}: allowed are classes of {told}; add yours with trust=[..]")
     try:
         cls = getattr(importlib.import_module(module), name)

@@ -16,6 +16,8 @@ from harness.plan.settings import check_keys, parse
 SCRAMBLE_SEED = 0
 MOST_TRIALS = 2**16
 MISSING = object()
+TUNED = ("variant.", "model.", "batch.", "position.", "optim.", "budget.")
+"""What keys of a space begin with: a file may not choose here what counts from the command line alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, 
     if cfg.trial is None:
         cfg.space = None
         return cfg, None
-    space = OmegaConf.to_container(cfg.space, resolve=True) if cfg.space else None
+    space = OmegaConf.to_container(cfg.space, resolve=True) if isinstance(cfg.space, DictConfig) else None
     if not isinstance(cfg.trial, int) or isinstance(cfg.trial, bool) or not 0 <= cfg.trial < MOST_TRIALS:
         raise ValueError(f"trial={cfg.trial}: allowed are null and integers from 0 to {MOST_TRIALS - 1}")
     if cfg.purpose != "tune":
@@ -73,7 +75,9 @@ def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, 
         )
     units = SobolEngine(len(space), scramble=True, seed=SCRAMBLE_SEED).fast_forward(cfg.trial).draw(1)[0].tolist()
     point = {}
-    for key, unit in zip(sorted(space), units, strict=True):
+    for key, unit in zip(sorted(space, key=str), units, strict=True):
+        if not str(key).startswith(TUNED):
+            raise ValueError(f"space.{key}: is nothing to tune; allowed are keys that begin with {', '.join(TUNED)}")
         if key in typed:
             raise ValueError(f"{key}: is given by trial={cfg.trial}; allowed is trial=null, or a space without it")
         if OmegaConf.select(cfg, key, default=MISSING) is MISSING:

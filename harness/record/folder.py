@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from harness.record import checkpoint
+from harness.record.provenance import refuse_links
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, read_object, write_summary
 
 NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
@@ -111,6 +112,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.path, key="outputs")
             self._lock = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until release
         except OSError as error:
             raise ValueError(f"outputs={self.path.parent}: cannot be written ({error.strerror})") from error

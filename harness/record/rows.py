@@ -20,6 +20,7 @@ from harness.cache import write_whole
 
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
+CONFIG = "config.yaml"
 EVALUATIONS = "evaluations.jsonl"
 """What ``bench.evaluate`` appends to."""
 LARGEST_LIST = 4096
