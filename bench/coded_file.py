@@ -15,7 +15,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from bench.coding import ModelCoder
-from bench.planning import corpus_of_run, plan_of_run, read_run, trained_model
+from bench.planning import corpus_of_run, open_trained
 from harness import source
 from harness.cache import write_whole
 from harness.data.corpora import SPLITS, Corpus
@@ -57,20 +57,17 @@ def open_run(cfg: DictConfig, *, with_data: bool = False) -> Opened:
     """The model of ``run``, computing as ``runtime`` says.
 
     Args:
-        with_data: whether its corpus is wanted; one with a vocabulary of its own always needs it, to number the bytes.
+        with_data: whether its corpus is wanted.
 
     Raises:
         ValueError: naming the key.
     """
     path = Path(cfg.run)
-    saved, best = read_run(path, key="run")
-    plan = plan_of_run(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    plan, saved, _, model, symbols = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
     if not plan.runtime.deterministic:
         raise ValueError("runtime.deterministic=false: allowed is true, for a decoder must find the same probabilities")
-    device = runtime.start(plan.runtime)
-    corpus = corpus_of_run(plan, saved) if with_data or plan.data["vocabulary"] < 256 else None
-    symbols = bytes(range(256)) if corpus is None else corpus.symbols
-    model = trained_model(plan, best, span=plan.model.span, key="run").to(device.device)
+    device, corpus = runtime.start(plan.runtime), corpus_of_run(plan, saved) if with_data else None
+    model.to(device.device)
     made_of = [plan.config[name] for name in ("variant", "model", "position")] + [list(symbols)]
     weights = (path / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + json.dumps(made_of, default=str).encode()
     told = device.describe()

@@ -8,9 +8,11 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from bench import CONF
 from harness import source
 from harness.compose.cli import MISTAKES, explain
 from harness.compose.strangers import read_config
@@ -101,6 +103,38 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str,
         return plan_run(own, trusted=trusted)
     except MISTAKES as error:
         raise ValueError(f"{what}: {CONFIG}: {explain(error)}") from error
+
+
+class Trained(NamedTuple):
+    """A run that somebody made, opened: its plan, what its record says first, its model with the best weights and what these
+    are of, and the byte of each number of its vocabulary."""
+
+    plan: Plan
+    saved: dict
+    best: dict
+    model: LanguageModel
+    symbols: bytes
+
+
+def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str) -> Trained:
+    """The trained model of a run folder, on the CPU.
+
+    A vocabulary of the corpus's own needs the corpus, to number the bytes.
+
+    Args:
+        runtime: None for that of ``conf``, in float32 and not compiled.
+        trust: as ``plan_of_run`` has it.
+
+    Raises:
+        ValueError: naming ``key``, the folder and what is wrong with it.
+    """
+    if runtime is None:
+        own = {"device": "cpu", "precision": "float32", "compile": False}
+        runtime = OmegaConf.merge(OmegaConf.load(Path(CONF) / "runtime" / "default.yaml"), own)
+    saved, best = read_run(path, key=key)
+    plan = plan_of_run(path, key=key, runtime=runtime, trust=trust)
+    symbols = bytes(range(256)) if plan.data["vocabulary"] == 256 else corpus_of_run(plan, saved).symbols
+    return Trained(plan, saved, best, trained_model(plan, best, span=plan.model.span, key=key), symbols)
 
 
 def corpus_of_run(plan: Plan, saved: dict) -> Corpus:

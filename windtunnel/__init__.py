@@ -1,11 +1,11 @@
 """The Python door: a trained run, or an exported model, as an object.
 
-    import windtunnel
+import windtunnel
 
-    model = windtunnel.load("outputs/latest")
-    model.score(b"The quick brown fox")                 # bits per byte
-    model.generate(b"The ", bytes=200, seed=1)          # bytes
-    model.attention(b"The quick brown fox")             # {"layers.0.attention": [H, T, T], ...}
+model = windtunnel.load("outputs/latest")
+model.score(b"The quick brown fox")                 # bits per byte
+model.generate(b"The ", n_bytes=200, seed=1)          # bytes
+model.attention(b"The quick brown fox")             # {"layers.0.attention": [H, T, T], ...}
 """
 
 from windtunnel.model import Model, load

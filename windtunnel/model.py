@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import harness  # noqa: F401 - sets what must be set before kernels are compiled
 from harness.loop.sampling import numbers_of, sampled
@@ -52,7 +51,7 @@ class Model:
         self,
         prompt: bytes,
         *,
-        bytes: int,
+        n_bytes: int,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -63,7 +62,7 @@ class Model:
         choice = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
         numbers = numbers_of(prompt, self.symbols, key="prompt")
         drawn = sampled(self.network, numbers, symbols=len(self.symbols), **choice)
-        return type(prompt)(self.symbols[number] for number in itertools.islice(drawn, bytes))
+        return bytes(self.symbols[number] for number in itertools.islice(drawn, n_bytes))
 
     @property
     def _device(self) -> torch.device:
@@ -83,9 +82,11 @@ def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) ->
     path = Path(path)
     if (path / exported.MODEL).exists():
         network, about = exported.read(path, trust=trust)
-        symbols = type(b"")(about["symbols"])
+        symbols = bytes(about["symbols"])
     else:
         from bench.planning import open_trained  # late: a run's configuration needs Hydra's, an exported model does not
 
-        network, symbols, about = open_trained(path, key="path", trust=list(trust))
+        opened = open_trained(path, key="path", trust=list(trust))
+        network, symbols = opened.model, opened.symbols
+        about = opened.saved | {"protocol": opened.plan.protocol()}
     return Model(network=network.to(device).eval(), symbols=symbols, about=about)

@@ -40,7 +40,9 @@ def numbers_of(text: bytes, symbols: bytes, *, key: str) -> Tensor:
     number_of = {byte: number for number, byte in enumerate(symbols)}
     for byte in text:
         if byte not in number_of:
-            raise ValueError(f"{key}: has byte {byte} ({chr(byte)!r}), which is not among the {len(symbols)} of the model")
+            raise ValueError(
+                f"{key}: has byte {byte} ({chr(byte)!r}), which is not among the {len(symbols)} of the model"
+            )
     return torch.tensor([number_of[byte] for byte in text])
 
 
@@ -78,7 +80,11 @@ def sampled(
             out = network(part, state)
             state = out.state
         number = _drawn(
-            out.logits[0, -1, :symbols].cpu().double(), temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+            out.logits[0, -1, :symbols].cpu().double(),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            generator=generator,
         )
         yield number
         parts = (torch.tensor([[number]], device=device),)

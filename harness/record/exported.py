@@ -75,7 +75,10 @@ def read(folder: Path, *, trust: Sequence[str] = ()) -> tuple[LanguageModel, dic
         raise ValueError(f"{folder / MODEL}: must be of format {FORMAT}, with {', '.join(KEYS)}")
     try:
         shared, variant, symbols = told["shared"], told["variant"], bytes(told["symbols"])
-        if len(set(symbols)) < len(symbols) or not len(symbols) <= checked(told["vocabulary"], int, key="vocabulary") <= 256:
+        if (
+            len(set(symbols)) < len(symbols)
+            or not len(symbols) <= checked(told["vocabulary"], int, key="vocabulary") <= 256
+        ):
             raise ValueError("symbols: must be different bytes, no more than vocabulary, which is at most 256")
         variant = variant | {"at": {int(place): names for place, names in (variant.get("at") or {}).items()}}
         sizes = parse(ModelSettings, told["model"], key="model")

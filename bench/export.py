@@ -1,0 +1,71 @@
+"""A trained model, taken away: ``python -m bench.export run=outputs/latest out=DIR``.
+
+Weights as safetensors, what was configured, a model card. ``windtunnel.load(DIR)`` reads it with torch, einops and numpy
+alone, no configuration's tools; ``harness/record/exported.py`` has the format.
+"""
+
+import json
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from bench import CONF
+from harness.compose.cli import run_command
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="export")
+def main(cfg: DictConfig) -> None:
+    from bench.planning import open_trained  # late, as everything slow
+    from harness.plan.settings import checked
+    from harness.record import exported
+    from harness.record.rows import SUMMARY, plain, read_object
+
+    path, out = Path(cfg.run), Path(checked(cfg.out, str, key="out"))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out={out}: is there already; allowed is a folder that is not, or is empty")
+    opened = open_trained(path, key="run", trust=cfg.trust)
+    config, saved, summary = opened.plan.config, opened.saved, read_object(path / SUMMARY)
+    trained = {key: saved.get(key) for key in ("variant", "seed", "data", "command", "commit", "source", "parameters")}
+    trained |= {"bytes_seen": opened.best["bytes"]}
+    trained |= {key: summary.get(key) for key in ("valid_bits_per_byte", "test_bits_per_byte")}
+    described = {name: config[name] for name in ("variant", "model", "position")}
+    described |= {"vocabulary": opened.plan.data["vocabulary"], "symbols": list(opened.symbols)}
+    described |= {"protocol": opened.plan.protocol(), "trained": trained}
+    described = json.loads(json.dumps(plain(described)))
+    try:
+        exported.write(out, opened.model, described=described, card=_card(described))
+    except OSError as error:
+        raise ValueError(f"out={out}: cannot be written ({error.strerror})") from error
+    print(f"{out}: {exported.WEIGHTS}, {exported.MODEL}, README.md; windtunnel.load({str(out)!r}) reads it")
+
+
+def _card(described: dict) -> str:
+    trained, protocol, sizes = described["trained"], described["protocol"], described["model"]
+    valid, data = trained["valid_bits_per_byte"], trained["data"]
+    score = "not scored" if valid is None else f"{valid:.4f} bits per byte on valid"
+    return f"""# {trained["variant"]}: a byte-level language model
+
+{sizes["layers"]} layers of width {sizes["d_model"]}, {sizes["heads"]} heads, a window of {sizes["span"]} bytes; {score}.
+
+- Trained on {data["name"]}, {data["bytes"]:,} bytes, sha256 {data["sha256"]}; {trained["bytes_seen"]:,} bytes were read when
+  these weights were the best on valid.
+- Scored with {protocol["streams"]} streams, segments of {protocol["segment"]} bytes, {protocol["context"]} unscored bytes
+  before each stream. No other text was tried.
+- Command: `{trained["command"]}`, commit {trained["commit"]}, seed {trained["seed"]}.
+- `model.json` has the configuration. In `weights.safetensors` a matrix that has several names is stored under the first;
+  `shared` of `model.json` has the others.
+
+```python
+import windtunnel
+
+model = windtunnel.load(".")
+model.generate(b"The ", n_bytes=200)
+```
+
+What it writes is made up, in the manner of its data.
+"""
+
+
+if __name__ == "__main__":
+    run_command(main)

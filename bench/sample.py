@@ -1,0 +1,72 @@
+"""Text that a run writes: ``python -m bench.sample run=outputs/latest prompt="The " bytes=500 temperature=0.8``.
+
+Byte after byte with carried state, so a byte takes the same time however long the text is, once the window is full. What is
+no UTF-8, and control codes, are shown as ``\\xff``: a model may write anything, and a terminal obeys some of it.
+"""
+
+import codecs
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from bench import CONF
+from harness.compose.cli import run_command
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="sample")
+def main(cfg: DictConfig) -> None:
+    import torch  # late, as everything slow
+
+    from bench.planning import open_trained
+    from harness.device import runtime
+    from harness.loop.sampling import check_choice, check_streams, numbers_of, sampled
+    from harness.plan.settings import checked
+
+    number, seed = checked(cfg.bytes, int, key="bytes"), checked(cfg.seed, int, key="seed")
+    choice = {"temperature": checked(cfg.temperature, float, key="temperature")}
+    choice |= {key: checked(cfg[key], kind | None, key=key) for key, kind in (("top_k", int), ("top_p", float))}
+    prompt = checked(cfg.prompt, str, key="prompt").encode("utf-8", "surrogateescape")
+    if number < 1:
+        raise ValueError(f"bytes={number}: must be at least 1")
+    check_choice(**choice)
+    opened = open_trained(Path(cfg.run), key="run", runtime=cfg.runtime, trust=cfg.trust)
+    check_streams(opened.model)
+    device = runtime.start(opened.plan.runtime)
+    numbers = numbers_of(prompt, opened.symbols, key="prompt")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = sampled(opened.model.to(device.device), numbers, symbols=len(opened.symbols), generator=generator, **choice)
+    shown = Shown()
+    print(shown.text(prompt), end="")
+    first = next(drawn)  # reads the prompt
+    began = time.perf_counter()
+    for symbol in itertools.chain([first], itertools.islice(drawn, number - 1)):
+        print(shown.text(opened.symbols[symbol : symbol + 1]), end="", flush=True)
+    seconds = time.perf_counter() - began
+    print(shown.text(b"", final=True))
+    speed = f", {(number - 1) / seconds:,.0f} bytes per second" if number > 1 else ""
+    print(f"\n{number:,} bytes{speed} on {device.device}", file=sys.stderr)
+
+
+class Shown:
+    """Bytes as a terminal may be given them: what is no UTF-8, and control codes but the end of a line and the tabulator,
+    as ``\\x`` and two digits."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def text(self, more: bytes, *, final: bool = False) -> str:
+        """What can be shown of ``more`` and of what came before; an open character waits for its end, or for ``final``."""
+        found = self._decoder.decode(more, final)
+        return "".join(c if c in "\n\t" or c.isprintable() else _escaped(c) for c in found)
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in character.encode())
+
+
+if __name__ == "__main__":
+    run_command(main)
