@@ -29,12 +29,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from harness import source
 from harness.compose.strangers import check_loaded, is_strangers, read_text
 from harness.device.torchrun import check_launch, is_later, read_launch
 
 GROUP = "record.wandb.group"
 """The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
 LONGEST_MESSAGE, TAIL = 4000, 1000
+INSTALLED = ("windtunnel", "train")
+"""What is typed for a run where there is no checkout."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -121,12 +124,14 @@ def typed(job: Sequence[str]) -> list[str]:
 def own_command() -> str:
     """What to type to run this very run, also if it is a job of a sweep in a process of its own."""
     hydra = HydraConfig.get()
+    launch, installed = read_launch(), not (source.ROOT / "pyproject.toml").exists()
     if hydra.mode != RunMode.MULTIRUN:
-        return shlex.join([*read_launch().words, *sys.argv])
+        alone = installed and launch.world_size == 1
+        return shlex.join([*(INSTALLED if alone else (*launch.words, sys.argv[0])), *sys.argv[1:]])
     folders = [s.path for s in hydra.runtime.config_sources if s.provider == "command-line"]
     words = [word for folder in folders for word in ("-cd", folder)]
     words += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
-    return shlex.join(["python", "train.py", *words, *typed(hydra.overrides.task)])
+    return shlex.join([*(INSTALLED if installed else ("python", "train.py")), *words, *typed(hydra.overrides.task)])
 
 
 def _terminal() -> tuple[int, int]:

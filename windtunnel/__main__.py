@@ -1,0 +1,33 @@
+"""One command for all, from anywhere: ``windtunnel train variant=adaptive_span`` is ``python train.py variant=adaptive_span``
+in a checkout, and ``windtunnel report`` is ``python -m bench.report``."""
+
+import runpy
+import sys
+
+BENCH = ("check", "compress", "cost", "dashboard", "decompress", "evaluate", "export", "features", "fit", "inspect", "peers")
+BENCH += ("report", "sample", "score")
+USAGE = f"""usage: windtunnel COMMAND [KEY=VALUE ...], or COMMAND --help
+
+train     a run, or with -m a sweep
+others    {", ".join(BENCH)}"""
+
+
+def main() -> None:
+    """Run the command that was typed; exits with 2 where there is no such command."""
+    verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if verb in ("-h", "--help"):
+        print(USAGE)
+    elif verb not in ("train", *BENCH):
+        sys.exit(_refusal(verb))
+    else:
+        del sys.argv[1]
+        runpy.run_module("train" if verb == "train" else f"bench.{verb}", run_name="__main__", alter_sys=True)
+
+
+def _refusal(verb: str) -> int:
+    print(f"error: {verb}: there is no such command; allowed are train, {', '.join(BENCH)}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()
