@@ -1,7 +1,7 @@
 """A trained model, taken away: ``python -m bench.export run=outputs/latest out=DIR``.
 
 Weights as safetensors, what was configured, a model card. ``windtunnel.load(DIR)`` reads it with torch, einops and numpy
-alone, no configuration's tools; ``harness/record/exported.py`` has the format.
+alone, no configuration's tools; ``bench/exported.py`` has the format.
 """
 
 import json
@@ -16,10 +16,10 @@ from harness.compose.cli import run_command
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="export")
 def main(cfg: DictConfig) -> None:
+    from bench import exported
     from bench.planning import open_trained  # late, as everything slow
     from harness.plan.settings import checked
-    from harness.record import exported
-    from harness.record.rows import SUMMARY, plain, read_object
+    from harness.record.rows import SUMMARY, read_object
 
     path, out = Path(cfg.run), Path(checked(cfg.out, str, key="out"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -32,7 +32,7 @@ def main(cfg: DictConfig) -> None:
     described = {name: config[name] for name in ("variant", "model", "position")}
     described |= {"vocabulary": opened.plan.data["vocabulary"], "symbols": list(opened.symbols)}
     described |= {"protocol": opened.plan.protocol(), "trained": trained}
-    described = json.loads(json.dumps(plain(described)))
+    described = json.loads(json.dumps(described))  # the numbers of layers are keys: as text
     try:
         exported.write(out, opened.model, described=described, card=_card(described))
     except OSError as error:

@@ -176,11 +176,17 @@ def test_a_state_of_other_blocks_is_taken():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"block=9: allowed are integers from 1 to model\.span=8, or null for a quarter"):
+    with pytest.raises(
+        ValueError, match=r"block=9: allowed are integers from 1 to model\.span=8, or null for a quarter"
+    ):
         build(block=9)
-    with pytest.raises(ValueError, match=r"block=0: allowed are integers from 1 to model\.span=8, or null for a quarter"):
+    with pytest.raises(
+        ValueError, match=r"block=0: allowed are integers from 1 to model\.span=8, or null for a quarter"
+    ):
         build(block=0)
-    with pytest.raises(ValueError, match=r"block=1: allowed are integers from 2 to model\.span=8, or null for a quarter"):
+    with pytest.raises(
+        ValueError, match=r"block=1: allowed are integers from 2 to model\.span=8, or null for a quarter"
+    ):
         build(block=1, attend_self=False)
     attention = build()
     attention.set_span(6)

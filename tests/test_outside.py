@@ -105,6 +105,13 @@ def test_a_broken_promise_fails_the_check(here):
     assert "FAIL  training does not see the future" in checked.out
 
 
+def test_a_class_for_another_contract_is_refused(here, imports):
+    write(here, module="my_mixer", conf="my_conf")
+    (here / "my_mixer.py").write_text(MIXER.replace("    def __init__", "    contract = 99\n\n    def __init__", 1))
+    ended = train("-cd", "my_conf", *MADE, "trust=[my_mixer]", "variant=mine")
+    assert ended.code == 2 and "my_mixer.Mixer: is written for contract 99, and this is 1; allowed are" in ended.err
+
+
 def test_an_edited_file_is_another_run(here, imports):
     write(here, module="my_mixer", conf="my_conf")
     words = ("-cd", "my_conf", *MADE, "trust=[my_mixer]", "variant=mine")

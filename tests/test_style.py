@@ -15,11 +15,11 @@ from tests.patience import PATIENCE_SECONDS
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = [
     ROOT / "train.py",
-    *(path for name in ("variants", "harness", "bench") for path in (ROOT / name).rglob("*.py")),
+    *(path for name in ("variants", "harness", "bench", "windtunnel") for path in (ROOT / name).rglob("*.py")),
 ]
 TESTS = [*(ROOT / "tests").rglob("*.py")]
 TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
-FOLDERS = ("variants", "harness", "bench", "conf", "tests", "docs", ".ci")
+FOLDERS = ("variants", "harness", "bench", "windtunnel", "conf", "tests", "docs", ".ci")
 
 # Modules that the files of each room may import, beside the standard library; a name allows what is below it.
 ARROWS = {
@@ -36,12 +36,13 @@ ARROWS = {
     "harness/loop": {"harness", "variants.contract"},
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
+    "windtunnel": {"windtunnel", "bench", "harness", "torch"},
     "bench/baselines": {"bench", "harness", "variants.contract"},
     "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache"},
     "bench/dashboards": {"bench.CONF"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }
-OURS = {"variants", "harness", "bench", "tests", "train", "conf"}
+OURS = {"variants", "harness", "bench", "windtunnel", "tests", "train", "conf"}
 THIRD_PARTY_ALLOWED = ("harness", "bench")
 
 

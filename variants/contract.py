@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from variants.kernels.proof import Proof
 
+VERSION = 1
+"""Of the contract: another number where a mechanism that was written for this one might compute something else."""
 LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
 """What a mechanism may say that it cannot promise; see ``Sublayer.limits``."""
 WAYS = {
@@ -141,8 +143,11 @@ class Sublayer(nn.Module):
     ``limits`` declares promises that the mechanism cannot keep; each is tested to be really broken:
     ``causal_in_training`` (training mode sees the future), ``streams_apart`` (streams of a batch influence each
     other), ``segments`` (where segments are cut changes the result).
+
+    ``contract`` is the ``VERSION`` that a mechanism of yours was written for; say it, and another is refused by a message.
     """
 
+    contract: int = VERSION
     limits: frozenset[str] = frozenset()
     honours: Honours | None = None
     """What it follows of the run's choices; None for a mechanism that sees no byte but its own."""

@@ -4,7 +4,19 @@ in a checkout, and ``windtunnel report`` is ``python -m bench.report``."""
 import runpy
 import sys
 
-BENCH = ("check", "compress", "cost", "dashboard", "decompress", "evaluate", "export", "features", "fit", "inspect", "peers")
+BENCH = (
+    "check",
+    "compress",
+    "cost",
+    "dashboard",
+    "decompress",
+    "evaluate",
+    "export",
+    "features",
+    "fit",
+    "inspect",
+    "peers",
+)
 BENCH += ("report", "sample", "score")
 USAGE = f"""usage: windtunnel COMMAND [KEY=VALUE ...], or COMMAND --help
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 import harness  # noqa: F401 - sets what must be set before kernels are compiled
+from bench import exported
 from harness.loop.sampling import numbers_of, sampled
 from harness.model import LanguageModel
-from harness.record import exported
 
 
 @dataclass(frozen=True, kw_only=True)

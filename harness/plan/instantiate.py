@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from harness.plan.settings import checked
-from variants.contract import Part, Position, Sublayer
+from variants.contract import VERSION, Part, Position, Sublayer
 
 OURS = ("variants", "harness", "torch.optim")
 LONGEST_TARGET = 300
@@ -122,6 +122,11 @@ def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type
         raise ValueError(f"{key}._target_={target}: cannot be imported ({error})") from error
     if not inspect.isclass(cls) or not issubclass(cls, kind) or cls in CONTRACT:
         raise ValueError(f"{key}._target_={target}: must be a class derived from {kind.__module__}.{kind.__name__}")
+    if issubclass(cls, Sublayer) and cls.contract != VERSION:
+        raise ValueError(
+            f"{key}._target_={target}: is written for contract {cls.contract}, and this is {VERSION}; allowed are classes for "
+            "this one, or the version of attention-windtunnel that it was written with"
+        )
     if kind is nn.Module and issubclass(cls, CONTRACT):
         raise ValueError(
             f"{key}._target_={target}: keeps the contract itself, so it stands where {key} does, not in it"

@@ -1,0 +1,139 @@
+"""The Python door and the exported folder: the run's own model and score, without the run and without its tools."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import windtunnel
+from bench import exported
+from harness.loop.sampling import numbers_of
+from tests.command import MADE, ROOT, call, run_folders, train
+from tests.runs import MEMORY
+
+TEXT = bytes(range(48, 58)) * 30
+WITHOUT = """import sys
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        assert name.partition(".")[0] not in {"hydra", "omegaconf", "yaml", "wandb", "rich", "matplotlib"}, name
+sys.meta_path.insert(0, Nothing())
+import windtunnel
+model = windtunnel.load(sys.argv[1])
+print(repr((model.score(b"0123456789" * 30), model.generate(b"0", n_bytes=20, seed=2))))
+"""
+
+
+@pytest.fixture(scope="module")
+def taken_away(tmp_path_factory):
+    """A run of learned spans with tied and shared matrices, and its exported folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("door"))
+        words = ("variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
+        ended = train(*MADE, *words)
+        assert ended.code == 0, ended
+        (run,) = run_folders(Path("outputs"))
+        ended = call("bench/export.py", f"run={run}", "out=away")
+        assert ended.code == 0, ended
+        yield run.resolve(), Path("away").resolve()
+
+
+def test_an_exported_model_is_the_runs(taken_away):
+    run, away = taken_away
+    of_run, of_export = (windtunnel.load(path) for path in taken_away)
+    assert of_run.score(TEXT) == of_export.score(TEXT)
+    assert of_run.generate(b"0", n_bytes=30, seed=5) == of_export.generate(b"0", n_bytes=30, seed=5)
+    told = json.loads((away / "model.json").read_text())
+    assert told["shared"]["head.weight"] == "embedding.weight" and "head.weight" not in exported.unpacked(
+        away / "weights.safetensors"
+    )
+    assert of_export.network.head.weight is of_export.network.embedding.weight
+    assert [p.requires_grad for p in of_export.network.parameters()] == [
+        p.requires_grad for p in of_run.network.parameters()
+    ]
+    card = (away / "README.md").read_text()
+    assert told["trained"]["data"]["sha256"] in card and "windtunnel.load" in card
+
+
+def test_the_runs_own_cut_gives_the_runs_own_score(taken_away, tmp_path):
+    """Bit for bit: what the trainer scored is what the door scores under its protocol."""
+    from harness.data import corpora
+
+    summary = json.loads((taken_away[0] / "summary.json").read_text())
+    protocol = summary["protocol"]
+    corpus = corpora.load("recall", bytes=60000)
+    split = corpus.reported("valid", choice_bytes=protocol["choice_bytes"], limit=protocol["bytes"])
+    text = bytes(corpus.symbols[number] for number in split.tolist())
+    cut = {key: protocol[key] for key in ("streams", "segment", "context")}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert [windtunnel.load(path).score(text, **cut) for path in taken_away] == [summary["valid_bits_per_byte"]] * 2
+    torch.set_num_threads(threads)
+
+
+def test_torch_einops_and_numpy_suffice(taken_away, tmp_path):
+    model = windtunnel.load(taken_away[1])
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-c", WITHOUT, str(taken_away[1])]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == repr((model.score(TEXT), model.generate(b"0", n_bytes=20, seed=2)))
+
+
+def test_the_format_is_the_known_one(tmp_path):
+    """Length of the header, header, bytes: written out by hand."""
+    header = (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"BF16","shape":[],"data_offsets":[8,10]}}'
+    )
+    header += b" " * (-len(header) % 8)
+    content = len(header).to_bytes(8, "little") + header + b"\0\0\x80\x3f\0\0\0\xc0" + b"\x80\x3f"
+    tensors = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor(1.0, dtype=torch.bfloat16)}
+    assert exported.packed(tensors) == content
+    (tmp_path / "w").write_bytes(content)
+    found = exported.unpacked(tmp_path / "w")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors) and found.keys() == tensors.keys()
+    for length in range(len(content)):
+        (tmp_path / "cut").write_bytes(content[:length])
+        with pytest.raises(ValueError, match="cut"):
+            exported.unpacked(tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("format", 2, "must be of format 1"),
+        ("symbols", [0, 0], "symbols: must be different bytes"),
+        ("vocabulary", 10**9, "symbols: must be different bytes"),
+        ("shared", {"head.weight": "nowhere"}, "do not fit"),
+        (
+            "position",
+            {"_target_": "os.system", "_partial_": True},
+            "position._target_=os.system: allowed are classes of",
+        ),
+        ("model", {"layers": 10**12}, "model"),
+    ],
+)
+def test_a_strangers_folder_is_refused(taken_away, tmp_path, key, value, said):
+    shutil.copytree(taken_away[1], tmp_path / "theirs")
+    told = json.loads((tmp_path / "theirs" / "model.json").read_text())
+    (tmp_path / "theirs" / "model.json").write_text(json.dumps(told | {key: value}))
+    with pytest.raises(ValueError, match=said):
+        windtunnel.load(tmp_path / "theirs")
+
+
+def test_what_cannot_be_scored_is_said(taken_away, tmp_path):
+    model = windtunnel.load(taken_away[1])
+    with pytest.raises(ValueError, match="text: has one byte"):
+        model.score(b"0")
+    with pytest.raises(ValueError, match=r"path=.*must be a run folder"):
+        windtunnel.load(tmp_path)
+    assert numbers_of(TEXT, model.symbols, key="text").max() < len(model.symbols)
+
+
+def test_a_folder_in_use_is_not_written_into(taken_away):
+    refused = call("bench/export.py", f"run={taken_away[0]}", f"out={taken_away[1]}")
+    assert refused.code == 2 and "is there already" in refused.err

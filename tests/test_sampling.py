@@ -1,0 +1,108 @@
+"""Text that a model writes, byte after byte: the very bytes that one forward over the whole text would choose."""
+
+import itertools
+
+import pytest
+import torch
+
+from bench.sample import Shown
+from bench.weights import shake_
+from harness.loop.sampling import _drawn, check_streams, numbers_of, sampled
+from tests.command import MADE, call, run_folders, train
+from tests.command import empty_folder as here  # noqa: F401 - a fixture
+from tests.composing import CONF, TINY, plan, small
+
+VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+PROMPT = torch.randint(256, (29,), generator=torch.Generator().manual_seed(0))
+
+
+def network(variant: str, *words: str):
+    sizes = ("model.span=24", *small(variant)) if variant != "longformer" else ("model.span=32",)
+    start = ("start.run=nowhere",) if variant == "replayed_spans" else ()
+    torch.manual_seed(0)
+    model = plan(f"variant={variant}", *TINY, *sizes, *start, *words).make_model().double()
+    shake_(model, spans=True)
+    return model.eval()
+
+
+def drawn_by_hand(model, text: torch.Tensor, number: int, **choice) -> list[int]:
+    """As a forward over all that there is so far has the next byte."""
+    generator, found = torch.Generator().manual_seed(3), text.tolist()
+    for _ in range(number):
+        with torch.no_grad():
+            logits = model(torch.tensor([found])).logits[0, -1]
+        found.append(_drawn(logits, generator=generator, **choice))
+    return found[len(text) :]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_streamed_text_is_that_of_whole_forwards(variant):
+    model = network(variant)
+    for choice in ({"temperature": 0, "top_k": None, "top_p": None}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}):
+        generator = torch.Generator().manual_seed(3)
+        streamed = sampled(model, PROMPT, symbols=256, generator=generator, **choice)
+        assert list(itertools.islice(streamed, 14)) == drawn_by_hand(model, PROMPT, 14, **choice)
+
+
+def test_a_long_prompt_is_read_in_segments_and_no_number_without_a_byte_is_drawn():
+    model, prompt = network("mhsa"), PROMPT.repeat(40)
+    choice = {"temperature": 1.0, "top_k": None, "top_p": None}
+    streamed = itertools.islice(sampled(model, prompt, symbols=256, generator=torch.Generator().manual_seed(3)), 3)
+    assert list(streamed) == drawn_by_hand(model, prompt, 3, **choice)
+    few = itertools.islice(sampled(model, PROMPT % 7, symbols=7, temperature=100.0), 200)
+    assert set(few) == set(range(7))
+
+
+def test_choices_narrow_what_is_drawn():
+    logits = torch.tensor([0.1, 0.5, 0.2, 0.15, 0.05]).log().double()
+    cases = (
+        (3, None, {1, 2, 3}),
+        (None, 0.5, {1}),
+        (None, 0.51, {1, 2}),
+        (2, 1.0, {1, 2}),
+        (None, None, {0, 1, 2, 3, 4}),
+    )
+    generator = torch.Generator().manual_seed(0)
+    for top_k, top_p, allowed in cases:
+        one = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "generator": generator}
+        assert {_drawn(logits, **one) for _ in range(300)} == allowed
+    assert {_drawn(logits, temperature=0, top_k=None, top_p=None, generator=generator) for _ in range(9)} == {1}
+    with pytest.raises(ValueError, match="not finite"):
+        _drawn(logits * float("nan"), temperature=0, top_k=None, top_p=None, generator=generator)
+
+
+def test_a_mechanism_without_a_state_is_refused_by_name():
+    batch = plan("variant=product_key_memory", "variant.memory.query_norm=batch", *TINY, *small("product_key_memory"))
+    with pytest.raises(ValueError, match=r"layers\.\d\.memory \(ProductKeyMemory\) has the limit `segments`"):
+        check_streams(batch.make_model())
+
+
+def test_a_byte_that_the_vocabulary_lacks_is_named():
+    assert numbers_of(b"ba", b"ab", key="prompt").tolist() == [1, 0]
+    with pytest.raises(ValueError, match=r"prompt: has byte 99 \('c'\), which is not among the 2 of the model"):
+        numbers_of(b"abc", b"ab", key="prompt")
+    with pytest.raises(ValueError, match="prompt: is empty"):
+        numbers_of(b"", b"ab", key="prompt")
+
+
+def test_a_terminal_is_given_nothing_that_it_would_obey():
+    shown, text = Shown(), "é\x1b[2J\u202e\r\n\tx".encode() + b"\xff\xc3"
+    found = "".join(shown.text(bytes([byte])) for byte in text) + shown.text(b"", final=True)
+    assert found == "é\\x1b[2J\\xe2\\x80\\xae\\x0d\n\tx\\xff\\xc3"
+
+
+def test_the_command(here):  # noqa: F811
+    assert train(*MADE, "variant=linear").code == 0
+    (run,) = run_folders(here / "outputs")
+    words = (f"run={run}", "prompt='4'", "bytes=20", "runtime.device=cpu", "runtime.threads=1")
+    first, again, other = (call("bench/sample.py", *words, f"seed={seed}") for seed in (0, 0, 1))
+    assert first.code == 0 and first.out.startswith("4") and "20 bytes, " in first.err, first
+    assert first.out == again.out != other.out
+    wrong = {
+        "bytes=0": "bytes=0: must be at least 1",
+        "top_p=0": "top_p=0.0: must be above 0",
+        "top_k=0": "top_k=0: must be",
+    }
+    for word, said in (wrong | {"temperature=-1": "temperature=-1.0: must be a number from 0"}).items():
+        refused = call("bench/sample.py", *words, word)
+        assert refused.code == 2 and said in refused.err, refused

@@ -1,0 +1,61 @@
+"""The wheel: whoever installs it, with no checkout, trains, and has all that the checkout has."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.command import MADE, ROOT, TINY
+from tests.patience import PATIENCE_SECONDS
+
+PARTS = ("windtunnel", "variants", "harness", "bench", "conf")
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+TYPED = """import windtunnel, windtunnel.__main__
+try:
+    windtunnel.__main__.main()
+except SystemExit as ended:
+    assert not ended.code
+print(windtunnel.load("outputs/latest").about["command"])
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():  # a copy: building leaves folders behind
+        if name.partition("/")[0] in (*PARTS, "train.py", "pyproject.toml", "README.md", "LICENSE"):
+            if not name.startswith("bench/results/") and (ROOT / name).exists():
+                (source / name).parent.mkdir(parents=True, exist_ok=True)
+                (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=source, check=True, capture_output=True)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_everything_is_in_it(wheel):
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    files = [path for part in PARTS for path in (ROOT / part).rglob("*") if path.is_file()]
+    names = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    wanted = {name for name in names if not name.startswith("bench/results/")} | {"train.py"}
+    assert wanted <= inside, sorted(wanted - inside)
+    strange = {name.partition("/")[0] for name in inside} - {*PARTS, "train.py"}
+    assert all(name.endswith(".dist-info") for name in strange), strange
+
+
+def test_it_trains_and_the_door_opens_in_an_empty_folder(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    (tmp_path / "empty").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TYPED, "train", *TINY, *MADE]
+    started = {"cwd": tmp_path / "empty", "env": environment, "timeout": PATIENCE_SECONDS}
+    ended = subprocess.run(command, **started, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (row,) = (tmp_path / "empty" / "outputs" / "latest").glob("summary.json")
+    assert json.loads(row.read_text())["status"] == "finished"
+    assert ended.stdout.splitlines()[-1].startswith("windtunnel train model.d_model=32 ")
