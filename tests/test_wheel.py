@@ -28,11 +28,11 @@ print(windtunnel.load("outputs/latest").about["command"])
 def wheel(tmp_path_factory) -> Path:
     folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    wanted = (*PARTS, "train.py", "pyproject.toml", "README.md", "LICENSE")
     for name in listed.stdout.splitlines():  # a copy: building leaves folders behind
-        if name.partition("/")[0] in (*PARTS, "train.py", "pyproject.toml", "README.md", "LICENSE"):
-            if not name.startswith("bench/results/") and (ROOT / name).exists():
-                (source / name).parent.mkdir(parents=True, exist_ok=True)
-                (source / name).write_bytes((ROOT / name).read_bytes())
+        if name.partition("/")[0] in wanted and not name.startswith("bench/results/") and (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=source, check=True, capture_output=True)
     (found,) = folder.glob("*.whl")
     return found
