@@ -37,6 +37,8 @@ SECTIONS += ("checkpoint", "start")
 PURPOSES = ("result", "tune")
 SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust")
 
+MOST_LAYERS = 10_000
+"""Each is listed before any is built: a file that says a trillion must not fill the memory."""
 LONGEST_CONTEXT = 16_384
 """Bytes that a stream of a score reads at most before its own."""
 
@@ -142,6 +144,8 @@ def plan_run(
     plain = {name: parse(cls, config[name], key=name) for name, cls in PLAIN.items()}
     n_layers, default_bytes = plain["model"].layers, plain["model"].default_bytes
     check_keys(config["budget"], UNITS, key="budget")
+    if n_layers > MOST_LAYERS:
+        raise ValueError(f"model.layers={n_layers}: allowed are at most {MOST_LAYERS}")
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
     plan = Plan(

@@ -6,6 +6,7 @@ names the file.
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,12 @@ def test_no_module_of_ours_is_looked_for_beside_a_strangers_configuration(here):
         write(here, {"sublayer/evil.yaml": yaml.safe_dump(node)})
         said = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
         assert "cannot be imported" in said or "allowed are classes of" in said
+
+
+def test_the_folder_where_a_command_is_typed_is_not_searched_unasked(here, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "model.heads=3" in refused(here, *MADE, "model.heads=3") and str(here) not in sys.path
+    assert "PYTHONPATH" in refused(here, *MADE, "trust=[nowhere]") and str(here) in sys.path
 
 
 LEAKS = {
