@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from harness import source
-from tests.command import MADE, call, empty_folder, train  # noqa: F401 - a fixture
+from tests.command import MADE, TINY, call, empty_folder, train  # noqa: F401 - a fixture
 
 TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
 """A callable that Hydra's own list of forbidden ones does not know."""
@@ -126,6 +126,15 @@ def test_a_primary_file_of_a_stranger_names_no_package(here):
     (here / "stranger" / "__init__.py").write_text(PAYLOAD, encoding="utf-8")
     write(here, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"})
     assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *MADE)
+
+
+@pytest.mark.parametrize("word", ["trust=[stranger]", "+trust=[stranger]", "hydra.searchpath=[pkg://stranger]"])
+def test_words_of_a_comparison_are_nobodys(here, word):
+    comparison = {"job": "x", "reference": "reference_model", "words": word, "variants": ["mhsa"]}
+    write(here, {"lineup/evil.yaml": GLOBAL + yaml.safe_dump({"comparisons": [comparison]})})
+    ended = call("bench/peers.py", "-cd", "conf", "lineup=evil", *MADE, *TINY)
+    assert not (here / "PWNED").exists() and "PWNED" not in ended.err
+    assert ended.code == 2 and f"words of peers: {word}: " in ended.err and "command line alone" in ended.err, ended
 
 
 def test_the_same_keys_typed_are_the_users_own(here):
