@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
 
 from bench.planning import plan_of_run
 from harness.loop import prepare
+from harness.optim.parameter_groups import assign
 from harness.plan.build import Plan
 from harness.record.provenance import read_provenance
 from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
@@ -150,6 +152,12 @@ def test_wrong_types_in_a_configuration_are_one_message(run, everywhere):
             except ValueError as error:
                 assert str(error).startswith(f"run={run}: {CONFIG}: "), error
     assert tried > (80 if everywhere else 15)
+
+
+@pytest.mark.parametrize("match", [1, None, True, [1]])
+def test_a_group_matches_by_patterns(match):
+    with pytest.raises(ValueError, match=r"groups\.mine\.match=.*must be a pattern"):
+        assign(torch.nn.Linear(2, 2), default=torch.optim.AdamW, groups={"mine": {"match": match}})
 
 
 RECORDS = {
