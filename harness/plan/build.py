@@ -254,9 +254,7 @@ def _trust(names: object) -> tuple[str, ...]:
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
     if "" in names:
         raise ValueError(f"trust={names}: a module's name is missing, e.g. trust=[my_file]")
-    if (
-        names and str(Path.cwd()) not in sys.path
-    ):  # what is installed comes first, and nothing is looked for here unasked
+    if names and str(Path.cwd()) not in sys.path:  # last, and never unasked: it may be a stranger's
         sys.path.append(str(Path.cwd()))
     for name in names:
         try:
