@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from bench import CONF
 from harness import source
 from harness.compose.cli import MISTAKES, explain
-from harness.compose.strangers import read_config
+from harness.compose.strangers import check_word, read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
@@ -44,6 +44,8 @@ def recompose(verb: str, *overrides: str, own: tuple[str, ...]) -> DictConfig:
     from hydra.core.hydra_config import HydraConfig
 
     typed = HydraConfig.get().overrides
+    for word in overrides:
+        check_word(word, what=f"words of {verb}")
     search = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]  # compose() knows its words only
     cfg = compose(verb, overrides=[*search, *typed.task, *overrides])
     own_keys(cfg, *own)

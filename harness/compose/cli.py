@@ -35,7 +35,7 @@ from harness.device.torchrun import check_launch, is_later, read_launch
 
 GROUP = "record.wandb.group"
 """The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
-LONGEST_MESSAGE, TAIL = 4000, 1000
+HEAD, TAIL = 3000, 1000
 INSTALLED = ("windtunnel", "train")
 """What is typed for a run where there is no checkout."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
@@ -146,12 +146,8 @@ def explain(error: Exception) -> str:
     Of one that a value of a file has made endless, both ends: the key, and what is allowed.
     """
     said = _explain(error)
-    left_out = len(said) - LONGEST_MESSAGE
-    return (
-        said
-        if left_out <= 0
-        else f"{said[:-TAIL][: LONGEST_MESSAGE - TAIL]} [{left_out:,} letters more] {said[-TAIL:]}"
-    )
+    left_out = len(said) - HEAD - TAIL
+    return said if left_out <= 0 else f"{said[:HEAD]} [{left_out:,} letters more] {said[-TAIL:]}"
 
 
 def _explain(error: Exception) -> str:

@@ -103,6 +103,13 @@ def check_loaded(found: ConfigResult, *, name: str, file: Path) -> None:
     _check_hydra(plain.get("hydra", {}), file=file)
 
 
+def check_word(word: str, *, what: str) -> None:
+    """ValueError where a word of the form KEY=VALUE, which a file says and nobody typed, sets what must be typed."""
+    key = word.partition("=")[0]
+    if not re.fullmatch(r"\w[\w./@-]*", key) or _names_typed(key):
+        raise ValueError(f"{what}: {word}: {_told(key)}")
+
+
 def _check_hydra(node: object, *, file: Path) -> None:
     """ValueError unless of Hydra's own keys there are only those that a sweep needs."""
 
@@ -117,8 +124,7 @@ def _check_hydra(node: object, *, file: Path) -> None:
     sweeper = section(node, ("mode", "sweeper"), key="hydra").get("sweeper", {})
     params = section(sweeper, ("params",), key="hydra.sweeper").get("params", {})
     for name, value in section(params, None, key="hydra.sweeper.params").items():
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w./@-]*", name) or _names_typed(name):
-            raise ValueError(f"{file}: hydra.sweeper.params.{name}={value}: {_told(str(name))}")
+        check_word(f"{name}={value}", what=f"{file}: hydra.sweeper.params")
 
 
 def _check_default(entry: object, *, file: Path) -> None:

@@ -177,6 +177,8 @@ def _matched(
     owner: dict[nn.Parameter, str] = {}
     for group, node in groups.items():
         patterns = [node["match"]] if isinstance(node["match"], str) else node["match"]
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"variant.groups.{group}.match={patterns}: must be a pattern of names, or a list of some")
         for pattern in patterns:
             matched = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]
             if not matched:

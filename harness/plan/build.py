@@ -37,6 +37,8 @@ SECTIONS += ("checkpoint", "start")
 PURPOSES = ("result", "tune")
 SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust")
 
+MOST_LAYERS = 10_000
+"""Each is listed before any is built: a file that says a trillion must not fill the memory."""
 LONGEST_CONTEXT = 16_384
 """Bytes that a stream of a score reads at most before its own."""
 
@@ -129,6 +131,8 @@ def plan_run(
     plain = {name: parse(cls, config[name], key=name) for name, cls in PLAIN.items()}
     n_layers, default_bytes = plain["model"].layers, plain["model"].default_bytes
     check_keys(config["budget"], UNITS, key="budget")
+    if n_layers > MOST_LAYERS:
+        raise ValueError(f"model.layers={n_layers}: allowed are at most {MOST_LAYERS}")
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
     plan = Plan(
@@ -193,9 +197,7 @@ def _trust(names: object) -> tuple[str, ...]:
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
     if "" in names:
         raise ValueError(f"trust={names}: a module's name is missing, e.g. trust=[my_file]")
-    if (
-        names and str(Path.cwd()) not in sys.path
-    ):  # what is installed comes first, and nothing is looked for here unasked
+    if names and str(Path.cwd()) not in sys.path:  # last, and never unasked: it may be a stranger's
         sys.path.append(str(Path.cwd()))
     for name in names:
         try:

@@ -159,7 +159,7 @@ def checked(value: object, hint: object, *, key: str) -> object:
         return None
     for option in (o for o in options if o is not type(None)):
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if option is int and number and value == int(value):
+        if option is int and number and value == int(value) and abs(value) < 2**63:
             return int(value)
         if option is float and number:
             return float(value)

@@ -6,13 +6,14 @@ names the file.
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from harness import source
-from tests.command import MADE, call, empty_folder, train  # noqa: F401 - a fixture
+from tests.command import MADE, TINY, call, empty_folder, train  # noqa: F401 - a fixture
 
 TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
 """A callable that Hydra's own list of forbidden ones does not know."""
@@ -127,6 +128,15 @@ def test_a_primary_file_of_a_stranger_names_no_package(here):
     assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *MADE)
 
 
+@pytest.mark.parametrize("word", ["trust=[stranger]", "+trust=[stranger]", "hydra.searchpath=[pkg://stranger]"])
+def test_words_of_a_comparison_are_nobodys(here, word):
+    comparison = {"job": "x", "reference": "reference_model", "words": word, "variants": ["mhsa"]}
+    write(here, {"lineup/evil.yaml": GLOBAL + yaml.safe_dump({"comparisons": [comparison]})})
+    ended = call("bench/peers.py", "-cd", "conf", "lineup=evil", *MADE, *TINY)
+    assert not (here / "PWNED").exists() and "PWNED" not in ended.err
+    assert ended.code == 2 and f"words of peers: {word}: " in ended.err and "command line alone" in ended.err, ended
+
+
 def test_the_same_keys_typed_are_the_users_own(here):
     write(here, {"sweep/mine.yaml": f"{GLOBAL}hydra: {{mode: MULTIRUN, sweeper: {{params: {{seed: '0,1'}}}}}}\n"})
     ended = call("train.py", "-cd", "conf", "sweep=mine", "+hydra.job.env_set.MINE=1", "--cfg", "hydra")
@@ -141,6 +151,12 @@ def test_no_module_of_ours_is_looked_for_beside_a_strangers_configuration(here):
         write(here, {"sublayer/evil.yaml": yaml.safe_dump(node)})
         said = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
         assert "cannot be imported" in said or "allowed are classes of" in said
+
+
+def test_the_folder_where_a_command_is_typed_is_not_searched_unasked(here, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "model.heads=3" in refused(here, *MADE, "model.heads=3") and str(here) not in sys.path
+    assert "PYTHONPATH" in refused(here, *MADE, "trust=[nowhere]") and str(here) in sys.path
 
 
 LEAKS = {

@@ -1,0 +1,245 @@
+"""A stranger's run folder runs nothing, and a folder of nonsense is one message: ``bench.evaluate``, ``compress``,
+``decompress``, ``cost checkpoint=`` and ``start.run`` open it."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from bench.planning import plan_of_run
+from harness.loop import prepare
+from harness.optim.parameter_groups import assign
+from harness.plan.build import Plan
+from harness.record.provenance import read_provenance
+from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
+from tests.command import call
+from tests.composing import CONF
+from tests.faults.test_strangers_files import MIXER, PAYLOAD, bomb
+from tests.runs import make_job, own_folder, restored, whole_run  # noqa: F401 - fixtures
+
+CPU = ("runtime.device=cpu", "runtime.threads=1")
+RUN = "strangers"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A finished run."""
+    job, _ = whole_run("variant=mhsa", "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")
+    return job.folder.path
+
+
+@pytest.fixture
+def run(made, here) -> Path:
+    """A copy of it in the folder where commands are typed, as it was downloaded."""
+    return Path(shutil.copytree(made, here / RUN))
+
+
+def configure(run: Path, **sections: object) -> None:
+    """Change sections of a run's configuration; a dictionary adds to what is there."""
+    config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+    for name, value in sections.items():
+        known = config.get(name)
+        config[name] = known | value if isinstance(value, dict) and isinstance(known, dict) else value
+    (run / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+
+def refused(run: Path, script: str, *words: str) -> str:
+    """The message of a command that opens the folder, begins nothing and leaves it as it is."""
+    before = sorted(run.parent.rglob("*"))
+    ended = call(script, *words)
+    assert sorted(run.parent.rglob("*")) == before and ended.code == 2, ended
+    assert ended.err.count("error: ") == 1 and "Traceback" not in ended.err, ended.err
+    return ended.err
+
+
+def opened(run: Path, *, trust: Sequence[str] = ()) -> Plan:
+    """What every command makes of the folder's configuration."""
+    runtime = OmegaConf.load(CONF / "runtime" / "default.yaml")
+    return plan_of_run(run, key="run", runtime=runtime, trust=list(trust))
+
+
+DOORS = {
+    "evaluate": ("bench/evaluate.py", f"run={RUN}", "eval.bytes=400", *CPU),
+    "compress": ("bench/compress.py", f"run={RUN}", "split=valid", "out=coded", *CPU),
+    "cost": ("bench/cost.py", f"checkpoint={RUN}", "lengths=[16]", *CPU),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_door_believes_the_folders_trust(run, door):
+    (run / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
+    node = {"_target_": f"{RUN}.evil.Evil", "_partial_": True}
+    configure(run, trust=[f"{RUN}.evil"], variant={"attention": node})
+    said = refused(run, *DOORS[door])
+    assert f"{RUN}: {CONFIG}: variant.attention._target_={RUN}.evil.Evil: allowed are classes of" in said
+
+
+def test_a_module_that_is_trusted_on_the_command_line_is_the_users_own_to_run(run, monkeypatch):
+    (run.parent / "friend.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(run.parent))
+    configure(run, trust=["another"], variant={"attention": {"_target_": "friend.Evil", "_partial_": True}})
+    with pytest.raises(ValueError, match=r"friend\.Evil: allowed are classes of"):
+        opened(run)
+    assert opened(run, trust=["friend"]).trust == ("friend",) and (run.parent / "PWNED").exists()
+
+
+def hostile_configurations() -> dict[str, object]:
+    """Texts of a ``config.yaml``, or what changes in a good one."""
+    return {
+        "aliased lists": bomb(7),
+        "a list in itself": "variant: &a [*a]\n",
+        "deep": f"variant: {'[' * 1000}\n",
+        "long": f"# {'x' * 300_000}\n",
+        "empty": "",
+        "a word": "mhsa\n",
+        "a list": "[variant]\n",
+        "no YAML": "variant: [\n",
+        "a tag": "variant: !!python/object/apply:os.system ['touch PWNED']\n",
+        "no text": b"\xff\xfe\x00",
+        "a variable": {"data": {"path": "${oc.env:HOME}"}},
+        "another key": {"data": {"path": "${variant.name}"}},
+        "trust, tuned": {"trial": 0, "purpose": "tune", "space": {"trust": {"choices": [["evil"], ["evil"]]}}},
+        "a space that is a list": {"trial": 0, "purpose": "tune", "space": [1, "trust"]},
+        "layers": {"model": {"layers": 10**12}},
+        "a width": {"model": {"d_model": 1e300}},
+        "a section missing": {"model": None},
+        "a section as text": {"batch": "tiny"},
+        "a variant of text": {"variant": "mhsa"},
+        "a seed of text": {"seed": "zero"},
+        "a key too many": {"callbacks": {"x": {"_target_": "torch.utils.collect_env.run"}}},
+    }
+
+
+@pytest.mark.parametrize("attack", hostile_configurations())
+def test_a_hostile_configuration_is_one_message(run, attack):
+    hostile = hostile_configurations()[attack]
+    if isinstance(hostile, dict):
+        configure(run, **hostile)
+    else:
+        (run / CONFIG).write_bytes(hostile if isinstance(hostile, bytes) else hostile.encode())
+    with pytest.raises(ValueError, match=f"run=.*{RUN}: {CONFIG}") as caught:
+        opened(run)
+    assert os.environ["HOME"] not in str(caught.value).replace(str(run), "") and not (run.parent / "PWNED").exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "nothing"])
+@pytest.mark.parametrize("name", [CONFIG, RECORD])
+def test_what_is_no_file_is_not_waited_for(run, name, kind):
+    (run / name).unlink()
+    {"pipe": os.mkfifo, "folder": os.mkdir, "nothing": lambda path: None}[kind](run / name)
+    with pytest.raises(ValueError, match=f"{RUN}: {name}"):
+        opened(run) if name == CONFIG else read_provenance(run, key="run")
+
+
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_wrong_types_in_a_configuration_are_one_message(run, everywhere):
+    """Every section, or every key of it, one at a time; what is accepted is a configuration."""
+    good, tried = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8")), 0
+    for section, node in good.items():
+        for key in [None, *(node if isinstance(node, dict) and everywhere else ())]:
+            value = [[{"a": 1}], "x", -(2**70)][tried % 3]
+            bad = {section: value} if key is None else {section: node | {key: value}}
+            (run / CONFIG).write_text(yaml.safe_dump(good | bad), encoding="utf-8")
+            tried += 1
+            try:
+                opened(run)
+            except ValueError as error:
+                assert str(error).startswith(f"run={run}: {CONFIG}: "), error
+    assert tried > (80 if everywhere else 15)
+
+
+@pytest.mark.parametrize("match", [1, None, True, [1]])
+def test_a_group_matches_by_patterns(match):
+    with pytest.raises(ValueError, match=r"groups\.mine\.match=.*must be a pattern"):
+        assign(torch.nn.Linear(2, 2), default=torch.optim.AdamW, groups={"mine": {"match": match}})
+
+
+RECORDS = {
+    "empty": b"",
+    "garbage": b"\xff\x00garbage{\n",
+    "deep": b"[" * 200_000 + b"\n",
+    "a list": b"[1]\n",
+    "another row": b'{"kind": "train"}\n',
+    "no keys": b'{"kind": "provenance", "format": %d}\n' % FORMAT,
+    "another format": b'{"kind": "provenance", "format": [1]}\n',
+    "long": b'{"kind": "' + b"x" * (5 << 20) + b'"}\n',
+}
+WRONG = {
+    "variant": 3,
+    "seed": "0",
+    "config": [],
+    "config.model": "tiny",
+    "data": None,
+    "data.sha256": 1,
+    "optimizers": {},
+}
+
+
+@pytest.mark.parametrize("attack", [*RECORDS, *WRONG])
+def test_a_hostile_record_is_one_message(run, attack):
+    if attack in RECORDS:
+        (run / RECORD).write_bytes(RECORDS[attack])
+    else:
+        row = node = json.loads((run / RECORD).read_text(encoding="utf-8").splitlines()[0])
+        *above, last = attack.split(".")
+        for name in above:
+            node = node[name]
+        node[last] = WRONG[attack]
+        (run / RECORD).write_text(json.dumps(row) + "\n", encoding="utf-8")
+    for key in ("run", "start.run"):
+        with pytest.raises(ValueError, match=f"{key}=.*{RUN}: {RECORD}.*{'' if attack in RECORDS else attack}"):
+            read_provenance(run, key=key)
+
+
+@pytest.mark.parametrize("take", ["weights", "everything"])
+def test_a_start_from_a_run_of_nonsense_is_one_message(run, take, monkeypatch):
+    theirs, job = read_provenance(run, key="start.run"), make_job("variant=mhsa", "budget.steps=4", "outputs=mine")
+    newest = prepare.checkpoint.newest(run)
+    good = prepare.checkpoint.load(newest)
+    assert good["spent"]["steps"] == 2
+    bad = {name: good | {name: value} for name, value in (("model", "text"), ("model", None), ("model", {"a": 1}))}
+    contents = [{}, *bad.values()]
+    if take == "everything":
+        contents += [good | {name: "text"} for name in ("spent", "last", "optimizers", "random")]
+        contents += [
+            {key: value for key, value in good.items() if key != name} for name in ("spent", "state", "random")
+        ]
+    training = job.training
+    start = type(training.plan.start)(run=str(run), take=take)
+    training.plan = prepare.dataclasses.replace(training.plan, start=start)
+    for content in contents:
+        monkeypatch.setattr(prepare, "_read_start", lambda path, content=content: (dict(content), theirs))
+        with pytest.raises(ValueError, match="start.run="):
+            prepare.begin_from(training)
+
+
+def test_a_start_from_a_hostile_record_is_one_message(run):
+    (run / RECORD).write_bytes(RECORDS["deep"])
+    with pytest.raises(ValueError, match=f"start.run={RUN}: {RECORD}"):
+        make_job("variant=mhsa", "budget.steps=4", f"start.run={RUN}", "outputs=mine")
+
+
+@pytest.mark.parametrize("name", [EVALUATIONS, "context.png"])
+def test_nothing_is_written_through_a_strangers_link(run, name):
+    victim = run.parent / "mine.txt"
+    victim.write_text("mine")
+    (run / name).symlink_to(victim)
+    assert f"{name} is a link" in refused(run, *DOORS["evaluate"])
+    assert victim.read_text() == "mine"
+
+
+def test_a_run_does_not_write_through_a_link_either(here):
+    job = make_job("variant=mhsa", "budget.steps=2")
+    victim = here / "mine.txt"
+    victim.write_text("mine")
+    job.folder.path.mkdir(parents=True)
+    (job.folder.path / "lock").symlink_to(victim)
+    with pytest.raises(ValueError, match="lock is a link"):
+        job.folder.hold()
+    assert victim.read_text() == "mine"
