@@ -125,8 +125,8 @@ class ProcessGroup(Launch):
                 self._call(dist.broadcast, tensor.data, src=0)
 
     @torch.no_grad()
-    def average_gradients_(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The mean of everybody's gradients in place of each one's, the same bits in all processes.
+    def average_gradients_(self, parameters: Iterable[nn.Parameter], *others: Tensor) -> None:
+        """The mean of everybody's gradients in place of each one's, the same bits in all processes; and of ``others``.
 
         A parameter without a gradient counts as zero where another process has one. Sparse gradients are gathered row
         by row, and coalesced.
@@ -145,6 +145,8 @@ class ProcessGroup(Launch):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dense.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        for tensor in others:  # in the last bucket
+            dense.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for gradients in dense.values():
             for bucket in _buckets(gradients):
                 flat = torch.cat([gradient.flatten() for gradient in bucket])
