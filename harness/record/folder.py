@@ -157,8 +157,10 @@ class RunFolder:
             yield
         except Exception as error:
             with ExitStack() as stack, suppress(OSError, ValueError):  # a full disk must not hide the error
+                if finished_summary(self.path):
+                    raise error  # what comes after a result does not change it
                 if self._lock is None or self._lock.closed:
-                    if isinstance(error, ValueError) or finished_summary(self.path):
+                    if isinstance(error, ValueError):
                         raise error
                     self.hold()
                     stack.callback(self.release)
