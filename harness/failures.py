@@ -44,9 +44,9 @@ KINDS = {BUG: RuntimeError, MISTAKE: ValueError} | {kind.exit_code: kind for kin
 
 def exit_code(error: Exception) -> int:
     """Of a command that ends with this error."""
-    if is_out_of_memory(error):
-        return OutOfMemory.exit_code
-    return error.exit_code if isinstance(error, Failure) else MISTAKE if isinstance(error, ValueError) else BUG
+    if isinstance(error, Failure | ValueError):
+        return getattr(error, "exit_code", MISTAKE)
+    return OutOfMemory.exit_code if is_out_of_memory(error) else BUG
 
 
 def is_out_of_memory(error: Exception) -> bool:

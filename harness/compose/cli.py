@@ -82,13 +82,14 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
     if others or getattr(error, "already_printed", None) in (True, _terminal()):
         return
-    if not isinstance(error, SAID) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
+    said = isinstance(error, SAID) or failures.is_out_of_memory(error)
+    if not said or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error)
     if not job and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         job = HydraConfig.get().overrides.task
     where = f" (in the job {' '.join(typed(job))})" if job else ""
-    if isinstance(error, SAID):
-        print(f"error: {explain(error)}{where}", file=sys.stderr)
+    if said:
+        print(f"error: {explain(error) or type(error).__name__}{where}", file=sys.stderr)
     elif where:
         print(f"error{where}", file=sys.stderr)
     error.already_printed = _terminal()
@@ -109,6 +110,8 @@ def reported(error: Exception) -> Exception:
         return error
     if isinstance(error, Failure):
         copy: Exception = type(error)(str(error))
+    elif failures.is_out_of_memory(error):
+        copy = failures.OutOfMemory(explain(error) or type(error).__name__)
     elif isinstance(error, MISTAKES):
         copy = ValueError(explain(error))
     else:

@@ -216,24 +216,31 @@ def test_steps_may_be_left_out_and_are_counted(optimizer, monkeypatch):
     assert again.train_row()["skipped_steps"] == 2
 
 
-def in_one_of_two() -> tuple[str, bool, bool]:
-    """Process 1 alone has a gradient that is not finite."""
+def in_one_of_two() -> list[tuple[str, bool, bool]]:
+    """Process 1 alone has a gradient, or nothing but a loss, that is not finite."""
+    found = []
     with joined() as processes:
-        run = divided_run(processes, *SPARSE)
-        run.step()
-        before = everything(run)
-        if processes.rank:
-            spoil(run.model.head.weight)
-        with pytest.raises(Diverged) as ended:
+        for overrides, fail in (((*SPARSE,), lambda run: spoil(run.model.head.weight)), ((), in_the_loss)):
+            run = divided_run(processes, *overrides)
             run.step()
-            run.step()
-        return str(ended.value), same(before, everything(run)), getattr(ended.value, "already_printed", False)
+            before = everything(run)
+            if processes.rank:
+                fail(run)
+            with pytest.raises(Diverged) as ended:
+                run.step()
+                run.step()
+            silent = getattr(ended.value, "already_printed", False)
+            found.append((str(ended.value), same(before, everything(run)), silent))
+    return found
 
 
 def test_two_processes_agree(here):
-    (said, kept, silent), (_, kept_too, silent_too) = launch(in_one_of_two)
-    assert kept and kept_too and (silent, silent_too) == (False, True)
-    assert "step 2 diverged" in said and "the gradient of head.weight is the first" in said
+    first, second = launch(in_one_of_two)
+    for (said, kept, silent), (_, kept_too, silent_too), name in zip(
+        first, second, ("the gradient of head.weight", "the loss"), strict=True
+    ):
+        assert kept and kept_too and (silent, silent_too) == (False, True)
+        assert "step 2 diverged" in said and f"{name} is the first that is not" in said
 
 
 def test_a_run_that_diverges_keeps_its_last_checkpoint(here):
