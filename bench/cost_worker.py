@@ -157,7 +157,8 @@ class Subject:
         with self.runtime.autocast():
             warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
         plainly = dataclasses.replace(self.runtime, compile=False)
-        nothing = SimpleNamespace(step=lambda fraction: None, zero_grad=lambda: None)  # gradients stay, for the update
+        nothing = {"step": lambda fraction, loss: None, "zero_grad": lambda: None}  # gradients stay, for the update
+        nothing = SimpleNamespace(**nothing, skip_nonfinite=False)
         backward_only = Trainer(self.model, nothing, plainly, accumulate=self.plan.batch.accumulate)
         inputs, targets = self._batch()
         step = count_flops(lambda: backward_only.step(inputs, targets, self.state, fraction=MIDDLE), gradients=True)

@@ -174,6 +174,7 @@ def _ledger(
     _refuse_sparse(model)
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
     optimizers = plan.make_optimizers(model)
+    optimizers.may_update = lambda: True  # there is no value to ask for
     if kind == "cuda":
         choose_as_on_cuda(optimizers)
     trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
@@ -196,9 +197,9 @@ def _ledger(
     def note(cause: str, found: object) -> None:
         causes.update(dict.fromkeys(ledger.find(tensors_of(found)), cause))
 
-    def update(fraction: float, inner: Callable = optimizers.step) -> None:
+    def update(fraction: float, *, loss: Tensor, inner: Callable = optimizers.step) -> None:
         note("gradients", [parameter.grad for parameter in model.parameters()])
-        inner(fraction)
+        inner(fraction, loss=loss)
 
     note("optimizer", [list(optimizer.state.values()) for optimizer in optimizers.optimizers.values()])
     note("parameters", [*model.parameters(), *model.buffers()])

@@ -5,6 +5,7 @@ A layer is what the variant says it is. Norm, residual and positions on the inpu
 counts bytes of each stream and ``states`` holds one state a sublayer.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
@@ -186,7 +187,8 @@ class LanguageModel(nn.Module):
         found = [(sublayer, sublayer.bound_()) for _, sublayer in self.sublayers()]
         found = [(sublayer, values) for sublayer, values in found if values is not None]
         if found:
-            told = iter(torch.cat([values for _, values in found]).tolist())
+            known = torch.cat([values for _, values in found]).tolist()
+            told = iter(0.0 if math.isnan(value) else value for value in known)  # of a NaN the loss will tell
             for sublayer, values in found:
                 sublayer.decide(list(islice(told, len(values))))
 

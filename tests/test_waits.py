@@ -33,6 +33,7 @@ def counted(monkeypatch) -> list[str]:
     for name in WAYS:
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
     monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", Runtime.synchronise))
+    monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)  # asked later: the test after the next
     return found
 
 
@@ -57,6 +58,22 @@ def test_seconds_wait_for_each_step_where_they_are_the_budget(waits):
     waits.clear()
     run.step()
     assert waits == ["synchronise"]
+
+
+def test_whether_a_step_was_finite_is_asked_when_the_device_has_the_next_one_to_do(monkeypatch):
+    run, order = make_run("budget.steps=100"), []
+    inner = run.trainer.step
+    monkeypatch.setattr(
+        run.trainer, "step", lambda *given, **how: order.append(("given", run.spent.steps)) or inner(*given, **how)
+    )
+    monkeypatch.setattr(
+        Runtime, "to_host", lambda self, number, at=run: lambda step=at.spent.steps: order.append(("asked", step))
+    )
+    for _ in range(3):
+        run.step()
+    assert order == [("given", 0), ("given", 1), ("asked", 0), ("given", 2), ("asked", 1)]
+    run.train_row()
+    assert order[5:] == [("asked", 2)]
 
 
 def test_seconds_are_whole_whenever_they_are_read(monkeypatch):

@@ -213,6 +213,7 @@ ELEMENTWISE: dict[str, Callable[[Operation], int]] = {
     "linalg_vector_norm": reduction(2),
     "sum": reduction(1),
     "mean": reduction(1),
+    "_amp_foreach_non_finite_check_and_unscale": arithmetic(1),
     "_fused_adamw": fused_adam(decay=1),
     "_fused_adam": fused_adam(decay=2),
 }

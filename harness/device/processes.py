@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.device.torchrun import Launch, read_launch
+from harness.failures import KINDS, exit_code
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
@@ -106,15 +107,13 @@ class ProcessGroup(Launch):
             if self.world_size == 1:
                 raise
             failed = error
-        kinds = [
-            kind for (kind,) in self.all_gather_numbers([0 if failed is None else 1 + isinstance(failed, ValueError)])
-        ]
-        if not any(kinds):
+        codes = [int(code) for (code,) in self.all_gather_numbers([0 if failed is None else exit_code(failed)])]
+        if not any(codes):
             return
-        speaker = next(rank for rank, kind in enumerate(kinds) if kind)
+        speaker = next(rank for rank, code in enumerate(codes) if code)
         if speaker == self.rank:
             raise failed
-        silent = (RuntimeError, ValueError)[int(kinds[speaker]) - 1](f"process {speaker} of this run has failed")
+        silent = KINDS[codes[speaker]](f"process {speaker} of this run has failed")
         silent.already_printed = True
         raise silent from failed
 
@@ -126,8 +125,8 @@ class ProcessGroup(Launch):
                 self._call(dist.broadcast, tensor.data, src=0)
 
     @torch.no_grad()
-    def average_gradients_(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The mean of everybody's gradients in place of each one's, the same bits in all processes.
+    def average_gradients_(self, parameters: Iterable[nn.Parameter], *others: Tensor) -> None:
+        """The mean of everybody's gradients in place of each one's, the same bits in all processes; and of ``others``.
 
         A parameter without a gradient counts as zero where another process has one. Sparse gradients are gathered row
         by row, and coalesced.
@@ -146,6 +145,8 @@ class ProcessGroup(Launch):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dense.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        for tensor in others:  # in the last bucket
+            dense.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for gradients in dense.values():
             for bucket in _buckets(gradients):
                 flat = torch.cat([gradient.flatten() for gradient in bucket])

@@ -88,6 +88,20 @@ class Runtime:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
+    def to_host(self, number: Tensor) -> Callable[[], float]:
+        """A number of the device sets out for the host: what is returned gives it, and waits only for what came before it."""
+        if self.device.type == "cpu":
+            return number.clone().item
+        there = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        sent = torch.Event(self.device)
+        sent.record()
+
+        def read() -> float:
+            sent.synchronize()
+            return there.item()
+
+        return read
+
     def load_meter(self) -> LoadMeter:
         """What others take of this machine from now on; the other processes of this run are no others."""
         wanted = torch.get_num_threads() if self.device.type == "cpu" else 1
@@ -207,24 +221,29 @@ def seed_apart(number: int, *, step: int, rank: int) -> None:
     seed(int(integer_hash(number, step, rank)[0] >> np.uint64(1)))
 
 
-def random_state() -> dict[str, object]:
-    """Every generator's state, for a checkpoint."""
-    name, keys, *rest = np.random.get_state()
+def dropout_state() -> dict[str, Tensor | None]:
+    """The state of torch's generators."""
     own = _used_accelerator()
-    return {
-        "torch": torch.get_rng_state(),
-        "accelerator": own.get_rng_state() if own else None,
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
-    }
+    return {"torch": torch.get_rng_state(), "accelerator": own.get_rng_state() if own else None}
 
 
-def set_random_state(state: dict[str, object]) -> None:
-    """Go on from ``random_state``."""
+def set_dropout_state(state: dict[str, Tensor | None]) -> None:
+    """Go on from ``dropout_state``."""
     torch.set_rng_state(state["torch"])
     own, drawn = _used_accelerator(), state.get("accelerator")
     if own and drawn is not None:
         own.set_rng_state(drawn)
+
+
+def random_state() -> dict[str, object]:
+    """Every generator's state, for a checkpoint."""
+    name, keys, *rest = np.random.get_state()
+    return dropout_state() | {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
+
+
+def set_random_state(state: dict[str, object]) -> None:
+    """Go on from ``random_state``."""
+    set_dropout_state(state)
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

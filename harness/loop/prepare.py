@@ -42,7 +42,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     if place.summary:
         return Run(plan, place, None, command=command, processes=processes)
     known = {"variant": plan.variant, "seed": plan.seed, "command": command}
-    with ExitStack() as held, recording(place, known, processes):
+    with ExitStack() as held, recording(plan, place, known, processes):
         with processes.fail_together():
             lease = runtime.take_gpu(plan.runtime) if processes.world_size == 1 else None
             held.callback(lease.release if lease else lambda: None)

@@ -4,15 +4,17 @@ summary, the figures and the closing table. What comes before it is in ``prepare
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import yaml
 
 from harness.count.memory import Peak, PeakMemory
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import StopSignal
+from harness.failures import OutOfMemory, is_out_of_memory
 from harness.loop import summary
 from harness.loop.progress import ProgressBar
 from harness.loop.train_state import TrainState
@@ -27,9 +29,24 @@ WARM_STEPS = 2
 """Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
 
 
-def recording(place: folder.RunFolder, known: dict, processes: ProcessGroup) -> AbstractContextManager:
-    """Errors are recorded in the run folder, by the one process that writes there."""
-    return place.failing(known) if processes.is_main else nullcontext()
+@contextmanager
+def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: ProcessGroup) -> Iterator[None]:
+    """Errors are recorded in the run folder, by the one process that writes there; short memory says what to lower."""
+    with place.failing(known) if processes.is_main else nullcontext():
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
+                raise
+            said, words = str(error).partition("\n")[0], known["command"].partition("train.py ")[2]
+            b, m = plan.batch, plan.model
+            short = OutOfMemory(
+                f"out of memory ({said[:200] or type(error).__name__}). Lower batch.streams={b.streams}, batch.segment="
+                f"{b.segment} or model.span={m.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
+                f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words}".strip()
+            )
+            short.already_printed = getattr(error, "already_printed", None)
+            raise short from error
 
 
 class Run:
@@ -91,7 +108,7 @@ class Run:
         """Record and W&B are open, the run stands where its checkpoint left it; yields progress."""
         with self._held as stack:
             whose = summary.identity(self.training, self.folder.identity, command=self.command)
-            stack.enter_context(recording(self.folder, whose, self._processes))
+            stack.enter_context(recording(self.plan, self.folder, whose, self._processes))
             rows = self._restore()
             with self._processes.fail_together():
                 if self._processes.is_main:
@@ -236,15 +253,21 @@ class Run:
         return found
 
     def _figures(self, found: dict) -> list:
-        from harness.record.figures import draw_figures  # late: matplotlib is slow to import
+        """What could be drawn: the result does not depend on it."""
+        try:
+            from harness.record.figures import draw_figures  # late: matplotlib is slow to import
 
-        return draw_figures(
-            read_rows(self._record.path),
-            folder=self.folder.path,
-            label=f"{self.plan.variant}, seed {self.plan.seed}: {self.training.corpus.label()}",
-            compressors=found["compressors"]["valid"],
-            span_limit=self.plan.model.span,
-        )
+            return draw_figures(
+                read_rows(self._record.path),
+                folder=self.folder.path,
+                label=f"{self.plan.variant}, seed {self.plan.seed}: {self.training.corpus.label()}",
+                compressors=found["compressors"]["valid"],
+                span_limit=self.plan.model.span,
+            )
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            print(f"figures: {reason} (the run itself is finished)", file=sys.stderr)
+            return []
 
     def _comparable(self, found: dict) -> list[dict]:
         return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,27 +43,47 @@ class Trainer:
 
         Returns: mean nats per byte of these (detached, on the device: reading it waits), and the state to carry.
         """
-        self.model.train()
-        total, states = 0.0, []
-        parts = torch.arange(len(inputs), device=inputs.device).tensor_split(self.accumulate)
-        for part in parts:
-            own = map_state(lambda s, part=part: s[part], state) if len(parts) > 1 else state
-            with self.runtime.autocast():
-                out = self.forward(inputs[part], own)
-            nats = F.cross_entropy(out.logits.flatten(0, 1), targets[part].flatten())
-            share = len(part) / len(inputs)
-            ((nats + out.loss) * share).backward()
-            total = total + nats.detach() * share
-            states.append(out.state)
-        self.runtime.processes.average_gradients_(self.model.parameters())
+        before = [buffer.clone() for buffer in self.model.buffers()] if self.optimizers.skip_nonfinite else []
+        nats, loss, after = self.backward(inputs, targets, state, forward=self.forward)
+        self.runtime.processes.average_gradients_(self.model.parameters(), loss)
         begins = not self.gradient_bytes
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.model)
         # An optimizer may refuse what it is given.
         with self.runtime.processes.fail_together() if begins else nullcontext():
-            self.optimizers.step(fraction)
+            self.optimizers.step(fraction, loss=loss)
+        if self.optimizers.skip_nonfinite:
+            after = self._cleaned(after, before)
         self.optimizers.zero_grad()
         self.model.project_()
-        return total, cat_streams(states)
+        return nats, after
+
+    def backward(
+        self, inputs: Tensor, targets: Tensor, state: State, *, forward: Callable
+    ) -> tuple[Tensor, Tensor, State]:
+        """Gradients of a step, part by part: mean nats per byte, what the gradients are of, and the state to carry."""
+        self.model.train()
+        nats, whole, states = 0.0, 0.0, []
+        parts = torch.arange(len(inputs), device=inputs.device).tensor_split(self.accumulate)
+        for part in parts:
+            own = map_state(lambda s, part=part: s[part], state) if len(parts) > 1 else state
+            with self.runtime.autocast():
+                out = forward(inputs[part], own)
+            own_nats = F.cross_entropy(out.logits.flatten(0, 1), targets[part].flatten())
+            share = len(part) / len(inputs)
+            loss = (own_nats + out.loss) * share
+            loss.backward()
+            nats, whole = nats + own_nats.detach() * share, whole + loss.detach()
+            states.append(out.state)
+        return nats, whole, cat_streams(states)
+
+    @torch.no_grad()
+    def _cleaned(self, state: State, buffers: list[Tensor]) -> State:
+        """The state to carry after an update that may have been left out, with zeros where it is not finite then; the
+        model's buffers are put back to what they were."""
+        left_out = self.optimizers.found_inf.bool()
+        for now, before in zip(self.model.buffers(), buffers, strict=True):
+            torch.where(left_out, before, now, out=now)
+        return map_state(lambda s: s.masked_fill(left_out & ~s.isfinite(), 0), state)
 
 
 class Score(NamedTuple):

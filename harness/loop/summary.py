@@ -67,6 +67,7 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
         "bytes_seen": place["bytes_seen"],
         "epochs": place["epochs"],
         "steps": place["step"],
+        **training.skipped_steps(),
         **place["clock"],
         "flops_per_byte": {
             "executed": executed.per_byte,

@@ -12,6 +12,7 @@ from harness.data.corpora import Corpus
 from harness.data.streams import Streams, score_streams, share
 from harness.device import runtime
 from harness.device.runtime import Runtime
+from harness.loop.divergence import FiniteCheck
 from harness.loop.step import Score, Trainer, score_samples, score_stream
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
@@ -67,6 +68,7 @@ class TrainState:
         # Each step where all processes exchange it, or where the seconds decide what follows; else only to report.
         self._waits = plan.budget.unit == "seconds" or device.processes.world_size > 1
         self._ahead = False
+        self._finite = FiniteCheck(self.trainer, self.stream, span=plan.model.span)
         self._exchange_seconds = self.compile_seconds = 0.0
         self._check_scoring()
         self._check_division()
@@ -93,6 +95,10 @@ class TrainState:
 
         Args:
             flags: whole numbers that this process would have the others know, equally many in each.
+
+        Raises:
+            Diverged: the loss or a gradient of the step before is not finite: the host looks while the device has this one
+                to do.
         """
         began, before = time.perf_counter(), self.fraction
         flops = self._step_flops()
@@ -100,8 +106,11 @@ class TrainState:
         state = None if self.stream.begins(self.spent.steps) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
+        random = runtime.dropout_state()
         with self.runtime.compile_clock() as compiling:
             nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
+        self._finite.add(self.spent.steps, fraction=middle, random=random)
+        self._finite.check(but=1)
         self.state = after if self.plan.batch.carry else None
         if self._waits:
             self.runtime.synchronise()
@@ -141,7 +150,10 @@ class TrainState:
             self.spent += Spent(seconds=time.perf_counter() - began)
         if self._unread:
             for nats in torch.stack(self._unread).tolist():
-                self._nats += nats
+                if math.isfinite(nats):
+                    self._nats += nats
+                else:  # a step that is left out, or the run ends
+                    self._steps -= 1
             self._unread = []
 
     def _step_flops(self) -> int:
@@ -152,6 +164,7 @@ class TrainState:
     def train_row(self) -> dict:
         """The mean since the last such row, and where the parameters are."""
         bits = self.recent_bits(0.0)
+        self._finite.check()
         self._nats, self._steps = 0.0, 0
         shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
         return {
@@ -160,8 +173,13 @@ class TrainState:
             "bits_per_byte": bits,
             "learning_rate": self.optimizers.lr * shape,
             "ideal_flops_per_byte": self.model.ideal_flops(),
+            **self.skipped_steps(),
             "metrics": self.model.metrics({}),
         }
+
+    def skipped_steps(self) -> dict[str, int]:
+        """So far, where they are skipped at all."""
+        return {"skipped_steps": int(self.optimizers.skipped)} if self.optimizers.skip_nonfinite else {}
 
     def recent_bits(self, default: float) -> float:
         """Mean bits per byte since the last train row, or ``default`` right after one."""
@@ -218,6 +236,7 @@ class TrainState:
         """The next validation, of places all over what chooses: a page of a text is no measure of the others. The first decides
         how many pairs each of them scores, or they would not compare."""
         self.settle()  # or the steps before it would count to the scoring
+        self._finite.check()
         e, last = self.plan.eval, self.validated
         size = last.size or max(1, min(self._most_validated(), (self.spent.bytes - last.bytes) // TRAINED_PER_SCORED))
         cut = {"pairs": size, "streams": min(e.streams, size), "segment": e.segment}
@@ -268,6 +287,7 @@ class TrainState:
     def content(self, *, rows: int) -> dict:
         """Everything an exact resume needs, whole in the first process: all must call it."""
         self.settle()
+        self._finite.check()
         processes = self.runtime.processes
         state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.world_size > 1 else s)), self.state)
         randoms = processes.gather_values(runtime.random_state())

@@ -27,10 +27,13 @@ class ClippedAdagrad(Optimizer):
         if clip is not None:
             check_number("ClippedAdagrad clip", clip)
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
+        self._step_supports_amp_scaling = True  # as torch's fused ones: see optimizers.py
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """One update of every parameter that has a gradient; where ``found_inf`` is 1 gradients are 0, and change nothing."""
+        found_inf = getattr(self, "found_inf", None)
+        left_out = None if found_inf is None else found_inf.bool()
         for group in self.param_groups:
             lr, clip, eps = group["lr"], group["clip"], group["eps"]
             for parameter in group["params"]:
@@ -43,15 +46,19 @@ class ClippedAdagrad(Optimizer):
                     gradient = parameter.grad.coalesce()
                     if gradient.sparse_dim() != 1:
                         raise ValueError("ClippedAdagrad takes sparse gradients of whole rows only")
-                    rows, values = gradient.indices()[0], gradient.values()
+                    rows, values = gradient.indices()[0], _or_zero_(gradient.values(), left_out)
                     total.index_add_(0, rows, values.square())
                     step = values / total[rows].sqrt_().add_(eps)
                     parameter.index_add_(0, rows, step * _shrink(values, clip), alpha=-lr)
                 else:
-                    values = parameter.grad
+                    values = _or_zero_(parameter.grad, left_out)
                     total.addcmul_(values, values)
                     step = values / total.sqrt().add_(eps)
                     parameter.add_(step.mul_(_shrink(values, clip)), alpha=-lr)
+
+
+def _or_zero_(values: Tensor, left_out: Tensor | None) -> Tensor:
+    return values if left_out is None else values.masked_fill_(left_out, 0.0)
 
 
 def _shrink(values: Tensor, clip: float | None) -> Tensor | float:

@@ -86,13 +86,14 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"Muon precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
         super().__init__(params, defaults)
+        self._step_supports_amp_scaling = True  # as torch's fused ones: see optimizers.py
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim != 2:
                 raise ValueError(f"Muon takes matrices only, not a parameter of shape {tuple(parameter.shape)}")
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """One update of every parameter that has a gradient, unless ``found_inf`` is 1."""
         for group in self.param_groups:
             alike = defaultdict(list)
             for parameter in group["params"]:
@@ -112,10 +113,19 @@ class Muon(torch.optim.Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters]
+        found_inf, decay = getattr(self, "found_inf", None), 1 - lr * weight_decay
+        left_out = None if found_inf is None else found_inf.bool()
+        if left_out is not None:
+            for buffer, gradient in zip(buffers, gradients, strict=True):
+                torch.where(left_out, buffer, gradient, out=gradient)  # a step from the momentum to itself
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch.stack(torch._foreach_lerp(gradients, buffers, momentum))
         updates = orthogonalize(directions, dtype=product_dtype(precision, like=parameters[0]))
         rows, columns = parameters[0].shape
+        if left_out is not None:
+            updates = updates.masked_fill_(left_out, 0.0)
         if weight_decay:
-            torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+            if left_out is not None:
+                decay = torch.full_like(found_inf, decay, dtype=updates.dtype).masked_fill_(left_out, 1.0)
+            torch._foreach_mul_(parameters, decay)
         torch._foreach_add_(parameters, list(updates.unbind()), alpha=-lr * max(1.0, rows / columns) ** 0.5)

@@ -1,5 +1,10 @@
 """Optimizers of a run, moved together. Every rate is optim.lr * lr_scale * schedule(fraction of the budget spent): one
-number scales a whole run. A group with ``schedule: constant`` leaves out the last factor."""
+number scales a whole run. A group with ``schedule: constant`` leaves out the last factor.
+
+An update that a loss or a gradient would spoil that is not finite is left out on the device, and nobody waits to know. torch's
+fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change nothing where their attribute ``found_inf`` is 1,
+and say so by ``_step_supports_amp_scaling``. Ours do the same; for one that cannot, the host asks first, which waits.
+"""
 
 import torch
 from torch import Tensor
@@ -27,37 +32,80 @@ class Optimizers:
         schedule: share of the peak by fraction of the budget and update.
         clip: ``optim.clip``, the largest joint norm of the dense gradients of all groups without a clip of their own,
             and of each such group's sparse gradients apart; or None.
+        skip_nonfinite: whether updates are made again after one that was left out. Otherwise all later ones are left out,
+            too, so that whoever reads ``found_inf`` late finds everything as it was before that step.
+
+    Attributes:
+        found_inf: 1 on the device if the last update was left out, otherwise 0; None before the first.
+        skipped: how many were left out, with ``skip_nonfinite``.
     """
 
-    def __init__(self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None):
+    def __init__(
+        self,
+        groups: list[Group],
+        *,
+        lr: float,
+        schedule: Schedule,
+        clip: float | None = None,
+        skip_nonfinite: bool = False,
+    ):
         check_number("optim.lr", lr)
         if clip is not None:
             check_number("optim.clip", clip)
         self.groups = {group.name: group for group in groups}
         self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
+        self.skip_nonfinite = skip_nonfinite
+        self.found_inf: Tensor | None = None
+        self.skipped: Tensor | int = 0
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
 
-    def step(self, fraction: float) -> None:
-        """One update of every group.
+    def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
+        """One update of every group, if the loss and all gradients are finite.
 
         Args:
             fraction: fraction of the budget spent, 0 to 1. Take it at the middle of the step (the mean of before and
                 after): then neither the first update of a warm-up nor the last of a decay is at rate 0.
+            loss: what the gradients are of, detached.
         """
-        self._clip()
+        found = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
+        self._find_inf(
+            [*([] if loss is None else [loss]), *(g for both in found.values() for some in both for g in some)]
+        )
+        self._clip(found)
         share = self.schedule.factor(fraction, step=self.steps)
         for name, optimizer in self.optimizers.items():
             group = self.groups[name]
             for part in optimizer.param_groups:
                 part["lr"] = self.lr * group.lr_scale * (share if group.schedule == "run" else 1.0)
-            optimizer.step()
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.found_inf = self.found_inf
+                optimizer.step()
+            elif self.may_update():
+                optimizer.step()
         self.steps += 1
 
     @torch.no_grad()
-    def _clip(self) -> None:
+    def _find_inf(self, tensors: list[Tensor]) -> None:
+        """Set ``found_inf``: what unscales gradients in ``GradScaler`` looks at them in one pass, here with a scale of 1."""
+        if self.found_inf is None:
+            self.found_inf = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+        if self.skip_nonfinite:
+            self.found_inf.zero_()
+        for dtype in {tensor.dtype for tensor in tensors}:
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(same, self.found_inf, torch.ones_like(self.found_inf))
+        if self.skip_nonfinite:
+            self.skipped = self.skipped + self.found_inf
+
+    def may_update(self) -> bool:
+        """Whether the last update is made; waits for the device."""
+        return not self.found_inf.item()
+
+    @torch.no_grad()
+    def _clip(self, found: dict[str, tuple[list[Tensor], list[Tensor]]]) -> None:
         pooled = []
         for name, group in self.groups.items():
-            dense, sparse = group.gradients(self.optimizers[name])
+            dense, sparse = found[name]
             if group.clip is not None:
                 clip_(dense + sparse, group.clip)
             else:
@@ -72,7 +120,8 @@ class Optimizers:
 
     def state_dict(self) -> dict:
         """Everything an exact resume needs: updates made, and each optimizer's state by group name."""
-        return {"steps": self.steps, "groups": {name: o.state_dict() for name, o in self.optimizers.items()}}
+        groups = {name: o.state_dict() for name, o in self.optimizers.items()}
+        return {"steps": self.steps, "skipped": int(self.skipped), "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what ``state_dict`` gave; ValueError if the groups have other names."""
@@ -81,7 +130,7 @@ class Optimizers:
                 f"the checkpoint's optimizer groups {sorted(state['groups'])} are not this run's "
                 f"{sorted(self.optimizers)}"
             )
-        self.steps = state["steps"]
+        self.steps, self.skipped = state["steps"], state.get("skipped", 0)
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["groups"][name])
 

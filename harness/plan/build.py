@@ -89,7 +89,7 @@ class Plan:
         """The optimizers of a model built by ``make_model``."""
         o = self.optim
         groups = assign(model, default=o["default"], matrices=o["matrices"], groups=self.groups)
-        return Optimizers(groups, lr=o["lr"], schedule=o["schedule"], clip=o["clip"])
+        return Optimizers(groups, **{name: o[name] for name in ("lr", "schedule", "clip", "skip_nonfinite")})
 
     def protocol(self) -> dict:
         """How bits per byte are scored: part of the number."""
@@ -210,7 +210,7 @@ def _trust(names: object) -> tuple[str, ...]:
 
 
 def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
-    check_keys(node, ("lr", "default", "matrices", "clip", "schedule"), key="optim")
+    check_keys(node, ("lr", "default", "matrices", "clip", "schedule", "skip_nonfinite"), key="optim")
     matrices = node["matrices"]
     if matrices is not None:
         check_keys(matrices, ("lr_scale", "optimizer"), key="optim.matrices")
@@ -218,7 +218,8 @@ def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
         matrices = {**matrices, "optimizer": make}
     default = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
     schedule = parse(Schedule, node["schedule"], key="optim.schedule")
-    return {**node, "default": default, "matrices": matrices, "schedule": schedule}
+    skip = checked(node["skip_nonfinite"], bool, key="optim.skip_nonfinite")
+    return {**node, "default": default, "matrices": matrices, "schedule": schedule, "skip_nonfinite": skip}
 
 
 def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:

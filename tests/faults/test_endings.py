@@ -1,0 +1,103 @@
+"""How a run ends: exit code, one message, and a status that says the same."""
+
+import json
+
+import pytest
+import torch
+
+from harness.compose import cli
+from harness.failures import Diverged, OutOfMemory, StorageFailure
+from harness.loop.run import Run
+from harness.loop.train_state import TrainState
+from harness.record import figures
+from tests.command import MADE, empty_folder, run_folders, train  # noqa: F401 - a fixture
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+def summary_of(here) -> dict:
+    (run,) = run_folders(here / "outputs")
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [
+        (ZeroDivisionError("a bug"), 1, "failed"),
+        (ValueError("optim.lr=-1: must be above 0"), 2, "failed"),
+        (Diverged("step 3 diverged"), 3, "diverged"),
+        (StorageFailure("outputs: no space left"), 4, "storage"),
+        (MemoryError(), 5, "out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "out of memory"),
+    ],
+)
+def test_codes_and_statuses_agree(error, code, status, here, monkeypatch):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Run, "step", fail)
+    ended = train(*MADE)
+    assert ended.code == code and summary_of(here)["status"] == status
+    assert ("Traceback" in ended.err) == (code == 1)
+    assert code == 1 or ended.err.count("error: ") == ended.err.count("\n") == 1
+
+
+def test_out_of_memory_says_what_to_lower_and_who_predicts(here, monkeypatch):
+    step = TrainState.step
+    monkeypatch.setattr(TrainState, "step", lambda self, *flags: (step(self, *flags), torch.empty(2**60))[0])
+    ended = train(*MADE, "runtime.threads=1")
+    assert ended.code == OutOfMemory.exit_code and "Traceback" not in ended.err
+    for said in (
+        "batch.streams=2",
+        "batch.segment=32",
+        "model.span=32",
+        "batch.accumulate=1",
+        "runtime.checkpoint=layers",
+    ):
+        assert said in ended.err
+    assert "python -m bench.fit model.d_model=32 " in ended.err and "runtime.threads=1" in ended.err
+
+
+def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):
+    errors = iter([Diverged("step 3 diverged"), StorageFailure("outputs: no space left"), ValueError("a mistake")])
+
+    def fail(*_: object) -> None:
+        raise next(errors)
+
+    monkeypatch.setattr(Run, "step", fail)
+    ended = train("-m", *MADE, "seed=0,1,2")
+    assert ended.code == 4 and "0 of 3 done, 0 running, 0 queued, 3 failed" in ended.out
+
+
+def test_figures_that_cannot_be_drawn_take_no_result_away(here, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figures, "draw_figures", fail)
+    ended = train(*MADE, "record.figures=true")
+    assert ended.code == 0 and summary_of(here)["status"] == "finished"
+    assert ended.err == "figures: OSError: [Errno 28] No space left on device (the run itself is finished)\n"
+    assert not list((here / "outputs").glob("*/failed.txt"))
+
+
+def test_what_fails_after_a_result_does_not_change_it(here, monkeypatch):
+    """W&B's end, for one."""
+    finish = Run.finish
+
+    def fail(self: Run, progress: object) -> None:
+        finish(self, progress)
+        raise RuntimeError("late")
+
+    monkeypatch.setattr(Run, "finish", fail)
+    assert train(*MADE).code == 1 and summary_of(here)["status"] == "finished"
+    monkeypatch.setattr(Run, "finish", finish)
+    ended = train(*MADE)
+    assert ended.code == 0 and "finished before" in ended.out
+
+
+def test_a_failure_keeps_its_kind_from_a_job_to_the_sweep():
+    copy = cli.reported(StorageFailure("outputs: no space left"))
+    assert isinstance(copy, StorageFailure) and str(copy) == "outputs: no space left"
