@@ -17,10 +17,11 @@ from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.prepare import planned
+from harness.loop.train_state import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
-from harness.record.rows import RECORD, check_format, read_rows
+from harness.record.rows import RECORD, check_format, identity_of, read_rows
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:
@@ -77,7 +78,7 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
         raise ValueError(f"{key}={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
     saved = read_rows(path / RECORD)[0]
     check_format(saved, what=f"{key}={path}")
-    return saved, checkpoint.load(best)
+    return saved, checkpoint.load_best(path, identity_of(saved))
 
 
 def config_of_run(path: Path, *, runtime: DictConfig, trust: list | None) -> DictConfig:
@@ -99,11 +100,7 @@ def corpus_of_run(plan: Plan, saved: dict) -> Corpus:
 def trained_model(plan: Plan, best: dict, *, span: int, key: str) -> LanguageModel:
     """The plan's model with the weights; a query may see ``span`` bytes. ValueError where they do not fit the code."""
     model = plan.make_model()
-    try:
-        model.load_state_dict(best["model"])
-    except RuntimeError as error:
-        raise ValueError(f"{key}: its weights do not fit the code as it is now ({error})") from error
-    model.project_()
+    load_weights(model, best["model"], what=key)
     if span != plan.model.span:
         for _, sublayer in model.sublayers():
             sublayer.set_span(span)
