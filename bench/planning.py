@@ -21,11 +21,12 @@ from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.prepare import planned
+from harness.loop.train_state import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
 from harness.record.provenance import read_provenance
-from harness.record.rows import CONFIG, RECORD
+from harness.record.rows import CONFIG, RECORD, identity_of
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:
@@ -82,7 +83,8 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
     best = path / checkpoint.FOLDER / checkpoint.BEST
     if not best.exists() or not (path / RECORD).exists():
         raise ValueError(f"{key}={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
-    return read_provenance(path, key=key), checkpoint.load(best)
+    saved = read_provenance(path, key=key)
+    return saved, checkpoint.load_best(path, identity_of(saved))
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str, trusted: tuple[str, ...] = ()) -> Plan:
@@ -150,11 +152,7 @@ def corpus_of_run(plan: Plan, saved: dict) -> Corpus:
 def trained_model(plan: Plan, best: dict, *, span: int, key: str) -> LanguageModel:
     """The plan's model with the weights; a query may see ``span`` bytes. ValueError where they do not fit the code."""
     model = plan.make_model()
-    try:
-        model.load_state_dict(best["model"])
-    except RuntimeError as error:
-        raise ValueError(f"{key}: its weights do not fit the code as it is now ({error})") from error
-    model.project_()
+    load_weights(model, best["model"], what=key)
     if span != plan.model.span:
         for _, sublayer in model.sublayers():
             sublayer.set_span(span)

@@ -23,7 +23,7 @@ from harness.optim.budget import Spent
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
 from harness.record.provenance import read_provenance
-from harness.record.rows import RECORD, read_rows
+from harness.record.rows import RECORD, identity_of, read_object
 
 WARM_BYTES = 16
 """Bytes of the step that is thrown away before memory is measured."""
@@ -73,7 +73,7 @@ def planned(cfg: DictConfig, **facts: object) -> Plan:
 
 def _recorded(place: folder.RunFolder) -> dict | None:
     """How the run that is gone on with has chosen its backend."""
-    return read_rows(place.path / RECORD)[0].get("backend_choice") if place.checkpoint else None
+    return read_object(place.path / RECORD, first_line=True).get("backend_choice") if place.checkpoint else None
 
 
 def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
@@ -123,10 +123,10 @@ def begin_from(training: TrainState) -> None:
 def _read_start(path: str) -> tuple[dict, dict]:
     """The newest checkpoint of a run folder, and its provenance."""
     place = Path(path)
-    newest = checkpoint.newest(place)
-    if newest is None or place.is_symlink():  # a link such as outputs/latest is soon another run
+    if checkpoint.newest(place) is None or place.is_symlink():  # a link such as outputs/latest is soon another run
         raise ValueError(f"start.run={path}: must be a run folder that has a checkpoint, and no link to one")
-    return checkpoint.load(newest), read_provenance(place, key="start.run")
+    theirs = read_provenance(place, key="start.run")
+    return checkpoint.load_newest(place, identity_of(theirs)), theirs
 
 
 def _take(training: TrainState, content: dict, theirs: dict) -> None:

@@ -109,23 +109,23 @@ class Run:
         with self._held as stack:
             whose = summary.identity(self.training, self.folder.identity, command=self.command)
             stack.enter_context(recording(self.plan, self.folder, whose, self._processes))
-            rows = self._restore()
+            seen = self._restore()
             with self._processes.fail_together():
                 if self._processes.is_main:
-                    self._open(stack, rows=rows, whose=whose)
+                    self._open(stack, seen=seen, whose=whose)
             name = self.folder.path.name if self.plan.beside_others else None
             self._load = self.training.runtime.load_meter()
             yield stack.enter_context(ProgressBar(every_seconds=self.plan.record.progress_seconds, name=name))
 
-    def _open(self, stack: ExitStack, *, rows: int, whose: dict) -> None:
-        """What is written into: the record, which has ``rows`` already or begins with ``whose`` it is, and W&B."""
+    def _open(self, stack: ExitStack, *, seen: dict, whose: dict) -> None:
+        """What is written into: the record, which has the rows ``seen`` or begins with ``whose`` it is, and W&B."""
         text = yaml.safe_dump(self.plan.config, sort_keys=False)
         (self.folder.path / CONFIG).write_text(text, encoding="utf-8")
-        self._record = stack.enter_context(Record(self.folder.path, rows=rows))
+        self._record = stack.enter_context(Record(self.folder.path, **seen))
         self._wandb = self._wandb_run(id=self.training.wandb_id, data=self.training.corpus.name)
         stack.enter_context(self._wandb)
         self.training.wandb_id = self._wandb.id
-        if not rows:
+        if not seen["rows"]:
             config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
             self.append({"kind": "provenance", **whose, "config": config})
 
@@ -135,22 +135,30 @@ class Run:
         own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))}
         return WandbRun(path, config=plan.config, id=id, **vars(plan.wandb) | own)
 
-    def _restore(self) -> int:
-        """Go on from the checkpoint if there is one; returns the rows of the record that it had seen."""
-        training, rows = self.training, 0
+    def _restore(self) -> dict:
+        """Go on from the checkpoint if there is one; returns what it had seen of the record, as keywords of ``Record``."""
+        training, seen = self.training, {"rows": 0}
         if self._processes.is_main:
             self.folder.begin()
         if self.folder.checkpoint is not None:
-            content = self._processes.on_main(lambda: checkpoint.load(self.folder.checkpoint))
+            content = self._processes.on_main(self._read_checkpoint)
             with self._processes.fail_together():
                 training.restore(content)
-            rows = content["rows"]
-        verb = f"resuming at {training.spent.bytes:,} bytes" if rows else "training"
+            seen = {"rows": content["rows"], "sha256": content["sha256"]}
+        verb = f"resuming at {training.spent.bytes:,} bytes" if seen["rows"] else "training"
         how = f"{training.backend}, {training.runtime.precision}"
         print(f"{verb}: {self.folder.path}  |  {training.corpus.label()}  |  {how}")
         if self.folder.note:
             print(self.folder.note)
-        return rows
+        return seen
+
+    def _read_checkpoint(self) -> dict:
+        """The newest that is whole; the best weights are looked at as well: at the end they would be missed too late."""
+        path, whose = self.folder.path, vars(self.folder.identity)
+        content = checkpoint.load_newest(path, whose)
+        if content["best_bits"] < math.inf:
+            checkpoint.load_best(path, whose)
+        return content
 
     def append(self, row: dict) -> None:
         """A row for the record and for W&B."""
@@ -203,7 +211,7 @@ class Run:
             with self._processes.fail_together():
                 if self._processes.is_main:
                     best = {"model": training.model.state_dict(), "bytes": training.spent.bytes}
-                    checkpoint.save_best(self.folder.path, best)
+                    checkpoint.save_best(self.folder.path, best | {"identity": vars(self.folder.identity)})
         self._peak.reset()
 
     def checkpoint_due(self) -> bool:
@@ -221,6 +229,7 @@ class Run:
         content = self.training.content(rows=self._record.rows if self._processes.is_main else 0)
         with self._processes.fail_together():
             if self._processes.is_main:
+                content |= {"identity": vars(self.folder.identity), "sha256": self._record.sha256}
                 checkpoint.save(
                     self.folder.path, content, step=self.training.spent.steps, keep=self.plan.checkpoint.keep
                 )
@@ -233,7 +242,7 @@ class Run:
         if said := busy_words(found["load"]):
             progress.print(said)
         self.validate(progress)
-        best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path))
+        best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         training.take_weights(best["model"])
         peak = self._most.across(self._processes.largest)
         found |= summary.costs(training, peak=peak)  # FLOPs are those of the weights that are scored

@@ -326,16 +326,24 @@ class TrainState:
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """The parameters of another run; ValueError if the models differ."""
-        own = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        for name in sorted(own.keys() | theirs.keys()):
-            if own.get(name) != theirs.get(name):
-                raise ValueError(
-                    f"start.run={self.plan.start.run}: its model is another one, {name} is {theirs.get(name)} there and "
-                    f"{own.get(name)} here; allowed is a run of the same variant and sizes"
-                )
-        self.model.load_state_dict(weights)
-        self.model.project_()
+        load_weights(self.model, weights, what=f"start.run={self.plan.start.run}")
+
+
+def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str) -> None:
+    """Put saved weights into a model; ValueError naming ``what`` where sizes or types differ: none is cut or rounded."""
+    own, theirs = (
+        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()}
+        for found in (model.state_dict(), weights)
+    )
+    for name in sorted(own.keys() | theirs.keys()):
+        if own.get(name) != theirs.get(name):
+            there, here = (" of ".join(map(str, found.get(name, ("absent",)))) for found in (theirs, own))
+            raise ValueError(
+                f"{what}: its model is another one, {name} is {there} there and {here} here; "
+                "allowed is a run of the same variant and sizes"
+            )
+    model.load_state_dict(weights)
+    model.project_()
 
 
 def _marks(fraction: float, every: float) -> int:

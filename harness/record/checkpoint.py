@@ -1,10 +1,16 @@
-"""Checkpoints: everything an exact resume needs, written whole or not at all.
+"""Checkpoints: everything an exact resume needs, written whole or not at all, and known again.
 
-A checkpoint is one file of tensors and plain values, ``TrainState.content``. The newest are kept, beside ``best.pt``, which
-holds weights only. It does not depend on the number of processes but for their random states.
+A checkpoint is one file of tensors and plain values, ``TrainState.content`` and the run's ``Identity``. The newest are kept,
+beside ``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states.
+
+The file is a zip archive as torch writes it. The archive's comment, which readers of zip pass over, is the SHA-256 of the
+file without it. It is compared before anything is unpickled: torch does not look whether the bytes are those it wrote.
 """
 
-import pickle
+import hashlib
+import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,12 +20,26 @@ from harness.record.rows import FORMAT, check_format
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
+_NAME = re.compile(r"step-(\d{9,})\.pt")
+_NO_COMMENT = bytes(2)
+"""How an archive without comment ends: with the comment's length."""
+_MARK = "sha256:"
+_ENDING_BYTES = len(_NO_COMMENT) + len(_MARK) + 64
+
+
+class Damaged(ValueError):
+    """A checkpoint whose bytes are not those that were written."""
 
 
 def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
-    """Write ``checkpoints/step-N.pt`` of a run folder and remove all but the newest ``keep``."""
+    """Write ``checkpoints/step-N.pt`` of a run folder and remove all but the newest ``keep``.
+
+    Those of later steps go, too: the run passed them over, because they are damaged.
+    """
     path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
-    for old in _all(folder)[:-keep]:
+    found = _all(folder)
+    until = found.index(path) + 1
+    for old in found[: max(0, until - keep)] + found[until:]:
         old.unlink()
     return path
 
@@ -30,35 +50,106 @@ def save_best(folder: Path, content: dict) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run folder, or None."""
+    """The newest checkpoint of a run folder, be it damaged or not, or None."""
     found = _all(folder)
     return found[-1] if found else None
 
 
-def load_best(folder: Path) -> dict:
+def load_newest(folder: Path, whose: Mapping[str, object]) -> dict:
+    """The newest checkpoint that is not damaged, with one warning where that is not the newest of all.
+
+    Args:
+        whose: as of ``load``.
+    """
+    damaged = []
+    for path in reversed(_all(folder)):
+        try:
+            content = load(path, whose)
+        except Damaged as error:
+            damaged.append(str(error))
+            continue
+        if damaged:
+            print(f"WARNING: {'; '.join(damaged)}: {path.name}, the one before, is taken", file=sys.stderr)
+        return content
+    reasons = "; ".join(damaged) or f"{folder / FOLDER} has no checkpoint any more"
+    raise Damaged(f"{reasons}; allowed is force=true, to run it again")
+
+
+def load_best(folder: Path, whose: Mapping[str, object] | None = None) -> dict:
     """What ``save_best`` wrote."""
-    return load(folder / FOLDER / BEST)
+    try:
+        return load(folder / FOLDER / BEST, whose)
+    except Damaged as error:
+        raise Damaged(f"{error}; allowed is the run's own command with force=true, to make it again") from error
 
 
-def load(path: Path) -> dict:
-    """Tensors on the CPU and plain values; nothing in the file is executed. ValueError if it is damaged or of another format."""
+def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
+    """Tensors on the CPU and plain values; nothing in the file is executed.
+
+    Args:
+        whose: what the checkpoint's identity must say; None where it may be any run's.
+
+    Raises:
+        Damaged: the file is not as it was written.
+        ValueError: it is of another format or of another run.
+    """
+    try:
+        _verify(path)
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror})") from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{path} is damaged ({type(error).__name__}); allowed are to remove it, so that the one before it is taken, "
-            "or force=true to run it again"
-        ) from error
+        identity = dict(content.get("identity") or {})
+    except MemoryError:
+        raise
+    except Exception as error:  # the digest is that of the bytes: somebody else wrote them, and torch names no errors
+        raise Damaged(f"{path} is no checkpoint of a run ({type(error).__name__})") from error
     check_format(content, what=str(path))
+    if differ := [
+        f"{key} was {identity.get(key)}, is {own}" for key, own in (whose or {}).items() if identity.get(key) != own
+    ]:
+        raise ValueError(f"{path} is of another run: {'; '.join(differ)}; allowed is this run's own, or none")
     del content["format"]
     return content
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted((folder / FOLDER).glob("step-*.pt"))
+    """Those with a checkpoint's name, the newest last; ValueError where one is no file."""
+    found = [path for path in (folder / FOLDER).glob("step-*.pt") if _NAME.fullmatch(path.name)]
+    for path in found:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path}: must be a file; allowed is to remove it")
+    return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
 
 
 def _write(path: Path, content: dict) -> Path:
     with written_whole(path) as file:
         torch.save({"format": FORMAT} | content, file)
+        file.flush()
+        size = file.seek(-len(_NO_COMMENT), 1)
+        file.write(_ending(file.name, size=size))
     return path
+
+
+def _ending(path: Path | str, *, size: int) -> bytes:
+    """How an archive ends whose first ``size`` bytes are the file's: the comment's length, and the digest as a comment."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while size > 0 and (chunk := file.read(min(size, 1 << 20))):
+            sha256.update(chunk)
+            size -= len(chunk)
+    sha256.update(_NO_COMMENT)
+    comment = f"{_MARK}{sha256.hexdigest()}".encode()
+    return len(comment).to_bytes(len(_NO_COMMENT), "little") + comment
+
+
+def _verify(path: Path) -> None:
+    """``Damaged`` if the file's digest is not that of the bytes before it, or there is none."""
+    size = max(0, path.stat().st_size - _ENDING_BYTES)
+    with path.open("rb") as file:
+        file.seek(size)
+        found = file.read()
+    if _MARK.encode() not in found:
+        raise Damaged(f"{path} is damaged or cut off, or was written before there were digests: docs/renames.md")
+    if found != _ending(path, size=size):
+        raise Damaged(f"{path} is damaged: its bytes are not those of its digest")

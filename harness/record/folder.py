@@ -132,7 +132,9 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
         self._lock.flush()
-        passing = self.path.parent / f".latest.{os.getpid()}"
+        for left in (*self.path.glob("*.tmp"), *(self.path / checkpoint.FOLDER).glob("*.tmp")):
+            left.unlink()  # by a process that was killed while it wrote
+        passing = self.path / "latest.tmp"
         passing.symlink_to(self.path.name)
         passing.replace(self.path.parent / "latest")
         return self._look()

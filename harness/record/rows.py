@@ -9,6 +9,7 @@ JSON has no NaN and no infinity. Such a number is written as null, and its name 
 a column stays numbers and nulls and a diverged run still says what happened.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -51,14 +52,16 @@ class Record:
         folder: the run folder; it exists.
         rows: number of rows to keep, as a checkpoint counted them; 0 begins anew, None keeps all complete rows.
             A last line that was cut off while it was written is dropped in any case.
+        sha256: of the rows to keep, as the checkpoint has it.
 
     Raises:
-        ValueError: the file has fewer complete rows than the checkpoint had seen.
+        ValueError: the file has not the rows that the checkpoint had seen.
     """
 
-    def __init__(self, folder: Path, *, rows: int | None = None):
+    def __init__(self, folder: Path, *, rows: int | None = None, sha256: str | None = None):
         self.path = folder / RECORD
-        self._rows = _cut_back(self.path, rows=rows)
+        kept = _cut_back(self.path, rows=rows, sha256=sha256)
+        self._rows, self._sha256 = kept.count(b"\n"), hashlib.sha256(kept)
         self._file = self.path.open("ab")
 
     @property
@@ -67,13 +70,20 @@ class Record:
         os.fsync(self._file.fileno())
         return self._rows
 
+    @property
+    def sha256(self) -> str:
+        """Of all rows, for the checkpoint."""
+        return self._sha256.hexdigest()
+
     def append(self, row: dict) -> dict:
         """Write one row, ``kind`` among its keys, and return it as written, see :func:`plain`: for W&B and figures."""
         assert isinstance(row.get("kind"), str), f"a row needs a kind: {row}"
         row = plain(row)
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        self._file.write(line)
         self._file.flush()
         self._rows += 1
+        self._sha256.update(line)
         return row
 
     def __enter__(self) -> Self:
@@ -93,6 +103,12 @@ def check_format(found: Mapping, *, what: str) -> None:
     """ValueError where ``what`` is of another format than this code's."""
     if reason := other_format(found):
         raise ValueError(f"{what}: {reason}; allowed is what this code wrote")
+
+
+def identity_of(row: Mapping) -> dict[str, object]:
+    """What the checkpoints of a run say of whose they are, by its provenance row."""
+    names = {"variant": "variant", "seed": "seed", "config": "config_hash", "source": "source"}
+    return {name: row.get(key) for name, key in names.items()}
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -175,8 +191,8 @@ def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
     return capped[0] == capped[1] and same("format", "purpose", "budget", "protocol", *equal_ground)
 
 
-def _cut_back(path: Path, *, rows: int | None) -> int:
-    """Truncate to the first ``rows`` complete rows (None: all of them) and return how many there are."""
+def _cut_back(path: Path, *, rows: int | None, sha256: str | None) -> bytes:
+    """Truncate to the first ``rows`` complete rows (None: all of them), which have that digest, and return them."""
     content = path.read_bytes() if path.exists() else b""
     *complete, rest = content.split(b"\n")
     if rows is not None and rows > len(complete):
@@ -184,10 +200,15 @@ def _cut_back(path: Path, *, rows: int | None) -> int:
             f"{path} has {len(complete)} complete rows, but the checkpoint had seen {rows}: the record was cut or "
             "replaced. Put it back, or start the run again with force=true"
         )
-    kept = complete[:rows]
-    if rest or len(kept) < len(complete):
-        os.truncate(path, sum(len(line) + 1 for line in kept))
-    return len(kept)
+    kept = b"".join(line + b"\n" for line in complete[:rows])
+    if sha256 not in (None, hashlib.sha256(kept).hexdigest()):
+        raise ValueError(
+            f"{path}: its first {rows} rows are not those that the checkpoint had seen: the record was damaged or changed. "
+            "Put it back, or start the run again with force=true"
+        )
+    if len(kept) < len(content):
+        os.truncate(path, len(kept))
+    return kept
 
 
 def _plain(value, *, place: str, not_finite: dict[str, str]):

@@ -1,0 +1,327 @@
+"""Storage that lies: a checkpoint or a record that is damaged, cut off, or another run's is never gone on with in silence."""
+
+import json
+import os
+import random
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.planning import read_run
+from harness.record import checkpoint
+from harness.record.rows import RECORD, Record, read_rows
+from tests.runs import (
+    crash,
+    make_job,
+    own_folder,  # noqa: F401 - a fixture
+    restored,  # noqa: F401 - a fixture
+    rows_of,
+    run_job,
+    whole_run,
+)
+
+GIVEN = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
+NEWEST, BEFORE, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """Outputs of a run whose process died in its eleventh step, and the rows, less provenance, of the same run
+    undisturbed."""
+    outputs, whole = tmp_path_factory.mktemp("died"), tmp_path_factory.mktemp("whole")
+    crash(make_job(*GIVEN, f"outputs={outputs}"), step=11)
+    (outputs / "latest").unlink()
+    return outputs, rows_of(whole_run(*GIVEN, f"outputs={whole}")[0])[1:]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """The folder of a run that another seed began."""
+    job, _ = whole_run(*GIVEN, "seed=5", "budget.steps=4", f"outputs={tmp_path_factory.mktemp('other')}")
+    return job.folder.path
+
+
+@pytest.fixture
+def died(once, here) -> Path:
+    """The folder of the run that died, below ``outputs``."""
+    shutil.copytree(once[0], "outputs")
+    (folder,) = Path("outputs").iterdir()
+    return folder.absolute()
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory) -> bytes:
+    """A small checkpoint's bytes, of every kind of value that a run's has."""
+    weights = {f"layers.{i}.weight": torch.randn(16, 32) for i in range(8)}
+    rest = {
+        "state": (torch.zeros(2, 3), None),
+        "rows": 7,
+        "best_bits": 2.5,
+        "random": {"python": random.Random(0).getstate()},
+    }
+    return checkpoint.save(tmp_path_factory.mktemp("raw"), {"model": weights} | rest, step=9, keep=1).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def pickled(raw, tmp_path_factory) -> range:
+    """Where its pickle is."""
+    path = tmp_path_factory.mktemp("raw") / "raw.pt"
+    path.write_bytes(raw)
+    (entry,) = [entry for entry in zipfile.ZipFile(path).infolist() if entry.filename.endswith("data.pkl")]
+    name, extra = (int.from_bytes(raw[entry.header_offset + at :][:2], "little") for at in (26, 28))
+    begins = entry.header_offset + 30 + name + extra
+    return range(begins, begins + entry.file_size)
+
+
+def flipped(path: Path, *, at: float = 0.5) -> None:
+    """Flip a bit of a file, at a fraction of it."""
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] ^= 1
+    path.write_bytes(content)
+
+
+def resigned(path: Path, archive: bytes) -> None:
+    """Write an archive, its last two bytes left out, with the digest that fits, as a stranger may."""
+    path.write_bytes(archive)
+    path.write_bytes(archive + checkpoint._ending(path, size=len(archive)))
+
+
+# What is done to a file: (content, the place of its pickle, a source of chance) -> content
+
+
+def one_bit(content: bytes, _, chance: random.Random) -> bytes:
+    at = chance.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+
+
+def one_page_zeroed(content: bytes, _, chance: random.Random) -> bytes:
+    at = 4096 * chance.randrange(-(-len(content) // 4096))
+    return content[:at] + bytes(min(4096, len(content) - at)) + content[at + 4096 :]
+
+
+def cut_off(content: bytes, _, chance: random.Random) -> bytes:
+    return content[: chance.randrange(len(content))]
+
+
+def one_byte_of_the_pickle(content: bytes, pickled: range, chance: random.Random) -> bytes:
+    at = chance.choice(pickled)
+    return content[:at] + bytes([content[at] ^ chance.randrange(1, 256)]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "tries"), [(one_bit, 400), (one_page_zeroed, 100), (cut_off, 200), (one_byte_of_the_pickle, 1500)]
+)
+def test_a_changed_file_is_refused(raw, pickled, tmp_path, change, tries):
+    path, chance = tmp_path / "step-000000009.pt", random.Random(0)
+    for _ in range(tries):
+        content = change(raw, pickled, chance)
+        path.write_bytes(content)
+        if content == raw:  # a page of zeros
+            checkpoint.load(path)
+            continue
+        with pytest.raises(checkpoint.Damaged, match=r"step-000000009\.pt is damaged"):
+            checkpoint.load(path)
+
+
+def hostile(raw: bytes, pickled: range, path: Path, *, tries: int) -> None:
+    chance = random.Random(1)
+    for _ in range(tries):
+        resigned(path, one_byte_of_the_pickle(raw, pickled, chance)[: -checkpoint._ENDING_BYTES])
+        try:
+            assert isinstance(checkpoint.load(path), dict)
+        except ValueError as error:
+            assert str(path) in str(error)
+
+
+def test_a_changed_pickle_with_a_digest_that_fits_is_no_trace(raw, pickled, tmp_path):
+    hostile(raw, pickled, tmp_path / "step-000000009.pt", tries=150)
+
+
+@pytest.mark.faults
+def test_many_changed_pickles_with_a_digest_that_fits_are_no_trace(raw, pickled, tmp_path):
+    hostile(raw, pickled, tmp_path / "step-000000009.pt", tries=1500)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    for content in (["a list"], "text", {"format": 3, "identity": 7}, torch.zeros(3)):
+        path = tmp_path / "step-000000009.pt"
+        torch.save(content, path)
+        with pytest.raises(checkpoint.Damaged, match=r"before there were digests: docs/renames\.md"):
+            checkpoint.load(path)
+        resigned(path, path.read_bytes()[:-2])
+        with pytest.raises(checkpoint.Damaged, match="is no checkpoint of a run"):
+            checkpoint.load(path)
+    with pytest.raises(checkpoint.Damaged, match=r"absent\.pt cannot be read \(No such file"):
+        checkpoint.load(tmp_path / "absent.pt")
+
+
+def test_others_can_read_it(raw, tmp_path):
+    path = tmp_path / "given.pt"
+    path.write_bytes(raw)
+    for mapped in (False, True):
+        assert torch.load(path, weights_only=True, mmap=mapped)["rows"] == 7
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+# A run that goes on
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "gone"])
+def test_the_last_good_one_is_gone_on_from_with_one_warning(died, once, capsys, damage):
+    if damage == "bit":
+        flipped(died / NEWEST)
+    elif damage == "cut":
+        (died / NEWEST).write_bytes((died / NEWEST).read_bytes()[:65536])
+    else:
+        (died / NEWEST).unlink()
+        (died / NEWEST).symlink_to("gone")
+    job = make_job(*GIVEN)
+    capsys.readouterr()
+    run_job(job)
+    said = capsys.readouterr()
+    assert "resuming at 384 bytes" in said.out  # six steps
+    named = [line for line in said.err.splitlines() if line.startswith("WARNING")]
+    reason = "cannot be read" if damage == "gone" else "is damaged"
+    assert len(named) == 1 and f"step-000000009.pt {reason}" in named[0]
+    assert "step-000000006.pt, the one before, is taken" in named[0]
+    assert rows_of(job)[1:] == once[1]
+    kept = list((died / "checkpoints").glob("step-*.pt"))
+    assert len(kept) == 2 and [checkpoint.load(path) for path in kept]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_name_that_is_no_file_is_refused(died, make):
+    make(died / "checkpoints" / "step-000000010.pt")
+    with pytest.raises(ValueError, match=r"step-000000010\.pt: must be a file"):
+        make_job(*GIVEN)
+
+
+def test_what_was_passed_over_takes_no_place_among_the_newest(tmp_path):
+    for step in (3, 6, 9):
+        checkpoint.save(tmp_path, {"step": step}, step=step, keep=3)
+    flipped(checkpoint.newest(tmp_path))
+    assert checkpoint.load_newest(tmp_path, {})["step"] == 6
+    checkpoint.save(tmp_path, {"step": 7}, step=7, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-000000006.pt",
+        "step-000000007.pt",
+    ]
+
+
+def refused(message: str) -> None:
+    """The run is not gone on with, and not a step is made."""
+    job = make_job(*GIVEN)
+    with pytest.raises(ValueError, match=message):
+        run_job(job)
+    assert job.training.stream.steps_per_turn and job._steps_here == 0
+
+
+def test_without_a_good_one_it_is_refused_until_forced(died, once):
+    before = (died / RECORD).read_bytes()
+    for name in (NEWEST, BEFORE):
+        flipped(died / name)
+    for _ in range(2):
+        refused(r"step-000000009\.pt is damaged.*step-000000006\.pt is damaged.*allowed is force=true")
+    assert (died / RECORD).read_bytes() == before
+    assert rows_of(whole_run(*GIVEN, "force=true")[0])[1:] == once[1]
+
+
+@pytest.mark.parametrize("name", [NEWEST, BEST])
+def test_another_seeds_is_refused(died, other, name):
+    shutil.copy(checkpoint.newest(other) if name == NEWEST else other / BEST, died / name)
+    refused(f"{Path(name).name} is of another run: seed was 5, is 0; config was [0-9a-f]+, is")
+
+
+def test_a_run_that_begins_from_another_takes_it_and_not_a_third_ones(died, other):
+    begun = make_job(*GIVEN, "seed=5", f"start.run={died}").training
+    assert torch.equal(begun.model.state_dict()["head.weight"], checkpoint.load(died / NEWEST)["model"]["head.weight"])
+    shutil.copy(checkpoint.newest(other), died / NEWEST)
+    with pytest.raises(ValueError, match=r"step-000000009\.pt is of another run: seed was 5, is 0"):
+        make_job(*GIVEN, "seed=5", f"start.run={died}")
+
+
+def test_a_run_to_begin_from_gives_its_last_good_one_with_one_warning(died, capsys):
+    flipped(died / NEWEST)
+    begun = make_job(*GIVEN, "seed=5", f"start.run={died}").training
+    assert torch.equal(begun.model.state_dict()["head.weight"], checkpoint.load(died / BEFORE)["model"]["head.weight"])
+    assert capsys.readouterr().err.count("WARNING") == 1
+
+
+def test_damaged_best_weights_are_found_before_training_and_scored_nowhere(died, once):
+    flipped(died / BEST)
+    refused(r"best\.pt is damaged.*force=true")
+    with pytest.raises(ValueError, match=r"best\.pt is damaged"):
+        read_run(died, key="run")
+    assert rows_of(whole_run(*GIVEN, "force=true")[0])[1:] == once[1]
+    assert read_run(died, key="run")
+
+
+def test_another_runs_best_weights_are_scored_nowhere(died, other):
+    shutil.copy(other / BEST, died / BEST)
+    with pytest.raises(ValueError, match=r"best\.pt is of another run: seed was 5, is 0"):
+        read_run(died, key="run")
+
+
+@pytest.mark.parametrize("damage", ["garbage first", "garbage", "a number"])
+def test_a_damaged_record_is_found_before_training(died, damage):
+    record = died / RECORD
+    lines = record.read_bytes().splitlines(keepends=True)
+    at = 0 if damage == "garbage first" else 2
+    if damage == "a number":
+        row = json.loads(lines[at])
+        row["bits_per_byte"] += 1e-3
+        lines[at] = json.dumps(row).encode() + b"\n"
+    else:
+        lines[at] = b"\xff\x00garbage{\n"
+    record.write_bytes(b"".join(lines))
+    for _ in range(2):
+        refused(r"record\.jsonl: its first \d+ rows are not those that the checkpoint had seen.*force=true")
+    assert record.read_bytes() == b"".join(lines), "what is left of it is lost"
+
+
+def test_a_records_digest_is_of_the_rows_that_are_kept(tmp_path):
+    with Record(tmp_path) as record:
+        record.append({"kind": "train", "n": 1})
+        seen = {"rows": record.rows, "sha256": record.sha256}
+        record.append({"kind": "train", "n": 2})
+        later = record.sha256
+    assert later != seen["sha256"]
+    with Record(tmp_path, **seen) as record:
+        assert record.sha256 == seen["sha256"]
+        record.append({"kind": "train", "n": 2})
+        assert record.sha256 == later and len(read_rows(record.path)) == 2
+
+
+# What lies about
+
+
+def test_a_stray_name_is_no_checkpoint(died, once):
+    for name in ("step-old.pt", "step-000000099 (copy).pt", "step-.pt", "step-12.pt"):
+        shutil.copy(died / BEFORE, died / "checkpoints" / name)
+    assert checkpoint.newest(died) == died / NEWEST
+    job, _ = whole_run(*GIVEN)
+    assert rows_of(job)[1:] == once[1] and (died / "checkpoints" / "step-old.pt").exists()
+    checkpoint.save(died, {}, step=9_999_999_999, keep=2)
+    assert checkpoint.newest(died).name == "step-9999999999.pt"
+
+
+def test_what_a_killed_process_was_writing_goes(died, here):
+    left = [died / f"{name}.4711.tmp" for name in ("summary.json", NEWEST, BEST)] + [died / "latest.tmp"]
+    for path in left[:-1]:
+        path.write_bytes(b"a part")
+    left[-1].symlink_to("gone")
+    whole_run(*GIVEN)
+    assert not any(path.is_symlink() or path.exists() for path in left)
+    assert (here / "outputs" / "latest").resolve() == died
+    assert sorted(path.name for path in Path("outputs").iterdir()) == sorted(["latest", died.name])
+
+
+def test_weights_of_another_type_are_refused(died):
+    content = checkpoint.load(died / NEWEST)
+    content["model"]["head.weight"] = content["model"]["head.weight"].double()
+    checkpoint.save(died, content, step=9, keep=2)
+    with pytest.raises(ValueError, match=r"start\.run=.*head\.weight is .* of torch\.float64 there and .*float32 here"):
+        make_job(*GIVEN, "seed=5", f"start.run={died}")
