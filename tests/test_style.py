@@ -38,6 +38,7 @@ ARROWS = {
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "bench/baselines": {"bench", "harness", "variants.contract"},
     "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache"},
+    "bench/inspect": {"bench", "harness", "variants.contract"},
     "bench/dashboards": {"bench.CONF"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }

@@ -44,7 +44,9 @@ def main(cfg: DictConfig) -> None:
         try:
             corpus = corpus_of_run(plan, saved)
         except ValueError as error:
-            raise ValueError(f"{error}; the run's own data are needed here; text=FILE or text='words' needs none") from error
+            raise ValueError(
+                f"{error}; the run's own data are needed here; text=FILE or text='words' needs none"
+            ) from error
     symbols = bytes(range(256)) if corpus is None else corpus.symbols
     length, passages = fitting(model, length=length, passages=passages, device=device.device)
     if given is None:
@@ -54,7 +56,9 @@ def main(cfg: DictConfig) -> None:
         name, source = read_text(given, symbols)
         shown = of_text(source, length=length, passages=passages)
     found = seen(model, shown, runtime=device, symbols=symbols)
-    found |= scored(model, source[:score], runtime=device, symbols=symbols, segment=plan.eval.segment, span=plan.model.span)
+    found |= scored(
+        model, source[:score], runtime=device, symbols=symbols, segment=plan.eval.segment, span=plan.model.span
+    )
     found |= {"source": name, "span": plan.model.span}
     found |= {key: saved[key] for key in ("variant", "seed", "data", "command")}
     target = write_page(path / "inspect.html" if out is None else Path(out), found)

@@ -119,11 +119,11 @@ const STOPS = {
 // From 0 to 1, by the root of a weight. Only five of a thousand weights are beyond `brightest`, else many maps were blank.
 const shadeOf = (code, brightest) => Math.min(code / brightest, 1) ** 0.75;
 
-function brightestOf(from, begin, end) {
+function brightestOf(image, side) {
   const number = new Uint32Array(256);
-  for (let next = begin; next < end; next += 1) number[from[next]] += 1;
+  for (let y = 0; y < side; y += 1) for (let x = 0; x <= y; x += 1) number[image[y * side + x]] += 1;
   let code = 255;
-  for (let beyond = number[255]; beyond < (end - begin) / 200 && code > 4; beyond += number[code]) code -= 1;
+  for (let beyond = number[255]; beyond < triangle(side) / 200 && code > 4; beyond += number[code]) code -= 1;
   return code;
 }
 
@@ -143,16 +143,15 @@ function imageOf(from, head, most) {
   const size = length();
   const side = Math.min(size, most);
   const largest = new Uint8Array(side * side);
-  const begin = head * triangle(size);
   const pixel = Int32Array.from({ length: size }, (_, place) => Math.floor((place * side) / size));
-  for (let query = 0, next = begin; query < size; query += 1) {
+  for (let query = 0, next = head * triangle(size); query < size; query += 1) {
     const row = pixel[query] * side;
     for (let key = 0; key <= query; key += 1, next += 1) {
       const place = row + pixel[key];
       if (from[next] > largest[place]) largest[place] = from[next];
     }
   }
-  const brightest = brightestOf(from, begin, begin + triangle(size));
+  const brightest = brightestOf(largest, side);
   const colours = palette(brightest);
   const drawn = new ImageData(side, side);
   const pixels = new Uint32Array(drawn.data.buffer);
@@ -163,7 +162,7 @@ function imageOf(from, head, most) {
 }
 
 const map = find("#map");
-const MARGIN = 30; // of the map: numbers of bytes, or the bytes themselves
+const MARGIN = 36; // of the map: numbers of bytes, or the bytes themselves
 const geometry = () => {
   const side = map.clientWidth - MARGIN;
   return { side, cell: side / view.cells };
@@ -256,15 +255,16 @@ function sayWeight(query, key) {
 function keep(query, key = null) {
   at.query = clamp(query, 0, length() - 1);
   const row = Array.from({ length: at.query + 1 }, (_, place) => weight(at.query, place));
-  at.key = key === null ? row.indexOf(Math.max(...row)) : clamp(key, 0, at.query);
+  const most = Math.max(...row, 1e-9);
+  at.key = key === null ? Math.max(row.indexOf(most), 0) : clamp(key, 0, at.query);
   const box = find("#row-text");
-  shade(box, row.map(Math.sqrt), "--cool");
+  shade(box, row.map((value) => Math.sqrt(value / most)), "--cool");
   [box, find("#surprise-text")].forEach((text) => {
     text.querySelector(".kept")?.classList.remove("kept");
     text.children[at.query].classList.add("kept");
   });
-  const most = row.map((value, place) => [value, place]).sort((a, b) => b[0] - a[0]).slice(0, 4).filter(([value]) => value >= 0.0005);
-  const words = most.map(([value, place]) => `\u201c${passage().glyphs[place].text.trim() || "space"}\u201d ${at.query - place} back ${value.toFixed(3)}`);
+  const first = row.map((value, place) => [value, place]).sort((a, b) => b[0] - a[0]).slice(0, 4).filter(([value]) => value >= 0.0005);
+  const words = first.map(([value, place]) => `\u201c${passage().glyphs[place].text.trim() || "space"}\u201d ${at.query - place} back ${value.toFixed(3)}`);
   const others = mapped[at.layer].beside ? `; learned vectors ${percent(beside(at.query))}` : "";
   find("#row-said").textContent = `${told(at.query)} looks most at: ${words.join(", ") || "nothing"}${others}`;
   find("#map-said").textContent = sayWeight(at.query, at.key);

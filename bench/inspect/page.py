@@ -18,17 +18,18 @@ PICKED = """<div class="picked" role="group" aria-label="What is shown">
 <label>Head <select id="head"></select></label>
 </div>
 """
-SURPRISE = """<p>Each byte by how many bits it cost: how little the model had expected it after all bytes of the passage before it.
-Hover over one to see what was expected in its place; click it to ask what it looks at.</p>
+SURPRISE = """<p>Each byte by how many bits it cost: how little the model had expected it after all bytes of the passage
+before it. Hover over one to see what was expected in its place; click it to ask what it looks at.</p>
 <p class="scale">0 bits <span class="ramp hot"></span> 10 bits and more</p>
 <div id="surprise-text" class="text" tabindex="0" role="group" aria-label="The passage by surprise"></div>
 <p class="said"><output id="surprise-said"></output></p>
 """
-ATTENTION = """<p>A row is a byte that looks, a column a byte that is looked at; the darker, the more. Shades go by the root of a weight,
-and the full shade is that of the largest five of a thousand, so that small ones show. A row begins with its passage, so it is all that its byte sees.</p>
+ATTENTION = """<p>A row is a byte that looks, a column a byte that is looked at, and the shade goes by the root of the weight; the
+largest five of a thousand have the full one, so that small ones show. Passages begin cold: a row is all that its byte sees.</p>
 <div class="looking">
 <div>
-<canvas id="map" tabindex="0" role="application" aria-label="Attention map: arrow keys move, plus and minus zoom, 0 shows all"></canvas>
+<canvas id="map" tabindex="0" role="application"
+aria-label="Attention map: arrow keys move, plus and minus zoom, 0 shows all"></canvas>
 <p class="tools"><button type="button" id="closer" aria-label="Zoom in">+</button>
 <button type="button" id="farther" aria-label="Zoom out">&minus;</button>
 <button type="button" id="whole">Whole</button>
@@ -44,12 +45,12 @@ and the full shade is that of the largest five of a thousand, so that small ones
 SPANS = """<p>What each head's soft mask leaves of the keys behind a byte: all of it near, none beyond its end.</p>
 <div id="masks" class="scroll strips" tabindex="0" role="region" aria-label="Soft masks"></div>
 """
-DISTANCE = """<p>Where each head's attention goes, by how many bytes back, in per cent: bytes of the second half of each passage, which have as many
-behind them; mean over all passages.</p>
+DISTANCE = """<p>Where each head's attention goes, by how many bytes back, in per cent: of the bytes of the second half of each
+passage, which have as many behind them.</p>
 <div id="distances" class="scroll" tabindex="0" role="region" aria-label="Attention by distance"></div>
 """
-VECTORS = """<p>Vectors that were learned and that bytes read beside the context or in place of a feed-forward: which are taken most, and after
-which bytes. The last byte of a context is the one that takes it; the number is its share.</p>
+VECTORS = """<p>Learned vectors that bytes read beside the context, or slots in place of a feed-forward: which are taken most, and by
+which bytes. The last byte of a context is the one that takes it; the number is what share of its reading that is.</p>
 <p class="tools"><label>Of <select id="table"></select></label> <label>Head <select id="table-head"></select></label></p>
 <div id="vectors-mass" class="bars"></div>
 <p id="vectors-facts" class="caption"></p>

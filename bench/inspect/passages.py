@@ -1,5 +1,6 @@
 """Passages that a page shows: of a split, of a file or of words, as many and as long as their maps leave room for."""
 
+import math
 import os
 from pathlib import Path
 
@@ -15,13 +16,11 @@ LINE_WITHIN = 256
 """Bytes within which a passage may begin later, at a line."""
 
 
-def fitting(
-    model: LanguageModel, *, length: int | None, passages: int, device: torch.device
-) -> tuple[int, int]:
+def fitting(model: LanguageModel, *, length: int | None, passages: int, device: torch.device) -> tuple[int, int]:
     """Bytes of a passage and how many passages; ValueError naming ``bytes`` where one alone has too many weights."""
     _, found = model.inspect(torch.zeros(1, 2, dtype=torch.int64, device=device))
     heads = sum(one.weights.shape[1] for one in found.values() if one.weights is not None)
-    most = int((2 * MOST_WEIGHTS / heads) ** 0.5) if heads else 16 * USUAL_BYTES
+    most = (math.isqrt(8 * (MOST_WEIGHTS // max(heads, 1)) + 1) - 1) // 2
     if length is not None and length > most:
         raise ValueError(f"bytes={length}: allowed are 2 to {most} with maps of {heads} heads, or null")
     length = min(length or USUAL_BYTES, most)

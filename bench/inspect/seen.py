@@ -24,7 +24,15 @@ GUESSES, TOP_ENTRIES, TOP_CONTEXTS = 3, 8, 6
 MASK_POINTS = 97
 """Of a soft mask, from its nearest key to the farthest that any head sees."""
 MARKUP = b"<>[]{}|='&;#*/_\"~"
-KINDS = ("letters", "digits", "spaces and line ends", "markup", "other signs", "UTF-8, first bytes", "UTF-8, continuation")
+KINDS = (
+    "letters",
+    "digits",
+    "spaces and line ends",
+    "markup",
+    "other signs",
+    "UTF-8, first bytes",
+    "UTF-8, continuation",
+)
 
 
 def kind_of(byte: int) -> int:
@@ -96,7 +104,7 @@ def _of_sublayer(found: list[Inspection]) -> dict:
         beside = [None if one.shares is None else one.shares[0].sum(-1) for one in found]
         own["heads"], own["beside"] = first.weights.shape[1], first.shares is not None
         own["maps"] = [packed(one.weights[0], share) for one, share in zip(found, beside, strict=True)]
-        own["distance"] = np.mean([mass_by_distance(one.weights[0]) for one in found], axis=0).round(4).tolist()
+        own["distance"] = mass_by_distance([one.weights[0] for one in found]).round(4).tolist()
         if own["beside"]:
             own["mass"] = torch.cat(beside, dim=1).mean(1).tolist()
     if first.mask is not None:
@@ -106,17 +114,18 @@ def _of_sublayer(found: list[Inspection]) -> dict:
     return own
 
 
-def mass_by_distance(weights: Tensor) -> np.ndarray:
-    """Share of a map's mass ``[H, T, T]`` at distances 0, 1, 2 to 3, 4 to 7, ..: of the queries of the second half, which
-    have as many bytes behind them; ``[H, n]``."""
-    length = weights.shape[-1]
-    place = torch.arange(length)
-    distance = (place[:, None] - place).clamp(min=0)
-    number = torch.where(distance == 0, 0, distance.clamp(min=1).log2().floor().long() + 1)
-    rows = slice(length // 2, None)
-    mass = torch.zeros(weights.shape[0], int(number.max()) + 1)
-    mass.index_add_(1, number[rows].flatten(), weights[:, rows].flatten(1).float().cpu())
-    return (mass / (length - length // 2)).numpy()
+def mass_by_distance(maps: list[Tensor]) -> np.ndarray:
+    """Share of the mass of some maps ``[H, T, T]`` at distances 0, 1, 2 to 3, 4 to 7, ..: of the queries of the second half of
+    each, which have as many bytes behind them; ``[H, n]``."""
+    place, queries = torch.arange(max(one.shape[-1] for one in maps)), 0
+    bins = (place[:, None] - place).clamp(min=0).float().log2().add(1).clamp(min=0).long()  # of 0: minus infinity
+    mass = torch.zeros(len(maps[0]), int(bins.max()) + 1)
+    for one in maps:
+        length = one.shape[-1]
+        half = slice(length // 2, length)
+        mass.index_add_(1, bins[half, :length].flatten(), one[:, half].flatten(1).float().cpu())
+        queries += length - length // 2
+    return (mass / queries).numpy()
 
 
 def _entries(found: list[Inspection]) -> list[list[dict]]:
@@ -154,9 +163,7 @@ def _sample_masks(sublayers: list[dict]) -> None:
             own["mask"] = {"last": last, "at": own["mask"][:, at].mul(255).round().int().tolist()}
 
 
-def scored(
-    model: LanguageModel, split: Tensor, *, runtime: Runtime, symbols: bytes, segment: int, span: int
-) -> dict:
+def scored(model: LanguageModel, split: Tensor, *, runtime: Runtime, symbols: bytes, segment: int, span: int) -> dict:
     """Bits per byte of ``split`` as a stream: in all, by position in a cold window and by kind of byte; and metrics of the
     sublayers over the same bytes."""
     streams = max(1, min(8, (len(split) - 1) // segment))
@@ -164,7 +171,12 @@ def scored(
     kinds = np.array([kind_of(byte) for byte in symbols])[split[1:].numpy()]
     bits = score.nats.double().numpy() / math.log(2)
     by_kind = [
-        {"kind": name, "bytes": int(own.sum()), "bits": float(bits[own].mean()), "share": float(bits[own].sum() / bits.sum())}
+        {
+            "kind": name,
+            "bytes": int(own.sum()),
+            "bits": float(bits[own].mean()),
+            "share": float(bits[own].sum() / bits.sum()),
+        }
         for number, name in enumerate(KINDS)
         if (own := kinds == number).any()
     ]
