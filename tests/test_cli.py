@@ -105,7 +105,6 @@ def test_a_mistake_is_one_message_and_leaves_nothing(here, words):
         ("bench/check.py", ("model.heads=3",), ("model.heads=3", "model.d_model=32")),
         ("bench/evaluate.py", ("run=nowhere",), ("run=nowhere", "run folder")),
         ("bench/evaluate.py", (), ("run: Missing mandatory value",)),
-        ("bench/inspect/__main__.py", ("run=nowhere",), ("run=nowhere", "run folder")),
     ],
 )
 def test_a_mistake_at_the_bench(here, script, words, parts):

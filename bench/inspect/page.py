@@ -49,8 +49,8 @@ DISTANCE = """<p>Where each head's attention goes, by how many bytes back, in pe
 passage, which have as many behind them.</p>
 <div id="distances" class="scroll" tabindex="0" role="region" aria-label="Attention by distance"></div>
 """
-VECTORS = """<p>Learned vectors that bytes read beside the context, or slots in place of a feed-forward: which are taken most, and by
-which bytes. The last byte of a context is the one that takes it; the number is what share of its reading that is.</p>
+VECTORS = """<p>Learned vectors that bytes read beside the context, or slots in place of a feed-forward: which are taken most,
+and by which bytes. The last byte of a context is the one that takes it; the number is what share of its reading that is.</p>
 <p class="tools"><label>Of <select id="table"></select></label> <label>Head <select id="table-head"></select></label></p>
 <div id="vectors-mass" class="bars"></div>
 <p id="vectors-facts" class="caption"></p>
