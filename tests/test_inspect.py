@@ -199,6 +199,7 @@ def shown(tmp_path: Path, *, texts: list[bytes], **changes) -> Path:
 def test_the_page_in_a_browser(driver, tmp_path):
     hostile = " ".join(HOSTILE).encode() + b"\x00\xff\xc3\x28 \xe2\x80\xae\n"
     page = shown(tmp_path, texts=[b"one two three four one two three four\n" * 3, hostile], variant=HOSTILE[0])
+    assert data_of(page)["variant"] == HOSTILE[0] and HOSTILE[0] not in page.read_text(encoding="utf-8")
     browser.resize(driver, 1280)
     browser.console(driver), browser.requests(driver)
     driver.get(page.as_uri())
