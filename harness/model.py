@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from variants.contract import LayerContext, NeededFlops, Position, State, Sublayer, SublayerOutput
+from variants.contract import Inspection, LayerContext, NeededFlops, Position, State, Sublayer, SublayerOutput
 
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
@@ -176,6 +176,24 @@ class LanguageModel(nn.Module):
         logits = self.head(self.norm(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return ModelOut(logits, (start + tokens.shape[1], tuple(after)), loss, stats)
+
+    @torch.no_grad()
+    def inspect(self, tokens: Tensor) -> tuple[Tensor, dict[str, Inspection]]:
+        """Logits of streams that begin with ``tokens``, and what each sublayer takes in this forward, by name; those that do
+        not say are left out."""
+        found, hooks = {}, []
+        for name, sublayer in self.sublayers():
+
+            def look(module: Sublayer, inputs: tuple, name: str = name) -> None:
+                if (seen := module.inspect(inputs[0])) is not None:
+                    found[name] = seen
+
+            hooks.append(sublayer.register_forward_pre_hook(look))
+        try:
+            return self(tokens).logits, found
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def trim(self, state: State) -> State:
         """What of a state that a compiled forward returned is worth carrying."""

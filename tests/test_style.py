@@ -45,6 +45,7 @@ ARROWS = {
     "windtunnel": {"windtunnel", "bench", "harness", "torch"},
     "bench/baselines": {"bench", "harness", "variants.contract"},
     "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache"},
+    "bench/inspect": {"bench", "harness", "variants.contract"},
     "bench/dashboards": {"bench.CONF"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from variants import backends
 from variants.attention_parts import AttentionSpan, FixedSpan, PersistentVectors
 from variants.backends import Need
-from variants.context import VisibleKeys, before, last, trimmed, trimmed_by_head
+from variants.context import VisibleKeys, before, last, trimmed, trimmed_by_head, weights_of
 from variants.contract import (
     WAYS,
     Honours,
+    Inspection,
     LayerContext,
     NeededFlops,
     Proof,
@@ -38,7 +39,7 @@ from variants.contract import (
     wide,
 )
 from variants.kernels import fused
-from variants.kernels.window import PastKV, Persistent, Window, pairs
+from variants.kernels.window import PastKV, Persistent, Window, pairs, soft_mask
 
 
 class Attention(Sublayer):
@@ -88,11 +89,7 @@ class Attention(Sublayer):
     ) -> SublayerOutput:
         if start is None:
             start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        z = self.span(x)
-        plain_q, k, v = self._project(x, self.query, self.key, self.value)
-        own = [self.position.rotate(k, start), v]
-        q = self.position.rotate(plain_q, start)
-        persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
+        q, own, z, persistent = self._made_of(x, start)
         given = (x, q, own, state, start, z, persistent)
         if torch.compiler.is_compiling() and self._traceable(x.device):
             y, state, stats = self._over_window(*given, collect_stats=collect_stats, traced=True)
@@ -100,6 +97,14 @@ class Attention(Sublayer):
             y, state, stats = self._outside_the_graph(*given, collect_stats=collect_stats)
         out = self.output(rearrange(y, "B H T K -> B T (H K)"))
         return SublayerOutput(out, state, self.span.loss(z) if self.training else None, stats)
+
+    def _made_of(self, x: Tensor, start: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None, Persistent | None]:
+        """Queries, keys and values ``[B, H, T, K]`` in their positions, spans, and the vectors beside the context."""
+        z = self.span(x)
+        plain_q, k, v = self._project(x, self.query, self.key, self.value)
+        own = [self.position.rotate(k, start), v]
+        persistent = None if self.persistent is None else Persistent(plain_q, *self.persistent())
+        return self.position.rotate(plain_q, start), own, z, persistent
 
     def _project(self, x: Tensor, *linears: nn.Linear, heads: list[int] | None = None) -> list[Tensor]:
         """``[B, H, T, K]`` of all or some heads by each of the maps, queries scaled: one product with all matrices."""
@@ -233,6 +238,32 @@ class Attention(Sublayer):
             same["vectors"] = vectors
         learns = self.cache == "hidden"
         return backends.attend(backend, q, keys, visible, dropout=rate, past_learns=learns, **same)
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor) -> Inspection:
+        start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        q, (k, v), z, persistent = self._made_of(x, start)
+        none = persistent and persistent._replace(v=torch.zeros_like(persistent.v))
+        found = Inspection(weights_of(lambda values: self._from_the_start(x, q, [k, values], start, z, none), v))
+        if z is not None:
+            mask = soft_mask(z, self.span.ramp, self.span.span)
+            found = found._replace(mask=mask if z.dim() == 1 else mask.mean(dim=(0, 2)))
+        if persistent is None:
+            return found
+
+        def beside(values: Tensor) -> Tensor:
+            vectors = persistent._replace(v=values)
+            return self._from_the_start(x, q, [k, torch.zeros_like(v)], start, z, vectors)
+
+        shares = weights_of(beside, persistent.v)
+        entries = torch.arange(shares.shape[-1], device=x.device).expand(shares.shape)
+        return found._replace(entries=entries, shares=shares)
+
+    def _from_the_start(
+        self, x: Tensor, q: Tensor, own: list[Tensor], start: Tensor, z: Tensor | None, persistent: Persistent | None
+    ) -> Tensor:
+        """What the heads give ``[B, H, T, K]`` where streams begin with these keys and values."""
+        return self._over_window(x, q, own, None, start, z, persistent, collect_stats=False)[0]
 
     def reach(self) -> int:
         return self.span.span - 1 + self.shift

@@ -4,7 +4,7 @@ A state of keys and values is ``(keys, values)``, each ``[B, H, P, K]``, or each
 every head, where heads carry pasts of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -112,3 +112,12 @@ def trimmed_by_head(state: State, numbers: Sequence[int]) -> State:
         tuple(x[:, :, max(0, x.shape[2] - n) :].clone(memory_format=torch.contiguous_format) for x, n in pairs)
         for pairs in (zip(part, numbers, strict=True) for part in single)
     )
+
+
+def weights_of(weighted: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """The weights ``[B, H, T, n]`` by which ``weighted`` sums values ``[.., n, K]`` into ``[B, H, T, K]``, whatever computes
+    it: K at a time, it is fed with values that are one at one place each."""
+    number, width = values.shape[-2:]
+    ones = torch.eye(number, -(-number // width) * width, dtype=values.dtype, device=values.device)
+    parts = [weighted(part.expand_as(values).contiguous()) for part in ones.split(width, dim=1)]
+    return torch.cat(parts, dim=-1)[..., :number]

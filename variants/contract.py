@@ -98,6 +98,22 @@ class SublayerOutput(NamedTuple):
     stats: dict[str, Tensor] | None = None
 
 
+class Inspection(NamedTuple):
+    """What each byte of a segment takes, to be looked at (``bench.inspect``).
+
+    Attributes:
+        weights: an attention map, ``[B, H, T, T]``: how much query t takes of byte j; or None.
+        entries: numbers of learned vectors that each byte takes, int64 ``[B, H, T, n]``, or None where there are none.
+        shares: how much it takes of each of them. With ``weights``, both are of one softmax.
+        mask: what a soft span alone leaves of the visible key number x, counted from the nearest: ``[H, S]``, or None.
+    """
+
+    weights: Tensor | None = None
+    entries: Tensor | None = None
+    shares: Tensor | None = None
+    mask: Tensor | None = None
+
+
 class NeededFlops(NamedTuple):
     """What a training step needs, FLOPs per byte, two per multiply-add: the mean over the bytes of a segment.
 
@@ -200,6 +216,14 @@ class Sublayer(nn.Module):
     def decide(self, values: Sequence[float]) -> None:
         """Shapes from the values that ``bound_`` returned."""
         raise NotImplementedError
+
+    def inspect(self, x: Tensor) -> Inspection | None:
+        """What each byte of ``x [B, T, D]``, with which streams begin, takes of the others; None: it does not say.
+
+        It is computed by what ``forward`` runs: an output that is a weighted sum of values gives its own weights where a
+        value is one at one key and zero at the others (``variants/context.py``, ``weights_of``).
+        """
+        return None
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Named numbers (or small tensors, one entry a head) from summed statistics; ``stats`` may be empty."""

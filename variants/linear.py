@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants.contract import Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput
+from variants.context import weights_of
+from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput
 from variants.kernels.carried_sums import attend, unrounded
 
 
@@ -73,16 +74,29 @@ class CarriedSums(Sublayer):
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         """``x [B, T, D]`` to ``y [B, T, D]``; the state is the sums over all that was before."""
+        q, k, v = self._projected(x)
+        y, state = self._means(q, k, v, state)
+        return SublayerOutput(self.output(rearrange(y, "B H T K -> B T (H K)").to(v.dtype)), state)
+
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values ``[B, H, T, K]``."""
         linears = (self.query, self.key, self.value)
         bias = None if self.query.bias is None else torch.cat([linear.bias for linear in linears])
         parts = F.linear(x, torch.cat([linear.weight for linear in linears]), bias).chunk(3, dim=-1)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        with unrounded(x.device):
-            q, k, v = (rearrange(part, "B T (H K) -> B H T K", H=self.heads).to(dtype) for part in parts)
-            q, k, log_scale = self.featured(q, k)
+        return [rearrange(part, "B T (H K) -> B H T K", H=self.heads) for part in parts]
+
+    def _means(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+        """Weighted means ``[B, H, T, K]`` of values, and the sums to carry."""
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with unrounded(v.device):
+            q, k, log_scale = self.featured(q.to(dtype), k.to(dtype))
             given = {"log_scale": log_scale, "slopes": self.position.slopes(dtype), "state": state}
-            y, state = attend(q, k, v, **given, attend_self=self.attend_self, chunk=self.chunk)
-        return SublayerOutput(self.output(rearrange(y, "B H T K -> B T (H K)").to(parts[0].dtype)), state)
+            return attend(q, k, v.to(dtype), **given, attend_self=self.attend_self, chunk=self.chunk)
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor) -> Inspection:
+        q, k, v = self._projected(x)
+        return Inspection(weights_of(lambda values: self._means(q, k, values, None)[0], v))
 
     def reach(self) -> None:
         """All the way: what decays never ends."""

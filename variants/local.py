@@ -95,7 +95,7 @@ class LocalAttention(Attention):
         own = [x] if self.cache == "hidden" else [k, v]
         if state is None:
             count, old = torch.zeros_like(start), [None] * len(own)
-            y = self._from_the_start(q, k, v)
+            y = self._in_blocks(q, k, v)
         else:
             # A state of other blocks stands where it would if one of these had begun with the open one.
             count = state[0] % self.block
@@ -120,7 +120,10 @@ class LocalAttention(Attention):
             return F.pad(new, (0, 0, missing, 0))
         return torch.cat([old[..., self.block - 1 - missing :, :], new], dim=-2)
 
-    def _from_the_start(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _from_the_start(self, x: Tensor, q: Tensor, own: list[Tensor], *rest: object) -> Tensor:
+        return rearrange(self._in_blocks(q, *own), "B T (H K) -> B H T K", H=self.heads)
+
+    def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What the heads give ``[B, T, H K]`` where the segment begins with a block."""
         (streams, _, length, _), size = q.shape, self.block
         if length > size:

@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
+from variants.contract import Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
 from variants.kernels import product_search
 from variants.kernels.table import read, read_uncompiled
 
@@ -197,14 +197,22 @@ class ProductKeyMemory(Sublayer):
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
         """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
+        slots, weights = (part.flatten(1) for part in self._choose(x))  # [n, H top_k]
+        y = (read_uncompiled if self.sparse else read)(self.values, slots, weights, sparse=self.sparse)
+        return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots and their weights, ``[n, H, top_k]``."""
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
         query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
         kernel = self.backend(x.device, training=self.training) == "kernel"
         slots, sums = choose(query, self.keys.flatten(0, 1), top_k=self.top_k, pairs=self.pairs, kernel=kernel)
-        weights = sums.softmax(-1) if self.activation == "softmax" else sums.relu()
-        slots, weights = slots.flatten(1), weights.flatten(1)  # [n, H top_k]
-        y = (read_uncompiled if self.sparse else read)(self.values, slots, weights, sparse=self.sparse)
-        return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)
+        return slots, sums.softmax(-1) if self.activation == "softmax" else sums.relu()
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor) -> Inspection:
+        slots, weights = (rearrange(part, "(B T) H k -> B H T k", B=len(x)) for part in self._choose(x))
+        return Inspection(entries=slots, shares=weights)
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         """``kernel`` where a CPU has the search in C++; an attention that was asked to be it says what is missing."""

@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from variants.context import trimmed
-from variants.contract import Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
+from variants.context import trimmed, weights_of
+from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
 from variants.kernels.window import pairs
 
 EPSILON = 1e-6
@@ -107,7 +107,12 @@ class Reformer(Sublayer):
                 old, old_hashes = self._newest(state)
                 keys, hashes = torch.cat([old.to(keys.dtype), keys], dim=2), torch.cat([old_hashes, hashes], dim=3)
             state = keys.detach(), hashes
-        y, seen = lsh_attention(
+        y, seen = self._attend(keys, sizes, hashes, count=collect_stats)
+        out = self.output(rearrange(y, "B H T K -> B T (H K)"))
+        return SublayerOutput(out, self.trim(state), stats=self._stats(seen) if collect_stats else None)
+
+    def _attend(self, keys: Tensor, sizes: Tensor, hashes: Tensor, *, count: bool = False) -> tuple[Tensor, Tensor]:
+        return lsh_attention(
             keys,
             sizes,
             hashes,
@@ -117,10 +122,15 @@ class Reformer(Sublayer):
             bias=self.position.bias(keys, self.span),
             shift=0 if self.attend_self else 1,
             dropout=self.dropout if self.training else 0.0,
-            count=collect_stats,
+            count=count,
         )
-        out = self.output(rearrange(y, "B H T K -> B T (H K)"))
-        return SublayerOutput(out, self.trim(state), stats=self._stats(seen) if collect_stats else None)
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor) -> Inspection:
+        start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        both, *others = self._encode(x, start)
+        k, v = both.chunk(2, dim=-1)
+        return Inspection(weights_of(lambda values: self._attend(torch.cat([k, values], dim=-1), *others)[0], v))
 
     def _encode(self, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys beside values ``[B, H, n, 2K]``, what makes queries of keys ``[B, H, n]``, hashes ``[B, H, R, n]``."""

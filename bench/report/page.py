@@ -56,18 +56,30 @@ def write_page(
         ("Commands", "", [_commands(commands)] if commands else []),
     ]
     parts = [part for part in parts if part[2]]
-    script = _file("page.js")
-    page = Template(_file("page.html")).substitute(
-        title=escape(title),
+    page = framed(
+        title=title,
         style=_file("page.css"),
-        script=script,
-        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        script=_file("page.js"),
         contents="\n".join(f'<li><a href="#{name.lower()}">{name}</a>{links}</li>' for name, links, _ in parts),
-        sections="\n".join(_section(name, inside) for name, _, inside in parts),
-        facts=_facts(facts) if len(facts) > 1 else "",
+        sections="\n".join(section(name, inside) for name, _, inside in parts),
+        data=_facts(facts) if len(facts) > 1 else "",
     )
     path.write_bytes(page.encode("utf-8", "replace"))  # a row of JSON may hold half a surrogate pair
     return path
+
+
+def framed(*, title: str, style: str, script: str, contents: str, sections: str, data: str) -> str:
+    """A page whose policy runs this script and nothing else; but for the title, what is given is HTML."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    inside = {"style": style, "script": script, "script_digest": digest}
+    inside |= {"contents": contents, "sections": sections, "facts": data}
+    return Template(_file("page.html")).substitute(title=escape(title), **inside)
+
+
+def held(value: object, *, name: str) -> str:
+    """A block of data, which no browser runs: no tag begins inside, and none ends it."""
+    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _file(name: str) -> str:
@@ -84,7 +96,7 @@ def _place(kind: str, name: str) -> str:
     return f"{kind}-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)}"
 
 
-def _section(name: str, inside: list[str]) -> str:
+def section(name: str, inside: list[str]) -> str:
     return f'<section id="{name.lower()}" class="part">\n<h2>{name}</h2>\n{"".join(inside)}</section>'
 
 
@@ -95,16 +107,15 @@ def _contents(kind: str, shown: Sequence[Table | Drawing]) -> str:
 
 
 def _facts(facts: Mapping[Path, Mapping[str, str]]) -> str:
-    """A block of data, which no browser runs, and where the differences of two runs are shown."""
+    """What tells runs apart, and where the differences of two are shown."""
     names = [folder.name for folder in facts]
     shown = [str(folder) if names.count(folder.name) > 1 else folder.name for folder in facts]
     runs = [{"name": name, "facts": dict(own)} for name, own in zip(shown, facts.values(), strict=True)]
-    held = json.dumps(runs).replace("<", "\\u003c")  # no tag begins inside, and none ends the block
     return f"""<section id="diff" aria-labelledby="diff-title" tabindex="-1" hidden>
 <p class="tools"><output id="diff-title"></output><button type="button">Close</button></p>
 <div class="scroll" tabindex="0" role="region" aria-labelledby="diff-title"><table><thead></thead><tbody></tbody></table></div>
 </section>
-<script type="application/json" id="facts">{held}</script>"""
+{held(runs, name="facts")}"""
 
 
 def _table(table: Table, *, places: Mapping[Path, int]) -> str:
