@@ -125,11 +125,11 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
             again = partial(recomputed, context_fn=lambda: (nullcontext(), AsCuda()))
             norms = patch.object(RMSNorm, "forward", nn.RMSNorm.forward)
             on_gpu = (AsCuda(), norms, patch("harness.model.recomputed", again))
-        with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
             for context in on_gpu:
                 stack.enter_context(context)
             make_fake(model)
-            ledger, causes, warm = _ledger(plan, model, backends, kind=kind)
+            ledger, causes, warm = _ledger(plan, model, backends, mode, kind=kind)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"variant={plan.variant}: its memory depends on values that are not known before it runs ({error.func})"
@@ -166,7 +166,7 @@ def build(plan: Plan) -> LanguageModel:
 
 
 def _ledger(
-    plan: Plan, model: LanguageModel, backends: dict[nn.Module, str], *, kind: str
+    plan: Plan, model: LanguageModel, backends: dict[nn.Module, str], mode: FakeTensorMode, *, kind: str
 ) -> tuple[Ledger, dict[Block, str], bool]:
     """The ledger of one step after warm-up, the causes of the blocks that outlive it, and whether the state is full."""
     b = plan.batch
@@ -179,7 +179,7 @@ def _ledger(
         choose_as_on_cuda(optimizers)
     trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
     if plan.runtime.compile:
-        trainer.forward = compiled(model)
+        trainer.forward = compiled(model, mode)
     _take_backends(model, backends, kind=kind)
     state, warm = _full_state(plan, model, runtime) if b.carry else (None, True)
 

@@ -1,31 +1,31 @@
 """Fused graph: what a compiled model keeps, reads and writes, without compiling it.
 
 The forward and backward graphs are those that ``torch.compile`` gives its code generator: traced by the same AOTAutograd with
-the same decompositions and cut by its partitioner, which decides what is kept for the backward pass. The model is one graph,
-as where nothing in it is a break. Chains that Inductor makes one kernel of are then merged (``Graph``), and a call of a graph
-makes what the kernels write, and does nothing else.
+the same decompositions and cut by its partitioner, which decides what is kept for the backward pass. What is
+disabled for the compiler is a node that runs as eager code does (``graph_breaks.py``). Chains that Inductor makes one kernel of
+are then merged (``Graph``), and a call of a graph makes what the kernels write, and does nothing else.
 
-What is left out makes the figures too large rather than too small: kernels that merge because they read the same, and buffers
-that are written in place.
+What is left out makes the figures too large: kernels that merge because they read the same, and buffers that are written in
+place. One thing makes them too small: around a break is one graph here, where compiled code has two, which may keep more.
 """
 
-import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from unittest.mock import patch
 
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
 from torch.fx import traceback
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from bench.stand_ins import call
+from bench.graph_breaks import Break, compiling, eager, leave_out, leaves
+from bench.stand_ins import call, listed
 from harness.count.bytes_moved import memory_bytes
 from harness.count.formulas import tensors_of
 from harness.model import ModelOut
@@ -36,54 +36,50 @@ REDUCTIONS += ("linalg_vector_norm",)
 GATHERS = ("embedding", "index", "index_select", "gather")
 """Reads of a table, the first argument, by index: only the rows that are asked for are read."""
 APART = "mm addmm bmm baddbmm convolution topk sort cumsum index_put scatter_add scatter _embedding_bag call"
-APART = frozenset(f"{APART} embedding_dense_backward run_and_save_rng_state run_with_rng_state".split())
+APART = frozenset(f"{APART} eager embedding_dense_backward run_and_save_rng_state run_with_rng_state".split())
 """What is a kernel of its own."""
+EAGER = eager._opoverload
 RANDOM_STATE_BYTES = 16
 """Of a GPU's generator: a seed and an offset."""
 
 
-def compiled(model: nn.Module) -> Callable:
-    """The model's forward as compiled code takes memory and does work; call it on fake tensors."""
+def compiled(model: nn.Module, mode: FakeTensorMode) -> Callable:
+    """The model's forward as compiled code takes memory and does work; call it on tensors that are fake by ``mode``."""
     known: dict[tuple, tuple[Callable, list]] = {}
     names, weights = zip(*chain(model.named_parameters(), model.named_buffers()), strict=True)
+    breaks = leave_out(model, mode)
 
     def forward(tokens: Tensor, state: State = None) -> ModelOut:
-        tensors, rebuild = _leaves(state)
+        tensors, rebuild = leaves(state)
         key = tuple((x.shape, x.stride(), x.dtype) for x in (tokens, *tensors))
         if key not in known:
-            known[key] = _traced(model, names, rebuild)
+            known[key] = _traced(model, names, rebuild, breaks)
         run, rebuilds = known[key]
         logits, loss, *after = run(*weights, tokens, *tensors)
-        return ModelOut(logits, rebuilds[0](after), loss, {})
+        return ModelOut(logits, model.trim(rebuilds[0](after)), loss, {})
 
     return forward
 
 
-def _traced(model: nn.Module, names: tuple[str, ...], rebuild: Callable) -> tuple[Callable, list[Callable]]:
+def _traced(
+    model: nn.Module, names: tuple[str, ...], rebuild: Callable, breaks: list[Break]
+) -> tuple[Callable, list[Callable]]:
     """The function of parameters and buffers, tokens and tensors of a state, and what makes a state of its other results."""
     rebuilds: list[Callable] = []
 
     def run(*given: Tensor):
         own, (tokens, *tensors) = dict(zip(names, given, strict=False)), given[len(names) :]
-        out = torch.func.functional_call(model, own, (tokens, rebuild(tensors)))
-        after, again = _leaves(out.state)
+        with compiling(True):
+            out = torch.func.functional_call(model, own, (tokens, rebuild(tensors)))
+        after, again = leaves(out.state)
         rebuilds[:] = [again]
         return out.logits, out.loss, *after
 
-    how = {"fw_compiler": _compiler, "bw_compiler": _compiler, "partition_fn": _partition}
+    def compiler(module: fx.GraphModule, inputs) -> Callable:
+        return Graph(module, breaks)
+
+    how = {"fw_compiler": compiler, "bw_compiler": compiler, "partition_fn": _partition}
     return aot_function(run, decompositions=select_decomp_table(), **how), rebuilds
-
-
-def _leaves(state: State) -> tuple[list[Tensor], Callable[[list[Tensor]], State]]:
-    """The tensors of a state, and what makes such a state of such tensors."""
-    flat, layout = tree_flatten(state)
-    there = [x is not None for x in flat]
-
-    def rebuild(tensors: list[Tensor]) -> State:
-        left = iter(tensors)
-        return tree_unflatten([next(left) if is_there else None for is_there in there], layout)
-
-    return [x for x in flat if x is not None], rebuild
 
 
 def tracing():
@@ -105,23 +101,23 @@ def _partition(joint: fx.GraphModule, inputs, **options):
     return min_cut_rematerialization_partition(joint, inputs, **options)
 
 
-def _compiler(module: fx.GraphModule, inputs) -> Callable:
-    graph = Graph(module)
-    return make_boxed_func(graph.run)
-
-
 class Graph:
     """A graph as kernels.
 
     A kernel is an operation of its own, or a chain of elementwise operations and at most one kind of reduction over rows, all
     over the same elements. What a chain makes for itself alone is never in memory.
 
+    Args:
+        breaks: what its nodes that are calls of eager code do, by their number.
+
     Attributes:
         kernels: nodes of each, in the order in which they run.
     """
 
-    def __init__(self, module: fx.GraphModule):
-        self.module, self.nodes = module, list(module.graph.nodes)
+    _boxed_call = True  # to AOTAutograd: that it takes a list, which it empties
+
+    def __init__(self, module: fx.GraphModule, breaks: Sequence[Break] = ()):
+        self.module, self.nodes, self.breaks = module, list(module.graph.nodes), breaks
         self.base: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
             if "val" not in node.meta and node.op in ("placeholder", "call_function"):
@@ -162,28 +158,38 @@ class Graph:
             flops, moved, scratch = _work(kernel[0]) if alone else (0, None, 0)
             if moved is None:
                 moved = sum(read.values()) + sum(memory_bytes(x) for node in made for x in _values(node))
-            shapes = [(list(x.shape), list(x.stride()), str(x.dtype)) for node in made for x in _values(node)]
-            self.calls.append((list(read), made, json.dumps(shapes), flops, moved, scratch))
+            shapes = listed(x for node in made for x in _values(node))
+            self.calls.append((list(read), made, shapes, flops, moved, scratch))
         dies: dict[int, list[fx.Node]] = {}
         for value, number in last.items():
             if value not in kept:
                 dies.setdefault(number, []).append(value)
         self.dies = dies
 
-    def run(self, *given: Tensor) -> list:
-        """Results without data, made as the kernels would, one after the other."""
+    def __call__(self, given: list[Tensor]) -> list:
+        """Results without data, made as the kernels would, one after the other; ``given`` is emptied, to live no longer."""
         found = dict(zip((node for node in self.nodes if node.op == "placeholder"), given, strict=True))
-        del given
+        given.clear()
         for node in self.nodes:
             if node.op == "get_attr":
                 found[node] = getattr(self.module, node.target)
         for number, (read, made, shapes, *cost) in enumerate(self.calls):
-            tensors = iter(call(tensors_of([found[node] for node in read]), shapes, *cost))
+            first = self.kernels[number][0]
+            if first.target is EAGER:
+                results = self._left_out(first, found)
+                tensors = (results[node.args[1]] for node in made)
+            else:
+                tensors = iter(call(tensors_of([found[node] for node in read]), shapes, *cost))
             for node in made:
                 found[node] = _like(node.meta["val"], tensors)
             for node in self.dies.get(number, ()):
                 found.pop(node, None)
         return [self._result(node, found) for node in self.results]
+
+    def _left_out(self, node: fx.Node, found: dict) -> list[Tensor]:
+        given, _, number, forward = node.args
+        own = self.breaks[number]
+        return (own.forward if forward else own.backward)([self._result(x, found) for x in given])
 
     def _result(self, node, found: dict):
         if not isinstance(node, fx.Node):

@@ -6,6 +6,7 @@ without data. The numbers follow from what any implementation of that kind must 
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -55,6 +56,16 @@ def call(read: list[Tensor], made: str, flops: int, moved_bytes: int, scratch_by
 
 @call.register_fake
 def _(read, made, flops, moved_bytes, scratch_bytes):
+    return like(made)
+
+
+def listed(made: Iterable[Tensor]) -> str:
+    """Shapes, strides and dtypes of tensors."""
+    return json.dumps([(list(x.shape), list(x.stride()), str(x.dtype)) for x in made])
+
+
+def like(made: str) -> list[Tensor]:
+    """New tensors of such shapes, strides and dtypes."""
     return [
         torch.empty_strided(*of, dtype=getattr(torch, kind.removeprefix("torch."))) for *of, kind in json.loads(made)
     ]
@@ -73,6 +84,8 @@ def stand_in(sublayer: nn.Module, name: str) -> None:
 
 
 def _attend(sublayer, kind: Kind, past_learns: bool, _, q, keys, visible, persistent) -> Tensor:
+    if visible.limits is not None:  # in a compiled graph, which has no numbers of spans that move
+        visible = visible._replace(max_keys=sublayer.span.max_keys)
     most = max(visible.max_keys)
     vectors = sublayer.position.vectors(most)
     if vectors is not None and not (kind.calls or kind.takes_vectors):

@@ -65,7 +65,7 @@ def test_results_are_those_of_the_graph_without_data():
     with FakeTensorMode():
         given = torch.empty(N, D), torch.empty(D, D)
         graph = Graph(make_fx(lambda x, w: ((x @ w).T[:5], (x + 1).sum(-1)))(*given))
-        first, second = graph.run(*given)
+        first, second = graph(list(given))
     assert first.shape == (5, N) and first.stride() == (1, D) and second.shape == (N,)
 
 
@@ -101,3 +101,22 @@ def test_a_compiled_step_keeps_and_moves_less_and_has_the_same_products(checkpoi
         assert compiled.peak_bytes < eager.peak_bytes and total[2] == pytest.approx(total[0], rel=0.03)
     else:
         assert compiled.split["activations"] < kept.split["activations"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["variant=dynamic_span"], ["variant=adaptive_span", "runtime.backend=chunked", "position=relative"]],
+)
+def test_what_is_left_out_of_the_graph_runs_and_keeps_as_eager_code_does(words):
+    words = (*TINY[:-2], "batch.carry=true", "model.cache=hidden", "model.span=24", "model.layers=1", *words)
+    eager, compiled = (
+        predict(plan(*words, "batch.streams=64", f"runtime.compile={own}"), kind="cuda") for own in (False, True)
+    )
+    flops, moved = (
+        [sum(getattr(work, what) * calls for work, calls in found.work.items()) for found in (eager, compiled)]
+        for what in ("flops", "bytes")
+    )
+    assert compiled.backend == "chunked, compiled"
+    peaks = [found.peak_bytes - found.split["library"] for found in (eager, compiled)]
+    assert peaks[1] < 1.02 * peaks[0]
+    assert flops[1] == pytest.approx(flops[0], rel=1e-3) and 0.9 * moved[0] < moved[1] < moved[0]
