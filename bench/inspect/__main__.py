@@ -20,10 +20,9 @@ def main(cfg: DictConfig) -> None:
     from bench.inspect.page import write_page  # late, as everything slow
     from bench.inspect.passages import fitting, of_split, of_text, read_text
     from bench.inspect.seen import scored, seen
-    from bench.planning import config_of_run, corpus_of_run, read_run, trained_model
+    from bench.planning import corpus_of_run, plan_of_run, read_run, trained_model
     from harness.device import runtime
     from harness.loop.settle import settled
-    from harness.plan.build import plan_run
     from harness.plan.settings import checked
 
     path = Path(cfg.run)
@@ -35,7 +34,7 @@ def main(cfg: DictConfig) -> None:
         if value is not None and value < least:
             raise ValueError(f"{key}={value}: must be at least {least}")
     saved, best = read_run(path, key="run")
-    plan = plan_run(config_of_run(path, runtime=cfg.runtime, trust=cfg.trust))
+    plan = plan_of_run(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
     device = runtime.start(plan.runtime)
     plan = settled(plan, device)
     model = trained_model(plan, best, span=plan.model.span, key="run").to(device.device).eval()
