@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,25 @@ def test_a_strangers_folder_is_refused(taken_away, tmp_path, key, value, said):
     (tmp_path / "theirs" / "model.json").write_text(json.dumps(told | {key: value}))
     with pytest.raises(ValueError, match=said):
         windtunnel.load(tmp_path / "theirs")
+
+
+def test_attention_maps_are_the_models_own(taken_away):
+    model, text = windtunnel.load(taken_away[1]), TEXT[:40]
+    maps = model.attention(text)
+    assert set(maps) == {"layers.0.attention", "layers.1.attention"}
+    for own in maps.values():
+        assert own.shape == (2, 40, 40) and torch.equal(own, own.tril())
+        torch.testing.assert_close(own.sum(-1), torch.ones(2, 40))
+
+
+def test_what_the_readme_types(taken_away, monkeypatch, capsys):
+    (lines,) = re.findall(r"^```python\n(import windtunnel.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(lines.splitlines()) <= 10
+    monkeypatch.chdir(taken_away[0].parents[1])
+    whole = Model(network=windtunnel.load("outputs/latest").network, symbols=bytes(range(256)), about={"variant": "v", "data": {"name": "d"}})
+    monkeypatch.setattr(windtunnel, "load", lambda path: whole)
+    exec(lines, {})
+    assert "v d" in capsys.readouterr().out
 
 
 def test_what_cannot_be_scored_is_said(taken_away, tmp_path):

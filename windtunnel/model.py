@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import harness  # noqa: F401 - sets what must be set before kernels are compiled
 from bench import exported
@@ -63,6 +64,16 @@ class Model:
         numbers = numbers_of(prompt, self.symbols, key="prompt")
         drawn = sampled(self.network, numbers, symbols=len(self.symbols), **choice)
         return bytes(self.symbols[number] for number in itertools.islice(drawn, n_bytes))
+
+    @torch.no_grad()
+    def attention(self, text: bytes) -> dict[str, Tensor]:
+        """What each byte of ``text`` takes of each: ``[H, T, T]`` for each sublayer that says so, by its name, on the CPU.
+
+        A row is what one byte sees. It sums to 1 where weights are a softmax, less what learned vectors take.
+        """
+        tokens = numbers_of(text, self.symbols, key="text")[None].to(self._device)
+        _, found = self.network.inspect(tokens)
+        return {name: own.weights[0].cpu() for name, own in found.items() if own.weights is not None}
 
     @property
     def _device(self) -> torch.device:
