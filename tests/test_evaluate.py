@@ -163,7 +163,7 @@ def test_no_run_folder_no_best_weights_other_weights(trained, tmp_path):
     content = checkpoint.load(best)
     content["model"].pop("head.weight")
     checkpoint.save_best(job.folder.path, content)
-    with pytest.raises(ValueError, match="run: its weights do not fit"):
+    with pytest.raises(ValueError, match="run: its model is another one, head.weight is absent there"):
         evaluated(job.folder.path)
 
 

@@ -143,7 +143,7 @@ def test_files_that_are_not_ours_are_no_runs(tmp_path, name, content):
 def test_a_damaged_checkpoint_is_named(tmp_path):
     for content in (b"", b"xx", b"PK" + bytes(50)):
         (tmp_path / "step-000000002.pt").write_bytes(content)
-        with pytest.raises(ValueError, match="step-000000002.pt is damaged .*allowed are to remove it"):
+        with pytest.raises(ValueError, match="step-000000002.pt is damaged"):
             checkpoint.load(tmp_path / "step-000000002.pt")
 
 

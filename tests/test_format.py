@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,9 +48,10 @@ def older(folder) -> None:
     first = json.loads(lines[0]) | {"format": FORMAT - 1}
     (folder / RECORD).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
     (folder / SUMMARY).write_text(json.dumps(json.loads((folder / SUMMARY).read_text()) | {"format": FORMAT - 1}))
-    for path in (folder / checkpoint.FOLDER).glob("*.pt"):
-        content = torch.load(path, weights_only=True)
-        torch.save(content | {"format": FORMAT - 1}, path)
+    with patch.object(checkpoint, "FORMAT", FORMAT - 1):
+        best = torch.load(folder / checkpoint.FOLDER / checkpoint.BEST, weights_only=True)
+        del best["format"]
+        checkpoint.save_best(folder, best)
 
 
 def test_what_a_run_leaves_names_its_format(here):

@@ -85,8 +85,11 @@ def test_a_run_that_began_from_another_resumes_as_any(six_steps, here, monkeypat
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("model.d_model=24",), "start.run=.*its model is another one, embedding.weight is .256, 16. there"),
-        (("model.layers=1",), "start.run=.*and None here"),
+        (
+            ("model.d_model=24",),
+            "start.run=.*its model is another one, embedding.weight is .256, 16. of torch.float32 there",
+        ),
+        (("model.layers=1",), "start.run=.*and absent here"),
         (("variant=all_attention",), "start.run=.*its model is another one"),
         (("model.heads=4",), "start.run=.*model.heads was 2, is 4"),  # shapes alone do not tell
         (("position=alibi",), "start.run=.*position._target_ was variants.position.Rotary, is"),
