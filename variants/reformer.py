@@ -36,6 +36,8 @@ from torch import Tensor, nn
 
 from variants.context import trimmed, weights_of
 from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
+from variants.kernels import dropout as dropout_counters
+from variants.kernels.dropout import draw_seed
 from variants.kernels.window import pairs
 
 EPSILON = 1e-6
@@ -241,7 +243,7 @@ def lsh_attention(
         farthest: distance of the farthest key that is seen.
         alone: whether a query that meets no key gives its own value, rather than 0.
         bias: added to scores, ``[H, S]``: column x for distance x + ``shift``.
-        dropout: rate on weights, after they are normalised.
+        dropout: rate on weights, after they are normalised; by counters, as the order of a bucket depends on later bytes.
         count: whether to count keys.
 
     Returns: ``[B, H, T, K]``, and how many keys each query met, ``[B, H, T]``, or zeros.
@@ -255,6 +257,9 @@ def lsh_attention(
     numbers = (place + hashes * (bucket_keys + 1)).to(exact)
     numbers = F.pad(2 * numbers, (0, 1), value=-2.0 * (bucket_keys + 1))  # place L holds nothing: none meets it
     sizes = F.pad(sizes * math.log2(math.e), (total - length, 0))
+    if dropout:
+        streams, heads, queries = (torch.arange(n, device=keys.device) for n in (*keys.shape[:2], total))
+        row = dropout_counters.rows(draw_seed(keys.device), streams=streams, heads=heads, queries=queries)
     found = []
     for r in range(hashes.shape[2]):
         pick, put = _chunks(order[:, :, r], place[:, :, r], length, bucket_keys)
@@ -276,7 +281,10 @@ def lsh_attention(
         top = scores.detach().amax(-1, keepdim=True).clamp_(min=HIDDEN / 2)  # of a row that sees no key
         weights = (scores - top).exp2_()
         mass = weights.sum(-1, keepdim=True)
-        values = (F.dropout(weights, dropout).to(keys.dtype) @ met[..., width:]).to(exact)
+        if dropout:
+            kept = dropout_counters.keep(pick(row)[0], at[..., :, None] - met_at[..., None, :], dropout)
+            weights = weights * kept / (1 - dropout)
+        values = (weights.to(keys.dtype) @ met[..., width:]).to(exact)
         number = (hidden == 0).sum(-1, keepdim=True) if count else torch.zeros_like(top)
         found.append(put(torch.cat([values, mass, top, number], dim=-1)))  # [B, H, T, K + 3]
     values, mass, top, number = torch.stack(found).split([width, 1, 1, 1], dim=-1)
