@@ -15,8 +15,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Self
 
+from harness.failures import OutOfMemory, is_out_of_memory
+
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.loop.prepare", "bench.planning"]
-OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY = OutOfMemory.status
 FAILED = "failed"
 
 
@@ -110,10 +112,8 @@ def _serve(connection: Connection, where: str, limit: int | None, make: Callable
 
 
 def _said(error: Exception) -> tuple[str, object]:
-    """An answer; torch has a class for out of memory on CUDA, on a CPU its allocator raises a RuntimeError."""
-    kinds = (MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
     reason = str(error).strip().partition("\n")[0]
-    if isinstance(error, kinds) or "can't allocate memory" in str(error) or "not enough memory" in str(error):
+    if is_out_of_memory(error):
         return "error", (OUT_OF_MEMORY, reason)
     if isinstance(error, ValueError):
         return "mistake", str(error)

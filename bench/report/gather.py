@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.report.shapes import SHAPES, VERBS, misfit, shape_of_run_row, shown
 from bench.rows import ROWS, refusal
-from harness.record.rows import EVALUATIONS, RECORD
+from harness.record.rows import EVALUATIONS, FAILED, RECORD
 from harness.record.rows import SUMMARY as SUMMARY_FILE
 
 NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
@@ -196,7 +196,7 @@ def _read_run(folder: Path, found: Found) -> None:
         evaluated = _rows(later, wrong=lambda row, number: None)[0] if later.exists() else []
         scores = sum(row["kind"] == "test" for row in rows) + sum(row.get("split") == "test" for row in evaluated)
         found.test_scores[rows[0]["data"]["sha256"]] += scores
-    failed = isinstance(summary, dict) and summary.get("status") == "failed"
+    failed = isinstance(summary, dict) and summary.get("status") in FAILED
     if not traced and not failed:
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
@@ -244,7 +244,7 @@ def _summary(path: Path) -> tuple[dict | None, str | None]:
 
 def _mixed(summary: dict, provenance: dict) -> str | None:
     """Why a summary does not belong to the record beside it: somebody may have mixed two runs in one folder."""
-    failed = summary["status"] == "failed"  # null is what it did not get to know
+    failed = summary["status"] in FAILED  # null is what it did not get to know
     known = [key for key in SAME_RUN if not failed or summary.get(key) is not None]
     other = [key for key in known if summary[key] != provenance.get(key)]
     return f"not of the run in {RECORD}: {', '.join(other)} differ" if other else None

@@ -225,7 +225,7 @@ def _pick_notes(pick: Pick) -> list[str]:
                 notes.append(f"{label}: no run of trial {trial} with seed {seed}, so this trial was not picked from.")
             elif setting.bits(trial, seed) is None:
                 run = setting.trials[trial][seed]
-                why = error_of(run) if run.summary.get("status") == "failed" else "no finite validation bits"
+                why = error_of(run) if run.summary.get("status") != "finished" else "no finite validation bits"
                 notes.append(f"{label}: the run of trial {trial} with seed {seed} failed: {why} ({run.folder.name}).")
     if pick.spoilt:
         told = listed(run.folder.name for run in pick.spoilt)

@@ -27,7 +27,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from harness import failures
 from harness.device.torchrun import check_launch, is_later, read_launch
+from harness.failures import Failure
 
 GROUP = "record.wandb.group"
 """The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
@@ -38,10 +40,14 @@ class JobFailed(RuntimeError):
     """What a sweep keeps of a job's error that is nobody's mistake: one line, without the frames and their tensors."""
 
 
+SAID = (*MISTAKES, JobFailed, Failure)
+"""Errors whose message is all there is to say."""
+
+
 def run_command(
     command: Callable[[], object], *, many: bool = False, launcher: Callable[..., Launcher] | None = None
 ) -> None:
-    """Call a function decorated with ``hydra.main`` and exit: 0, 2 for a mistake, 130 for Ctrl-C, or 1 for any other error.
+    """Call a function decorated with ``hydra.main`` and exit as ``docs/exit_codes.md`` says.
 
     Args:
         many: whether several processes, started by ``torchrun``, may do it together.
@@ -60,8 +66,8 @@ def run_command(
         except Exception as error:
             print_error(error)
             failed.append(error)
-    bugs = [error for error in failed if not isinstance(error, MISTAKES)]
-    sys.exit(1 if bugs else 2 if failed else 0)
+    codes = {failures.MISTAKE if isinstance(error, MISTAKES) else failures.exit_code(error) for error in failed}
+    sys.exit(failures.BUG if failures.BUG in codes else max(codes, default=0))
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
@@ -76,12 +82,12 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
     if others or getattr(error, "already_printed", None) in (True, _terminal()):
         return
-    if not isinstance(error, (*MISTAKES, JobFailed)) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
+    if not isinstance(error, SAID) or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error)
     if not job and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         job = HydraConfig.get().overrides.task
     where = f" (in the job {' '.join(typed(job))})" if job else ""
-    if isinstance(error, (*MISTAKES, JobFailed)):
+    if isinstance(error, SAID):
         print(f"error: {explain(error)}{where}", file=sys.stderr)
     elif where:
         print(f"error{where}", file=sys.stderr)
@@ -101,8 +107,10 @@ def reported(error: Exception) -> Exception:
     print_error(error)
     if not sweeping:
         return error
-    if isinstance(error, MISTAKES):
-        copy: Exception = ValueError(explain(error))
+    if isinstance(error, Failure):
+        copy: Exception = type(error)(str(error))
+    elif isinstance(error, MISTAKES):
+        copy = ValueError(explain(error))
     else:
         copy = JobFailed(f"{type(error).__name__}: {_first_line(error)}")
     copy.already_printed, copy.held = error.already_printed, held

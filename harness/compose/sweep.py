@@ -55,7 +55,7 @@ class SweepJob:
     @property
     def state(self) -> str:
         """``failed``, ``begun``, ``changed`` where only another source's run of it is there, or ``new``."""
-        if self.ended is not None and self.ended[0] == "failed":
+        if self.ended is not None and self.ended[0] != "finished":
             return "failed"
         if self.folder and self.folder.begun:
             return "begun"
@@ -194,7 +194,7 @@ def progress(jobs: Sequence[SweepJob]) -> str:
     held = [_held(job) is not None for job in jobs]
     done = sum(job.finished or new == "finished" for job, new in zip(jobs, news, strict=True))
     running = sum(held and new is None for held, new in zip(held, news, strict=True))
-    failed = news.count("failed")
+    failed = sum(new not in (None, "finished") for new in news)
     return (
         f"{done} of {len(jobs)} done, {running} running, {len(jobs) - done - running - failed} queued, {failed} failed"
     )

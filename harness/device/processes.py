@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.device.torchrun import Launch, read_launch
+from harness.failures import KINDS, exit_code
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
@@ -106,15 +107,13 @@ class ProcessGroup(Launch):
             if self.world_size == 1:
                 raise
             failed = error
-        kinds = [
-            kind for (kind,) in self.all_gather_numbers([0 if failed is None else 1 + isinstance(failed, ValueError)])
-        ]
-        if not any(kinds):
+        codes = [int(code) for (code,) in self.all_gather_numbers([0 if failed is None else exit_code(failed)])]
+        if not any(codes):
             return
-        speaker = next(rank for rank, kind in enumerate(kinds) if kind)
+        speaker = next(rank for rank, code in enumerate(codes) if code)
         if speaker == self.rank:
             raise failed
-        silent = (RuntimeError, ValueError)[int(kinds[speaker]) - 1](f"process {speaker} of this run has failed")
+        silent = KINDS[codes[speaker]](f"process {speaker} of this run has failed")
         silent.already_printed = True
         raise silent from failed
 

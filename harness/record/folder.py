@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from harness.failures import Failure
 from harness.record import checkpoint
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, read_object, write_summary
 
@@ -163,7 +164,8 @@ class RunFolder:
                     stack.callback(self.release)
                 trace = "".join(traceback.format_exception(error))
                 (self.path / FAILED).write_text(trace, encoding="utf-8", errors="replace")
-                told = {"status": "failed", "error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
+                status = error.status if isinstance(error, Failure) else "failed"
+                told = {"status": status, "error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
                 write_summary(self.path, summary=dict.fromkeys(SUMMARY_KEYS) | known | told)
             raise
 
@@ -195,7 +197,7 @@ def holder(path: Path) -> str | None:
 
 
 def ending(path: Path) -> tuple[str, int] | None:
-    """How a run folder's last try ended, ``finished`` or ``failed``, and when; None while there is no summary."""
+    """How a run folder's last try ended, its status, and when; None while there is no summary."""
     status = read_object(path / SUMMARY).get("status")
     with suppress(FileNotFoundError):  # removed since
         return (status, (path / SUMMARY).stat().st_mtime_ns) if status else None

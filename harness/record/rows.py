@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from harness.cache import write_whole
+from harness.failures import Failure
 
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
@@ -31,6 +32,8 @@ SUMMARY_KEYS += ("bytes_seen", "epochs", "seconds", "bytes_per_second", "valid_b
 SUMMARY_KEYS += ("capped", "flops_per_byte", "memory", "backend", "precision", "device", "seed", "commit", "source")
 SUMMARY_KEYS += ("evaluation_backend", "allocator", "load", "config_hash", "command")
 """What every summary has; None where the run did not get that far."""
+FAILED = ("failed", *(kind.status for kind in Failure.__subclasses__()))
+"""The ``status`` of a run that ended with an error."""
 
 GROUND = ("device", "device_kind", "threads", "precision", "tf32", "compile", "versions", "processes")
 GROUND += ("machine", "allocator", "instruction_set", "environment", "recomputation")

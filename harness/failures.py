@@ -1,0 +1,57 @@
+"""Failures that are nobody's bug: each is one message without a trace, an exit code, and the status in ``summary.json``.
+
+``docs/exit_codes.md`` has them as a table. A ValueError is a user's mistake, and what is neither is a bug.
+"""
+
+import sys
+
+BUG, MISTAKE = 1, 2
+
+
+class Failure(Exception):
+    """What ends a run or a command by itself; its one argument is the message, so that it travels between processes.
+
+    Attributes:
+        exit_code: of the command.
+        status: of the run, in its summary.
+    """
+
+    exit_code: int
+    status: str
+
+
+class Diverged(Failure):
+    """A loss or a gradient is not finite."""
+
+    exit_code, status = 3, "diverged"
+
+
+class StorageFailure(Failure):
+    """A file that cannot be written or read: no space, no permission, or its content is damaged."""
+
+    exit_code, status = 4, "storage"
+
+
+class OutOfMemory(Failure):
+    """The device or the machine has less memory than the run needs."""
+
+    exit_code, status = 5, "out of memory"
+
+
+KINDS = {BUG: RuntimeError, MISTAKE: ValueError} | {kind.exit_code: kind for kind in Failure.__subclasses__()}
+"""What to raise in the place of another process's error, by exit code."""
+
+
+def exit_code(error: Exception) -> int:
+    """Of a command that ends with this error."""
+    if is_out_of_memory(error):
+        return OutOfMemory.exit_code
+    return error.exit_code if isinstance(error, Failure) else MISTAKE if isinstance(error, ValueError) else BUG
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was short; torch has a class for it on a GPU, on a CPU its allocator raises a RuntimeError."""
+    kinds = (OutOfMemory, MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
+    return isinstance(error, kinds) or any(
+        said in str(error) for said in ("can't allocate memory", "not enough memory")
+    )
