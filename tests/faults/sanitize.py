@@ -59,8 +59,13 @@ def sanitized(march: str, *, cases: int, seed: int) -> int:
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
     command = [sys.executable, "-m", "tests.faults.sanitize", "--cases", str(cases), "--seed", str(seed)]
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
+        # Leaks would be Python's; the compiler itself is not looked at.
         own = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}
-        own |= {"LD_PRELOAD": library.strip(), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}  # leaks would be Python's
+        own |= {
+            "LD_PRELOAD": library.strip(),
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }  # leaks would be Python's
         return subprocess.run(command, cwd=ROOT, env=os.environ | own).returncode
 
 
