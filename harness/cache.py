@@ -48,7 +48,7 @@ def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFa
     elif error.errno in NO_ROOM:
         there = next(place for place in path.absolute().parents if place.exists())
         room = f": {needed:,} bytes are needed, {shutil.disk_usage(there).free:,} are left on its disk"
-    return StorageFailure(f"{path}: cannot be written ({error.strerror}){room}")
+    return StorageFailure(f"{path}: cannot be written ({error.strerror or error}){room}")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from harness.failures import Failure
 from harness.record import checkpoint
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, read_object, write_summary
 from harness.record.shapes import misfit, shapes
+from harness.record.table import one_line
 
 NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
 FAILED = "failed.txt"
@@ -93,7 +94,7 @@ class RunFolder:
         if reuse == "config" and finished and not finished_summary(self.path) and not force:
             self.path = finished[-1]
         elif older and not (self.path / RECORD).exists():
-            self.note = f"the source changed since {str(older[-1])!r}: this is a new run in {self.path}"
+            self.note = f"the source changed since {one_line(str(older[-1]))}: this is a new run in {self.path}"
         if not force:
             self._must_agree()
         self._force = force
