@@ -145,8 +145,5 @@ def check_out(out: str, *, file: str | None) -> None:
 
 
 def write_out(out: str, content: bytes) -> None:
-    """All of it or nothing; ValueError naming ``out``."""
-    try:
-        write_whole(Path(out), content)
-    except OSError as error:
-        raise ValueError(f"out={out}: cannot be written ({error.strerror})") from error
+    """All of it or nothing."""
+    write_whole(Path(out), content)

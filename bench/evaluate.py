@@ -20,6 +20,7 @@ from harness.compose.cli import run_command
 def main(cfg: DictConfig) -> None:
     from bench.planning import corpus_of_run, plan_of_run, read_run, trained_model  # late, as everything slow
     from harness import source
+    from harness.cache import append_whole
     from harness.device import runtime
     from harness.loop.settle import settled
     from harness.loop.train_state import backend_of
@@ -55,8 +56,7 @@ def main(cfg: DictConfig) -> None:
     row |= {"measuring_source": source.digest(plan.trust, measuring=True)}
     row |= {"evaluation_backend": backend_of(model, device, training=False)}
     row |= {"weights_bytes_seen": best["bytes"], **device.describe()}
-    with (path / EVALUATIONS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+    append_whole(path / EVALUATIONS, json.dumps(plain(row), allow_nan=False).encode() + b"\n")
     _show(row, path)
     print(f"appended to {path / EVALUATIONS}")
 

@@ -8,6 +8,7 @@ import json
 import time
 from pathlib import Path
 
+from harness.cache import append_whole
 from harness.record.rows import GROUND, UNSAID, other_format, plain
 
 ROWS = "rows.jsonl"
@@ -45,12 +46,7 @@ class RowFile:
         row = plain(row)
         reason = refusal(row)
         assert reason is None, reason
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
-        except OSError as error:
-            raise ValueError(f"{self._key}: cannot be written ({error.strerror})") from error
+        append_whole(self.path, json.dumps(row, allow_nan=False).encode() + b"\n")
         return row
 
 

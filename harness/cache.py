@@ -1,12 +1,23 @@
 """The user's cache folder: what was downloaded or unpacked once, for all projects and runs of this user."""
 
+import errno
 import fcntl
+import glob
 import os
+import resource
+import shutil
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+
+from harness.failures import StorageFailure
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LEFT_SECONDS = 3600
+"""Nobody pauses as long while a file is written: a process that was killed has left it."""
 
 
 def cache_folder() -> Path:
@@ -27,22 +38,101 @@ def locked(path: Path, *, waiting: str = "data: waiting for another process that
         yield
 
 
+def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFailure:
+    """That ``error`` kept a file of ``needed`` bytes from being written."""
+    if isinstance(error, StorageFailure):
+        return error
+    room = ""
+    if error.errno == errno.EFBIG:
+        room = f": {needed:,} bytes are needed, a file may have {resource.getrlimit(resource.RLIMIT_FSIZE)[0]:,} (ulimit -f)"
+    elif error.errno in NO_ROOM:
+        there = next(place for place in path.absolute().parents if place.exists())
+        room = f": {needed:,} bytes are needed, {shutil.disk_usage(there).free:,} are left on its disk"
+    return StorageFailure(f"{path}: cannot be written ({error.strerror or error}){room}")
+
+
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, of which others see all or nothing. OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def storing(path: Path, *, needed: int = 0) -> Iterator[None]:
+    """StorageFailure where the block, which writes ``needed`` bytes to a file, cannot."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_failure(path, error, needed=needed) from error
+
+
+def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
+    """Write to an unbuffered file, which may take a part at a time."""
+    left = memoryview(content).cast("B")
+    while left:
+        left = left[file.write(left) :]
+
+
+class Passing:
+    """A file that goes on counting when it is refused more: who writes into it need not know, and what it takes is known."""
+
+    def __init__(self, file: FileIO):
+        self._file, self.needed, self.refused = file, 0, None
+
+    def write(self, content: bytes | bytearray | memoryview) -> int:
+        size = memoryview(content).nbytes
+        self.needed += size
+        try:
+            if self.refused is None:
+                write_all(self._file, content)
+        except OSError as error:
+            self.refused = error
+        return size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Passing]:
+    """A file to write to, of which others see all or nothing. StorageFailure if it cannot be written."""
     passing = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with passing.open("wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())  # before the rename: a crash must not leave a name on missing bytes
-        passing.replace(path)
+        with storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            forget_left(path.parent, glob.escape(path.name))
+            out = passing.open("wb", buffering=0)
+        with out:
+            file = Passing(out)
+            yield file
+            try:
+                if file.refused:
+                    raise file.refused
+                os.fsync(out.fileno())  # before the rename: a crash must not leave a name on missing bytes
+                passing.replace(path)
+            except OSError as error:
+                passing.unlink(missing_ok=True)  # before it is said how much is left
+                raise storage_failure(path, error, needed=file.needed) from error
     finally:
         passing.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes | bytearray | memoryview) -> None:
-    """Write a file so that others see all of it or nothing. OSError if it cannot be written."""
+    """Write a file so that others see all of it or nothing. StorageFailure if it cannot be written."""
     with written_whole(path) as out:
         out.write(content)
+
+
+def append_whole(path: Path, line: bytes) -> None:
+    """Add a line to a file, or leave the file as it is. StorageFailure if it cannot be written."""
+    with storing(path, needed=len(line)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            try:
+                write_all(file, line)
+            except OSError:
+                file.truncate(before)
+                raise
+
+
+def forget_left(folder: Path, name: str = "*") -> None:
+    """Remove what processes that were killed have left in a folder, of files whose name is like ``name``."""
+    for left in folder.glob(f"{name}.*[0-9].tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+                left.unlink()

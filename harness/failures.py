@@ -26,8 +26,9 @@ class Diverged(Failure):
     exit_code, status = 3, "diverged"
 
 
-class StorageFailure(Failure):
-    """A file that cannot be written or read: no space, no permission, or its content is damaged."""
+class StorageFailure(Failure, OSError):
+    """A file that cannot be written or read: no space, no permission, or its content is damaged. Who can do without the file
+    takes it for any OSError."""
 
     exit_code, status = 4, "storage"
 

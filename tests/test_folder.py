@@ -10,6 +10,7 @@ import pytest
 from harness.record import checkpoint
 from harness.record.folder import Identity, RunFolder, config_hash, holder
 from harness.record.rows import RECORD, SUMMARY
+from tests import bench_rows
 from tests.composing import plan
 from tests.runs import SMALL, make_job, own_folder, restored, run_job, stop, whole_run  # noqa: F401 - fixtures
 from train import train
@@ -27,7 +28,8 @@ def written(outputs: Path, identity: Identity, *, finished: bool) -> Path:
     row |= {"device_kind": identity.device, "precision": identity.precision}
     (path / RECORD).write_text(json.dumps(row) + "\n")
     if finished:
-        (path / SUMMARY).write_text(json.dumps({"status": "finished", "valid_bits_per_byte": 2.5}))
+        summary = bench_rows.identity("summary", variant=identity.variant) | {"budget": {"steps": 4}}
+        (path / SUMMARY).write_text(json.dumps(summary | {"status": "finished", "valid_bits_per_byte": 2.5}))
     else:
         checkpoint.save(path, {}, step=4, keep=1)
     return path

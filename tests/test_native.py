@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,36 @@ def attended(threads: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.numeric
-def test_threads_change_no_bit():
-    assert all(map(torch.equal, attended(1), attended(3)))
+@pytest.mark.parametrize("threads", [3, 64])
+def test_threads_change_no_bit(threads):
+    """As with OMP_NUM_THREADS: also more threads than there are cores, heads or rows."""
+    assert all(map(torch.equal, attended(1), attended(threads)))
+    before = torch.get_num_threads()
+    alone = mixed()
+    torch.set_num_threads(threads)
+    try:
+        assert all(map(torch.equal, alone, mixed()))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_gradient_of_keys_that_nobody_meets_is_zero_from_the_first_call_on():
+    """In a new thread, where the kernel has no memory yet; what it does not write is not a number."""
+    x, found = torch.ones(1, 1, 1, 4, requires_grad=True), []
+
+    def first_call() -> None:
+        y = window_cpu.attend(x, x, x, Window((3,), 1))
+        found.extend(torch.autograd.grad(y.sum(), [x]))
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # torch.empty is then full of NaN
+    try:
+        thread = threading.Thread(target=first_call)
+        thread.start()
+        thread.join()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert found[0].tolist() == [[[[0.0] * 4]]]
 
 
 @pytest.mark.numeric

@@ -13,7 +13,16 @@ from bench.progress import Steps
 from harness.loop.progress import ProgressBar
 from harness.record.closing_table import print_closing_table
 from harness.record.figures import draw_figures, draw_spans
-from harness.record.rows import SUMMARY_KEYS, Record, find_comparable, plain, read_rows, repeatable, write_summary
+from harness.record.rows import (
+    FORMAT,
+    SUMMARY_KEYS,
+    Record,
+    find_comparable,
+    plain,
+    read_rows,
+    repeatable,
+    write_summary,
+)
 
 
 def train_row(step):
@@ -88,7 +97,8 @@ def make_summary(**changes):
         "variant": "adaptive_span",
         "status": "finished",
         "data": {"name": "stdlib", "fallback_for": "enwik8", "bytes": 10_485_760, "sha256": "0123456789abcdef" * 4},
-        "protocol": {"streams": 16},
+        "protocol": dict.fromkeys(("streams", "segment", "span", "context"), 16)
+        | {"vocabulary": 256, "drop_newlines": False},
         "budget": {"bytes": 7_654_321},
         "parameters": {"total": 858_112, "touched": 858_000},
         "bytes_seen": 7_654_321,
@@ -102,7 +112,9 @@ def make_summary(**changes):
         "memory": {"peak_bytes": 312 * 2**20, "approximate": True, "state_bytes": 3 * 2**30},
         "backend": "plain",
         "precision": "float32",
+        **{"format": FORMAT, "command": "train", "compile": False, "threads": 1, "versions": {}},
         "device": "cpu",
+        "device_kind": "cpu",
         "seed": 0,
         "source": "aa",
         "config_hash": "11",

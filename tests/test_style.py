@@ -26,7 +26,7 @@ ARROWS = {
     "variants": {"torch", "einops", "variants", "triton"},
     "variants/kernels": {"torch", "variants.kernels", "triton"},  # triton: in one file, imported where it is used
     "variants/conformance": {"torch", "variants.conformance", "variants.contract"},
-    "harness": {"harness.cache", "variants.contract"},
+    "harness": {"harness.cache", "harness.failures", "variants.contract"},
     "harness/record": {"harness.record", "harness.cache", "harness.failures"},
     "harness/optim": {"harness.optim"},
     "harness/data": {"harness.data", "harness.cache", "harness.failures", "harness.hashing"},
@@ -44,7 +44,7 @@ ARROWS = {
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "windtunnel": {"windtunnel", "bench", "harness", "torch"},
     "bench/baselines": {"bench", "harness", "variants.contract"},
-    "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache"},
+    "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
     "bench/inspect": {"bench", "harness", "variants.contract"},
     "bench/dashboards": {"bench.CONF"},
     "train.py": {"harness", "hydra", "omegaconf"},

@@ -8,7 +8,6 @@ opens from disk. What may not be shown is named with its reason. Needs neither t
 """
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +23,9 @@ from bench.report.tables_peers import peer_tables, speed_tables
 from bench.report.tables_runs import run_tables
 from bench.report.tuning import Pick, fresh_command, picks
 from harness.cache import write_whole
+from harness.failures import StorageFailure, exit_code
 from harness.record.cells import count_of
-from harness.record.table import Drawing, Table, markdown_list, to_csv, to_markdown
+from harness.record.table import Drawing, Table, markdown_list, one_line, to_csv, to_markdown
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
@@ -51,12 +51,12 @@ def main(words: Sequence[str] | None = None) -> int:
         swept, contrast = picks(found.runs, found.failed_runs), asked.contrast and tuple(asked.contrast)
         _check(contrast, found)
         for line in write_report(found, swept, Path(asked.out), command=typed, contrast=contrast):
-            print(line)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+            print(one_line(line))
+    except (ValueError, StorageFailure) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        return exit_code(error)
     for line in [*_left_out(found), *_to_type(swept)]:
-        print(line)
+        print(one_line(line))
     return 0
 
 
@@ -73,7 +73,7 @@ def write_report(
         contrast: the one that was named in advance.
 
     Raises:
-        ValueError: ``out`` cannot be written.
+        ValueError: ``out`` cannot be a folder. StorageFailure: a file in it cannot be written.
     """
     from bench.report.page import write_page  # with the figures: slow to import, and not needed to refuse
     from bench.report.plots import draw_all
@@ -94,12 +94,13 @@ def write_report(
             yield f"{out / 'figures' / drawing.name}.png .svg: {drawing.title}"
         write_whole(out / "report.md", _encoded(_whole_markdown(tables, drawings, notes=notes, commands=commands)))
         yield f"{out / 'report.md'}: all tables and figures"
-        passing = out / f"index.html.{os.getpid()}.tmp"
         parts = {"tables": tables, "drawings": drawings, "notes": notes, "commands": commands}
         parts["facts"] = facts_by_run(found.runs)
-        write_page(passing, title=TITLE, **parts).replace(out / "index.html")
+        write_page(out / "index.html", title=TITLE, **parts)
         yield f"{out / 'index.html'}: the same as a page"
         _forget_older(out, written=written)
+    except StorageFailure:
+        raise
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
 

@@ -6,17 +6,16 @@ server is needed. What ``bench.evaluate`` appends to a run folder has protocols 
 often test was scored.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.report.shapes import SHAPES, VERBS, misfit, shape_of_run_row, shown
 from bench.rows import ROWS, refusal
-from harness.record.rows import EVALUATIONS, FAILED, RECORD
+from harness.record.rows import EVALUATIONS, FAILED, LARGEST_RECORD, RECORD, look_at, parse_object, read_file
 from harness.record.rows import SUMMARY as SUMMARY_FILE
+from harness.record.shapes import VERBS, misfit, shape_of_run_row, shapes, shown
 
 NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
 MOST_REASONS = 5
@@ -89,7 +88,7 @@ def gather(folders: Sequence[Path]) -> Found:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder}: there is no such folder; looked for runs ({RECORD}) and rows ({ROWS}) in it")
-    paths = {path.resolve(): path for folder in folders for path in _files(folder)}.values()
+    paths = {os.path.realpath(path): path for folder in folders for path in _files(folder)}.values()
     if not paths:
         named = ", ".join(str(folder) for folder in folders)
         raise ValueError(f"{named}: nothing to report; looked for runs ({RECORD}, {SUMMARY_FILE}) and rows ({ROWS})")
@@ -113,7 +112,7 @@ def _changed(path: Path) -> float:
 def run_folders(folders: Sequence[Path]) -> list[Path]:
     """Folders with a run's record, found as ``gather`` finds them; nothing in them is read."""
     found = [path for folder in folders if folder.is_dir() for path in _files(folder) if path.name == RECORD]
-    return list({path.resolve(): path.parent for path in found}.values())
+    return list({os.path.realpath(path): path.parent for path in found}.values())
 
 
 def provenance_of(folder: Path) -> dict:
@@ -123,15 +122,9 @@ def provenance_of(folder: Path) -> dict:
         ValueError: it is not there, or no row that may be shown.
     """
     path = folder / RECORD
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            row = json.loads(file.readline())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: line 1: not JSON ({_first_line(error)})") from error
-    wrong = refusal(row) or misfit(row, shape=shape_of_run_row(row))
-    if wrong or row["kind"] != "provenance":
+    row, wrong = look_at(path, first_line=True)
+    wrong = wrong or (refusal(row) or misfit(row, shape=shape_of_run_row(row)) if row else None)
+    if wrong or not row or row["kind"] != "provenance":
         raise ValueError(f"{path}: line 1: {wrong or 'no provenance'}")
     return row
 
@@ -149,21 +142,18 @@ def _files(folder: Path) -> Iterator[Path]:
 def _rows(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
     """Good rows of a file, and why the others are none; ``wrong`` says so of a row and the number of its line."""
     rows, reasons = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    text = read_file(path, most=LARGEST_RECORD).decode("utf-8", "replace")
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
-            row = json.loads(line)
-            reason = wrong(row, number) if isinstance(row, dict) else f"{shown(row)} is no row"
-        except (ValueError, RecursionError) as error:
-            reason = f"not JSON ({_first_line(error)})"
+            row = parse_object(line)
+            reason = wrong(row, number)
+        except ValueError as error:
+            reason = str(error)
         if reason:
             reasons.append(f"line {number}: {reason}")
         else:
             rows.append(row)
     return rows, reasons
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _read_rows(path: Path, found: Found) -> None:
@@ -180,7 +170,7 @@ def _bench_misfit(row: dict) -> str | None:
     kind = row["kind"]
     if not isinstance(kind, str) or kind not in VERBS:
         return f"kind is {shown(kind)}; a report shows {', '.join(VERBS)}"
-    return misfit(row, shape=SHAPES[kind])
+    return misfit(row, shape=shapes()[kind])
 
 
 def _read_run(folder: Path, found: Found) -> None:
@@ -189,18 +179,18 @@ def _read_run(folder: Path, found: Found) -> None:
     What a run knew that ended with an error is no result, and it may have failed before it knew anything.
     """
     rows, reasons = _record(folder / RECORD)
-    summary, reason = _summary(folder / SUMMARY_FILE)
+    summary, reason = look_at(folder / SUMMARY_FILE)
     traced = bool(rows) and rows[0].get("kind") == "provenance"
     if traced:
         later = folder / EVALUATIONS
         evaluated = _rows(later, wrong=lambda row, number: None)[0] if later.exists() else []
         scores = sum(row["kind"] == "test" for row in rows) + sum(row.get("split") == "test" for row in evaluated)
         found.test_scores[rows[0]["data"]["sha256"]] += scores
-    failed = isinstance(summary, dict) and summary.get("status") in FAILED
+    failed = summary is not None and summary.get("status") in FAILED
     if not traced and not failed:
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
-        unfit = misfit(summary, shape=SHAPES["failed" if failed else "summary"])
+        unfit = misfit(summary, shape=shapes()["failed" if failed else "summary"])
         reason = unfit or (_mixed(summary, rows[0]) if traced else None)
     _refuse(folder / RECORD, reasons, found)
     _refuse(folder / SUMMARY_FILE, [reason] if reason else [], found)
@@ -230,16 +220,6 @@ def _record(path: Path) -> tuple[list[dict], list[str]]:
 
     rows, reasons = _rows(path, wrong=wrong) if path.exists() else ([], [])
     return ([], reasons[:1]) if reasons and reasons[0].startswith("line 1:") else (rows, reasons)
-
-
-def _summary(path: Path) -> tuple[dict | None, str | None]:
-    """The summary, or None and why; None twice where there is none yet."""
-    if not path.exists():
-        return None, None
-    try:
-        return json.loads(path.read_text(encoding="utf-8")), None
-    except (ValueError, RecursionError) as error:
-        return None, f"not JSON ({_first_line(error)})"
 
 
 def _mixed(summary: dict, provenance: dict) -> str | None:

@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from harness.cache import write_whole
 from harness.record.table import Cell, Column, Drawing, Table, to_csv
 
 HERE = Path(__file__).parent
@@ -64,7 +65,7 @@ def write_page(
         sections="\n".join(section(name, inside) for name, _, inside in parts),
         data=_facts(facts) if len(facts) > 1 else "",
     )
-    path.write_bytes(page.encode("utf-8", "replace"))  # a row of JSON may hold half a surrogate pair
+    write_whole(path, page.encode("utf-8", "replace"))  # a row of JSON may hold half a surrogate pair
     return path
 
 

@@ -13,10 +13,10 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from bench.report.comparison import comparable, number, tag
 from bench.report.plot_style import FILLS, Look, entry, finish, legend_below
-from bench.report.shapes import LARGEST
 from bench.report.tuning import Pick
 from bench.report.words import budget_words, data_words, scored_words
 from harness.record.drawing import GREY, panels
+from harness.record.shapes import LARGEST
 from harness.record.table import Drawing
 
 MOST_SETTINGS = 8

@@ -122,7 +122,7 @@ def load(
             name, fallback_from = fallback, name
     elif name == "file":
         content = read_path(path)
-        name = f"file:{Path(path).expanduser().resolve().name}"
+        name = f"file:{_harmless(Path(path).expanduser().resolve().name)}"
     else:
         content = MADE[name](**{"n_bytes" if key == "bytes" else key: value for key, value in made.items()})
     found = digest(content)
@@ -186,6 +186,11 @@ def _read_known(name: str, path: str | None, fallback: str | None) -> tuple[np.n
     if complaint := KNOWN[name].complaint(content):
         raise ValueError(f"data.path={path!r} is not {name}: {complaint}; {remedy}")
     return content, None
+
+
+def _harmless(name: str) -> str:
+    """A file's name for terminals and records: what is no letter, as an escape code, is spelled out."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
 def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:

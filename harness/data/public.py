@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.cache import cache_folder, locked, write_whole
+from harness.cache import cache_folder, locked, storing, write_whole
 from harness.data.sources import digest, distinct_values, unpack
 
 CONNECT_S = 3.0
@@ -78,17 +78,19 @@ def fetch(name: str) -> Path:
         if target.is_file():
             return target
         packed = target.with_name(f"{name}.zip")
-        print(f"data: downloading {known.url} to {target}", file=sys.stderr)
-        download(known.url, packed)
+        if not packed.exists():  # or it could not be unpacked, as on a full disk
+            print(f"data: downloading {known.url} to {target}", file=sys.stderr)
+            download(known.url, packed)
         try:
             content = unpack(packed)
             complaint = known.complaint(content)
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             complaint = f"{error!r} when unpacking"
-        packed.unlink()
         if complaint:
+            packed.unlink()
             raise OSError(f"what {known.url} sent is not {name}: {complaint}")
         write_whole(target, content)
+        packed.unlink()
     return target
 
 
@@ -132,7 +134,8 @@ def _fetch_rest(url: str, part: Path, connect_s: float) -> bool:
             out.seek(first)
             try:
                 while chunk := response.read(_CHUNK_BYTES):
-                    out.write(chunk)
+                    with storing(part, needed=(total or 0) - out.tell()):
+                        out.write(chunk)
             except (TimeoutError, ConnectionError, http.client.HTTPException):
                 return False
     return total is None or part.stat().st_size == total

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -22,11 +22,13 @@ from typing import BinaryIO
 import numpy as np
 from torch import Tensor
 
-from harness.cache import cache_folder, write_whole
+from harness.cache import cache_folder, forget_left, write_whole
 
 LARGE_BYTES = 64 * 2**20
 """From this size a plain file is mapped instead of read, and an unpacked one is kept in the user's cache."""
 
+MOST_TIMES = 200
+"""What is not text unpacks to more times its size; enwik8 to four."""
 _CHUNK_BYTES = 1 << 24
 _BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 
@@ -48,7 +50,12 @@ def read_path(path: str) -> np.ndarray:
     Raises:
         ValueError: naming ``data.path`` and what is wrong: missing, no files, empty, truncated, unreadable.
     """
-    here = Path(path).expanduser()
+    try:
+        here = Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"data.path={path!r}: there is no such user's folder; allowed is a file or a folder"
+        ) from error
     try:
         if here.is_dir():
             files = _visible_files(here)
@@ -88,40 +95,71 @@ def _read_file(path: Path) -> np.ndarray:
         # Copy on write: torch wants writable memory, and the file must never change.
         return np.memmap(path, np.uint8, mode="c") if large else np.fromfile(path, np.uint8)
     kept = cache_folder() / "unpacked" / digest(path.read_bytes())
+    forget_left(kept.parent)
     if kept.is_file():
         return np.memmap(kept, np.uint8, mode="c")
     content = unpack(path)
     if len(content) >= LARGE_BYTES:
         try:
             write_whole(kept, content)
-            print(f"data: unpacked {path} into {kept}, once", file=sys.stderr)
+            print(f"data: unpacked {str(path)!r} into {kept}, once", file=sys.stderr)
         except OSError as error:
-            print(f"data: {path} is unpacked anew in every run, the cache is not writable ({error})", file=sys.stderr)
+            print(
+                f"data: {str(path)!r} is unpacked anew in every run, the cache is not writable ({error})",
+                file=sys.stderr,
+            )
     return np.frombuffer(content, np.uint8)
 
 
 def unpack(path: Path) -> bytearray:
-    """What is in a ``.gz``, ``.bz2``, ``.xz`` or ``.zip`` file; raises what those modules raise."""
-    content = bytearray()
-    with path.open("rb") as packed, _OPENERS[path.suffix.lower()](packed) as plain:
-        while chunk := plain.read(_CHUNK_BYTES):
+    """What is in a ``.gz``, ``.bz2``, ``.xz`` or ``.zip`` file; raises what those modules raise, and OSError for a bomb."""
+    content, most = bytearray(), max(LARGE_BYTES, MOST_TIMES * path.stat().st_size)
+    with path.open("rb") as packed:
+        for chunk in _OPENERS[path.suffix.lower()](packed):
             content += chunk
+            if len(content) > most:
+                raise OSError(
+                    f"it unpacks to more than {MOST_TIMES} times its {path.stat().st_size:,} bytes; if that is meant, "
+                    "unpack it yourself and name what comes out"
+                )
     return content
 
 
-def _open_zip(packed: BinaryIO) -> BinaryIO:
+def _chunks(plain: BinaryIO) -> Iterator[bytes]:
+    with plain:
+        while chunk := plain.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _streams(packed: BinaryIO, make: Callable, *, padding: bytes = b"") -> Iterator[bytes]:
+    """Of compressed streams one after the other; what follows them must be one, while Python's own files drop it silently."""
+    rest = packed.read(_CHUNK_BYTES)
+    while rest:
+        stream = make()
+        while not stream.eof:
+            given = (rest or packed.read(_CHUNK_BYTES)) if stream.needs_input else b""
+            if stream.needs_input and not given:
+                raise EOFError("it ends before its end is marked")
+            rest = b"" if stream.needs_input else rest
+            yield stream.decompress(given, _CHUNK_BYTES)
+        rest = stream.unused_data
+        while not (rest := rest.lstrip(padding)) and (more := packed.read(_CHUNK_BYTES)):
+            rest = more
+
+
+def _zipped(packed: BinaryIO) -> Iterator[bytes]:
     archive = zipfile.ZipFile(packed)
     files = [member for member in archive.infolist() if not member.is_dir()]
     if len(files) != 1:
         raise zipfile.BadZipFile(f"{len(files)} files are in the archive, allowed is one")
-    return archive.open(files[0])
+    return _chunks(archive.open(files[0]))
 
 
-_OPENERS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zip": _open_zip,
+_OPENERS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {
+    ".gz": lambda packed: _chunks(gzip.GzipFile(fileobj=packed)),
+    ".bz2": lambda packed: _streams(packed, bz2.BZ2Decompressor),
+    ".xz": lambda packed: _streams(packed, lzma.LZMADecompressor, padding=b"\0"),
+    ".zip": _zipped,
 }
 
 
@@ -167,5 +205,6 @@ def compressed_bits(split: Tensor) -> dict[str, float]:
     }
     bits = {name: 8 * len(small) / len(content) for name, small in packed.items()}
     with suppress(OSError):  # only speed is lost
+        forget_left(remembered.parent)
         write_whole(remembered, json.dumps(bits).encode())
     return bits

@@ -183,7 +183,10 @@ def _known(subject: Subject, backend: str, *, timed: bool, folder: Path, limit_s
             if wanted and known["verdict"]["passed"]:
                 own = {"shapes": dict(subject.shapes), "step_ms": answer.step_ms, "reason": answer.reason}
                 known["times"][shapes] = own
-            write_whole(path, json.dumps(known, indent=1).encode())
+            try:
+                write_whole(path, json.dumps(known, indent=1).encode())
+            except OSError as error:
+                _warn(f"the verdict is not remembered ({error})")
     time_of = known["times"].get(shapes, {}) if timed else {}
     answer = Answer(verdict=Verdict(**known["verdict"]), step_ms=time_of.get("step_ms"), reason=time_of.get("reason"))
     return answer, path

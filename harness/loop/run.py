@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import yaml
 
+from harness.cache import write_whole
 from harness.count.memory import Peak, PeakMemory
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import StopSignal
@@ -120,7 +121,7 @@ class Run:
     def _open(self, stack: ExitStack, *, seen: dict, whose: dict) -> None:
         """What is written into: the record, which has the rows ``seen`` or begins with ``whose`` it is, and W&B."""
         text = yaml.safe_dump(self.plan.config, sort_keys=False)
-        (self.folder.path / CONFIG).write_text(text, encoding="utf-8")
+        write_whole(self.folder.path / CONFIG, text.encode())
         self._record = stack.enter_context(Record(self.folder.path, **seen))
         self._wandb = self._wandb_run(id=self.training.wandb_id, data=self.training.corpus.name)
         stack.enter_context(self._wandb)
@@ -226,7 +227,11 @@ class Run:
 
     def save(self) -> None:
         """A checkpoint that agrees with the rows written so far."""
-        content = self.training.content(rows=self._record.rows if self._processes.is_main else 0)
+        with self._processes.fail_together():
+            rows = self._record.rows if self._processes.is_main else 0
+            if self._processes.is_main and self.training.validated.size:
+                checkpoint.must_have_best(self.folder.path)
+        content = self.training.content(rows=rows)
         with self._processes.fail_together():
             if self._processes.is_main:
                 content |= {"identity": vars(self.folder.identity), "sha256": self._record.sha256}

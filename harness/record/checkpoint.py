@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from harness.cache import written_whole
+from harness.failures import StorageFailure
 from harness.record.rows import FORMAT, check_format
 
 FOLDER = "checkpoints"
@@ -47,6 +48,14 @@ def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
 def save_best(folder: Path, content: dict) -> Path:
     """Write ``checkpoints/best.pt``."""
     return _write(folder / FOLDER / BEST, content)
+
+
+def must_have_best(folder: Path) -> None:
+    """StorageFailure if ``best.pt`` was removed: what follows would be trained for nothing."""
+    if not (path := folder / FOLDER / BEST).exists():
+        raise StorageFailure(
+            f"{path} was removed: put it back, or start the run again, with force=true if it would go on"
+        )
 
 
 def newest(folder: Path) -> Path | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib import colormaps
 
+from harness.cache import written_whole
 from harness.record.drawing import (
     GREY,
     LAYERS,
@@ -123,5 +124,6 @@ def _plain(label: str) -> str:
 
 
 def _save(figure, path: Path) -> Path:
-    figure.savefig(path)
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
     return path

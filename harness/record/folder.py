@@ -15,17 +15,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
+from harness.cache import NO_ROOM, storage_failure, write_all, write_whole
 from harness.failures import Failure
 from harness.record import checkpoint
 from harness.record.provenance import refuse_links
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, read_object, write_summary
+from harness.record.shapes import misfit, shapes
+from harness.record.table import one_line
 
 NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
 FAILED = "failed.txt"
 """The trace of a run that failed, until the next try."""
 LOCK = "lock"
+HOLDER_BYTES, RESERVE_BYTES = 1024, 32_768
+"""Of the lock: what says who holds it, and with blanks behind, room for saying later that the disk is full."""
 HOLD_SECONDS = 0.5
 """How long to try for a folder: whoever asks whether it is held has it for an instant."""
 
@@ -90,7 +95,7 @@ class RunFolder:
         if reuse == "config" and finished and not finished_summary(self.path) and not force:
             self.path = finished[-1]
         elif older and not (self.path / RECORD).exists():
-            self.note = f"the source changed since {older[-1]}: this is a new run in {self.path}"
+            self.note = f"the source changed since {one_line(str(older[-1]))}: this is a new run in {self.path}"
         if not force:
             self._must_agree()
         self._force = force
@@ -114,14 +119,14 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, key="outputs")
-            self._lock = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until release
+            self._lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 - held until release
         except OSError as error:
-            raise ValueError(f"outputs={self.path.parent}: cannot be written ({error.strerror})") from error
+            raise self._refused(error) from error
         last = time.monotonic() + HOLD_SECONDS
         while not _locked(self._lock, fcntl.LOCK_EX):
             if time.monotonic() > last:
                 self._lock.seek(0)
-                whose = self._lock.read().strip()
+                whose = self._lock.read().decode(errors="replace").strip()
                 error = ValueError(
                     f"outputs={self.path.parent}: {self.path.name} is held by {whose}; allowed is to wait for it, or "
                     "another outputs"
@@ -129,19 +134,34 @@ class RunFolder:
                 error.held = True  # a sweep waits
                 raise error
             time.sleep(HOLD_SECONDS / 10)
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-        self._lock.flush()
-        for left in (*self.path.glob("*.tmp"), *(self.path / checkpoint.FOLDER).glob("*.tmp")):
-            left.unlink()  # by a process that was killed while it wrote
         passing = self.path / "latest.tmp"
-        passing.symlink_to(self.path.name)
-        passing.replace(self.path.parent / "latest")
+        try:
+            self._lock.truncate(0)
+            write_all(self._lock, f"process {os.getpid()} on {os.uname().nodename}".ljust(RESERVE_BYTES).encode())
+            for left in (*self.path.glob("*.tmp"), *(self.path / checkpoint.FOLDER).glob("*.tmp")):
+                left.unlink()  # by a process that was killed while it wrote
+            passing.symlink_to(self.path.name)
+            passing.replace(self.path.parent / "latest")
+        except OSError as error:
+            for made in (passing, *[self.path / LOCK] * (not (self.path / RECORD).exists())):
+                made.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty
+                self.path.rmdir()
+            raise self._refused(error) from error
         return self._look()
+
+    def _refused(self, error: OSError) -> Exception:
+        """A user's mistake, or a disk that is full."""
+        if error.errno in NO_ROOM:
+            return storage_failure(self.path / LOCK, error, needed=RESERVE_BYTES)
+        return ValueError(
+            f"outputs={self.path.parent}: cannot be written ({error.strerror}: {error.filename2 or error.filename})"
+        )
 
     def begin(self) -> None:
         """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
-        old = [self.path / SUMMARY, self.path / FAILED]
+        old = [self.path / SUMMARY, self.path / FAILED, *self.path.glob("*.tmp")]
+        old += (self.path / checkpoint.FOLDER).glob("*.tmp")
         if self.checkpoint is None:
             old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
             old += (self.path / checkpoint.FOLDER).glob("*")
@@ -168,11 +188,14 @@ class RunFolder:
                         raise error
                     self.hold()
                     stack.callback(self.release)
-                trace = "".join(traceback.format_exception(error))
-                (self.path / FAILED).write_text(trace, encoding="utf-8", errors="replace")
+                if not os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
+                    raise error  # somebody has removed the folder, and it shall stay so
+                self._lock.truncate(HOLDER_BYTES)
                 status = error.status if isinstance(error, Failure) else "failed"
                 told = {"status": status, "error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
                 write_summary(self.path, summary=dict.fromkeys(SUMMARY_KEYS) | known | told)
+                trace = "".join(traceback.format_exception(error))
+                write_whole(self.path / FAILED, trace.encode(errors="replace"))
             raise
 
     def release(self) -> None:
@@ -209,7 +232,7 @@ def ending(path: Path) -> tuple[str, int] | None:
         return (status, (path / SUMMARY).stat().st_mtime_ns) if status else None
 
 
-def _locked(file: TextIO, kind: int) -> bool:
+def _locked(file: IO, kind: int) -> bool:
     """Take a lock if it is free; it goes when the file is closed, also by the process's end."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -219,9 +242,9 @@ def _locked(file: TextIO, kind: int) -> bool:
 
 
 def finished_summary(path: Path) -> dict | None:
-    """The summary in a run folder, if the run was finished."""
+    """The summary in a run folder, if the run was finished and it is whole."""
     found = read_object(path / SUMMARY)
-    return found if found.get("status") == "finished" else None
+    return found if found.get("status") == "finished" and not misfit(found, shape=shapes()["summary"]) else None
 
 
 def _provenance(path: Path) -> dict:
@@ -231,6 +254,8 @@ def _provenance(path: Path) -> dict:
 
 def _same_config(outputs: Path, identity: Identity) -> list[Path]:
     """Run folders of the same configuration, the oldest first."""
-    found = [p for p in outputs.glob(f"{identity.variant}-s{identity.seed}-*") if (p / RECORD).exists()]
-    same = [p for p in found if _provenance(p).get("config_hash") == identity.config]
-    return sorted(same, key=lambda p: (p / RECORD).stat().st_mtime)
+    found = []
+    for path in outputs.glob(f"{identity.variant}-s{identity.seed}-*"):
+        with suppress(OSError):  # no run, or removed since
+            found.append(((path / RECORD).stat().st_mtime, path))
+    return [path for _, path in sorted(found) if _provenance(path).get("config_hash") == identity.config]

@@ -9,16 +9,20 @@ JSON has no NaN and no infinity. Such a number is written as null, and its name 
 a column stays numbers and nulls and a diverged run still says what happened.
 """
 
+import errno
 import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from harness.cache import write_whole
-from harness.failures import Failure
+from harness.cache import storing, write_all, write_whole
+from harness.failures import Failure, StorageFailure
+from harness.record.shapes import misfit, shapes, shown
 
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
@@ -26,6 +30,13 @@ CONFIG = "config.yaml"
 EVALUATIONS = "evaluations.jsonl"
 """What ``bench.evaluate`` appends to."""
 LARGEST_LIST = 4096
+LARGEST_OBJECT = 2**24
+"""Bytes of a summary or of a row."""
+LARGEST_RECORD = 2**29
+DEEPEST = 50
+"""Levels of lists and dictionaries in a row; a configuration has a few."""
+LONGEST_TEXT = 10_000
+"""Letters, as of a command."""
 FORMAT = 3
 """Of run folders, checkpoints and rows, raised where keys or contents change: ``docs/renames.md``."""
 
@@ -62,12 +73,15 @@ class Record:
         self.path = folder / RECORD
         kept = _cut_back(self.path, rows=rows, sha256=sha256)
         self._rows, self._sha256 = kept.count(b"\n"), hashlib.sha256(kept)
-        self._file = self.path.open("ab")
+        with storing(self.path):
+            self._file = self.path.open("ab", buffering=0)
 
     @property
     def rows(self) -> int:
         """Number of rows, for the checkpoint: so many are safely on disk, even if the power fails now."""
-        os.fsync(self._file.fileno())
+        self._must_be_there()
+        with storing(self.path):
+            os.fsync(self._file.fileno())
         return self._rows
 
     @property
@@ -80,11 +94,21 @@ class Record:
         assert isinstance(row.get("kind"), str), f"a row needs a kind: {row}"
         row = plain(row)
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
-        self._file.write(line)
-        self._file.flush()
+        self._must_be_there()
+        with storing(self.path, needed=len(line)):
+            write_all(self._file, line)
         self._rows += 1
         self._sha256.update(line)
         return row
+
+    def _must_be_there(self) -> None:
+        """StorageFailure if somebody has removed or replaced the file, or its folder: what is written would be lost."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+                return
+        raise StorageFailure(
+            f"{self.path} was removed or replaced while the run wrote to it; the same command begins anew"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -117,14 +141,62 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def read_object(path: Path, *, first_line: bool = False) -> dict:
-    """The JSON object in a file, or in its first line; empty where there is none, or somebody else's file."""
+def read_file(path: Path, *, most: int, first_line: bool = False) -> bytes:
+    """A file that anybody may have put there, or its first line. OSError if it is no regular file, or of more bytes."""
+    with open(path, "rb", opener=_opened_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        found = file.readline(most + 1) if first_line else file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes{' in its first line' * first_line}")
+    return found
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    """Not when somebody writes to it: it may be a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def parse_object(text: str | bytes) -> dict:
+    """The JSON object that a text is; ValueError says why it is none that anybody of ours would have written."""
     try:
-        with path.open("rb") as file:
-            found = json.loads(file.readline() if first_line else file.read())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"not JSON of at most {DEEPEST} levels") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON ({str(error).partition(chr(10))[0]})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{shown(found)} is no row")
+    if reason := _excess(found, DEEPEST):
+        raise ValueError(reason)
+    return found
+
+
+def _excess(value: dict | list, levels: int) -> str | None:
+    if not levels:
+        return f"more than {DEEPEST} levels of lists and dictionaries"
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
+    if any(isinstance(one, str) and len(one) > LONGEST_TEXT for one in inside):
+        return f"a text of more than {LONGEST_TEXT:,} letters"
+    deeper = (_excess(one, levels - 1) for one in inside if isinstance(one, dict | list))
+    return next((reason for reason in deeper if reason), None)
+
+
+def look_at(path: Path, *, first_line: bool = False) -> tuple[dict | None, str | None]:
+    """The JSON object in a file of anybody's, or in its first line; or None and why, without a reason where there is no file."""
+    try:
+        return parse_object(read_file(path, most=LARGEST_OBJECT, first_line=first_line)), None
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    except ValueError as error:
+        return None, str(error)
+
+
+def read_object(path: Path, *, first_line: bool = False) -> dict:
+    """What ``look_at`` has found; empty where that is nothing."""
+    return look_at(path, first_line=first_line)[0] or {}
 
 
 def repeatable(row: dict) -> dict:
@@ -163,12 +235,16 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
     it also asks for the same ``GROUND`` and backend.
 
     Args:
-        outputs: the folder whose subfolders are run folders.
+        outputs: the folder whose subfolders are run folders; one whose summary is odd is named and left out.
     """
     found = []
     for path in sorted(outputs.glob(f"*/{SUMMARY}")):
-        other = {} if path.parent.is_symlink() else read_object(path)  # a link: outputs/latest
-        if _comparable(other, summary=summary, any_source=any_source):
+        other, reason = (None, None) if path.parent.is_symlink() else look_at(path)  # a link: outputs/latest
+        if other and other.get("status") == "finished" and not other_format(other):
+            reason = misfit(other, shape=shapes()["summary"])
+        if reason:
+            print(f"not compared with {str(path)!r}: {reason}")
+        elif other and _comparable(other, summary=summary, any_source=any_source):
             found.append(other)
     return sorted(found, key=lambda other: other["valid_bits_per_byte"])
 

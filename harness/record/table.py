@@ -107,14 +107,14 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
         side = {"justify": "right", "no_wrap": True} if column.number else {"overflow": "fold"}
         drawn.add_column(Text(column.heading), **side)
     for row, style in zip(table.rows, table.styles or ("",) * len(table.rows), strict=True):
-        drawn.add_row(*(Text(_one_line(cell.text)) for cell in row), style=style or None)
-    console.print(Text(f"\n{table.title}", style="bold"), soft_wrap=True)
+        drawn.add_row(*(Text(one_line(cell.text)) for cell in row), style=style or None)
+    console.print(Text(f"\n{one_line(table.title)}", style="bold"), soft_wrap=True)
     if table.caption:
-        console.print(Text(_one_line(table.caption)), soft_wrap=True)
+        console.print(Text(one_line(table.caption)), soft_wrap=True)
     console.print()
     console.print(drawn)
     for note in table.notes:
-        console.print(Text(_one_line(note)), soft_wrap=True)
+        console.print(Text(one_line(note)), soft_wrap=True)
 
 
 def to_markdown(table: Table) -> str:
@@ -177,17 +177,18 @@ def _aligned(row: list[str], columns: tuple[Column, ...], widths: list[int]) -> 
     return f"| {' | '.join(cells)} |"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Words of anybody's as they may go to a terminal: without line breaks, escape codes and halves of a character."""
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text).encode("utf-8", "replace").decode().strip()
 
 
 def _markdown(text: str) -> str:
     """Escaped, but for an underscore inside a word, which is only itself."""
-    text = re.sub(r"([\\`*\[\]|~#])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", _one_line(text))
+    text = re.sub(r"([\\`*\[\]|~#])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", one_line(text))
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _harmless(text: str) -> str:
     """A spreadsheet takes what begins with = or @ for a formula."""
-    text = _one_line(text)
+    text = one_line(text)
     return f"'{text}" if text.startswith(("=", "@")) else text

@@ -13,6 +13,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
@@ -20,6 +22,8 @@ MARCH = "WINDTUNNEL_MARCH"
 """A variable with another CPU to compile for than this one, as ``x86-64-v3``: the compiler's word for ``-march``."""
 FOLDER = "WINDTUNNEL_KERNELS"
 COMPILERS = ("c++", "g++", "clang++")
+LEFT_SECONDS = 3600
+"""No compiler takes longer."""
 
 
 def load(name: str, source: str) -> ctypes.CDLL | str:
@@ -48,6 +52,10 @@ def _built(name: str, source: str, compiler: list[str]) -> Path:
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("*.tmp"):  # by a process that was killed
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+                left.unlink()
     descriptor, passing = tempfile.mkstemp(dir=folder, suffix=".tmp")
     os.close(descriptor)
     try:

@@ -536,7 +536,7 @@ template <class T> struct Worker {
   }
 
   void hand_out(const Part<T>& near, long b, long h, long low) {
-    if (!near.dk) return;
+    if (!c.dk) return;  // not near.dk: where no key was met it may be null, and the gradients are zeros
     const long past = c.past[h];
     if (c.dk_old) {
       spread(near.dk, low, near.keys, 0, past, at<T>(c.dk_old, b, h));

@@ -7,21 +7,27 @@ whoever draws or tabulates may take the rest as it stands.
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import yaml
 
-SHAPES = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
 VERBS = ("cost", "peers", "fit", "speed", "claimed")
 MAYBE = "maybe "
 LARGEST = 1e30
 """No measured number is larger; what is would overflow where it is multiplied."""
 DEEPEST = {"numbers": 4, "config": 40}
 """Levels of lists and dictionaries."""
+LONGEST_NAME = 300
+"""Letters that may stand in a figure; no file's name is longer."""
 LEAVES = {
     "number": (lambda value: is_number(value), "a finite number"),
     "count": (lambda value: is_number(value) and value >= 0, "a finite number of 0 or more"),
     "text": (lambda value: isinstance(value, str), "text"),
+    "name": (
+        lambda value: isinstance(value, str) and len(value) <= LONGEST_NAME,
+        f"a name of at most {LONGEST_NAME} letters",
+    ),
     "truth": (lambda value: isinstance(value, bool), "true or false"),
     "numbers": (lambda value: _nested(value, depth=DEEPEST["numbers"], leaf=_is_measured), "numbers"),
     "config": (
@@ -31,11 +37,17 @@ LEAVES = {
 }
 
 
+@cache
+def shapes() -> dict[str, dict]:
+    """The shapes of ``rows.yaml``, by kind."""
+    return yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
+
+
 def misfit(value: object, *, shape: object, place: str = "") -> str | None:
     """The first place where ``value`` is not of ``shape``, and what is there, or None if it fits.
 
     Args:
-        shape: one of ``SHAPES``, or a part of it.
+        shape: one of ``shapes()``, or a part of it.
         place: of the value, for the message.
     """
     if isinstance(shape, dict | list):
@@ -71,8 +83,8 @@ def shape_of_run_row(row: dict) -> dict:
     """The shape of one row of ``record.jsonl``."""
     kind = row.get("kind")
     if kind in ("valid", "test"):
-        return SHAPES["final" if row.get("final") else "score"]
-    return SHAPES[kind if kind in ("train", "provenance") else "other"]
+        return shapes()["final" if row.get("final") else "score"]
+    return shapes()[kind if kind in ("train", "provenance") else "other"]
 
 
 def shown(value: object, *, limit: int = 40) -> str:

@@ -1,0 +1,138 @@
+"""Our C++ kernels under the address and undefined-behaviour sanitizers, over thousands of random shapes. By hand:
+
+    python -m tests.faults.sanitize [--cases 10000] [--march x86-64-v2 x86-64-v3 x86-64-v4] [--seed 0]
+
+Each instruction set is a process of its own, into which the sanitizers' library is loaded first; one that this CPU does not
+run is named and left out. Memory that the kernels keep between calls is fresh in each, and full of NaN, so that nothing is
+read behind its end or before it was written; values and gradients are compared with plain PyTorch's.
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.attention_case import DOUBLE, assert_near, assert_same
+from tests.test_window import Draw
+from variants.adaptive_span import bucket
+from variants.kernels import native, product_search, window_cpu
+from variants.kernels.window import Window
+from variants.position import alibi_slopes
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTRUCTIONS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
+"""A word for ``-march``, and the flag of a CPU that runs it."""
+SANITIZERS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+KEPT = ("if ((long)own.size() < size) own.resize(size);", "std::vector<T>(size, T(NAN)).swap(own);")
+"""Memory that is kept between calls, as the source has it and as it is tested."""
+EDGES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300)
+"""Sizes about those at which blocks, vectors, padding and chunks begin."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.sanitize", description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--march", nargs="*", default=[*INSTRUCTIONS], choices=[*INSTRUCTIONS])
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    if "LD_PRELOAD" in os.environ:  # a process of one instruction set
+        fuzz(cases=asked.cases, seed=asked.seed)
+        return 0
+    flags, wrong = Path("/proc/cpuinfo").read_text(encoding="utf-8").split(), []
+    for march in asked.march:
+        if INSTRUCTIONS[march] not in flags:
+            print(f"{march}: not on this CPU")
+            continue
+        code = sanitized(march, cases=asked.cases, seed=asked.seed)
+        print(f"{march}: {f'exit code {code}' if code else f'{asked.cases:,} cases, no complaint'}", flush=True)
+        wrong += [march] if code else []
+    return 1 if wrong else 0
+
+
+def sanitized(march: str, *, cases: int, seed: int) -> int:
+    """The exit code of a process in which the kernels are compiled for one instruction set, with the sanitizers."""
+    library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "tests.faults.sanitize", "--cases", str(cases), "--seed", str(seed)]
+    with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
+        # Leaks would be Python's; the compiler itself is not looked at.
+        own = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}
+        own |= {
+            "LD_PRELOAD": library.strip(),
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }  # leaks would be Python's
+        return subprocess.run(command, cwd=ROOT, env=os.environ | own).returncode
+
+
+def fuzz(*, cases: int, seed: int) -> None:
+    """AssertionError, or the end of the process by a sanitizer, at the first case that is wrong, whose number is said."""
+    assert window_cpu.SOURCE.count(KEPT[0]) == 1
+    window_cpu.SOURCE = window_cpu.SOURCE.replace(*KEPT)
+    reasons = window_cpu.available(), product_search.available()
+    assert reasons == (None, None), reasons
+    for number in range(cases):
+        draw = random.Random(f"{seed} {number}")
+        torch.manual_seed(number)
+        torch.set_num_threads(draw.choice((1, 1, 2, 5)))
+        try:
+            search(draw) if number % 5 == 0 else attend(draw)
+        except AssertionError:
+            print(f"case {number} of seed {seed}", file=sys.stderr)
+            raise
+        if (number + 1) % 1000 == 0:
+            print(f"  {number + 1:,} cases", flush=True)
+
+
+def attend(draw: random.Random) -> None:
+    """The attention over a window, with gradients of some of its tensors."""
+    edges = EDGES if draw.random() < 0.1 else EDGES[:14]
+    heads, streams, rows, span = draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 3)), *draw.choices(edges, k=2)
+    past, width = draw.choice((0, *edges)), draw.choice((1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 33))
+    dtype = draw.choice((DOUBLE, torch.float32))
+    shapes = {"q": (streams, heads, rows, width), "k": (streams, heads, rows + past, width)}
+    shapes["v"] = shapes["k"]
+    if draw.random() < 0.4:
+        vectors = (heads, draw.choice((1, 3, 8, 17, 40, 257)), width)
+        shapes |= {"extra_q": shapes["q"], "m_k": vectors, "m_v": vectors}
+    max_keys, z, ramp = (span,) * heads, None, draw.choice((1, 2, 5, 8, 32))
+    if draw.random() < 0.5:
+        spans = [draw.choice((0.0, float(span), draw.uniform(0, span), draw.randint(0, span))) for _ in range(heads)]
+        z = torch.tensor(spans, dtype=dtype)
+        max_keys = tuple(min(span, bucket(int(n) + ramp + 1)) for n in spans)
+    bias, added = None, draw.choice(("nothing", "bias", "vectors"))
+    if added == "vectors":
+        shapes["p"] = (max(max_keys) + draw.choice((0, 3)), width)
+    elif added == "bias":
+        bias = (-alibi_slopes(heads)[:, None] * torch.arange(max(max_keys))).to(dtype)
+    inputs = {name: torch.randn(shape, dtype=DOUBLE).to(dtype) for name, shape in shapes.items()}
+    inputs |= {} if z is None else {"z": z}
+    moved = {name: x.requires_grad_() for name, x in inputs.items() if draw.random() < 0.7}
+    case = Draw(inputs, Window(max_keys, draw.randrange(2), z, ramp), bias)
+    found, expected = case.attend("kernel"), case.attend("plain")
+    tolerance = 1e-9 if dtype == DOUBLE else 5e-4
+    assert_same(found, expected, named=moved, tolerance=tolerance) if moved else assert_near(
+        found, expected, tolerance=tolerance
+    )
+
+
+def search(draw: random.Random) -> None:
+    """The search of a product-key memory, with ties."""
+    heads, queries, size = draw.choice((1, 2, 3)), draw.choice((1, 2, 5, 33)), draw.choice(EDGES)
+    top_k, dtype = draw.randint(1, size), draw.choice((DOUBLE, torch.float32))
+    scores = torch.randn(2 * heads, queries, size, dtype=dtype)
+    scores = scores.round() if draw.random() < 0.3 else scores
+    slots, sums = product_search.search(scores, top_k)
+    first, second = scores.unflatten(0, (heads, 2)).unbind(1)  # [H, n, C]
+    every = (first[..., :, None] + second[..., None, :]).flatten(-2)
+    assert torch.equal(sums.sort(-1).values.transpose(0, 1), every.topk(top_k).values.sort(-1).values)
+    assert torch.equal(every.gather(-1, slots.transpose(0, 1)), sums.transpose(0, 1))
+    assert all(len(set(row)) == top_k for row in slots.flatten(0, 1).tolist())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
