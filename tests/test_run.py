@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from harness.device.runtime import Runtime
+from harness.failures import Diverged
 from harness.loop.step import Trainer, score_stream
 from harness.loop.train_state import TrainState
 from harness.record import checkpoint
@@ -136,13 +137,11 @@ def test_a_run_that_diverges_keeps_its_best_weights():
             job.training.model.head.weight.fill_(torch.nan)
 
     after_step(job, 6, diverge)
-    summary = run_job(job)
-    bits = [row["bits_per_byte"] for row in rows_of(job) if row["kind"] == "valid"]
-    assert bits[0] is not None and bits[2:4] == [None, None]
-    assert summary["best_bytes_seen"] == 4 * 64 and summary["valid_bits_per_byte"] == bits[-1] < 8
-    lost = make_job("budget.steps=8", "seed=1")
-    after_step(lost, 1, lambda: lost.training.model.head.weight.data.fill_(torch.nan))
-    assert run_job(lost)["valid_bits_per_byte"] is None  # and it says so instead of failing
+    with pytest.raises(Diverged, match="left the parameter head.weight"):
+        run_job(job)
+    best = checkpoint.load_best(job.folder.path)
+    assert best["bytes"] == 4 * 64 and all(weight.isfinite().all() for weight in best["model"].values())
+    assert all(row["bits_per_byte"] < 8 for row in rows_of(job)[1:])
 
 
 def test_costs_and_spans_are_those_of_the_weights_that_are_scored():

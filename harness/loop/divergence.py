@@ -56,23 +56,31 @@ class FiniteCheck:
                 self._made.clear()
                 self._diverged(made)
 
+    def check_weights(self) -> None:
+        """``check``, and raise Diverged where a finite gradient led to parameters that are not: of weights to score or keep."""
+        self.check()
+        names, parameters = zip(*self._trainer.model.named_parameters(), strict=True)
+        finite = torch.stack([parameter.isfinite().all() for parameter in parameters]).tolist()
+        if not all(finite):
+            self._raise(f"an update left the parameter {names[finite.index(False)]} with numbers that are not finite")
+
     def _diverged(self, made: _Made) -> None:
-        processes, optimizers = self._trainer.runtime.processes, self._trainer.optimizers
-        seen = [name for name in processes.gather_values(self._repeat(made)) if name]
-        which = (
-            f"{seen[0]} is the first that is not" if seen else "it cannot be said which: repeated, the step is finite"
-        )
+        optimizers = self._trainer.optimizers
+        seen = [name for name in self._trainer.runtime.processes.gather_values(self._repeat(made)) if name]
+        which = f"{seen[0]} is the first that is not" if seen else "which one is not known: made again, all are"
         rate = optimizers.lr * optimizers.schedule.factor(made.fraction, step=made.number)
-        lower = f"optim.lr={optimizers.lr:g}" + (
-            "" if optimizers.clip is None else f" or optim.clip={optimizers.clip:g}"
+        self._raise(
+            f"step {made.number + 1:,} diverged at a learning rate of {rate:.3g}: its loss and gradients are not all finite, "
+            f"{which}. The weights are as they were before it, and optim.skip_nonfinite=true goes on without such steps"
         )
+
+    def _raise(self, what: str) -> None:
+        """In all processes, of which the first one speaks."""
+        optimizers, processes = self._trainer.optimizers, self._trainer.runtime.processes
+        clip = "" if optimizers.clip is None else f" or optim.clip={optimizers.clip:g}"
         with processes.fail_together():
             if processes.is_main:
-                raise Diverged(
-                    f"step {made.number + 1:,} diverged at a learning rate of {rate:.3g}: its loss and gradients are not all "
-                    f"finite, {which}. The weights are as they were before it. Lower {lower}, or go on without such steps by "
-                    "optim.skip_nonfinite=true"
-                )
+                raise Diverged(f"{what}. Lower optim.lr={optimizers.lr:g}{clip}")
 
     def _repeat(self, made: _Made) -> str | None:
         """The first tensor that is not finite in this process's share of a step.

@@ -236,7 +236,7 @@ class TrainState:
         """The next validation, of places all over what chooses: a page of a text is no measure of the others. The first decides
         how many pairs each of them scores, or they would not compare."""
         self.settle()  # or the steps before it would count to the scoring
-        self._finite.check()
+        self._finite.check_weights()
         e, last = self.plan.eval, self.validated
         size = last.size or max(1, min(self._most_validated(), (self.spent.bytes - last.bytes) // TRAINED_PER_SCORED))
         cut = {"pairs": size, "streams": min(e.streams, size), "segment": e.segment}
@@ -287,7 +287,7 @@ class TrainState:
     def content(self, *, rows: int) -> dict:
         """Everything an exact resume needs, whole in the first process: all must call it."""
         self.settle()
-        self._finite.check()
+        self._finite.check_weights()
         processes = self.runtime.processes
         state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.world_size > 1 else s)), self.state)
         randoms = processes.gather_values(runtime.random_state())

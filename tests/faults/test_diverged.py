@@ -163,12 +163,22 @@ def test_nothing_is_recorded_or_saved_of_such_a_step(look: Callable):
         look(run)
 
 
+@pytest.mark.parametrize("look", [TrainState.validate, lambda run: run.content(rows=0)])
+def test_weights_that_are_not_finite_are_neither_scored_nor_saved(look: Callable):
+    """After an update that was finite by itself, and before the step that would find out."""
+    run = make_run("budget.steps=100")
+    run.step()
+    in_the_weights(run)
+    with pytest.raises(Diverged, match=r"an update left the parameter layers\.1\.attention\.sublayer\.query\.weight"):
+        look(run)
+
+
 def test_one_that_is_not_seen_again_says_so():
     run = make_run("budget.steps=100")
     hook = spoil(run.model.head.weight)
     run.step()
     hook.remove()
-    assert "step 1 diverged" in (said := diverge(run)) and "repeated, the step is finite" in said
+    assert "step 1 diverged" in (said := diverge(run)) and "made again, all are" in said
 
 
 @pytest.mark.parametrize("make", [
