@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from bench.coding import ModelCoder
 from bench.planning import corpus_of_run, open_trained
 from harness import source
-from harness.cache import write_whole
 from harness.data.corpora import SPLITS, Corpus
 from harness.device import runtime
 from harness.record import checkpoint
@@ -136,14 +135,11 @@ def read_file(name: str, *, key: str) -> bytes:
 
 
 def check_out(out: str, *, file: str | None) -> None:
-    """ValueError, before the work, where ``out`` is a folder or the very file that is read."""
+    """ValueError, before the work, where ``out`` is a folder, is below a file, or is the very file that is read."""
     path = Path(out)
     if path.is_dir() or (file is not None and path.exists() and path.samefile(file)):
         raise ValueError(
             f"out={out}: is {'a folder' if path.is_dir() else 'the file that is read'}; allowed is another"
         )
-
-
-def write_out(out: str, content: bytes) -> None:
-    """All of it or nothing."""
-    write_whole(Path(out), content)
+    if not (there := next(place for place in path.absolute().parents if place.exists())).is_dir():
+        raise ValueError(f"out={out}: cannot be written ({there} is no folder)")

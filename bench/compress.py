@@ -5,6 +5,8 @@ that probabilities which do not sum to 1, or a count of bytes that is too large,
 the score says. The last line has both. ``split=test`` in place of ``file`` takes a split of the run's data.
 """
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
@@ -19,9 +21,10 @@ STREAM_BYTES = 4096
 def main(cfg: DictConfig) -> None:
     from dataclasses import replace  # late, as everything slow
 
-    from bench.coded_file import bytes_of_split, check_out, open_run, pack, read_file, write_out
+    from bench.coded_file import bytes_of_split, check_out, open_run, pack, read_file
     from bench.coding import stream_lengths
     from bench.progress import Steps
+    from harness.cache import write_whole
     from harness.data.sources import digest
     from harness.plan.settings import checked
     from harness.record.cells import count_of
@@ -41,7 +44,7 @@ def main(cfg: DictConfig) -> None:
         coded = replace(opened.coder, advance=steps.advance).encode(content, streams=streams)
     header = {"bytes": len(content), "sha256": digest(content), "streams": streams}
     packed = pack(header | opened.conditions, coded.content)
-    write_out(out, packed)
+    write_whole(Path(out), packed)
     lengths = stream_lengths(len(content), streams)
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
     cut = f"{count_of(len(lengths), 'stream')} of at most {max(lengths, default=0):,} bytes, each from a cold start"

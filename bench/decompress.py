@@ -4,6 +4,8 @@ The same run, code, machine and threads, or it is refused by the name of what di
 SHA-256 of what was coded, or not at all.
 """
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
@@ -15,8 +17,9 @@ from harness.compose.cli import run_command
 def main(cfg: DictConfig) -> None:
     from dataclasses import replace  # late, as everything slow
 
-    from bench.coded_file import check_conditions, check_out, open_run, read_file, unpack, write_out
+    from bench.coded_file import check_conditions, check_out, open_run, read_file, unpack
     from bench.progress import Steps
+    from harness.cache import write_whole
     from harness.data.sources import digest
     from harness.plan.settings import checked
 
@@ -34,7 +37,7 @@ def main(cfg: DictConfig) -> None:
             f"{key}: what was decoded is not what was coded, its SHA-256 is {digest(content)} and not "
             f"{header['sha256']}: the probabilities are not the same here; allowed is the machine that coded it"
         )
-    write_out(out, content)
+    write_whole(Path(out), content)
     print(f"{out}: {len(content):,} bytes, SHA-256 {header['sha256']}, as they were coded")
 
 

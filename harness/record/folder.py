@@ -154,9 +154,8 @@ class RunFolder:
         """A user's mistake, or a disk that is full."""
         if error.errno in NO_ROOM:
             return storage_failure(self.path / LOCK, error, needed=RESERVE_BYTES)
-        return ValueError(
-            f"outputs={self.path.parent}: cannot be written ({error.strerror}: {error.filename2 or error.filename})"
-        )
+        where = f"{error.filename2}: " if error.filename2 else ""
+        return ValueError(f"outputs={self.path.parent}: cannot be written ({where}{error.strerror})")
 
     def begin(self) -> None:
         """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
