@@ -182,6 +182,8 @@ function drawMap() {
   map.width = map.height = Math.round(map.clientWidth * ratio);
   const context = map.getContext("2d");
   context.scale(ratio, ratio);
+  context.textAlign = "center";
+  context.textBaseline = "middle";
   context.fillStyle = raised;
   context.fillRect(MARGIN, MARGIN, side, side);
   context.save();
@@ -200,8 +202,6 @@ function drawMap() {
   context.strokeRect(x, y, cell, cell);
   context.lineWidth = 1;
   const shown = [Math.floor(view.x), Math.floor(view.y)].map((first) => [first, Math.min(Math.ceil(first + view.cells + 1), length())]);
-  context.textAlign = "center";
-  context.textBaseline = "middle";
   if (cell >= 38) {
     context.font = `${Math.min(cell / 3.6, 14)}px system-ui, sans-serif`;
     for (let query = shown[1][0]; query < shown[1][1]; query += 1) {
