@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from harness.cache import written_whole
+from harness.cache import Passing, written_whole
 from harness.failures import StorageFailure
 from harness.record.rows import FORMAT, check_format
 
@@ -133,20 +133,38 @@ def _all(folder: Path) -> list[Path]:
 
 def _write(path: Path, content: dict) -> Path:
     with written_whole(path) as file:
-        torch.save({"format": FORMAT} | content, file)
-        file.flush()
-        size = file.seek(-len(_NO_COMMENT), 1)
-        file.write(_ending(file.name, size=size))
+        digested = _Digested(file)
+        torch.save({"format": FORMAT} | content, digested)
+        file.write(_ending(digested.sha256))
     return path
 
 
-def _ending(path: Path | str, *, size: int) -> bytes:
-    """How an archive ends whose first ``size`` bytes are the file's: the comment's length, and the digest as a comment."""
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as file:
-        while size > 0 and (chunk := file.read(min(size, 1 << 20))):
-            sha256.update(chunk)
-            size -= len(chunk)
+class _Digested:
+    """A file whose bytes are hashed while they are written, but for the last ones: those of an archive without a comment."""
+
+    def __init__(self, file: Passing):
+        self._file, self._held, self.sha256 = file, b"", hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> int:
+        view, kept = memoryview(content).cast("B"), len(_NO_COMMENT)
+        if len(view) < kept:
+            view = memoryview(self._held + bytes(view))
+        else:
+            self._pass(self._held)
+        self._pass(view[:-kept])
+        self._held = bytes(view[-kept:])
+        return len(content)
+
+    def _pass(self, content: bytes | memoryview) -> None:
+        self._file.write(content)
+        self.sha256.update(content)
+
+    def flush(self) -> None:
+        """Nothing but the end is held back."""
+
+
+def _ending(sha256: "hashlib._Hash") -> bytes:
+    """How an archive ends of whose other bytes this is the digest: the comment's length, and the digest as a comment."""
     sha256.update(_NO_COMMENT)
     comment = f"{_MARK}{sha256.hexdigest()}".encode()
     return len(comment).to_bytes(len(_NO_COMMENT), "little") + comment
@@ -160,5 +178,10 @@ def _verify(path: Path) -> None:
         found = file.read()
     if _MARK.encode() not in found:
         raise Damaged(f"{path} is damaged or cut off, or was written before there were digests: docs/renames.md")
-    if found != _ending(path, size=size):
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        while size > 0 and (chunk := file.read(min(size, 1 << 20))):
+            sha256.update(chunk)
+            size -= len(chunk)
+    if found != _ending(sha256):
         raise Damaged(f"{path} is damaged: its bytes are not those of its digest")

@@ -1,5 +1,6 @@
 """Storage that lies: a checkpoint or a record that is damaged, cut off, or another run's is never gone on with in silence."""
 
+import hashlib
 import json
 import os
 import random
@@ -86,7 +87,7 @@ def flipped(path: Path, *, at: float = 0.5) -> None:
 def resigned(path: Path, archive: bytes) -> None:
     """Write an archive, its last two bytes left out, with the digest that fits, as a stranger may."""
     path.write_bytes(archive)
-    path.write_bytes(archive + checkpoint._ending(path, size=len(archive)))
+    path.write_bytes(archive + checkpoint._ending(hashlib.sha256(archive)))
 
 
 # What is done to a file: (content, the place of its pickle, a source of chance) -> content

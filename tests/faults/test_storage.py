@@ -254,16 +254,6 @@ def test_best_weights_that_are_removed_are_noticed_at_the_next_save():
     assert found == [True] and job.training.spent.steps == 6
 
 
-def test_a_latest_link_that_a_killed_process_left_is_replaced(here):
-    (here / "outputs").mkdir()
-    (here / "outputs" / f".latest.{os.getpid()}").symlink_to("nothing")
-    job = make_job()
-    job.folder.hold()
-    assert (here / "outputs" / "latest").resolve() == job.folder.path
-    assert not list((here / "outputs").glob(".latest.*"))
-    job.folder.release()
-
-
 def test_a_folder_in_the_place_of_latest_is_one_message(here):
     (here / "outputs" / "latest" / "inside").mkdir(parents=True)
     job = make_job()
