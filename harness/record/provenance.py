@@ -44,5 +44,5 @@ def read_provenance(folder: Path, *, key: str) -> dict:
 def refuse_links(folder: Path, *, key: str) -> None:
     """ValueError where something in a folder, which is about to be written into, is a link to who knows what."""
     for path in folder.iterdir():
-        if path.is_symlink():
+        if path.is_symlink() and path.suffix != ".tmp":  # a killed process's, and removed before anything is written
             raise ValueError(f"{key}={folder}: {path.name} is a link; what is written there would land somewhere else")
