@@ -22,7 +22,9 @@ from variants.contract import Part, Position, Sublayer
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
 # Hydra's own groups and those of bench.peers are composed where they are used, W&B does not read its sweeps as Hydra does.
 FILES = [file for file in FILES if not file.startswith(("hydra/", "lineup/", "sweep/wandb_"))]
-COMMANDS = {"train": TINY, "bench": TINY, "evaluate": ("run=somewhere",)}
+COMMANDS = {"train": TINY, "bench": TINY}
+COMMANDS |= dict.fromkeys(("evaluate", "inspect", "sample"), ("run=somewhere",))
+COMMANDS |= {"export": ("run=somewhere", "out=b")}
 COMMANDS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
 COMMANDS |= {"score": ("nats=losses.npy", "name=theirs")}
 VERBS = ("check", "cost", "dashboard", "features", "fit", "peers")

@@ -88,7 +88,8 @@ class Optimizers:
     def _find_inf(self, tensors: list[Tensor]) -> None:
         """Set ``found_inf``: what unscales gradients in ``GradScaler`` looks at them in one pass, here with a scale of 1."""
         if self.found_inf is None:
-            self.found_inf = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+            parameter = next(iter(self.optimizers.values())).param_groups[0]["params"][0]
+            self.found_inf = torch.zeros((), dtype=torch.float32, device=parameter.device)
         if self.skip_nonfinite:
             self.found_inf.zero_()
         for dtype in {tensor.dtype for tensor in tensors}:
