@@ -95,18 +95,19 @@ def written_whole(path: Path) -> Iterator[Passing]:
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             forget_left(path.parent, glob.escape(path.name))
-            out = passing.open("wb", buffering=0)
-        with out:
-            file = Passing(out)
-            yield file
+            file = passing.open("wb", buffering=0)
+        out = Passing(file)
+        with file:
+            yield out
             try:
-                if file.refused:
-                    raise file.refused
-                os.fsync(out.fileno())  # before the rename: a crash must not leave a name on missing bytes
-                passing.replace(path)
+                if out.refused is None:
+                    os.fsync(file.fileno())  # before the rename: a crash must not leave a name on missing bytes
+                    passing.replace(path)
             except OSError as error:
-                passing.unlink(missing_ok=True)  # before it is said how much is left
-                raise storage_failure(path, error, needed=file.needed) from error
+                out.refused = error
+        if out.refused is not None:
+            passing.unlink(missing_ok=True)  # closed and gone before it is said how much is left
+            raise storage_failure(path, out.refused, needed=out.needed) from out.refused
     finally:
         passing.unlink(missing_ok=True)
 

@@ -73,6 +73,7 @@ def test_an_object_of_anybodys_is_read_or_refused_at_once(kind, tmp_path):
     for first_line in (False, True):
         found, reason = look_at(tmp_path / SUMMARY, first_line=first_line)
         assert found is None and reason and "\n" not in reason and len(reason) < 200
+        assert ("no regular file" in reason) == (kind in ("pipe", "zeros")), reason
     assert look_at(tmp_path / "nothing") == (None, None)
 
 
@@ -132,9 +133,15 @@ def test_a_record_that_is_too_large_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [CHANGES["a long name"], {"data": {"name": "d" * 10**6, "bytes": 1, "sha256": "a" * 64}}]
+    "changes",
+    [
+        CHANGES["a long name"],
+        {"variant": "x" * (LONGEST_NAME + 1)},
+        {"data": {"name": "d" * 1000, "bytes": 1, "sha256": "a" * 64}},
+        {"metrics of a stranger": ["x" * (rows.LONGEST_TEXT + 1)]},
+    ],
 )
-def test_a_name_of_a_million_letters_is_in_no_figure(changes, tmp_path):
+def test_a_name_without_end_is_in_no_figure(changes, tmp_path):
     write_run(tmp_path, seed=1)
     change(write_run(tmp_path), **changes)
     found = gather([tmp_path])

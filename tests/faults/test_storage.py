@@ -193,6 +193,14 @@ def small_disk() -> Iterator[Path]:
 
 
 @pytest.mark.faults
+def test_what_is_left_is_what_the_next_file_may_have(small_disk):
+    with pytest.raises(StorageFailure) as told:
+        cache.write_whole(small_disk / "file", bytes(2_000_000))
+    left = shutil.disk_usage(small_disk).free
+    assert f"2,000,000 bytes are needed, {left:,} are left on its disk" in str(told.value) and left > 1_000_000
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("left_kib", [0, 4, 16, 32, 40, 48, 64, 100, 150, 200, 250, 300, 350, 400, 500, 700])
 def test_a_disk_that_is_really_full(left_kib, small_disk, undisturbed_rows, monkeypatch):
     monkeypatch.chdir(small_disk)
