@@ -22,6 +22,7 @@ from harness.plan.instantiate import resolve
 from harness.plan.layers import plan_layers
 from harness.plan.network import make_network
 from harness.plan.settings import ModelSettings, checked, parse
+from harness.record.rows import look_at
 from variants.contract import Position
 
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
@@ -67,11 +68,10 @@ def read(folder: Path, *, trust: Sequence[str] = ()) -> tuple[LanguageModel, dic
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
-    try:
-        told = json.loads(_head(folder / MODEL, MOST_TEXT))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / MODEL}: is no JSON ({type(error).__name__})") from error
-    if not isinstance(told, dict) or told.get("format") != FORMAT or set(told) != set(KEYS):
+    told, wrong = look_at(folder / MODEL)
+    if told is None:
+        raise ValueError(f"{folder / MODEL}: {wrong or 'there is no such file'}")
+    if told.get("format") != FORMAT or set(told) != set(KEYS):
         raise ValueError(f"{folder / MODEL}: must be of format {FORMAT}, with {', '.join(KEYS)}")
     try:
         shared, variant, symbols = told["shared"], told["variant"], bytes(told["symbols"])

@@ -11,6 +11,7 @@ import pytest
 
 from tests.command import MADE, ROOT, TINY
 from tests.patience import PATIENCE_SECONDS
+from windtunnel.__main__ import BENCH
 
 PARTS = ("windtunnel", "variants", "harness", "bench", "conf")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
@@ -46,6 +47,11 @@ def test_everything_is_in_it(wheel):
     assert wanted <= inside, sorted(wanted - inside)
     strange = {name.partition("/")[0] for name in inside} - {*PARTS, "train.py"}
     assert all(name.endswith(".dist-info") for name in strange), strange
+
+
+def test_every_command_of_bench_is_one_of_it():
+    commands = {path.stem for path in (ROOT / "conf").glob("*.yaml")} - {"train", "bench"}
+    assert set(BENCH) == commands | {"report"}  # which has no configuration
 
 
 def test_it_trains_and_the_door_opens_in_an_empty_folder(wheel, tmp_path):

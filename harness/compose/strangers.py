@@ -15,6 +15,8 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from harness.record.rows import read_file
+
 OURS = Path(__file__).resolve().parents[2] / "conf"
 TYPED = frozenset({"hydra", "trust"})
 """Keys and groups that count from the command line alone."""
@@ -40,13 +42,7 @@ def read_text(path: Path, *, what: str) -> str:
     """The text of a file of YAML that is short, shallow and without an alias that multiplies it; ValueError, which begins
     with ``what``."""
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise ValueError(f"{what}: {path.name} must be a file")
-        with path.open("rb") as file:
-            content = file.read(LARGEST_BYTES + 1)
-        if len(content) > LARGEST_BYTES:
-            raise ValueError(f"{what}: {path.name} must be at most {LARGEST_BYTES:,} bytes of YAML")
-        text = content.decode("utf-8")
+        text = read_file(path, most=LARGEST_BYTES).decode("utf-8")
         _check_size(text, what=f"{what}: {path.name}")
     except OSError as error:
         raise ValueError(f"{what}: {path.name} cannot be read ({error.strerror})") from error

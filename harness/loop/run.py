@@ -4,6 +4,7 @@ summary, the figures and the closing table. What comes before it is in ``prepare
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -39,7 +40,10 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
         except Exception as error:
             if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
-            said, words = str(error).partition("\n")[0], known["command"].partition("train.py ")[2]
+            said, words = (
+                str(error).partition("\n")[0],
+                re.split(r"\btrain(?:\.py)?(?: |$)", known["command"], maxsplit=1)[-1],
+            )
             b, m = plan.batch, plan.model
             short = OutOfMemory(
                 f"out of memory ({said[:200] or type(error).__name__}). Lower batch.streams={b.streams}, batch.segment="

@@ -82,8 +82,8 @@ class Plan:
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
-        made = {"vocabulary": self.data["vocabulary"], "backend": self.runtime.backend}
-        return make_network(self.layers, self.scheme, self.model, **made, checkpoint=self.runtime.checkpoint)
+        computed = {"backend": self.runtime.backend, "checkpoint": self.runtime.checkpoint}
+        return make_network(self.layers, self.scheme, self.model, vocabulary=self.data["vocabulary"], **computed)
 
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """The optimizers of a model built by ``make_model``."""

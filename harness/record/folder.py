@@ -159,8 +159,7 @@ class RunFolder:
 
     def begin(self) -> None:
         """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
-        old = [self.path / SUMMARY, self.path / FAILED, *self.path.glob("*.tmp")]
-        old += (self.path / checkpoint.FOLDER).glob("*.tmp")
+        old = [self.path / SUMMARY, self.path / FAILED]
         if self.checkpoint is None:
             old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
             old += (self.path / checkpoint.FOLDER).glob("*")

@@ -3,41 +3,30 @@
 A folder may be a stranger's. What is read here is short, a file, and of the types that the rest of the code counts on.
 """
 
-import json
 from pathlib import Path
 
-from harness.record.rows import RECORD, check_format
+from harness.record.rows import RECORD, check_format, look_at
+from harness.record.shapes import misfit, shapes
 
-LARGEST_BYTES = 1 << 22
-TYPES = {
-    **dict.fromkeys(("variant", "config_hash", "source", "command", "device_kind", "precision"), str),
-    **{"seed": int, "data": dict, "data.sha256": str, "data.name": str, "optimizers": list},
-    **dict.fromkeys(("config", "config.model", "config.position", "config.batch"), dict),
-}
-"""Of what is needed, by place."""
+SECTIONS = ("model", "position", "batch")
+"""Of its configuration, those that are compared with another run's."""
 
 
 def read_provenance(folder: Path, *, key: str) -> dict:
     """The first row of a run folder's record; ValueError, which begins with ``key`` and the folder, where it is none."""
-    what = f"{key}={folder}: {RECORD}"
-    try:
-        if not (folder / RECORD).is_file():  # a pipe would be waited for
-            raise ValueError(f"{what}: there is no such file; allowed is the folder of a run")
-        with (folder / RECORD).open("rb") as file:
-            row = json.loads(file.readline(LARGEST_BYTES))
-    except OSError as error:
-        raise ValueError(f"{what}: cannot be read ({error.strerror})") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{what}: the first line is no row ({error})") from error
-    if not isinstance(row, dict) or row.get("kind") != "provenance":
-        raise ValueError(f"{what}: the first line is no provenance; allowed is what a run wrote")
+    what, allowed = f"{key}={folder}: {RECORD}", "allowed is what a run wrote"
+    row, wrong = look_at(folder / RECORD, first_line=True)
+    if row is None:
+        raise ValueError(f"{what}: {wrong or 'there is no such file'}; {allowed}")
+    if row.get("kind") != "provenance":
+        raise ValueError(f"{what}: the first line is no provenance; {allowed}")
     check_format(row, what=what)
-    for place, kind in TYPES.items():
-        found = row
-        for name in place.split("."):
-            found = found.get(name)
-        if not isinstance(found, kind) or isinstance(found, bool):
-            raise ValueError(f"{what}: {place} is {found!r}, not {kind.__name__}; allowed is what a run wrote")
+    wrong = misfit(row, shape=shapes()["provenance"])
+    for name in () if wrong else SECTIONS:
+        if not isinstance(row["config"].get(name), dict):
+            wrong = f"config.{name} is no section"
+    if wrong:
+        raise ValueError(f"{what}: {wrong}; {allowed}")
     return row
 
 

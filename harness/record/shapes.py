@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 VERBS = ("cost", "peers", "fit", "speed", "claimed")
 MAYBE = "maybe "
 LARGEST = 1e30
@@ -40,6 +38,8 @@ LEAVES = {
 @cache
 def shapes() -> dict[str, dict]:
     """The shapes of ``rows.yaml``, by kind."""
+    import yaml  # late: an exported model needs none
+
     return yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
 
 

@@ -188,7 +188,7 @@ HEAVY = {
     "aliased lists": (bomb(7), "more than 20,000 values"),
     "itself": ("a: &a [*a]\n", "stands in itself"),
     "levels": (f"a: {'[' * 500}\n", "levels deep"),
-    "letters": ("a: " + "x" * 300_000, "at most 262,144 bytes"),
+    "letters": ("a: " + "x" * 300_000, "more than 262,144 bytes"),
     "no text": ("a: \udcff", "no YAML"),
 }
 
