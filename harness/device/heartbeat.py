@@ -48,7 +48,9 @@ class Heartbeat:
     def loss(self, error: Exception) -> ProcessLost:
         """What to raise in the place of an error that another process has caused."""
         who = f"process {self._launch.rank} of {self._launch.world_size}"
-        return ProcessLost(f"{who}: another one has ended or is silent ({first_line(error)}). {self.standing()}".strip())
+        return ProcessLost(
+            f"{who}: another one has ended or is silent ({first_line(error)}). {self.standing()}".strip()
+        )
 
     def _beat(self) -> None:
         worst = ALIVE
@@ -78,4 +80,6 @@ def first_line(error: Exception) -> str:
 
 def is_connection_failure(error: Exception) -> bool:
     """Whether an error is of torch's communication: gloo has no class of its own for it."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+    if not isinstance(error, RuntimeError) or isinstance(error, ProcessLost):
+        return False
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

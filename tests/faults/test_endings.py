@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.compose import cli
-from harness.failures import Diverged, OutOfMemory, StorageFailure
+from harness.failures import Diverged, OutOfMemory, ProcessLost, StorageFailure
 from harness.loop.run import Run
 from harness.loop.train_state import TrainState
 from harness.record import figures
@@ -31,6 +31,7 @@ def summary_of(here) -> dict:
         (Diverged("step 3 diverged"), 3, "diverged"),
         (StorageFailure("outputs: no space left"), 4, "storage"),
         (MemoryError(), 5, "out of memory"),
+        (ProcessLost("process 0 of 2: another one has ended"), 6, "process lost"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "out of memory"),
     ],
 )
