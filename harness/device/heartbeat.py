@@ -76,10 +76,3 @@ class Heartbeat:
 def first_line(error: Exception) -> str:
     """Of a message, without the frames that torch adds."""
     return str(error).partition("\n")[0][:200]
-
-
-def is_connection_failure(error: Exception) -> bool:
-    """Whether an error is of torch's communication: gloo has no class of its own for it."""
-    if not isinstance(error, RuntimeError) or isinstance(error, ProcessLost):
-        return False
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
