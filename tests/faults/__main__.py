@@ -13,21 +13,26 @@ CHOICES = {"quick": "not gpu and not faults", "all": "not gpu"}
 
 
 class Table:
-    """Tries and survivors by attack, in the order of the tests."""
+    """Tries and survivors by attack, in the order of the tests; below them what tests have measured."""
 
     def __init__(self):
         self._counts: dict[str, list[int]] = {}
+        self._measured: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for attack, tried, survived in (value for name, value in report.user_properties if name == "attack"):
-            before = self._counts.setdefault(attack, [0, 0])
-            self._counts[attack] = [before[0] + tried, before[1] + survived]
+        for name, value in report.user_properties:
+            if name == "attack":
+                attack, *more = value
+                self._counts[attack] = [sum(both) for both in zip(self._counts.get(attack, (0, 0)), more, strict=True)]
+            elif report.when == "call":
+                self._measured.append(f"\n{name}: {value}")
 
     def __str__(self) -> str:
         total = [sum(counts) for counts in zip(*self._counts.values(), strict=True)] or [0, 0]
         lines = [(attack, f"{tried:,}", f"{survived:,}") for attack, (tried, survived) in self._counts.items()]
         lines += [("all", *(f"{count:,}" for count in total))]
-        return "\n".join(f"| {' | '.join(line)} |" for line in [("attack", "tried", "survived"), ["---"] * 3, *lines])
+        table = [f"| {' | '.join(line)} |" for line in [("attack", "tried", "survived"), ["---"] * 3, *lines]]
+        return "\n".join(table + self._measured)
 
 
 def main() -> int:

@@ -33,10 +33,10 @@ def put(folder: Path, name: str, content: bytes) -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize("suffix", [*PACK, ".zip"])
 @pytest.mark.parametrize("garbage", [b"x", b"garbage " * 9, TEXT])
 def test_what_follows_a_compressed_stream_is_refused(suffix, garbage, tmp_path):
-    path = put(tmp_path, f"data{suffix}", PACK[suffix](TEXT) + garbage)
+    path = put(tmp_path, f"data{suffix}", (PACK | {".zip": zipped})[suffix](TEXT) + garbage)
     with pytest.raises(ValueError, match="data.path=.* cannot be read, truncated or damaged perhaps"):
         sources.read_path(path)
 
