@@ -95,7 +95,7 @@ class Run:
         print_closing_table(self.earlier, others=self._comparable(self.earlier))
         if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # its agent waits for a run that has the metric
             with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
-                again.log_end(summary=self.earlier, figures=[])
+                again.log_end(summary=self.earlier, figures=sorted(self.folder.path.glob("*.png")))
         return self.earlier["valid_bits_per_byte"]
 
     def hold(self) -> bool:
@@ -272,20 +272,22 @@ class Run:
 
     def _figures(self, found: dict) -> list:
         """What could be drawn: the result does not depend on it."""
+        drawn = []
         try:
             from harness.record.figures import draw_figures  # late: matplotlib is slow to import
 
-            return draw_figures(
+            for path in draw_figures(
                 read_rows(self._record.path),
                 folder=self.folder.path,
                 label=f"{self.plan.variant}, seed {self.plan.seed}: {self.training.corpus.label()}",
                 compressors=found["compressors"]["valid"],
                 span_limit=self.plan.model.span,
-            )
+            ):
+                drawn.append(path)
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             print(f"figures: {reason} (the run itself is finished)", file=sys.stderr)
-            return []
+        return drawn
 
     def _comparable(self, found: dict) -> list[dict]:
         return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")
