@@ -39,6 +39,12 @@ class OutOfMemory(Failure):
     exit_code, status = 5, "out of memory"
 
 
+class ProcessLost(Failure, RuntimeError):
+    """Another process of this run has ended, does not answer, or never came."""
+
+    exit_code, status = 6, "process lost"
+
+
 KINDS = {BUG: RuntimeError, MISTAKE: ValueError} | {kind.exit_code: kind for kind in Failure.__subclasses__()}
 """What to raise in the place of another process's error, by exit code."""
 

@@ -63,6 +63,8 @@ def run_command(
     with _hydra_tamed(failed, launcher):
         try:
             check_launch(sys.argv[1:], many=many)
+            if read_launch().world_size > 1:  # what it would log, frames and all, is in the errors that it raises
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             command()
         except KeyboardInterrupt:  # while nothing of ours listens: between two jobs, or as the jobs' launcher waits
             if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):

@@ -1,6 +1,7 @@
 """Figures of one run, drawn from its record alone: ``learning_curve.png`` with general compressors as lines, ``spans.png``
 of every metric whose name ends with ``.span``, one entry a head, and ``context.png`` of a later evaluation."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from matplotlib import colormaps
@@ -29,17 +30,18 @@ def draw_figures(
     label: str,
     compressors: dict[str, float] | None = None,
     span_limit: int | None = None,
-) -> list[Path]:
-    """Draw what the rows have data for and return the files.
+) -> Iterator[Path]:
+    """Draw what the rows have data for: each file when it is there, so that one that fails costs none before it.
 
     Args:
         label: title, naming the run and the data really read.
         compressors: bits per byte of the valid split by compressor, ``{"gzip": 3.04}``.
         span_limit: S, the longest possible span.
     """
-    drawn = [draw_learning_curve(rows, path=folder / "learning_curve.png", label=label, compressors=compressors)]
-    drawn.append(draw_spans(rows, path=folder / "spans.png", label=label, span_limit=span_limit))
-    return [path for path in drawn if path is not None]
+    if path := draw_learning_curve(rows, path=folder / "learning_curve.png", label=label, compressors=compressors):
+        yield path
+    if path := draw_spans(rows, path=folder / "spans.png", label=label, span_limit=span_limit):
+        yield path
 
 
 def draw_learning_curve(

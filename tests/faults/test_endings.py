@@ -12,6 +12,8 @@ from harness.loop.train_state import TrainState
 from harness.record import figures
 from tests.command import MADE, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.attack("errors in the middle of a run or a sweep")
+
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch) -> None:
@@ -45,6 +47,7 @@ def test_codes_and_statuses_agree(error, code, status, here, monkeypatch):
     assert code == 1 or ended.err.count("error: ") == ended.err.count("\n") == 1
 
 
+@pytest.mark.attack("out of memory")
 def test_out_of_memory_says_what_to_lower_and_who_predicts(here, monkeypatch):
     step = TrainState.step
     monkeypatch.setattr(TrainState, "step", lambda self, *flags: (step(self, *flags), torch.empty(2**60))[0])

@@ -36,6 +36,8 @@ from tests.runs import (
     whole_run,
 )
 
+pytestmark = pytest.mark.attack("storage that fails at any file: full disk, limits")
+
 FULL = ("record.every_steps=1", "checkpoint.every_steps=2", "budget.steps=8", "eval.test=false")
 FILES = (LOCK, "config.yaml", RECORD, SUMMARY, "best.pt", "step-")
 
@@ -192,6 +194,7 @@ def small_disk() -> Iterator[Path]:
     folder.rmdir()
 
 
+@pytest.mark.attack("a disk that is really full")
 @pytest.mark.faults
 def test_what_is_left_is_what_the_next_file_may_have(small_disk):
     with pytest.raises(StorageFailure) as told:
@@ -200,6 +203,7 @@ def test_what_is_left_is_what_the_next_file_may_have(small_disk):
     assert f"2,000,000 bytes are needed, {left:,} are left on its disk" in str(told.value) and left > 1_000_000
 
 
+@pytest.mark.attack("a disk that is really full")
 @pytest.mark.faults
 @pytest.mark.parametrize("left_kib", [0, 4, 16, 32, 40, 48, 64, 100, 150, 200, 250, 300, 350, 400, 500, 700])
 def test_a_disk_that_is_really_full(left_kib, small_disk, undisturbed_rows, monkeypatch):
@@ -222,6 +226,7 @@ def test_a_disk_that_is_really_full(left_kib, small_disk, undisturbed_rows, monk
     assert rows_of(again) == undisturbed_rows
 
 
+@pytest.mark.attack("a run folder that is removed")
 @pytest.mark.parametrize("what", ["folder", RECORD, "replaced", "outputs"])
 def test_a_run_whose_folder_is_removed_ends_at_the_next_row(what):
     job = make_job(*FULL)
@@ -247,6 +252,7 @@ def test_a_run_whose_folder_is_removed_ends_at_the_next_row(what):
         assert json.loads((folder / SUMMARY).read_text())["status"] == "storage"
 
 
+@pytest.mark.attack("a run folder that is removed")
 def test_best_weights_that_are_removed_are_noticed_at_the_next_save():
     job = make_job(*FULL, "eval.every=0.5")
     best = job.folder.path / "checkpoints" / "best.pt"
@@ -262,6 +268,7 @@ def test_best_weights_that_are_removed_are_noticed_at_the_next_save():
     assert found == [True] and job.training.spent.steps == 6
 
 
+@pytest.mark.attack("files left about or renamed")
 def test_a_folder_in_the_place_of_latest_is_one_message(here):
     (here / "outputs" / "latest" / "inside").mkdir(parents=True)
     job = make_job()
@@ -270,6 +277,7 @@ def test_a_folder_in_the_place_of_latest_is_one_message(here):
     assert [path.name for path in (here / "outputs").iterdir()] == ["latest"]
 
 
+@pytest.mark.attack("files left about or renamed")
 def test_what_killed_processes_left_is_removed(tmp_path):
     job = make_job()
     job.folder.path.mkdir(parents=True)
