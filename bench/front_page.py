@@ -1,9 +1,10 @@
 """Front page: the README's results and ``docs/speed.md``, out of committed rows: ``python -m bench.front_page``.
 
 Writes what stands between the two markers of ``README.md``, and the figure below it, from the run folders in
-``bench/results/<hardware>/runs``, and of ``docs/speed.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses
-beside hits, and says how many lines of the code that was measured have changed since. That count is printed and not written:
-the next commit would make it wrong. Needs neither torch nor a server.
+``bench/results/<hardware>/runs*``, a section for each name, and of ``docs/speed.md`` from every
+``bench/results/<hardware>/speed.jsonl``, misses beside hits, and says how many lines of the code that was measured have
+changed since. That count is printed and not written: the next commit would make it wrong. Needs neither torch nor a
+server.
 """
 
 import json
@@ -21,8 +22,10 @@ from bench.report.columns import (
     PEAK,
     QUALITY,
     SEEDS,
+    SPEED,
     STATE,
     Means,
+    copies,
     table_of_arms,
 )
 from bench.report.comparison import busy_notes, by, comparable, is_tuning
@@ -40,7 +43,7 @@ from harness.record.table import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
-RUNS = "bench/results/*/runs"
+RUNS = "bench/results/*/runs*"
 FIGURE = "docs/trade_off.png"
 RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, IN_EVALUATION, EXECUTED, IDEAL, PEAK, STATE)
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
@@ -88,10 +91,15 @@ def written(page: str, block: Callable[[Path], str], root: Path, *, name: str) -
     return "\n\n".join([before + begin, block(root), end + after])
 
 
-def committed_runs(root: Path) -> tuple[list[RunRow], list[Pick]]:
-    """Results of any sittings, and what their trials picked; ValueError without results, or where some are refused, do not
-    compare, or are not at the point that was picked for them."""
-    found = gather(sorted(root.glob(RUNS)) or [root / RUNS])
+def committed_runs(root: Path) -> list[tuple[list[RunRow], list[Pick]]]:
+    """Results of any sittings, and what their trials picked, by the name of their folder; ValueError without results, or
+    where some of one name are refused, do not compare, or are not at the point that was picked for them."""
+    folders = by(sorted(root.glob(RUNS)) or [root / RUNS], key=lambda folder: folder.name)
+    return [_comparable(folders[name]) for name in sorted(folders)]
+
+
+def _comparable(folders: Sequence[Path]) -> tuple[list[RunRow], list[Pick]]:
+    found = gather(folders)
     every = [pick for some in picks(found.runs) for pick in some]
     runs = [run for run in found.runs if not is_tuning(run.row)]
     strays = [f"{run.folder.name} is at another point than the picked" for run in runs if not at_a_pick(run, every)]
@@ -99,20 +107,25 @@ def committed_runs(root: Path) -> tuple[list[RunRow], list[Pick]]:
     same = by(runs, key=lambda run: (comparable(run), run.row["device"], json.dumps(run.row["config"]["model"])))
     if found.refused or strays or len(same) != 1 or len(sources) != 1:
         told = f"{len(same)} groups of runs that compare, of {len(sources)} sources"
-        raise ValueError(f"{RUNS}: {'; '.join([*found.refused, *strays]) or told}")
+        raise ValueError(f"bench/results/*/{folders[0].name}: {'; '.join([*found.refused, *strays]) or told}")
     return runs, every
 
 
 def results(root: Path) -> str:
-    """Bits per byte and costs of the committed runs: a table of AdamW for all, then of other optimizers."""
-    runs, every = committed_runs(root)
+    """Bits per byte and costs of the committed runs, a section for each folder's name."""
+    return "\n\n".join(_section(runs, every) for runs, every in committed_runs(root))
+
+
+def _section(runs: Sequence[RunRow], every: Sequence[Pick]) -> str:
+    """A table of AdamW for all, then of other optimizers."""
     by_optimizers = by(runs, key=lambda run: listed(sorted({o["optimizer"] for o in run.row["optimizers"]})))
     tables = [_results(same, every, optimizers=names) for names, same in sorted(by_optimizers.items())]
     row, commits = runs[-1].row, listed(dict.fromkeys(run.row["commit"][:8] for run in runs))
-    model, budget = row["config"]["model"], row["budget"]["bytes"]
+    model, carried = row["config"]["model"], (row["config"].get("batch") or {}).get("carry")
     sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads, a window of {model['span']} bytes"
     about = (
-        f"After {budget:,} bytes of training ({sizes}) on {data_words([row])}: a beginning, not what they reach in the end. "
+        f"After {budget_words(row['budget'])} of training ({sizes}{', streams read on with carried state' * bool(carried)}) "
+        f"on {data_words([row])}: a beginning, not what they reach in the end. "
         f"n: seeds; ~: approximate. Commit {commits}, {row['device']}."
     )
     return "\n\n".join([about, *tables])
@@ -123,7 +136,8 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
     group = Group.of(runs)
     pairs = {arm.label: pick for arm, pick in reported_arms(runs, every)}
     tuned = all(arm.label in pairs for arm in group.arms)
-    columns = (*RESULTS, TRIED) if tuned else RESULTS
+    speed = (SPEED,) if "seconds" in runs[-1].row["budget"] else ()
+    columns = (*RESULTS[:3], *copies(runs), *RESULTS[3:], *speed, *((TRIED,) if tuned else ()))
     if tuned:
         rows = [(arm, Reported(arm, pairs[arm.label], unequal=False)) for arm in group.arms]
         one, seeds = next(iter(pairs.values())), sorted({seed for pick in pairs.values() for seed in pick.seeds})
@@ -146,11 +160,11 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
 
 
 def figure(root: Path) -> bytes:
-    """The same runs against ideal FLOPs and memory; not their time, since other work ran beside them."""
+    """The first section's runs against ideal FLOPs and memory; not their time, since other work ran beside them."""
     from bench.report.plot_style import looks, styled  # matplotlib
     from bench.report.plots_runs import draw_trade_offs
 
-    runs, _ = committed_runs(root)
+    runs, _ = committed_runs(root)[0]
     runs = [run for run in runs if {o["optimizer"] for o in run.row["optimizers"]} == {"AdamW"}] or runs
     left_out = [{"seconds": None, "flops_per_byte": run.summary["flops_per_byte"] | {"executed": None}} for run in runs]
     runs = [replace(run, summary=run.summary | left) for run, left in zip(runs, left_out, strict=True)]

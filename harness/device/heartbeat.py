@@ -48,7 +48,9 @@ class Heartbeat:
     def loss(self, error: Exception) -> ProcessLost:
         """What to raise in the place of an error that another process has caused."""
         who = f"process {self._launch.rank} of {self._launch.world_size}"
-        return ProcessLost(f"{who}: another one has ended or is silent ({first_line(error)}). {self.standing()}".strip())
+        return ProcessLost(
+            f"{who}: another one has ended or is silent ({first_line(error)}). {self.standing()}".strip()
+        )
 
     def _beat(self) -> None:
         worst = ALIVE

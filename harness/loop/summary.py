@@ -96,6 +96,9 @@ def final_score(training: TrainState, split: str, found: dict) -> dict:
     bits, metrics = {"bits_per_byte": score.bits_per_byte}, training.model.metrics(score.stats)
     if plan.eval.windows:
         bits["windows_bits_per_byte"] = score_windows(training.model, part, runtime=training.runtime).bits_per_byte
+    if copies := training.corpus.copied_from(part):
+        far = {str(distance): score.bits_of(where) for distance, where in copies.items()}
+        bits["bits_per_copy"] = far  # of the bytes that are a copy from so far back
     capped = {split: len(part)} if training.capped(split) else {}
     found |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
     found["capped"] |= capped
