@@ -8,6 +8,7 @@ server.
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from bench.report.tuning import Pick, at_a_pick, picks
 from bench.report.words import budget_words, data_words
 from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
+from harness.failures import exit_code
 from harness.record.cells import busy_mark, listed, spread
 from harness.record.table import markdown_rows
 
@@ -47,6 +49,8 @@ RUNS = "bench/results/*/runs*"
 FIGURE = "docs/trade_off.png"
 RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, IN_EVALUATION, EXECUTED, IDEAL, PEAK, STATE)
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
+DIGEST = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
+"""What git is given of a row, which anybody may have written: never an option."""
 UNMEASURED = ("results", "report", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
 """Names of today, and of commits that rows are of."""
 CODE = ("train.py", "variants", "harness", "conf", "bench", *(f":!bench/{name}" for name in UNMEASURED))
@@ -68,7 +72,7 @@ LEGEND = """\
 
 
 def main() -> int:
-    """The exit code: 0, or 2 where the page cannot be written."""
+    """The exit code, as ``docs/exit_codes.md`` has it."""
     try:
         for name, block in PAGES.items():
             page = ROOT / name
@@ -76,9 +80,9 @@ def main() -> int:
         write_whole(ROOT / FIGURE, figure(ROOT))
         for path, rows in tables(ROOT).items():
             print(f"{path}: commit {rows[0]['commit']}; changed since then: {lines_changed(rows[0]['commit'], ROOT)}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exit_code(error)
     return 0
 
 
@@ -185,6 +189,7 @@ def tables(root: Path) -> dict[Path, list[dict]]:
         for number, row in enumerate(rows, start=1):
             other = f"must have the commit, {', '.join(GROUND)} of the first row"
             reason = refusal(row) or (not row["commit"] and "no provenance: commit missing")
+            reason = reason or (not DIGEST.fullmatch(str(row["commit"])) and "its commit must be a hexadecimal digest")
             reason = reason or (row["interrupted"] and "the measurement was interrupted")
             if reason := reason or ((row["commit"], ground(row)) != (rows[0]["commit"], ground(rows[0])) and other):
                 raise ValueError(f"{path}:{number}: {reason}")

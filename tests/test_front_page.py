@@ -258,6 +258,16 @@ def test_the_lines_that_changed_since_the_rows_are_counted(tmp_path):
     assert lines_changed(commit, tmp_path) == "6 lines"
 
 
+@pytest.mark.parametrize("commit", ["--output=PWNED", "HEAD", "ab" * 40, "abcdef", 7])
+def test_a_commit_that_is_no_digest_is_given_to_nobody(commit, tmp_path):
+    (row, *_) = (ROOT / "bench" / "results").glob("*/speed.jsonl")
+    changed = json.loads(row.read_text().splitlines()[0]) | {"commit": commit}
+    (tmp_path / "bench/results/x").mkdir(parents=True)
+    (tmp_path / "bench/results/x/speed.jsonl").write_text(json.dumps(changed) + "\n")
+    with pytest.raises(ValueError, match=r"speed\.jsonl:1: its commit must be a hexadecimal digest"):
+        front_page.tables(tmp_path)
+
+
 def test_the_command_writes_the_page_without_torch(tmp_path):
     for name in ("bench", "harness", "variants", "docs", "README.md"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

@@ -167,8 +167,9 @@ class Run:
         verb = f"resuming at {training.spent.bytes:,} bytes" if seen["rows"] else "training"
         how = f"{training.backend}, {training.runtime.precision}"
         print(f"{verb}: {self.folder.path}  |  {training.corpus.label()}  |  {how}")
-        if self.folder.note:
-            print(self.folder.note)
+        for line in (self.folder.note, *self.folder.odd):
+            if line:
+                print(line)
         return seen
 
     def _read_checkpoint(self) -> dict:
