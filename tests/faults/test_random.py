@@ -106,7 +106,7 @@ def test_random_configurations_train_or_are_refused(here, monkeypatch, attempt, 
         folder = here / str(number)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        ended = train(*MADE, *words)
+        ended = train(*MADE, "model.default_bytes=300", *words)
         told = (number, words, ended)
         codes.append(ended.code)
         assert "Traceback" not in ended.err and ended.code in (0, 2, 3), told
