@@ -96,11 +96,11 @@ def random_words(chance: random.Random) -> list[str]:
 
 @pytest.mark.attack("random and odd configurations")
 @pytest.mark.faults
-@pytest.mark.parametrize("part", range(13))
+@pytest.mark.parametrize("part", range(5))
 def test_random_configurations_train_or_are_refused(here, monkeypatch, attempt, part):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     codes = []
-    for number in range(10 * part, 10 * part + 10):
+    for number in range(26 * part, 26 * part + 26):
         attempt()
         words = random_words(random.Random(f"configuration {number}"))
         folder = here / str(number)
