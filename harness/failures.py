@@ -34,6 +34,10 @@ class StorageFailure(Failure, OSError):
     exit_code, status = 4, "storage"
 
 
+class Damaged(ValueError):
+    """A checkpoint or a record whose bytes are not those that were written: a failure of the storage."""
+
+
 class OutOfMemory(Failure):
     """The device or the machine has less memory than the run needs."""
 
@@ -60,15 +64,17 @@ def kind_of(error: Exception) -> type[Failure] | None:
         return type(error)
     if is_out_of_memory(error):
         return OutOfMemory
+    if isinstance(error, Damaged):
+        return StorageFailure
     of_a_file = isinstance(error, OSError) and (error.filename is not None or error.errno in OF_STORAGE)
     return StorageFailure if of_a_file else None
 
 
-def exit_code(error: Exception) -> int:
-    """Of a command that ends with this error."""
+def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:
+    """Of a command that ends with this error; ``mistakes`` are the user's."""
     if kind := kind_of(error):
         return kind.exit_code
-    return getattr(error, "exit_code", MISTAKE) if isinstance(error, ValueError) else BUG
+    return MISTAKE if isinstance(error, mistakes) else BUG
 
 
 def is_out_of_memory(error: Exception) -> bool:

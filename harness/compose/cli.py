@@ -73,7 +73,7 @@ def run_command(
         except Exception as error:
             print_error(error)
             failed.append(error)
-    codes = {failures.MISTAKE if isinstance(error, MISTAKES) else failures.exit_code(error) for error in failed}
+    codes = {failures.exit_code(error, mistakes=MISTAKES) for error in failed}
     sys.exit(failures.BUG if failures.BUG in codes else max(codes, default=0))
 
 

@@ -52,7 +52,8 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
             short = OutOfMemory(
                 f"out of memory ({said[:200] or type(error).__name__}). Lower batch.streams={b.streams}, batch.segment="
                 f"{b.segment} or model.span={m.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
-                f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words}".strip()
+                f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words} "
+                "device_memory=24GiB (or as much as there is)"
             )
             short.already_printed = getattr(error, "already_printed", None)
             raise short from error

@@ -216,6 +216,16 @@ def test_a_name_that_is_no_file_is_refused(died, make):
         make_job(*GIVEN)
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_pipe_of_that_name_is_not_waited_for_in_a_run_to_begin_from(died, linked):
+    pipe = died / "checkpoints" / "step-000000010.pt"
+    os.mkfifo(died / "pipe" if linked else pipe)
+    if linked:
+        pipe.symlink_to(died / "pipe")
+    with pytest.raises(ValueError, match=r"step-000000010\.pt: must be a file"):
+        make_job(*GIVEN, "seed=5", f"start.run={died}")
+
+
 def test_what_was_passed_over_takes_no_place_among_the_newest(tmp_path):
     for step in (3, 6, 9):
         checkpoint.save(tmp_path, {"step": step}, step=step, keep=3)

@@ -11,7 +11,7 @@ from tests.runs import make_job, own_folder, restored, run_job  # noqa: F401 - f
 
 pytestmark = [pytest.mark.faults, pytest.mark.attack("steps of one long run")]
 
-STEPS = 40_000
+STEPS = 30_000
 GIVEN = (
     "variant=adaptive_span",
     "variant.attention.span.ramp=4",

@@ -96,17 +96,17 @@ def random_words(chance: random.Random) -> list[str]:
 
 @pytest.mark.attack("random and odd configurations")
 @pytest.mark.faults
-@pytest.mark.parametrize("part", range(13))
+@pytest.mark.parametrize("part", range(5))
 def test_random_configurations_train_or_are_refused(here, monkeypatch, attempt, part):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     codes = []
-    for number in range(10 * part, 10 * part + 10):
+    for number in range(26 * part, 26 * part + 26):
         attempt()
         words = random_words(random.Random(f"configuration {number}"))
         folder = here / str(number)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        ended = train(*MADE, *words)
+        ended = train(*MADE, "model.default_bytes=300", *words)
         told = (number, words, ended)
         codes.append(ended.code)
         assert "Traceback" not in ended.err and ended.code in (0, 2, 3), told
