@@ -155,6 +155,10 @@ class LanguageModel(nn.Module):
             for name, residual in layer.items():
                 yield f"layers.{i}.{name}", residual.sublayer
 
+    def residuals(self) -> list[Residual]:
+        """In order of execution."""
+        return [residual for layer in self.layers for residual in layer.values()]
+
     def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
         """Predict the byte after each of ``tokens`` (int64 ``[B, T]``), given the ``state`` of what came before."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)

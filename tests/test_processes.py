@@ -16,6 +16,7 @@ from harness.data.streams import share
 from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.runtime import Runtime, StopSignal
+from harness.device.units import gathered
 from harness.loop.run import Run
 from harness.loop.step import Score, score_stream, score_windows
 from harness.loop.train_state import TrainState
@@ -63,19 +64,27 @@ def in_float64(run: TrainState) -> TrainState:
 def in_precision(run: TrainState, name: str) -> TrainState:
     """The run without bfloat16, which Muon has where the processor multiplies it in AMX tiles."""
     run.model.to(getattr(torch, name))
+    return with_muon_in(run, name)
+
+
+def with_muon_in(run: TrainState, name: str) -> TrainState:
     for group in (g for optimizer in run.optimizers.optimizers.values() for g in optimizer.param_groups):
         if "precision" in group:
             group["precision"] = name
     return run
 
 
-def divided_run(processes: ProcessGroup, *overrides: str) -> TrainState:
+def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> TrainState:
     plan_ = plan(*SMALL, *overrides)
-    return TrainState(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
+    run = TrainState(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
+    in_precision(run, precision).spread()
+    return run
 
 
 def digest(run: TrainState) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in run.model.parameters())).hexdigest()
+    """Of the whole parameters; all processes call it."""
+    weights = gathered(run.model.state_dict()).values()
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights)).hexdigest()
 
 
 def trained(run: TrainState) -> dict:
@@ -94,7 +103,7 @@ def trained(run: TrainState) -> dict:
         "fractions": torch.tensor(fractions, dtype=torch.float64),
         "nats": score.nats,
         "metrics": run.model.metrics(score.stats),
-        "model": run.model.state_dict(),
+        "model": gathered(run.model.state_dict()),
         "state": len(run.state[0]) if run.state else None,
         "gradient_bytes": run.trainer.gradient_bytes,
         "spent": (run.spent.bytes, run.spent.steps, run.spent.flops),
@@ -114,7 +123,7 @@ def train_all() -> dict[str, dict]:
     with joined() as processes:
         make = partial(divided_run, processes, *LEARNS)
         return {
-            name: trained(in_float64(make(*given))) | {"float32": first_bits(in_precision(make(*given), "float32"))}
+            name: trained(make(*given, precision="float64")) | {"float32": first_bits(make(*given))}
             for name, given in DIVIDED.items()
         }
 
@@ -168,7 +177,7 @@ OF_THREE = (*VARIANTS["product_key_memory"], "batch.streams=6", "model.head_zero
 
 def parts_of_three() -> dict:
     with joined() as processes:
-        run = in_float64(divided_run(processes, *OF_THREE))
+        run = divided_run(processes, *OF_THREE, precision="float64")
         split = run.corpus.splits["valid"][:200]
         scored = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True)
         found = {"scores": {streams: tuple(scored(streams=streams)) for streams in (1, 2, 3, 7)}}
@@ -244,6 +253,17 @@ def test_shares_are_everything_in_order(number, parts):
 # Runs: written by one, stopped and resumed
 
 
+def exact_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
+    """A run in float64, also where torch has divided the parameters by the time that it is prepared."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        job = make_job(*overrides, processes=processes)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with_muon_in(job.training, "float64")
+    return job
+
+
 def divided_job(
     *overrides: str, stop_at: int | None = None, signalled: int = 1, exact: bool = False
 ) -> tuple[int, int, str]:
@@ -254,9 +274,7 @@ def divided_job(
 
     try:
         with joined() as processes:
-            job = make_job(*overrides, processes=processes)
-            if exact:
-                in_float64(job.training)
+            job = (exact_job if exact else make_job)(*overrides, processes=processes)
             if stop_at and processes.rank == signalled:
                 after_step(job, stop_at, receive)
             train(job)
@@ -293,12 +311,7 @@ def test_three_processes_that_were_stopped_go_on_bit_for_bit(here, monkeypatch):
 def test_two_processes_are_resumed_by_one_and_one_by_two(here, monkeypatch):
     given = ("variant=mhsa", *CARRY, "position=relative", "budget.steps=13", "model.head_zero_init=false")
 
-    def exact_job() -> Run:
-        job = make_job(*given)
-        in_float64(job.training)
-        return job
-
-    run_job(exact_job())
+    run_job(exact_job(*given))
     expected = [row["bits_per_byte"] for row in record()[1:]]
     for name, first in (("two-one", 2), ("one-two", 1)):
         (here / name).mkdir()
@@ -307,11 +320,11 @@ def test_two_processes_are_resumed_by_one_and_one_by_two(here, monkeypatch):
             codes = launch(partial(divided_job, stop_at=5, exact=True), *given)
             assert {code for code, *_ in codes} == {128 + signal.SIGTERM}
         else:
-            stop(exact_job(), step=5)
+            stop(exact_job(*given), step=5)
         content = checkpoint.load(make_job(*given).folder.checkpoint)
         assert len(content["state"][0]) == 4 and len(content["random_others"]) == first - 1
         if first == 2:
-            run_job(exact_job())
+            run_job(exact_job(*given))
         else:
             assert [code for code, *_ in launch(partial(divided_job, exact=True), *given)] == [0, 0]
         assert [row["bits_per_byte"] for row in record()[1:]] == pytest.approx(expected, abs=1e-12)

@@ -39,9 +39,9 @@ def parameter_bytes(model: nn.Module) -> int:
     return tensor_bytes(model.parameters())
 
 
-def gradient_bytes(model: nn.Module) -> int:
+def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of the gradients that are there: take it after a backward pass, before they are cleared."""
-    return tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    return tensor_bytes(p.grad for p in parameters if p.grad is not None)
 
 
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:

@@ -1,12 +1,11 @@
 """The processes of one run, as a value: how many, which one this is, and what they tell each other.
 
-``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process has all parameters and reads its
-share of ``batch.streams``; gradients are averaged, so that every process makes the same update. The first one decides,
-holds the run folder and speaks. With one process nothing here does anything.
+``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process reads its share of ``batch.streams``;
+gradients are averaged, so that every process makes the same update. The first one decides, holds the run folder and speaks.
+With one process nothing here does anything.
 
-Gradients are averaged here and not by ``torch.nn.parallel.DistributedDataParallel`` (torch 2.13), which arranges its
-buckets anew after a process's first step, so that a resumed run has other bits, and takes sparse gradients from
-``torch.nn.Embedding`` alone. The price of our own: the sums begin when the backward pass has ended.
+Gradients of dense matrices are averaged by torch while the backward pass goes on (``units.py``), the few others here when it
+has ended: vectors, what layers share, and sparse rows, for which torch has no way.
 """
 
 import os
@@ -25,7 +24,6 @@ from harness.failures import KINDS, ProcessLost, exit_code
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
-BUCKET_BYTES = 2**25
 NONE, DENSE, SPARSE = range(3)  # what a parameter has for a gradient
 
 T = TypeVar("T")
@@ -145,14 +143,13 @@ class ProcessGroup(Launch):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dense.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
-        for tensor in others:  # in the last bucket
+        for tensor in others:
             dense.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for gradients in dense.values():
-            for bucket in _buckets(gradients):
-                flat = torch.cat([gradient.flatten() for gradient in bucket])
-                self._call(dist.all_reduce, flat)
-                parts = flat.div_(self.world_size).split([gradient.numel() for gradient in bucket])
-                torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(parts, bucket, strict=True)])
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            self._call(dist.all_reduce, flat)
+            parts = flat.div_(self.world_size).split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
 
     def _sparse_mean(self, parameter: nn.Parameter) -> Tensor:
         own = parameter.grad
@@ -216,16 +213,3 @@ def _meet(launch: Launch) -> Heartbeat:
             f"MASTER_PORT name ({first_line(error)}); allowed are an address and a free port of the first machine that all "
             "can reach, and, where a machine has several networks, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         ) from error
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors in order, about ``BUCKET_BYTES`` at a time: a copy of all at once would be as large as the model."""
-    bucket, size = [], 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket

@@ -59,10 +59,11 @@ class FiniteCheck:
     def check_weights(self) -> None:
         """``check``, and raise Diverged where a finite gradient led to parameters that are not: of weights to score or keep."""
         self.check()
-        names, parameters = zip(*self._trainer.model.named_parameters(), strict=True)
-        finite = torch.stack([parameter.isfinite().all() for parameter in parameters]).tolist()
-        if not all(finite):
-            self._raise(f"an update left the parameter {names[finite.index(False)]} with numbers that are not finite")
+        names = [name for name, _ in self._trainer.model.named_parameters()]
+        spoilt = torch.stack([~parameter.isfinite().all() for parameter in self._trainer.units.parameters])
+        spoilt = self._trainer.units.total(spoilt.float(), of="max").tolist()
+        if any(spoilt):
+            self._raise(f"an update left the parameter {names[spoilt.index(1)]} with numbers that are not finite")
 
     def _diverged(self, made: _Made) -> None:
         optimizers = self._trainer.optimizers
@@ -94,11 +95,12 @@ class FiniteCheck:
             return trainer.runtime.send(*stream.batch(step, part=trainer.runtime.processes.shard))
 
         trainer.model.train()
-        with torch.no_grad(), trainer.runtime.autocast():
-            for step in range(number - past, number):
-                state = trainer.model(batch(step)[0], state).state
-        runtime.set_dropout_state(made.random)
-        return first_nonfinite(trainer, *batch(number), state)
+        with trainer.units.gathered():
+            with torch.no_grad(), trainer.runtime.autocast():
+                for step in range(number - past, number):
+                    state = trainer.model(batch(step)[0], state).state
+            runtime.set_dropout_state(made.random)
+            return first_nonfinite(trainer, *batch(number), state)
 
 
 def first_nonfinite(trainer: Trainer, inputs: Tensor, targets: Tensor, state: State) -> str | None:

@@ -53,7 +53,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
             runtime.forget_earlier_jobs()
             peak = PeakMemory(device.device)
             training = TrainState(plan, corpus, device)
-        processes.copy_first_(training.model)
+        training.spread()
         if place.checkpoint is None:
             begin_from(training)
         return Run(plan, place, training, command=command, processes=processes, peak=peak, held=held.pop_all())

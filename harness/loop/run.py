@@ -17,6 +17,7 @@ from harness.count.memory import Peak, PeakMemory
 from harness.device.heartbeat import is_connection_failure
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import StopSignal
+from harness.device.units import gathered
 from harness.failures import OutOfMemory, is_out_of_memory
 from harness.loop import summary
 from harness.loop.progress import ProgressBar
@@ -229,9 +230,9 @@ class Run:
         better = found < training.best_bits
         if better or training.best_bits == math.inf:  # the first always, even NaN: there must be weights to score
             training.best_bits = found if better else math.inf
+            best = {"model": gathered(training.model.state_dict()), "bytes": training.spent.bytes}
             with self._processes.fail_together():
                 if self._processes.is_main:
-                    best = {"model": training.model.state_dict(), "bytes": training.spent.bytes}
                     checkpoint.save_best(self.folder.path, best | {"identity": vars(self.folder.identity)})
         self._peak.reset()
 

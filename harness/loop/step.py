@@ -14,6 +14,8 @@ from torch import Tensor
 from harness.count.memory import gradient_bytes
 from harness.data.streams import samples, segments, share, whole_context, windows
 from harness.device.runtime import Runtime
+from harness.device.units import Units
+from harness.loop.kept_whole import kept_whole
 from harness.model import LanguageModel, add_stats
 from harness.optim.optimizers import Optimizers
 from variants.contract import State, cat_streams, map_state
@@ -31,8 +33,18 @@ class Trainer:
 
     def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
         self.model, self.optimizers, self.runtime, self.accumulate = model, optimizers, runtime, accumulate
+        self.units = optimizers.units = Units(model)
         self.forward = runtime.forward(model)
         self.gradient_bytes = 0  # known after the first step
+
+    def spread(self, *, shard: str) -> None:
+        """Have all processes of the run make each step together, from the first one's weights; ``shard``: as in the
+        configuration."""
+        processes = self.runtime.processes
+        if processes.world_size > 1:
+            processes.copy_first_(self.model)
+            self.units.spread_(processes, self.model.residuals(), whole=kept_whole(self.model), shard=shard)
+            self.forward = self.runtime.forward(self.model)
 
     def step(self, inputs: Tensor, targets: Tensor, state: State, *, fraction: float) -> tuple[Tensor, State]:
         """One update from ``inputs`` and ``targets`` (int64 ``[B, T]``), this process's share of the streams.
@@ -45,9 +57,9 @@ class Trainer:
         """
         before = [buffer.clone() for buffer in self.model.buffers()] if self.optimizers.skip_nonfinite else []
         nats, loss, after = self.backward(inputs, targets, state, forward=self.forward)
-        self.runtime.processes.average_gradients_(self.model.parameters(), loss)
+        self.runtime.processes.average_gradients_(self.units.whole, loss)
         begins = not self.gradient_bytes
-        self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.model)
+        self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.units.parameters)
         # An optimizer may refuse what it is given.
         with self.runtime.processes.fail_together() if begins else nullcontext():
             self.optimizers.step(fraction, loss=loss)
@@ -64,7 +76,8 @@ class Trainer:
         self.model.train()
         nats, whole, states = 0.0, 0.0, []
         parts = torch.arange(len(inputs), device=inputs.device).tensor_split(self.accumulate)
-        for part in parts:
+        for number, part in enumerate(parts, start=1):
+            self.units.begin_part(last=number == len(parts))
             own = map_state(lambda s, part=part: s[part], state) if len(parts) > 1 else state
             with self.runtime.autocast():
                 out = forward(inputs[part], own)

@@ -1,7 +1,7 @@
 """Summary of a run: its identity before the first step, its costs and final scores after the last."""
 
 from harness.count.flops import forward_flops_per_byte
-from harness.count.memory import Peak, optimizer_bytes, parameter_bytes
+from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
@@ -55,10 +55,10 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
     """Time, FLOPs and memory of the training that was done; the forward is counted warm, on one stream.
 
     Of several processes: seconds by the first one's clock, bytes and FLOPs of all together, peak memory of the one that
-    had most; parameters, gradients and optimizer state are as large in each.
+    had most; parameters, gradients and optimizer state are the first one's.
     """
-    segment = training.plan.eval.segment
-    with training.runtime.autocast():
+    segment, units = training.plan.eval.segment, training.trainer.units
+    with training.runtime.autocast(), units.gathered():
         executed = forward_flops_per_byte(
             training.model, segment=segment, most_bytes=training.plan.model.span + 4 * segment
         )
@@ -81,7 +81,7 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
             "peak_bytes": peak.bytes,
             "peak_reserved_bytes": peak.reserved_bytes,
             "approximate": peak.approximate,
-            "parameter_bytes": parameter_bytes(training.model),
+            "parameter_bytes": tensor_bytes(units.parameters),
             "gradient_bytes": training.trainer.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(training.optimizers.optimizers.values()),
             "state_bytes": executed.state_bytes,
@@ -95,7 +95,8 @@ def final_score(training: TrainState, split: str, found: dict) -> dict:
     score = training.score(part)
     bits, metrics = {"bits_per_byte": score.bits_per_byte}, training.model.metrics(score.stats)
     if plan.eval.windows:
-        bits["windows_bits_per_byte"] = score_windows(training.model, part, runtime=training.runtime).bits_per_byte
+        with training.trainer.units.gathered():
+            bits["windows_bits_per_byte"] = score_windows(training.model, part, runtime=training.runtime).bits_per_byte
     if copies := training.corpus.copied_from(part):
         far = {str(distance): score.bits_of(where) for distance, where in copies.items()}
         bits["bits_per_copy"] = far  # of the bytes that are a copy from so far back

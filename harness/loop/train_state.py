@@ -12,10 +12,12 @@ from harness.data.corpora import Corpus
 from harness.data.streams import Streams, score_streams, share
 from harness.device import runtime
 from harness.device.runtime import Runtime
+from harness.device.units import divided_like, gathered
 from harness.loop.divergence import FiniteCheck
 from harness.loop.step import Score, Trainer, score_samples, score_stream
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
+from harness.optim.optimizers import BY_ROWS
 from harness.plan.build import Plan
 from variants.contract import map_state
 
@@ -74,6 +76,10 @@ class TrainState:
         self._check_division()
         if device.processes.world_size > 1:  # from here on, draws are dropout's
             runtime.seed_apart(plan.seed, step=0, rank=device.processes.rank)
+
+    def spread(self) -> None:
+        """Have the processes train together, from the first one's weights; all call it, before anything else."""
+        self.trainer.spread(shard=self.plan.runtime.shard)
 
     @property
     def fraction(self) -> float:
@@ -199,7 +205,8 @@ class TrainState:
     def score(self, part: Tensor) -> Score:
         """Stream some bytes, uint8 ``[n]``, through the model as ``eval`` says."""
         how = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
-        return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, **how)
+        with self.trainer.units.gathered():
+            return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, **how)
 
     def reported(self, split: str) -> Tensor:
         """The bytes of a split that are scored at the end."""
@@ -240,7 +247,8 @@ class TrainState:
         e, last = self.plan.eval, self.validated
         size = last.size or max(1, min(self._most_validated(), (self.spent.bytes - last.bytes) // TRAINED_PER_SCORED))
         cut = {"pairs": size, "streams": min(e.streams, size), "segment": e.segment}
-        score = score_samples(self.model, self.corpus.choosing(e.choice_bytes), runtime=self.runtime, **cut)
+        with self.trainer.units.gathered():
+            score = score_samples(self.model, self.corpus.choosing(e.choice_bytes), runtime=self.runtime, **cut)
         self.validated = Validated(bytes=self.spent.bytes, fraction=self.fraction, size=len(score.nats))
         return score
 
@@ -275,6 +283,12 @@ class TrainState:
                 f"batch.accumulate={b.accumulate}: each of {number} processes has {b.streams // number} of "
                 f"batch.streams={b.streams} to split; allowed is at most as many"
             )
+        for name, optimizer in self.optimizers.optimizers.items():
+            if self.plan.runtime.shard == "full" and not isinstance(optimizer, BY_ROWS):
+                raise ValueError(
+                    f"runtime.shard=full: {type(optimizer).__name__}, the optimizer of {name}, may need whole parameters; "
+                    f"allowed is none, or one of {', '.join(own.__name__ for own in BY_ROWS)}"
+                )
         for name, sublayer in self.model.sublayers():
             norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             if norms or "streams_apart" in sublayer.limits:
@@ -291,7 +305,7 @@ class TrainState:
         processes = self.runtime.processes
         state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.world_size > 1 else s)), self.state)
         randoms = processes.gather_values(runtime.random_state())
-        return {
+        content = {
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
             "spent": vars(self.spent),
@@ -307,6 +321,7 @@ class TrainState:
             "rows": rows,
             "wandb_id": self.wandb_id,
         }
+        return gathered(content)
 
     def restore(self, content: dict) -> None:
         """Go on from a checkpoint's ``content``, which may be of another number of processes."""
@@ -342,7 +357,8 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str)
                 f"{what}: its model is another one, {name} is {there} there and {here} here; "
                 "allowed is a run of the same variant and sizes"
             )
-    model.load_state_dict(weights)
+    held = model.state_dict()
+    model.load_state_dict({name: divided_like(held[name], tensor) for name, tensor in weights.items()})
     model.project_()
 
 

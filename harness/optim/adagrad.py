@@ -8,6 +8,8 @@ clipping gradients first (``clip_grad_norm_``) would shrink the accumulator too,
 scale of gradients, it would hardly limit the step.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,7 +29,7 @@ class ClippedAdagrad(Optimizer):
         if clip is not None:
             check_number("ClippedAdagrad clip", clip)
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
-        self._step_supports_amp_scaling = True  # as torch's fused ones: see optimizers.py
+        self._step_supports_amp_scaling, self.units = True, None  # as torch's fused ones: see optimizers.py
 
     @torch.no_grad()
     def step(self) -> None:
@@ -54,13 +56,18 @@ class ClippedAdagrad(Optimizer):
                     values = _or_zero_(parameter.grad, left_out)
                     total.addcmul_(values, values)
                     step = values / total.sqrt().add_(eps)
-                    parameter.add_(step.mul_(_shrink(values, clip)), alpha=-lr)
+                    rows = self.units and parameter in self.units.parts
+                    parameter.add_(step.mul_(_shrink(values, clip, self.units.total if rows else None)), alpha=-lr)
 
 
 def _or_zero_(values: Tensor, left_out: Tensor | None) -> Tensor:
     return values if left_out is None else values.masked_fill_(left_out, 0.0)
 
 
-def _shrink(values: Tensor, clip: float | None) -> Tensor | float:
-    """``min(1, clip / norm)`` without a division by zero and without waiting for the device."""
-    return 1.0 if clip is None else clip / torch.linalg.vector_norm(values).clamp(min=clip)
+def _shrink(values: Tensor, clip: float | None, total: Callable[[Tensor], Tensor] | None = None) -> Tensor | float:
+    """``min(1, clip / norm)`` without a division by zero and without waiting for the device; ``total`` sums squares of rows
+    that several processes have."""
+    if clip is None:
+        return 1.0
+    norm = torch.linalg.vector_norm(values)
+    return clip / (norm if total is None else total(norm.square()).sqrt()).clamp(min=clip)

@@ -8,9 +8,14 @@
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the same update as ``torch.optim.Muon``
 with ``adjust_lr_fn="original"``. That one takes one matrix after another, in bfloat16: for the small matrices of
 this project the overhead is most of the time. Here matrices of one shape are stacked and iterated in batched products.
+
+Where each process has some rows of every matrix, the matrices of a stack are divided among the processes instead for O, whole
+ones, and come back as rows. What travels is U and O once, as much as the gathering of U for all would cost, and each product
+is computed by one process and not by all.
 """
 
 from collections import defaultdict
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,7 +91,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"Muon precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
         super().__init__(params, defaults)
-        self._step_supports_amp_scaling = True  # as torch's fused ones: see optimizers.py
+        self._step_supports_amp_scaling, self.units = True, None  # as torch's fused ones: see optimizers.py
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim != 2:
                 raise ValueError(f"Muon takes matrices only, not a parameter of shape {tuple(parameter.shape)}")
@@ -94,20 +99,28 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient, unless ``found_inf`` is 1."""
+        divided = self.units.parts if self.units else {}
         for group in self.param_groups:
             alike = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike[parameter.shape, parameter.dtype, parameter.device].append(parameter)
-            for parameters in alike.values():
-                self._update(
-                    parameters, **{name: group[name] for name in ("lr", "momentum", "weight_decay", "precision")}
-                )
+                    shape = divided.get(parameter, parameter.shape)
+                    alike[shape, parameter in divided, parameter.dtype, parameter.device].append(parameter)
+            for (shape, *_), parameters in alike.items():
+                words = {name: group[name] for name in ("lr", "momentum", "weight_decay", "precision")}
+                self._update(parameters, shape, **words)
 
     def _update(
-        self, parameters: list[Tensor], *, lr: float, momentum: float, weight_decay: float, precision: str
+        self,
+        parameters: list[Tensor],
+        shape: tuple[int, int],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        precision: str,
     ) -> None:
-        """Update parameters of one shape together."""
+        """Update parameters of one shape together; all or none of them are some rows of it."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -120,8 +133,10 @@ class Muon(torch.optim.Optimizer):
                 torch.where(left_out, buffer, gradient, out=gradient)  # a step from the momentum to itself
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch.stack(torch._foreach_lerp(gradients, buffers, momentum))
-        updates = orthogonalize(directions, dtype=product_dtype(precision, like=parameters[0]))
-        rows, columns = parameters[0].shape
+        orthogonal = partial(orthogonalize, dtype=product_dtype(precision, like=parameters[0]))
+        divided = self.units and parameters[0] in self.units.parts
+        updates = self.units.by_matrix(directions, orthogonal, shape=shape) if divided else orthogonal(directions)
+        rows, columns = shape
         if left_out is not None:
             updates = updates.masked_fill_(left_out, 0.0)
         if weight_decay:

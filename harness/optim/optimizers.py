@@ -6,6 +6,8 @@ fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change n
 and say so by ``_step_supports_amp_scaling``. Ours do the same; for one that cannot, the host asks first, which waits.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,15 @@ from harness.optim.parameter_groups import Group, assign
 __all__ = ["ClippedAdagrad", "Group", "Muon", "Optimizers", "assign", "clip_"]
 
 
-def clip_(gradients: list[Tensor], clip: float | None) -> None:
+BY_ROWS = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+BY_ROWS += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
+"""Those that a process may have with some rows of a parameter: they look at each number alone, or know of ``units``."""
+
+
+def clip_(gradients: list[Tensor], clip: float | None, *, norm: Callable = torch.nn.utils.get_total_norm) -> None:
     """Scale dense tensors in place so that their joint norm is at most ``clip``; the factor stays on the device."""
     if clip is not None and gradients:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        torch._foreach_mul_(gradients, clip / norm.clamp(min=clip))
+        torch._foreach_mul_(gradients, clip / norm(gradients).clamp(min=clip))
 
 
 class Optimizers:
@@ -38,6 +44,7 @@ class Optimizers:
     Attributes:
         found_inf: 1 on the device if the last update was left out, otherwise 0; None before the first.
         skipped: how many were left out, with ``skip_nonfinite``.
+        units: which parameters are divided among processes, and how (``harness/device/units.py``); None where none is.
     """
 
     def __init__(
@@ -57,7 +64,9 @@ class Optimizers:
         self.skip_nonfinite = skip_nonfinite
         self.found_inf: Tensor | None = None
         self.skipped: Tensor | int = 0
+        self.units = None
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
+        self._numbers = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
         """One update of every group, if the loss and all gradients are finite.
@@ -78,7 +87,7 @@ class Optimizers:
             for part in optimizer.param_groups:
                 part["lr"] = self.lr * group.lr_scale * (share if group.schedule == "run" else 1.0)
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.found_inf = self.found_inf
+                optimizer.found_inf, optimizer.units = self.found_inf, self.units
                 optimizer.step()
             elif self.may_update():
                 optimizer.step()
@@ -95,6 +104,8 @@ class Optimizers:
         for dtype in {tensor.dtype for tensor in tensors}:
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(same, self.found_inf, torch.ones_like(self.found_inf))
+        if self.units:
+            self.found_inf.copy_(self.units.total(self.found_inf, of="max"))
         if self.skip_nonfinite:
             self.skipped = self.skipped + self.found_inf
 
@@ -108,11 +119,21 @@ class Optimizers:
         for name, group in self.groups.items():
             dense, sparse = found[name]
             if group.clip is not None:
-                clip_(dense + sparse, group.clip)
+                clip_(dense + sparse, group.clip, norm=self._norm)
             else:
                 pooled += dense
                 clip_(sparse, self.clip)
-        clip_(pooled, self.clip)
+        clip_(pooled, self.clip, norm=self._norm)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Joint norm, of whole gradients where this process has rows of some."""
+        divided = {parameter.grad for parameter in self.units.parts} if self.units else set()
+        rows, whole = ([g for g in gradients if (g in divided) == here] for here in (True, False))
+        norm = torch.nn.utils.get_total_norm(whole)
+        if not rows:
+            return norm
+        squares = self.units.total(torch.nn.utils.get_total_norm(rows).square())
+        return (squares + norm.to(squares.device).square()).sqrt()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -122,6 +143,8 @@ class Optimizers:
     def state_dict(self) -> dict:
         """Everything an exact resume needs: updates made, and each optimizer's state by group name."""
         groups = {name: o.state_dict() for name, o in self.optimizers.items()}
+        if self.units:
+            groups = {name: self._changed(name, state, self.units.whole_of) for name, state in groups.items()}
         return {"steps": self.steps, "skipped": int(self.skipped), "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
@@ -133,12 +156,23 @@ class Optimizers:
             )
         self.steps, self.skipped = state["steps"], state.get("skipped", 0)
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(state["groups"][name])
+            own = state["groups"][name]
+            optimizer.load_state_dict(self._changed(name, own, self.units.part_of) if self.units else own)
+
+    def _changed(self, name: str, state: dict, change: Callable[[Tensor, Tensor], Tensor]) -> dict:
+        """An optimizer's state with what ``change`` makes of a parameter and each tensor that is kept for it."""
+        parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
+        changed = {
+            number: {
+                key: change(parameters[number], kept) if isinstance(kept, Tensor) else kept for key, kept in of.items()
+            }
+            for number, of in state["state"].items()
+        }
+        return state | {"state": changed}
 
     def describe(self) -> list[dict]:
         """One row a group: name, optimizer, peak lr, number of parameters and their share of all that are trained."""
-        counts = {name: sum(p.numel() for p in group.parameters.values()) for name, group in self.groups.items()}
-        total = sum(counts.values())
+        counts, total = self._numbers, sum(self._numbers.values())
         return [
             {
                 "name": name,

@@ -84,6 +84,7 @@ class RuntimeSettings:
     tf32: bool
     backend: str = field(metadata={"allowed": ("auto", "plain", "chunked", "fused", "kernel")})
     checkpoint: str = field(metadata={"allowed": ("none", "layers")})
+    shard: str = field(metadata={"allowed": ("none", "full")})
     threads: int | None
     deterministic: bool
     allocator: str = field(metadata={"allowed": ("keep", "return")})

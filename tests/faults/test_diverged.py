@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.device.processes import joined
+from harness.device.units import gathered
 from harness.failures import Diverged
 from harness.loop.train_state import TrainState
 from harness.optim import ClippedAdagrad, Muon
@@ -46,9 +47,10 @@ OPTIMIZERS = {
 
 
 def everything(run: TrainState) -> dict:
-    """All that an update may change."""
+    """All that an update may change; all processes call it."""
     optimizers = run.optimizers.state_dict()["groups"]
-    return copy.deepcopy({"model": run.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}})
+    kept = {"model": run.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
+    return copy.deepcopy(gathered(kept))
 
 
 def same(one: object, other: object) -> bool:
@@ -228,16 +230,21 @@ def test_steps_may_be_left_out_and_are_counted(optimizer, monkeypatch):
     assert again.train_row()["skipped_steps"] == 2
 
 
+def in_the_head(run: TrainState) -> None:
+    spoil(run.model.head.weight)
+
+
 def in_one_of_two() -> list[tuple[str, bool, bool]]:
     """Process 1 alone has a gradient, or nothing but a loss, that is not finite."""
     found = []
     with joined() as processes:
-        for overrides, fail in (((*SPARSE,), lambda run: spoil(run.model.head.weight)), ((), in_the_loss)):
+        for overrides, fail in ((SPARSE, in_the_head), (("runtime.shard=full",), in_the_head), ((), in_the_loss)):
             run = divided_run(processes, *overrides)
             run.step()
             before = everything(run)
-            if processes.rank:
-                fail(run)
+            with run.trainer.units.gathered():
+                if processes.rank:
+                    fail(run)
             with pytest.raises(Diverged) as ended:
                 run.step()
                 run.step()
@@ -249,7 +256,7 @@ def in_one_of_two() -> list[tuple[str, bool, bool]]:
 def test_two_processes_agree(here):
     first, second = launch(in_one_of_two)
     for (said, kept, silent), (_, kept_too, silent_too), name in zip(
-        first, second, ("the gradient of head.weight", "the loss"), strict=True
+        first, second, (*["the gradient of head.weight"] * 2, "the loss"), strict=True
     ):
         assert kept and kept_too and (silent, silent_too) == (False, True)
         assert "step 2 diverged" in said and f"{name} is the first that is not" in said

@@ -1,0 +1,148 @@
+"""Units: the pieces of a model whose gradients torch averages among processes while the backward pass goes on.
+
+A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
+``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its
+gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and backward.
+
+A unit has the matrices that it alone reads, and in its forward pass alone. All else is whole in every process and a plain
+tensor (``harness/loop/kept_whole.py``), for ``ProcessGroup.average_gradients_``.
+
+torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what an optimizer was given stays a plain
+parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils._pytree import tree_map
+
+from harness.device.processes import ProcessGroup
+
+
+class Units:
+    """The parameters of a model as one process has them; before ``spread_``, and with one process, all of them whole.
+
+    Attributes:
+        parameters: all, as the optimizers know them.
+        whole: those whose gradients are averaged apart from the units'.
+        parts: those of which this process has some rows, and the shape of the whole.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self.parameters = list(model.parameters())
+        self.whole, self.parts = self.parameters, {}
+
+    def spread_(
+        self, processes: ProcessGroup, units: Iterable[nn.Module], *, whole: Collection[nn.Parameter], shard: str
+    ) -> None:
+        """Have torch average the units' gradients. All of several processes call it, with the same weights.
+
+        Args:
+            units: modules of the model; the model itself is the last one.
+            whole: the parameters that are in no unit.
+            shard: ``none`` or ``full``.
+        """
+        model = self._model
+        self._mesh = init_device_mesh(self.parameters[0].device.type, (processes.world_size,))
+        engine = fully_shard if shard == "full" else replicate
+        before = dict(model.named_parameters())
+        for unit in (*units, model):
+            engine(unit, mesh=self._mesh, ignored_params=whole)
+        model.set_reduce_scatter_unused_params(True)  # a step may leave out a parameter in one process alone
+        for name, own in before.items():
+            if own not in whole:
+                managed = model.get_parameter(name)
+                own.data = managed.detach().to_local()  # the same memory
+                managed.register_post_accumulate_grad_hook(partial(_hand_over, own))
+                if shard == "full":
+                    self.parts[own] = managed.shape
+        self.whole = [parameter for parameter in self.parameters if parameter in whole]
+
+    def begin_part(self, *, last: bool) -> None:
+        """A part of a step's streams follows. Gradients are sent once a step, but for those of which only rows are kept."""
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last or bool(self.parts))
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters are plain and whole, to be read and not written: also for forward passes, of which each process may
+        then make as many as it likes."""
+        units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        if self.parts:
+            self._model.set_reshard_after_forward(False)
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+                if self.parts and unit is not self._model:
+                    unit.set_reshard_after_forward(True, recurse=False)
+
+    def part_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """This process's part of something that belongs to a parameter: its rows, if it has the shape of the whole."""
+        shape = self.parts.get(parameter)
+        if shape is None or tensor.shape != shape:
+            return tensor
+        return _rows(tensor, self._mesh).clone()
+
+    def whole_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """Its opposite: the whole, divided as it is."""
+        if parameter not in self.parts or tensor.shape != parameter.shape:
+            return tensor
+        return self._divided(tensor, self.parts[parameter], dim=0)
+
+    def total(self, own: Tensor, *, of: str = "sum") -> Tensor:
+        """Sum, or ``max``, of all processes' tensors, where parameters are divided."""
+        return DTensor.from_local(own, self._mesh, [Partial(of)], run_check=False).full_tensor() if self.parts else own
+
+    def by_matrix(self, rows: Tensor, function: Callable[[Tensor], Tensor], *, shape: tuple[int, int]) -> Tensor:
+        """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in one
+        process; and back again."""
+        divided = self._divided(rows, (len(rows), *shape), dim=1)
+        matrices = divided.redistribute(placements=[Shard(0)])
+        made = self._divided(function(matrices.to_local()), divided.shape, dim=0)
+        return made.redistribute(placements=[Shard(1)]).to_local()
+
+    def _divided(self, own: Tensor, shape: tuple[int, ...], *, dim: int) -> DTensor:
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            own, self._mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=strides
+        )
+
+
+def divided_like(held: Tensor, whole: Tensor) -> Tensor:
+    """A whole tensor, divided as the one whose place it takes."""
+    if not isinstance(held, DTensor):
+        return whole
+    own = _rows(whole, held.device_mesh) if held.placements[0].is_shard() else whole
+    own = own.to(held.device)
+    return DTensor.from_local(
+        own, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+    )
+
+
+def gathered(value: object) -> object:
+    """A value in which no tensor is divided; all processes call it."""
+    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
+
+
+def _rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This process's, as torch divides them."""
+    number = -(-len(whole) // mesh.size())
+    return whole[mesh.get_local_rank() * number :][:number]
+
+
+def _hand_over(own: nn.Parameter, managed: DTensor) -> None:
+    """The gradient that torch has averaged, to the parameter that an optimizer knows."""
+    gradient, managed.grad = managed.grad.to_local(), None
+    own.grad = gradient if own.grad is None else own.grad.add_(gradient)

@@ -1,0 +1,67 @@
+"""Parameters that stay whole, plain tensors in each of several processes: what torch's engines cannot take into a unit
+(``harness/device/units.py``). It is found out, so that a mechanism need not know of processes."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.count.formulas import tensors_of
+from harness.model import LanguageModel
+
+PROBE_BYTES = 16
+
+
+def kept_whole(model: LanguageModel) -> set[nn.Parameter]:
+    """The parameters that are in no unit: vectors, those of more than one, what is read outside of the forward pass, and what
+    has no dense gradient. A small step tells of the last two."""
+    holders: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = name.split(".")[:3] if name.startswith("layers.") else []
+        holders.setdefault(parameter, set()).add(".".join(unit))
+    read, undense = _read_outside_forward(model), _without_dense_gradient(model)
+    return {
+        parameter
+        for parameter, units in holders.items()
+        if parameter.ndim < 2 or len(units) > 1 or not parameter.is_contiguous() or parameter in read | undense
+    }
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the memory that operations are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.memory |= {
+            tensor.untyped_storage().data_ptr() for tensor in tensors_of((args, kwargs)) if _is_dense(tensor)
+        }
+        return function(*args, **(kwargs or {}))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _read_outside_forward(model: LanguageModel) -> set[nn.Parameter]:
+    with _Reads() as reads:
+        model.project_()
+        model.metrics({})
+        model.ideal_flops(), model.touched_parameters(), model.needed_flops(PROBE_BYTES, carried=PROBE_BYTES)
+    return {p for p in model.parameters() if p.untyped_storage().data_ptr() in reads.memory}
+
+
+def _without_dense_gradient(model: LanguageModel) -> set[nn.Parameter]:
+    """Those that two segments of a stream leave without a gradient, or with a sparse one."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)  # all processes decide alike
+        model.train()
+        tokens = torch.zeros(1, PROBE_BYTES, dtype=torch.int64, device=device)
+        first = model(tokens)
+        second = model(tokens, first.state)
+        (first.logits.sum() + first.loss + second.logits.sum() + second.loss).backward()
+    found = {p for p in model.parameters() if p.grad is None or not _is_dense(p.grad)}
+    model.zero_grad(set_to_none=True)
+    return found
