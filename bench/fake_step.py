@@ -124,7 +124,8 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
         if kind == "cuda":  # where layers are computed again, too
             again = partial(recomputed, context_fn=lambda: (nullcontext(), AsCuda()))
             norms = patch.object(RMSNorm, "forward", nn.RMSNorm.forward)
-            on_gpu = (AsCuda(), norms, patch("harness.model.recomputed", again))
+            stand_ins_take = patch("variants.backends.TAKE_VECTORS", ("fused", "chunked"))  # by the name that they have
+            on_gpu = (AsCuda(), norms, stand_ins_take, patch("harness.model.recomputed", again))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
             for context in on_gpu:
                 stack.enter_context(context)
