@@ -263,17 +263,15 @@ def test_what_is_left_is_what_the_next_file_may_have(small_disk):
     assert f"2,000,000 bytes are needed, {left:,} are left on its disk" in str(told.value) and left > 1_000_000
 
 
-@pytest.mark.attack("a disk that is really full")
+LEFT_KIB = {"disabled": (0, 4, 16, 32, 40, 48, 64, 100, 150, 200, 250, 300, 350, 400, 500, 700)}
+LEFT_KIB["offline"] = (0, 16, 40, 48, 64, 100, 200, 300, 400, 700)
+NAMED = {"disabled": "a disk that is really full", "offline": "storage that fails, with W&B offline"}
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("left_kib", "wandb"),
-    [
-        *((left, "disabled") for left in (0, 4, 16, 32, 40, 48, 64, 100, 150, 200, 250, 300, 350, 400, 500, 700)),
-        *(
-            pytest.param(left, "offline", marks=pytest.mark.attack("storage that fails, with W&B offline"))
-            for left in (0, 16, 40, 48, 64, 100, 200, 300, 400, 700)
-        ),
-    ],
+    ("wandb", "left_kib"),
+    [pytest.param(w, left, marks=pytest.mark.attack(NAMED[w])) for w, some in LEFT_KIB.items() for left in some],
 )
 def test_a_disk_that_is_really_full(left_kib, wandb, small_disk, undisturbed_rows, monkeypatch):
     monkeypatch.chdir(small_disk)
