@@ -12,13 +12,7 @@ from tests.runs import make_job, own_folder, restored, run_job  # noqa: F401 - f
 pytestmark = [pytest.mark.faults, pytest.mark.attack("steps of one long run")]
 
 STEPS = 30_000
-GIVEN = (
-    "variant=adaptive_span",
-    "variant.attention.span.ramp=4",
-    "model.dropout=0.1",
-    "batch.carry=true",
-    "eval.every=0.02",
-)
+GIVEN = ("variant=mhsa", "optim=adamw", "model.layers=1", "model.dropout=0.1", "batch.carry=true", "eval.every=0.02")
 GIVEN += ("record.every_steps=20", "checkpoint.every_steps=200", "eval.test=false", f"budget.steps={STEPS}")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
