@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.report import __main__ as report
 from bench.report import plots
@@ -115,6 +116,20 @@ def test_what_is_needed_is_the_whole_file(tmp_path, disk):
     with pytest.raises(StorageFailure, match=f"step-000000002.pt.* {size:,} bytes are needed"):
         checkpoint.save(tmp_path, content, step=2, keep=2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000001.pt"]
+
+
+def test_an_interrupt_while_a_checkpoint_is_written_is_one(tmp_path, monkeypatch):
+    """torch hides it: it closes a file that is not whole, and says that."""
+    calls = iter(range(3))
+
+    def interrupted(file: FileIO, content: bytes) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache, "write_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, {"weights": torch.zeros(1000)}, step=1, keep=1)
+    assert not [*(tmp_path / "checkpoints").iterdir()]
 
 
 def test_rows_of_a_verb_are_whole_or_not_there(tmp_path, disk):
