@@ -13,9 +13,12 @@ import torch
 
 import windtunnel
 from bench import coded_file, exported, planning
+from bench.weights import shake_
 from harness.loop.sampling import numbers_of
 from tests.command import MADE, ROOT, call, run_folders, train
+from tests.composing import TINY, plan, small
 from tests.runs import MEMORY
+from tests.test_sampling import VARIANTS
 
 TEXT = bytes(range(48, 58)) * 30
 WITHOUT = """import sys
@@ -196,3 +199,19 @@ def test_every_door_goes_through_one_function_that_believes_nothing(tmp_path, mo
         assert ended.code == 2 and f"{words[0]}: the one door" in ended.err, (name, ended)
     with pytest.raises(ValueError, match="path=some: the one door"):
         windtunnel.load("some")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_comes_back_from_its_folder_to_the_last_bit(variant, tmp_path):
+    start = ("start.run=nowhere",) if variant == "replayed_spans" else ()
+    made = plan(f"variant={variant}", *TINY, *small(variant), *start)
+    torch.manual_seed(0)
+    model = made.make_model().eval()
+    shake_(model, spans=True)
+    described = {name: made.config[name] for name in ("variant", "model", "position")}
+    described |= {"vocabulary": 256, "symbols": list(range(256)), "protocol": {}, "trained": {}}
+    exported.write(tmp_path / "away", model, described=json.loads(json.dumps(described)), card="")
+    back = windtunnel.load(tmp_path / "away")
+    assert back.score(TEXT[:99]) == windtunnel.Model(network=model, symbols=bytes(range(256)), about={}).score(
+        TEXT[:99]
+    )
