@@ -1,6 +1,6 @@
 """A trained model, taken away: ``python -m bench.export run=outputs/latest out=DIR``.
 
-Weights as safetensors, what was configured, a model card. ``windtunnel.load(DIR)`` reads it with torch, einops and numpy
+Weights as safetensors, what was configured, a model card. ``windtunnel.load(DIR)`` reads it with torch and einops
 alone, no configuration's tools; ``bench/exported.py`` has the format.
 """
 

@@ -377,3 +377,16 @@ def test_looks_of_all_variants_differ_in_colour_and_in_marker_and_lightness():
     four = [plot_style.looks([])[name] for name in ("mhsa", "adaptive_span", "all_attention", "product_key_memory")]
     grey = sorted(np.dot([int(look.colour[i : i + 2], 16) for i in (1, 3, 5)], [0.299, 0.587, 0.114]) for look in four)
     assert min(np.diff(grey)) > 10
+
+
+def test_a_line_of_costs_ends_with_its_exponent(figures):
+    assert plots_costs.exponent([(n, 3 * n**1.5) for n in (64, 256, 1024)]) == pytest.approx(1.5)
+    assert plots_costs.exponent([(64, 1.0)]) is None and plots_costs.exponent([]) is None
+    flat_then_square = [(256, 100.0), (512, 100.0), (1024, 100.0), (2048, 400.0)]
+    assert plots_costs.exponent(flat_then_square) == pytest.approx(2.0), "short lengths tell of what is constant"
+    rows = [cost_row(variant=v, length=n, backend=p) for v in "ab" for n in (256, 1024) for p in ("plain", "fused")]
+    ax, _ = cost_axes(figures, rows)
+    said = [note.get_text() for note in ax.texts]
+    assert sorted(said) == ["L¹·⁰", "L¹·⁰", "L²·⁰", "L²·⁰", "∝ L", "∝ L²"]
+    boxes = [note.get_window_extent() for note in ax.texts]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))

@@ -33,7 +33,8 @@ aria-label="Attention map: arrow keys move, plus and minus zoom, 0 shows all"></
 <p class="tools"><button type="button" id="closer" aria-label="Zoom in">+</button>
 <button type="button" id="farther" aria-label="Zoom out">&minus;</button>
 <button type="button" id="whole">Whole</button>
-<span class="hint">Drag to move, double-click to zoom, click to keep a byte; arrow keys, +, &minus; and 0 do it, too.</span></p>
+<span class="hint">Drag to move, double-click or pinch to zoom, click to keep a byte; arrow keys, +, &minus; and
+0 do it, too.</span></p>
 </div>
 <div><div id="heads" role="group" aria-label="All maps: arrow keys choose layer and head"></div></div>
 </div>

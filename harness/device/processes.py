@@ -9,19 +9,18 @@ has ended: vectors, what layers share, and sparse rows, for which torch has no w
 """
 
 import os
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.device.heartbeat import Heartbeat, first_line
 from harness.device.torchrun import Launch, read_launch
-from harness.failures import KINDS, exit_code
+from harness.failures import KINDS, ProcessLost, exit_code
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
@@ -30,14 +29,14 @@ NONE, DENSE, SPARSE = range(3)  # what a parameter has for a gradient
 T = TypeVar("T")
 
 
-class ProcessLost(RuntimeError):
-    """Another process of this run has ended or does not answer."""
-
-    said = True
-
-
 class ProcessGroup(Launch):
-    """The processes of a run, seen from one of them."""
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        heartbeat: None where there is one process.
+    """
+
+    heartbeat: Heartbeat | None = None
 
     @property
     def is_main(self) -> bool:
@@ -164,22 +163,11 @@ class ProcessGroup(Launch):
         return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
 
     def _call(self, collective: Callable, *values: object, **options: int) -> None:
-        """A collective operation; its failure is said in one line, because the cause is told by another process."""
+        """A collective operation; its failure is one line, because the cause is told by another process."""
         try:
             collective(*values, **options)
         except RuntimeError as error:
-            self._lose(error)
-
-    def check_lost(self, error: Exception) -> None:
-        """Raise ProcessLost where an error is of a collective operation that torch's engines began."""
-        begun_here = isinstance(error, ProcessLost)
-        if isinstance(error, RuntimeError) and not begun_here and re.search("gloo|nccl", str(error), re.IGNORECASE):
-            self._lose(error)
-
-    def _lose(self, error: RuntimeError) -> NoReturn:
-        reason = str(error).partition("\n")[0][:200]
-        print(f"process {self.rank} of {self.world_size}: another one has ended ({reason})", file=sys.stderr)
-        raise ProcessLost(f"another process of this run has ended ({reason})") from error
+            raise self.heartbeat.loss(error) from error
 
 
 SINGLE = ProcessGroup()
@@ -195,15 +183,33 @@ def joined() -> Iterator[ProcessGroup]:
     if launch.world_size == 1:
         yield SINGLE
         return
-    on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    processes = ProcessGroup(*launch)
+    processes.heartbeat = _meet(launch)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
         try:
-            yield ProcessGroup(*launch)
+            yield processes
         except SystemExit:  # of all at the same step; after an error, a farewell would wait for the others
+            processes.heartbeat.leave()
             dist.destroy_process_group()
             raise
         except Exception as error:
-            error.own = True  # what all of them met has been ``said`` by one
+            error.own = True  # what all of them met has been said by one
+            processes.heartbeat.leave(failed=True)
             raise
+    processes.heartbeat.leave()
     dist.destroy_process_group()
+
+
+def _meet(launch: Launch) -> Heartbeat:
+    """The process group of torch is there, and the heart beats; ``ProcessLost`` where the others are not met in time."""
+    on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+        return Heartbeat(launch)
+    except RuntimeError as error:
+        place = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise ProcessLost(
+            f"process {launch.rank} of {launch.world_size} did not meet the others at {place}, which MASTER_ADDR and "
+            f"MASTER_PORT name ({first_line(error)}); allowed are an address and a free port of the first machine that all "
+            "can reach, and, where a machine has several networks, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        ) from error

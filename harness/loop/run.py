@@ -14,6 +14,7 @@ import yaml
 
 from harness.cache import write_whole
 from harness.count.memory import Peak, PeakMemory
+from harness.device.heartbeat import is_connection_failure
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import StopSignal
 from harness.device.units import gathered
@@ -21,6 +22,7 @@ from harness.failures import OutOfMemory, is_out_of_memory
 from harness.loop import summary
 from harness.loop.progress import ProgressBar
 from harness.loop.train_state import TrainState
+from harness.optim.budget import Spent
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder
 from harness.record.cells import busy_words
@@ -39,7 +41,8 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
         try:
             yield
         except Exception as error:
-            processes.check_lost(error)
+            if is_connection_failure(error):
+                raise processes.heartbeat.loss(error) from error
             if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
             said, words = (
@@ -50,7 +53,8 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
             short = OutOfMemory(
                 f"out of memory ({said[:200] or type(error).__name__}). Lower batch.streams={b.streams}, batch.segment="
                 f"{b.segment} or model.span={m.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
-                f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words}".strip()
+                f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words} "
+                "device_memory=24GiB (or as much as there is)"
             )
             short.already_printed = getattr(error, "already_printed", None)
             raise short from error
@@ -77,7 +81,7 @@ class Run:
     ):
         self.plan, self.folder, self.training, self.command = plan, place, training, command
         self._peak, self._most, self._held = peak, Peak(None, approximate=False), held
-        self._saved_seconds = time.monotonic()
+        self._saved, self._saved_seconds = training.spent if training else Spent(), time.monotonic()
         self._last_bits = float("nan")
         self._steps_here = 0
         self._scored_bytes_per_second: float | None = None
@@ -97,7 +101,7 @@ class Run:
         print_closing_table(self.earlier, others=self._comparable(self.earlier))
         if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # its agent waits for a run that has the metric
             with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
-                again.log_end(summary=self.earlier, figures=[])
+                again.log_end(summary=self.earlier, figures=sorted(self.folder.path.glob("*.png")))
         return self.earlier["valid_bits_per_byte"]
 
     def hold(self) -> bool:
@@ -117,12 +121,21 @@ class Run:
             whose = summary.identity(self.training, self.folder.identity, command=self.command)
             stack.enter_context(recording(self.plan, self.folder, whose, self._processes))
             seen = self._restore()
+            if self._processes.heartbeat:
+                self._processes.heartbeat.standing = self._left
             with self._processes.fail_together():
                 if self._processes.is_main:
                     self._open(stack, seen=seen, whose=whose)
             name = self.folder.path.name if self.plan.beside_others else None
             self._load = self.training.runtime.load_meter()
             yield stack.enter_context(ProgressBar(every_seconds=self.plan.record.progress_seconds, name=name))
+
+    def _left(self) -> str:
+        """What is left of the run where it ends now, as sentences."""
+        now, newest = self.training.spent.bytes, checkpoint.newest(self.folder.path)
+        what = f"The newest whole checkpoint is {newest}" if newest else f"{self.folder.path} has no checkpoint yet"
+        lost = f"{now - self._saved.bytes:,} of {now:,} bytes of training are lost"
+        return f"{what}, and {lost}; the same command goes on: {self.command}"
 
     def _open(self, stack: ExitStack, *, seen: dict, whose: dict) -> None:
         """What is written into: the record, which has the rows ``seen`` or begins with ``whose`` it is, and W&B."""
@@ -152,11 +165,13 @@ class Run:
             with self._processes.fail_together():
                 training.restore(content)
             seen = {"rows": content["rows"], "sha256": content["sha256"]}
+            self._saved = training.spent
         verb = f"resuming at {training.spent.bytes:,} bytes" if seen["rows"] else "training"
         how = f"{training.backend}, {training.runtime.precision}"
         print(f"{verb}: {self.folder.path}  |  {training.corpus.label()}  |  {how}")
-        if self.folder.note:
-            print(self.folder.note)
+        for line in (self.folder.note, *self.folder.odd):
+            if line:
+                print(line)
         return seen
 
     def _read_checkpoint(self) -> dict:
@@ -244,7 +259,7 @@ class Run:
                 checkpoint.save(
                     self.folder.path, content, step=self.training.spent.steps, keep=self.plan.checkpoint.keep
                 )
-        self._saved_seconds = time.monotonic()
+        self._saved, self._saved_seconds = self.training.spent, time.monotonic()
 
     def finish(self, progress: ProgressBar) -> dict:
         """The last validation, the best weights' scores on whole splits, the summary and the figures."""
@@ -274,20 +289,22 @@ class Run:
 
     def _figures(self, found: dict) -> list:
         """What could be drawn: the result does not depend on it."""
+        drawn = []
         try:
             from harness.record.figures import draw_figures  # late: matplotlib is slow to import
 
-            return draw_figures(
+            for path in draw_figures(
                 read_rows(self._record.path),
                 folder=self.folder.path,
                 label=f"{self.plan.variant}, seed {self.plan.seed}: {self.training.corpus.label()}",
                 compressors=found["compressors"]["valid"],
                 span_limit=self.plan.model.span,
-            )
+            ):
+                drawn.append(path)
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             print(f"figures: {reason} (the run itself is finished)", file=sys.stderr)
-            return []
+        return drawn
 
     def _comparable(self, found: dict) -> list[dict]:
         return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")

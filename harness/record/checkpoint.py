@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from harness.cache import Passing, written_whole
-from harness.failures import StorageFailure
+from harness.failures import Damaged, StorageFailure
 from harness.record.rows import FORMAT, check_format
 
 FOLDER = "checkpoints"
@@ -26,10 +26,6 @@ _NO_COMMENT = bytes(2)
 """How an archive without comment ends: with the comment's length."""
 _MARK = "sha256:"
 _ENDING_BYTES = len(_NO_COMMENT) + len(_MARK) + 64
-
-
-class Damaged(ValueError):
-    """A checkpoint whose bytes are not those that were written."""
 
 
 def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
