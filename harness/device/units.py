@@ -11,7 +11,7 @@ torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what 
 parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, zeros
 from torch.utils._pytree import tree_map
 
 from harness.device.processes import ProcessGroup
@@ -32,7 +32,7 @@ class Units:
     Attributes:
         parameters: all, as the optimizers know them.
         whole: those whose gradients are averaged apart from the units'.
-        parts: those of which this process has some rows, and the shape of the whole.
+        parts: those of which this process has some rows, and the whole.
     """
 
     def __init__(self, model: nn.Module):
@@ -63,7 +63,7 @@ class Units:
                 own.data = managed.detach().to_local()  # the same memory
                 managed.register_post_accumulate_grad_hook(partial(_hand_over, own))
                 if shard == "full":
-                    self.parts[own] = managed.shape
+                    self.parts[own] = managed
         self.whole = [parameter for parameter in self.parameters if parameter in whole]
 
     def begin_part(self, *, last: bool) -> None:
@@ -88,18 +88,23 @@ class Units:
                 if self.parts and unit is not self._model:
                     unit.set_reshard_after_forward(True, recurse=False)
 
-    def part_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """This process's part of something that belongs to a parameter: its rows, if it has the shape of the whole."""
-        shape = self.parts.get(parameter)
-        if shape is None or tensor.shape != shape:
-            return tensor
-        return _rows(tensor, self._mesh).clone()
+        managed = self.parts.get(parameter)
+        if managed is None or whole.shape != managed.shape:
+            return whole
+        return divided_like(managed, whole).to_local().clone()
 
-    def whole_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def whole_of(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """Its opposite: the whole, divided as it is."""
-        if parameter not in self.parts or tensor.shape != parameter.shape:
-            return tensor
-        return self._divided(tensor, self.parts[parameter], dim=0)
+        managed = self.parts.get(parameter)
+        return own if managed is None or own.shape != parameter.shape else _divided(own, self._mesh, managed.shape)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Of something that was divided, wherever it is read: this process's rows, or the whole."""
+        if not self.parts:
+            return torch.empty(shape, dtype=dtype)
+        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
 
     def total(self, own: Tensor, *, of: str = "sum") -> Tensor:
         """Sum, or ``max``, of all processes' tensors, where parameters are divided."""
@@ -108,38 +113,31 @@ class Units:
     def by_matrix(self, rows: Tensor, function: Callable[[Tensor], Tensor], *, shape: tuple[int, int]) -> Tensor:
         """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in one
         process; and back again."""
-        divided = self._divided(rows, (len(rows), *shape), dim=1)
-        matrices = divided.redistribute(placements=[Shard(0)])
-        made = self._divided(function(matrices.to_local()), divided.shape, dim=0)
+        shape = (len(rows), *shape)
+        matrices = _divided(rows, self._mesh, shape, dim=1).redistribute(placements=[Shard(0)])
+        made = _divided(function(matrices.to_local()), self._mesh, shape)
         return made.redistribute(placements=[Shard(1)]).to_local()
 
-    def _divided(self, own: Tensor, shape: tuple[int, ...], *, dim: int) -> DTensor:
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            own, self._mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=strides
-        )
+
+def divided_like(held: Tensor, given: Tensor) -> Tensor:
+    """A tensor, whole or divided, divided as the one whose place it takes."""
+    if not isinstance(held, DTensor) or isinstance(given, DTensor):
+        return given if isinstance(held, DTensor) else gathered(given)
+    mesh, given = held.device_mesh, given.to(held.device)
+    if not held.placements[0].is_shard():
+        return DTensor.from_local(given, mesh, held.placements, run_check=False)
+    number = -(-len(given) // mesh.size())  # rows in each, as torch divides them
+    return _divided(given[mesh.get_local_rank() * number :][:number], mesh, held.shape)
 
 
-def divided_like(held: Tensor, whole: Tensor) -> Tensor:
-    """A whole tensor, divided as the one whose place it takes."""
-    if not isinstance(held, DTensor):
-        return whole
-    own = _rows(whole, held.device_mesh) if held.placements[0].is_shard() else whole
-    own = own.to(held.device)
-    return DTensor.from_local(
-        own, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
-    )
+def _divided(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], *, dim: int = 0) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def gathered(value: object) -> object:
     """A value in which no tensor is divided; all processes call it."""
     return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
-
-
-def _rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This process's, as torch divides them."""
-    number = -(-len(whole) // mesh.size())
-    return whole[mesh.get_local_rank() * number :][:number]
 
 
 def _hand_over(own: nn.Parameter, managed: DTensor) -> None:

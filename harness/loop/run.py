@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import yaml
 
@@ -24,7 +25,7 @@ from harness.loop.progress import ProgressBar
 from harness.loop.train_state import TrainState
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
-from harness.record import checkpoint, folder
+from harness.record import checkpoint, folder, shards
 from harness.record.cells import busy_words
 from harness.record.closing_table import bits, print_closing_table, scored_splits
 from harness.record.rows import CONFIG, Record, find_comparable, read_rows, write_summary
@@ -162,6 +163,7 @@ class Run:
             self.folder.begin()
         if self.folder.checkpoint is not None:
             content = self._processes.on_main(self._read_checkpoint)
+            content = shards.put_back(content, training.trainer.units.empty)
             with self._processes.fail_together():
                 training.restore(content)
             seen = {"rows": content["rows"], "sha256": content["sha256"]}
@@ -252,7 +254,9 @@ class Run:
             rows = self._record.rows if self._processes.is_main else 0
             if self._processes.is_main and self.training.validated.size:
                 checkpoint.must_have_best(self.folder.path)
-        content = self.training.content(rows=rows)
+        content, divided = shards.taken_out(self.training.content(rows=rows))
+        if divided:
+            content[shards.KEY] = self._save_shards(divided)
         with self._processes.fail_together():
             if self._processes.is_main:
                 content |= {"identity": vars(self.folder.identity), "sha256": self._record.sha256}
@@ -260,6 +264,15 @@ class Run:
                     self.folder.path, content, step=self.training.spent.steps, keep=self.plan.checkpoint.keep
                 )
         self._saved, self._saved_seconds = self.training.spent, time.monotonic()
+
+    def _save_shards(self, divided: dict) -> dict:
+        """Each process's rows, beside the checkpoint that is to name them."""
+        make = partial(checkpoint.new_shards, self.folder.path, step=self.training.spent.steps)
+        place = self._processes.on_main(make)
+        with self._processes.fail_together():
+            tensors, own = shards.write(place, divided)
+        digests = {name: digest for each in self._processes.gather_values(own) for name, digest in each.items()}
+        return {"folder": place.name, "tensors": tensors, "sha256": digests}
 
     def finish(self, progress: ProgressBar) -> dict:
         """The last validation, the best weights' scores on whole splits, the summary and the figures."""

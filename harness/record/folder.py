@@ -19,7 +19,7 @@ from typing import IO
 
 from harness.cache import NO_ROOM, storage_failure, write_all, write_whole
 from harness.failures import kind_of
-from harness.record import checkpoint
+from harness.record import checkpoint, shards
 from harness.record.provenance import refuse_links
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, look_at, read_object, write_summary
 from harness.record.shapes import misfit, shapes
@@ -164,7 +164,8 @@ class RunFolder:
         old = [self.path / SUMMARY, self.path / FAILED]
         if self.checkpoint is None:
             old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
-            old += (self.path / checkpoint.FOLDER).glob("*")
+            old += (path for path in (self.path / checkpoint.FOLDER).glob("*") if not path.is_dir())
+            shards.forget(self.path / checkpoint.FOLDER, lambda name: False)
         for path in old:
             path.unlink(missing_ok=True)
 
