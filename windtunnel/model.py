@@ -97,6 +97,6 @@ def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) ->
         from bench.planning import open_trained  # late: a run's configuration needs Hydra's, an exported model does not
 
         opened = open_trained(path, key="path", trust=list(trust))
-        network, symbols = opened.model, opened.symbols
+        network, symbols = opened.model(), opened.symbols()
         about = opened.saved | {"protocol": opened.plan.protocol()}
     return Model(network=network.to(device).eval(), symbols=symbols, about=about)

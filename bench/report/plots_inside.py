@@ -64,7 +64,7 @@ def _spans(run, label: str, seeds: int) -> Drawing:
         f"Span z of every head in positions at the end of training, heads of a layer sorted by span; dark is short. "
         f"The scale is logarithmic and ends at the longest possible span. Behind z the mask falls over a ramp, "
         f"which is not counted here.{of_seeds} Right: a bar a head, the heads of a layer beside each other, on a logarithmic "
-        f"axis that is linear below 1; a line across a layer is its mean."
+        f"axis that is even below 1; a line across a layer is its mean."
     )
     name = f"spans-{run.summary['variant']}-{tag(label, comparable(run))}"
     return finish(figure, name=name, title=title, caption=caption)

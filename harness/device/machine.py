@@ -75,7 +75,9 @@ def gpu_facts(uuid: str) -> dict[str, str | float | None]:
 
 def versions(**known: object) -> dict[str, str]:
     """Of Python and the libraries that make a time what it is; of ``known`` those that are not None."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": metadata.version("numpy")}
+    import numpy  # late: a trained model can be used without it
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
     return found | {name: str(version) for name, version in known.items() if version is not None}

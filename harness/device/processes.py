@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.device.heartbeat import Heartbeat, first_line
+from harness.device.heartbeat import Heartbeat
+from harness.device.meeting import meet
 from harness.device.torchrun import Launch, read_launch
-from harness.failures import KINDS, ProcessLost, exit_code
+from harness.failures import KINDS, exit_code
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
@@ -184,7 +185,7 @@ def joined() -> Iterator[ProcessGroup]:
         yield SINGLE
         return
     processes = ProcessGroup(*launch)
-    processes.heartbeat = _meet(launch)
+    processes.heartbeat = meet(launch, timeout=TIMEOUT)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
         try:
             yield processes
@@ -198,18 +199,3 @@ def joined() -> Iterator[ProcessGroup]:
             raise
     processes.heartbeat.leave()
     dist.destroy_process_group()
-
-
-def _meet(launch: Launch) -> Heartbeat:
-    """The process group of torch is there, and the heart beats; ``ProcessLost`` where the others are not met in time."""
-    on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
-        return Heartbeat(launch)
-    except RuntimeError as error:
-        place = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise ProcessLost(
-            f"process {launch.rank} of {launch.world_size} did not meet the others at {place}, which MASTER_ADDR and "
-            f"MASTER_PORT name ({first_line(error)}); allowed are an address and a free port of the first machine that all "
-            "can reach, and, where a machine has several networks, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        ) from error

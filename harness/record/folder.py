@@ -256,7 +256,7 @@ def _provenance(path: Path) -> dict:
 def _same_config(outputs: Path, identity: Identity) -> tuple[list[Path], list[str]]:
     """Run folders of the same configuration, the oldest first; and a line for each that does not say what it is of."""
     found, odd = [], []
-    for path in outputs.glob(f"{identity.variant}-s{identity.seed}-*"):
+    for path in outputs.glob(f"{identity.variant}-s{identity.seed}-*/"):
         row, reason = look_at(path / RECORD, first_line=True)
         if reason:
             odd.append(f"not compared with {str(path / RECORD)!r}: {reason}")

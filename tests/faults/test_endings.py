@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.compose import cli
-from harness.failures import Damaged, Diverged, OutOfMemory, StorageFailure
+from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure
 from harness.loop.run import Run
 from harness.loop.train_state import TrainState
 from harness.record import figures
@@ -38,6 +38,7 @@ def summary_of(here) -> dict:
         (ConnectionResetError(104, "Connection reset by peer"), 1, "failed"),
         (Damaged("best.pt is damaged"), 4, "storage"),
         (MemoryError(), 5, "out of memory"),
+        (ProcessLost("process 0 of 2: another one has ended"), 6, "process lost"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "out of memory"),
     ],
 )
