@@ -11,14 +11,16 @@ torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what 
 parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, zeros
 from torch.utils._pytree import tree_map
@@ -98,7 +100,7 @@ class Units:
     def whole_of(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """Its opposite: the whole, divided as it is."""
         managed = self.parts.get(parameter)
-        return own if managed is None or own.shape != parameter.shape else _divided(own, self._mesh, managed.shape)
+        return own if managed is None or own.shape != parameter.shape else _divided(own, managed)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Of something that was divided, wherever it is read: this process's rows, or the whole."""
@@ -113,10 +115,19 @@ class Units:
     def by_matrix(self, rows: Tensor, function: Callable[[Tensor], Tensor], *, shape: tuple[int, int]) -> Tensor:
         """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in one
         process; and back again."""
-        shape = (len(rows), *shape)
-        matrices = _divided(rows, self._mesh, shape, dim=1).redistribute(placements=[Shard(0)])
-        made = _divided(function(matrices.to_local()), self._mesh, shape)
-        return made.redistribute(placements=[Shard(1)]).to_local()
+        rank, columns = self._mesh.get_local_rank(), shape[1]
+        heights, numbers = ([len(part) for part in _shares(n, self._mesh.size())] for n in (shape[0], len(rows)))
+        matrices = self._exchange(rows.split(numbers), [(numbers[rank], height, columns) for height in heights])
+        made = function(torch.cat(matrices, dim=1)).split(heights, dim=1)
+        return torch.cat(self._exchange(made, [(number, heights[rank], columns) for number in numbers]))
+
+    def _exchange(self, given: Sequence[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """One tensor to each process, and of these shapes one from each."""
+        sizes = [math.prod(shape) for shape in shapes]
+        found = given[0].new_empty(sum(sizes))
+        sent = torch.cat([tensor.flatten() for tensor in given])
+        dist.all_to_all_single(found, sent, sizes, [tensor.numel() for tensor in given], group=self._mesh.get_group())
+        return [part.view(shape) for part, shape in zip(found.split(sizes), shapes, strict=True)]
 
 
 def divided_like(held: Tensor, given: Tensor) -> Tensor:
@@ -125,14 +136,20 @@ def divided_like(held: Tensor, given: Tensor) -> Tensor:
         return given if isinstance(held, DTensor) else gathered(given)
     mesh, given = held.device_mesh, given.to(held.device)
     if not held.placements[0].is_shard():
-        return DTensor.from_local(given, mesh, held.placements, run_check=False)
-    number = -(-len(given) // mesh.size())  # rows in each, as torch divides them
-    return _divided(given[mesh.get_local_rank() * number :][:number], mesh, held.shape)
+        return _divided(given, held)
+    own = _shares(len(given), mesh.size())[mesh.get_local_rank()]
+    return _divided(given[own.start : own.stop], held)
 
 
-def _divided(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], *, dim: int = 0) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
+def _shares(number: int, parts: int) -> list[range]:
+    """Rows of each process, as torch divides them: the last ones may have fewer, or none."""
+    size, every = -(-number // parts), range(number)
+    return [every[part * size : (part + 1) * size] for part in range(parts)]
+
+
+def _divided(own: Tensor, like: DTensor) -> DTensor:
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def gathered(value: object) -> object:

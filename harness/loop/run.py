@@ -19,7 +19,7 @@ from harness.device.heartbeat import is_connection_failure
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import StopSignal
 from harness.device.units import gathered
-from harness.failures import OutOfMemory, is_out_of_memory
+from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
 from harness.loop import summary
 from harness.loop.progress import ProgressBar
 from harness.loop.train_state import TrainState
@@ -272,6 +272,12 @@ class Run:
         with self._processes.fail_together():
             tensors, own = shards.write(place, divided)
         digests = {name: digest for each in self._processes.gather_values(own) for name, digest in each.items()}
+        with self._processes.fail_together():
+            if self._processes.is_main and (unseen := [name for name in digests if not (place / name).is_file()]):
+                raise StorageFailure(
+                    f"{place / unseen[0]}: another process has written it where the first one does not see it; "
+                    f"runtime.shard=full needs a folder outputs={self.folder.path.parent} that all of them share"
+                )
         return {"folder": place.name, "tensors": tensors, "sha256": digests}
 
     def finish(self, progress: ProgressBar) -> dict:
