@@ -15,7 +15,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from bench.coding import ModelCoder
-from bench.planning import corpus_of_run, open_trained
+from bench.planning import open_trained
 from harness import source
 from harness.data.corpora import SPLITS, Corpus
 from harness.device import runtime
@@ -62,10 +62,11 @@ def open_run(cfg: DictConfig, *, with_data: bool = False) -> Opened:
         ValueError: naming the key.
     """
     path = Path(cfg.run)
-    plan, saved, _, model, symbols = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    opened = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    plan, model, symbols = opened.plan, opened.model(), opened.symbols()
     if not plan.runtime.deterministic:
         raise ValueError("runtime.deterministic=false: allowed is true, for a decoder must find the same probabilities")
-    device, corpus = runtime.start(plan.runtime), corpus_of_run(plan, saved) if with_data else None
+    device, corpus = runtime.start(plan.runtime), opened.corpus() if with_data else None
     model.to(device.device)
     made_of = [plan.config[name] for name in ("variant", "model", "position")] + [list(symbols)]
     weights = (path / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + json.dumps(made_of, default=str).encode()

@@ -89,7 +89,7 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     """The verb's own settings, a training configuration for each variant, and the run folder of the weights."""
     from hydra.core.hydra_config import HydraConfig
 
-    from bench.planning import own_keys, plan_of_run, read_run, recompose
+    from bench.planning import open_trained, own_keys, recompose
     from harness.plan.build import hydra_facts
     from harness.plan.settings import parse
 
@@ -105,10 +105,9 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
                 f"{word}: checkpoint={cfg.checkpoint} has its own configuration; allowed beside it are "
                 f"{', '.join(BESIDE_A_CHECKPOINT)}"
             )
-    read_run(Path(cfg.checkpoint), key="checkpoint")
     typed = {"runtime": cfg.runtime, "trust": cfg.trust, "trusted": hydra_facts()["trusted"]}
-    own = plan_of_run(Path(cfg.checkpoint), key="checkpoint", **typed)
-    return settings, [OmegaConf.create(own.config)], cfg.checkpoint
+    own = open_trained(Path(cfg.checkpoint), key="checkpoint", **typed)
+    return settings, [OmegaConf.create(own.plan.config)], cfg.checkpoint
 
 
 def _check_lists(settings: CostSettings) -> None:

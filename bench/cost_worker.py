@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 from bench.measure import growth_bytes, peak_bytes, times
-from bench.planning import provenance, read_run, trained_model
+from bench.planning import open_trained, provenance
 from bench.weights import learned_spans, place_spans, shake_, spans_of
 from harness.count.flops import count_flops, forward_flops_per_byte, optimizer_flops
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
@@ -185,8 +185,8 @@ class Subject:
             if self.task.spans != "initial":
                 place_spans(model, spans_of(self.task.spans, span=self.span), heads=self.plan.model.heads)
             return model
-        _, best = read_run(Path(self.task.weights), key="checkpoint")
-        return trained_model(self.plan, best, span=self.span, key="checkpoint")
+        opened = open_trained(Path(self.task.weights), key="checkpoint", trust=[], trusted=self.plan.trust)
+        return opened._replace(plan=self.plan).model(span=self.span)
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.steps += 1

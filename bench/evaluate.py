@@ -18,7 +18,7 @@ from harness.compose.cli import run_command
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="evaluate")
 def main(cfg: DictConfig) -> None:
-    from bench.planning import corpus_of_run, plan_of_run, read_run, trained_model  # late, as everything slow
+    from bench.planning import open_trained  # late, as everything slow
     from harness import source
     from harness.cache import append_whole
     from harness.device import runtime
@@ -30,11 +30,11 @@ def main(cfg: DictConfig) -> None:
     from harness.record.rows import EVALUATIONS, FORMAT, plain
 
     path = Path(cfg.run)
-    saved, best = read_run(path, key="run")
+    opened = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    plan, saved = opened.plan, opened.saved
     refuse_links(path, key="run")  # a row and a figure are put there
     if cfg.split not in ("train", "valid", "test"):
         raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
-    plan = plan_of_run(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
     keys = ("streams", "segment", "span", "context", "bytes")
     asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
     limit = asked.pop("bytes")
@@ -42,9 +42,8 @@ def main(cfg: DictConfig) -> None:
     if limit is not None and limit < 2:
         raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
     device = runtime.start(plan.runtime)
-    plan = settled(plan, device)
-    corpus = corpus_of_run(plan, saved)
-    model = trained_model(plan, best, span=protocol["span"], key="run").to(device.device)
+    corpus = opened.corpus()
+    model = opened._replace(plan=settled(plan, device)).model(span=protocol["span"]).to(device.device)
     split = corpus.reported(cfg.split, choice_bytes=protocol["choice_bytes"])
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
     if asked["context"] is None:
@@ -55,7 +54,7 @@ def main(cfg: DictConfig) -> None:
     row |= {"trained_source": saved["source"], "source": source.digest(plan.trust), "commit": source.commit()}
     row |= {"measuring_source": source.digest(plan.trust, measuring=True)}
     row |= {"evaluation_backend": backend_of(model, device, training=False)}
-    row |= {"weights_bytes_seen": best["bytes"], **device.describe()}
+    row |= {"weights_bytes_seen": opened.best["bytes"], **device.describe()}
     append_whole(path / EVALUATIONS, json.dumps(plain(row), allow_nan=False).encode() + b"\n")
     _show(row, path)
     print(f"appended to {path / EVALUATIONS}")

@@ -1,6 +1,6 @@
 """A trained model, taken away: ``python -m bench.export run=outputs/latest out=DIR``.
 
-Weights as safetensors, what was configured, a model card. ``windtunnel.load(DIR)`` reads it with torch, einops and numpy
+Weights as safetensors, what was configured, a model card. ``windtunnel.load(DIR)`` reads it with torch and einops
 alone, no configuration's tools; ``bench/exported.py`` has the format.
 """
 
@@ -30,11 +30,11 @@ def main(cfg: DictConfig) -> None:
     trained |= {"bytes_seen": opened.best["bytes"]}
     trained |= {key: summary.get(key) for key in ("valid_bits_per_byte", "test_bits_per_byte")}
     described = {name: config[name] for name in ("variant", "model", "position")}
-    described |= {"vocabulary": opened.plan.data["vocabulary"], "symbols": list(opened.symbols)}
+    described |= {"vocabulary": opened.plan.data["vocabulary"], "symbols": list(opened.symbols())}
     described |= {"protocol": opened.plan.protocol(), "trained": trained}
     described = json.loads(json.dumps(described))  # the numbers of layers are keys: as text
     try:
-        exported.write(out, opened.model, described=described, card=_card(described))
+        exported.write(out, opened.model(), described=described, card=_card(described))
     except OSError as error:
         raise ValueError(f"out={out}: cannot be written ({error.strerror})") from error
     print(f"{out}: {exported.WEIGHTS}, {exported.MODEL}, README.md; windtunnel.load({str(out)!r}) reads it")

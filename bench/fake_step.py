@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from bench.exchange import Collective, pretended, reads_known
 from bench.fused_graph import compiled, tracing
@@ -35,7 +36,7 @@ from harness.device.choice import Abilities, abilities
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import Runtime
 from harness.loop.step import Trainer
-from harness.model import LanguageModel, RMSNorm, recomputed
+from harness.model import LanguageModel, RMSNorm
 from harness.optim.optimizers import Optimizers
 from harness.plan.build import Plan
 from harness.plan.settings import BatchSettings
@@ -139,10 +140,11 @@ def predict(
     backend = "+".join(sorted(names - {"plain"} or names)) + (", compiled" if plan.runtime.compile else "")
     try:
         on_gpu = ()
-        if kind == "cuda":  # where layers are computed again, too
-            again = partial(recomputed, context_fn=lambda: (nullcontext(), AsCuda()))
+        if kind == "cuda":  # where something is computed again, too
+            again = partial(checkpoint, context_fn=lambda: (nullcontext(), AsCuda()))
             norms = patch.object(RMSNorm, "forward", nn.RMSNorm.forward)
-            on_gpu = (AsCuda(), norms, patch("harness.model.recomputed", again))
+            stand_ins_take = patch("variants.backends.TAKE_VECTORS", ("fused", "chunked"))  # by the name that they have
+            on_gpu = (AsCuda(), norms, stand_ins_take, patch("torch.utils.checkpoint.checkpoint", again))
         with pretended(processes) as group, ExitStack() as stack:
             if processes > 1:
                 stack.enter_context(reads_known(model))

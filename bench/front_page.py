@@ -1,12 +1,14 @@
 """Front page: the README's results and ``docs/speed.md``, out of committed rows: ``python -m bench.front_page``.
 
 Writes what stands between the two markers of ``README.md``, and the figure below it, from the run folders in
-``bench/results/<hardware>/runs``, and of ``docs/speed.md`` from every ``bench/results/<hardware>/speed.jsonl``, misses
-beside hits, and says how many lines of the code that was measured have changed since. That count is printed and not written:
-the next commit would make it wrong. Needs neither torch nor a server.
+``bench/results/<hardware>/runs*``, a section for each name, and of ``docs/speed.md`` from every
+``bench/results/<hardware>/speed.jsonl``, misses beside hits, and says how many lines of the code that was measured have
+changed since. That count is printed and not written: the next commit would make it wrong. Needs neither torch nor a
+server.
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,8 +23,10 @@ from bench.report.columns import (
     PEAK,
     QUALITY,
     SEEDS,
+    SPEED,
     STATE,
     Means,
+    copies,
     table_of_arms,
 )
 from bench.report.comparison import busy_notes, by, comparable, is_tuning
@@ -35,15 +39,18 @@ from bench.report.tuning import Pick, at_a_pick, picks
 from bench.report.words import budget_words, data_words
 from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
+from harness.failures import exit_code
 from harness.record.cells import busy_mark, listed, spread
 from harness.record.table import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
-RUNS = "bench/results/*/runs"
+RUNS = "bench/results/*/runs*"
 FIGURE = "docs/trade_off.png"
 RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, IN_EVALUATION, EXECUTED, IDEAL, PEAK, STATE)
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
+DIGEST = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
+"""What git is given of a row, which anybody may have written: never an option."""
 UNMEASURED = ("results", "report", "reporting", "report.py", "dashboards", "dashboard.py", "front_page.py")
 """Names of today, and of commits that rows are of."""
 CODE = ("train.py", "variants", "harness", "conf", "bench", *(f":!bench/{name}" for name in UNMEASURED))
@@ -65,7 +72,7 @@ LEGEND = """\
 
 
 def main() -> int:
-    """The exit code: 0, or 2 where the page cannot be written."""
+    """The exit code, as ``docs/exit_codes.md`` has it."""
     try:
         for name, block in PAGES.items():
             page = ROOT / name
@@ -73,9 +80,9 @@ def main() -> int:
         write_whole(ROOT / FIGURE, figure(ROOT))
         for path, rows in tables(ROOT).items():
             print(f"{path}: commit {rows[0]['commit']}; changed since then: {lines_changed(rows[0]['commit'], ROOT)}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exit_code(error)
     return 0
 
 
@@ -88,10 +95,15 @@ def written(page: str, block: Callable[[Path], str], root: Path, *, name: str) -
     return "\n\n".join([before + begin, block(root), end + after])
 
 
-def committed_runs(root: Path) -> tuple[list[RunRow], list[Pick]]:
-    """Results of any sittings, and what their trials picked; ValueError without results, or where some are refused, do not
-    compare, or are not at the point that was picked for them."""
-    found = gather(sorted(root.glob(RUNS)) or [root / RUNS])
+def committed_runs(root: Path) -> list[tuple[list[RunRow], list[Pick]]]:
+    """Results of any sittings, and what their trials picked, by the name of their folder; ValueError without results, or
+    where some of one name are refused, do not compare, or are not at the point that was picked for them."""
+    folders = by(sorted(root.glob(RUNS)) or [root / RUNS], key=lambda folder: folder.name)
+    return [_comparable(folders[name]) for name in sorted(folders)]
+
+
+def _comparable(folders: Sequence[Path]) -> tuple[list[RunRow], list[Pick]]:
+    found = gather(folders)
     every = [pick for some in picks(found.runs) for pick in some]
     runs = [run for run in found.runs if not is_tuning(run.row)]
     strays = [f"{run.folder.name} is at another point than the picked" for run in runs if not at_a_pick(run, every)]
@@ -99,20 +111,25 @@ def committed_runs(root: Path) -> tuple[list[RunRow], list[Pick]]:
     same = by(runs, key=lambda run: (comparable(run), run.row["device"], json.dumps(run.row["config"]["model"])))
     if found.refused or strays or len(same) != 1 or len(sources) != 1:
         told = f"{len(same)} groups of runs that compare, of {len(sources)} sources"
-        raise ValueError(f"{RUNS}: {'; '.join([*found.refused, *strays]) or told}")
+        raise ValueError(f"bench/results/*/{folders[0].name}: {'; '.join([*found.refused, *strays]) or told}")
     return runs, every
 
 
 def results(root: Path) -> str:
-    """Bits per byte and costs of the committed runs: a table of AdamW for all, then of other optimizers."""
-    runs, every = committed_runs(root)
+    """Bits per byte and costs of the committed runs, a section for each folder's name."""
+    return "\n\n".join(_section(runs, every) for runs, every in committed_runs(root))
+
+
+def _section(runs: Sequence[RunRow], every: Sequence[Pick]) -> str:
+    """A table of AdamW for all, then of other optimizers."""
     by_optimizers = by(runs, key=lambda run: listed(sorted({o["optimizer"] for o in run.row["optimizers"]})))
     tables = [_results(same, every, optimizers=names) for names, same in sorted(by_optimizers.items())]
     row, commits = runs[-1].row, listed(dict.fromkeys(run.row["commit"][:8] for run in runs))
-    model, budget = row["config"]["model"], row["budget"]["bytes"]
+    model, carried = row["config"]["model"], (row["config"].get("batch") or {}).get("carry")
     sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads, a window of {model['span']} bytes"
     about = (
-        f"After {budget:,} bytes of training ({sizes}) on {data_words([row])}: a beginning, not what they reach in the end. "
+        f"After {budget_words(row['budget'])} of training ({sizes}{', streams read on with carried state' * bool(carried)}) "
+        f"on {data_words([row])}: a beginning, not what they reach in the end. "
         f"n: seeds; ~: approximate. Commit {commits}, {row['device']}."
     )
     return "\n\n".join([about, *tables])
@@ -123,7 +140,8 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
     group = Group.of(runs)
     pairs = {arm.label: pick for arm, pick in reported_arms(runs, every)}
     tuned = all(arm.label in pairs for arm in group.arms)
-    columns = (*RESULTS, TRIED) if tuned else RESULTS
+    speed = (SPEED,) if "seconds" in runs[-1].row["budget"] else ()
+    columns = (*RESULTS[:3], *copies(runs), *RESULTS[3:], *speed, *((TRIED,) if tuned else ()))
     if tuned:
         rows = [(arm, Reported(arm, pairs[arm.label], unequal=False)) for arm in group.arms]
         one, seeds = next(iter(pairs.values())), sorted({seed for pick in pairs.values() for seed in pick.seeds})
@@ -146,11 +164,11 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
 
 
 def figure(root: Path) -> bytes:
-    """The same runs against ideal FLOPs and memory; not their time, since other work ran beside them."""
+    """The first section's runs against ideal FLOPs and memory; not their time, since other work ran beside them."""
     from bench.report.plot_style import looks, styled  # matplotlib
     from bench.report.plots_runs import draw_trade_offs
 
-    runs, _ = committed_runs(root)
+    runs, _ = committed_runs(root)[0]
     runs = [run for run in runs if {o["optimizer"] for o in run.row["optimizers"]} == {"AdamW"}] or runs
     left_out = [{"seconds": None, "flops_per_byte": run.summary["flops_per_byte"] | {"executed": None}} for run in runs]
     runs = [replace(run, summary=run.summary | left) for run, left in zip(runs, left_out, strict=True)]
@@ -171,6 +189,7 @@ def tables(root: Path) -> dict[Path, list[dict]]:
         for number, row in enumerate(rows, start=1):
             other = f"must have the commit, {', '.join(GROUND)} of the first row"
             reason = refusal(row) or (not row["commit"] and "no provenance: commit missing")
+            reason = reason or (not DIGEST.fullmatch(str(row["commit"])) and "its commit must be a hexadecimal digest")
             reason = reason or (row["interrupted"] and "the measurement was interrupted")
             if reason := reason or ((row["commit"], ground(row)) != (rows[0]["commit"], ground(rows[0])) and other):
                 raise ValueError(f"{path}:{number}: {reason}")

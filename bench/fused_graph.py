@@ -83,14 +83,14 @@ def _traced(
 
 
 def tracing():
-    """Where a graph is traced, layers that are to be recomputed are marked and not run twice."""
+    """Where a graph is traced, what is to be recomputed is marked and not run twice."""
     number = iter(range(2**31))
 
     def marked(function: Callable, *args, use_reentrant: bool):
         with traceback.annotate({"recomputed_layer": next(number)}):
             return function(*args)
 
-    return patch("harness.model.recomputed", marked)
+    return patch("torch.utils.checkpoint.checkpoint", marked)
 
 
 def _partition(joint: fx.GraphModule, inputs, **options):

@@ -88,7 +88,7 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str, trusted: tuple[str, ...] = ()) -> Plan:
-    """The plan of a run that somebody made, to be computed as ``runtime`` says: the one way from a run folder to objects.
+    """The plan of a run that somebody made, to be computed as ``runtime`` says.
 
     Nothing in the folder is believed: its configuration has plain values only, and names no class but of our modules and of
     those that the command line trusts.
@@ -110,24 +110,44 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str,
 
 
 class Trained(NamedTuple):
-    """A run that somebody made, opened: its plan, what its record says first, its model with the best weights and what these
-    are of, and the byte of each number of its vocabulary."""
+    """A run that somebody made, opened: its plan, what its record says first, its best weights and what these are of, and the
+    key that named it."""
 
     plan: Plan
     saved: dict
     best: dict
-    model: LanguageModel
-    symbols: bytes
+    key: str
+
+    def model(self, *, span: int | None = None) -> LanguageModel:
+        """The plan's model with the weights, on the CPU; a query may see ``span`` bytes, or as many as in the run. ValueError
+        where they do not fit the code."""
+        model = self.plan.make_model()
+        load_weights(model, self.best["model"], what=self.key)
+        if span is not None and span != self.plan.model.span:
+            for _, sublayer in model.sublayers():
+                sublayer.set_span(span)
+        return model
+
+    def corpus(self) -> Corpus:
+        """The run's corpus; ValueError where it is not what the run read."""
+        corpus = corpora.load(**self.plan.data)
+        if corpus.sha256 != self.saved["data"]["sha256"]:
+            raise ValueError(f"data: the run read {self.saved['data']['sha256']}, now it is {corpus.sha256}")
+        return corpus
+
+    def symbols(self) -> bytes:
+        """The byte of each number of its vocabulary; one of the corpus's own needs the corpus, to number the bytes."""
+        return bytes(range(256)) if self.plan.data["vocabulary"] == 256 else self.corpus().symbols
 
 
-def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str) -> Trained:
-    """The trained model of a run folder, on the CPU.
-
-    A vocabulary of the corpus's own needs the corpus, to number the bytes.
+def open_trained(
+    path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str, trusted: tuple[str, ...] = ()
+) -> Trained:
+    """A run folder, of which nothing is believed: the one way to it for whatever looks at a trained model.
 
     Args:
-        runtime: None for that of ``conf``, in float32 and not compiled.
-        trust: as ``plan_of_run`` has it.
+        runtime: None for that of ``conf``, in float32 on the CPU and not compiled.
+        trust, trusted: as ``plan_of_run`` has them.
 
     Raises:
         ValueError: naming ``key``, the folder and what is wrong with it.
@@ -136,24 +156,4 @@ def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, tru
         own = {"device": "cpu", "precision": "float32", "compile": False}
         runtime = OmegaConf.merge(OmegaConf.load(Path(CONF) / "runtime" / "default.yaml"), own)
     saved, best = read_run(path, key=key)
-    plan = plan_of_run(path, key=key, runtime=runtime, trust=trust)
-    symbols = bytes(range(256)) if plan.data["vocabulary"] == 256 else corpus_of_run(plan, saved).symbols
-    return Trained(plan, saved, best, trained_model(plan, best, span=plan.model.span, key=key), symbols)
-
-
-def corpus_of_run(plan: Plan, saved: dict) -> Corpus:
-    """The run's corpus; ValueError where it is not what the run read."""
-    corpus = corpora.load(**plan.data)
-    if corpus.sha256 != saved["data"]["sha256"]:
-        raise ValueError(f"data: the run read {saved['data']['sha256']}, now it is {corpus.sha256}")
-    return corpus
-
-
-def trained_model(plan: Plan, best: dict, *, span: int, key: str) -> LanguageModel:
-    """The plan's model with the weights; a query may see ``span`` bytes. ValueError where they do not fit the code."""
-    model = plan.make_model()
-    load_weights(model, best["model"], what=key)
-    if span != plan.model.span:
-        for _, sublayer in model.sublayers():
-            sublayer.set_span(span)
-    return model
+    return Trained(plan_of_run(path, key=key, runtime=runtime, trust=trust, trusted=trusted), saved, best, key)

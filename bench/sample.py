@@ -34,17 +34,18 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"bytes={number}: must be at least 1")
     check_choice(**choice)
     opened = open_trained(Path(cfg.run), key="run", runtime=cfg.runtime, trust=cfg.trust)
-    check_streams(opened.model)
+    model, symbols = opened.model(), opened.symbols()
+    check_streams(model)
     device = runtime.start(opened.plan.runtime)
-    numbers = numbers_of(prompt, opened.symbols, key="prompt")
+    numbers = numbers_of(prompt, symbols, key="prompt")
     generator = torch.Generator().manual_seed(seed)
-    drawn = sampled(opened.model.to(device.device), numbers, symbols=len(opened.symbols), generator=generator, **choice)
+    drawn = sampled(model.to(device.device), numbers, symbols=len(symbols), generator=generator, **choice)
     shown = Shown()
     print(shown.text(prompt), end="")
     first = next(drawn)  # reads the prompt
     began = time.perf_counter()
     for symbol in itertools.chain([first], itertools.islice(drawn, number - 1)):
-        print(shown.text(opened.symbols[symbol : symbol + 1]), end="", flush=True)
+        print(shown.text(symbols[symbol : symbol + 1]), end="", flush=True)
     seconds = time.perf_counter() - began
     print(shown.text(b"", final=True))
     speed = f", {(number - 1) / seconds:,.0f} bytes per second" if number > 1 else ""

@@ -79,31 +79,26 @@ def _called(read: list[Tensor | None], made: list[tuple[tuple[int, ...], torch.d
 
 
 def stand_in(sublayer: nn.Module, name: str) -> None:
-    """Let a sublayer that attends do so by the stand-in of a backend."""
-    sublayer._attend = partial(_attend, sublayer, KINDS[name], sublayer.cache == "hidden")
+    """Let a sublayer that attends call the stand-in of a backend, as it would call that: for all heads or for some."""
+    sublayer._meet = partial(_meet, sublayer, KINDS[name], sublayer.cache == "hidden")
 
 
-def _attend(sublayer, kind: Kind, past_learns: bool, _, q, keys, visible, persistent) -> Tensor:
+def _meet(
+    sublayer, kind: Kind, past_learns: bool, _, q, keys, visible, *, bias=None, vectors=None, persistent=None
+) -> Tensor:
     if visible.limits is not None:  # in a compiled graph, which has no numbers of spans that move
         visible = visible._replace(max_keys=sublayer.span.max_keys)
-    most = max(visible.max_keys)
-    vectors = sublayer.position.vectors(most)
-    if vectors is not None and not (kind.calls or kind.takes_vectors):
-        raise ValueError(
-            "position: a learned vector per distance is met by no such backend; allowed are fused, kernel, chunked, plain"
-        )
-    constant = None if vectors is not None else sublayer.position.bias(q, most)
     found = []
     for part in keys.whole:
         own = slice(part.heads[0], part.heads[-1] + 1)
         z = visible.z if visible.z is None else visible.z[own] if visible.z.dim() == 1 else visible.z[:, own]
         extra = (None,) * 3 if persistent is None else (persistent.q[:, own], persistent.k[own], persistent.v[own])
-        bias = constant if constant is None else constant[own]
+        constant = bias if bias is None else bias[own]
         seen = tuple(visible.max_keys[h] for h in part.heads)
         pasts = (part.k, part.v, None, None) if past_learns else (None, None, part.k.detach(), part.v.detach())
         own_keys = (None, None) if past_learns else (keys.k[:, own], keys.v[:, own])
         given = (q[:, own], *pasts[:2], *own_keys, z, *extra, vectors)
-        found.append(_Stand.apply(kind, seen, (visible.shift, visible.ramp), pasts[2:], bias, *given))
+        found.append(_Stand.apply(kind, seen, (visible.shift, visible.ramp), pasts[2:], constant, *given))
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 

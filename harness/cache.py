@@ -98,7 +98,12 @@ def written_whole(path: Path) -> Iterator[Passing]:
             file = passing.open("wb", buffering=0)
         out = Passing(file)
         with file:
-            yield out
+            try:
+                yield out
+            except Exception as error:
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise error.__context__ from None  # torch hides it when it closes a file that is not whole
+                raise
             try:
                 if out.refused is None:
                     os.fsync(file.fileno())  # before the rename: a crash must not leave a name on missing bytes

@@ -3,6 +3,7 @@
 ``docs/exit_codes.md`` has them as a table. A ValueError is a user's mistake, and what is neither is a bug.
 """
 
+import errno
 import sys
 
 BUG, MISTAKE = 1, 2
@@ -33,6 +34,10 @@ class StorageFailure(Failure, OSError):
     exit_code, status = 4, "storage"
 
 
+class Damaged(ValueError):
+    """A checkpoint or a record whose bytes are not those that were written: a failure of the storage."""
+
+
 class OutOfMemory(Failure):
     """The device or the machine has less memory than the run needs."""
 
@@ -49,11 +54,27 @@ KINDS = {BUG: RuntimeError, MISTAKE: ValueError} | {kind.exit_code: kind for kin
 """What to raise in the place of another process's error, by exit code."""
 
 
-def exit_code(error: Exception) -> int:
-    """Of a command that ends with this error."""
-    if isinstance(error, Failure | ValueError):
-        return getattr(error, "exit_code", MISTAKE)
-    return OutOfMemory.exit_code if is_out_of_memory(error) else BUG
+OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""What a file says that has no name any more."""
+
+
+def kind_of(error: Exception) -> type[Failure] | None:
+    """Which failure an error is, also where Python or torch has raised it; None for a mistake or a bug."""
+    if isinstance(error, Failure):
+        return type(error)
+    if is_out_of_memory(error):
+        return OutOfMemory
+    if isinstance(error, Damaged):
+        return StorageFailure
+    of_a_file = isinstance(error, OSError) and (error.filename is not None or error.errno in OF_STORAGE)
+    return StorageFailure if of_a_file else None
+
+
+def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:
+    """Of a command that ends with this error; ``mistakes`` are the user's."""
+    if kind := kind_of(error):
+        return kind.exit_code
+    return MISTAKE if isinstance(error, mistakes) else BUG
 
 
 def is_out_of_memory(error: Exception) -> bool:

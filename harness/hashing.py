@@ -5,15 +5,16 @@ generators", 2014): a value depends on its keys alone, so nothing has to be save
 made without the parts before it.
 """
 
-import numpy as np
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _WORD = 2**64 - 1
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def integer_hash(*keys: int | np.ndarray) -> np.ndarray:
+def integer_hash(*keys: "int | np.ndarray") -> "np.ndarray":
     """Hash integers to 64 bits.
 
     Args:
@@ -22,11 +23,14 @@ def integer_hash(*keys: int | np.ndarray) -> np.ndarray:
     Returns:
         uint64 array in the broadcast shape, ``[1]`` if every key is a Python integer.
     """
+    import numpy as np  # late: a trained model can be used without it
+
+    golden, first, second = (np.uint64(number) for number in (_GOLDEN, _FIRST, _SECOND))
     state = np.zeros(1, np.uint64)  # arrays wrap around silently, numpy scalars would warn
     for key in keys:
         word = np.array([key & _WORD], np.uint64) if isinstance(key, int) else key.astype(np.uint64)
-        state = (state + _GOLDEN) ^ word
-        state = (state ^ (state >> np.uint64(30))) * _FIRST
-        state = (state ^ (state >> np.uint64(27))) * _SECOND
+        state = (state + golden) ^ word
+        state = (state ^ (state >> np.uint64(30))) * first
+        state = (state ^ (state >> np.uint64(27))) * second
         state = state ^ (state >> np.uint64(31))
     return state

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
+from torch.utils import checkpoint as recomputation
 
 from variants.contract import Inspection, LayerContext, NeededFlops, Position, State, Sublayer, SublayerOutput
 
@@ -170,7 +170,7 @@ class LanguageModel(nn.Module):
             old = (None,) * len(layer) if states is None else states[len(after) : len(after) + len(layer)]
             given = (layer, x, old, start, collect_stats)
             if self.checkpoint == "layers" and torch.is_grad_enabled():
-                x, outputs = recomputed(_through, *given, use_reentrant=False)
+                x, outputs = recomputation.checkpoint(_through, *given, use_reentrant=False)
             else:
                 x, outputs = _through(*given)
             for name, (own_state, own_loss, own_stats) in zip(layer, outputs, strict=True):

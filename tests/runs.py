@@ -93,9 +93,9 @@ def make_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
     return job
 
 
-def run_job(job: Run) -> dict:
-    """Train to the end, without W&B; returns the summary that was written."""
-    with patch.dict(os.environ, {"WANDB_MODE": "disabled"}):
+def run_job(job: Run, *, wandb: str = "disabled") -> dict:
+    """Train to the end, without W&B unless another of its modes is given; returns the summary that was written."""
+    with patch.dict(os.environ, {"WANDB_MODE": wandb}):
         train(job)
     return json.loads((job.folder.path / SUMMARY).read_text())
 

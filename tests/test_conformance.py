@@ -13,6 +13,7 @@ from tests.toys import (
     FAR,
     FUTURE_TRAIN,
     INFLUENCE,
+    MAP,
     SEGMENTS,
     SINGLE,
     STREAMS,
@@ -20,6 +21,12 @@ from tests.toys import (
     Delayed,
     FloatAngles,
     Gate,
+    MapOfMore,
+    MapOfSigns,
+    MapOfTheBlind,
+    MapOfTheFuture,
+    Mapped,
+    MapWithoutHeads,
     PeeksInTraining,
     Remembers,
     Stateless,
@@ -133,6 +140,16 @@ def test_outsiders_keep_all_promises(outsider):
 def test_a_broken_promise_is_caught(broken, promises):
     found = {f.promise: f.detail for f in findings_of(model_of(broken, layers=1, span=5)).values() if not f.passed}
     assert found.keys() == promises, found
+
+
+def test_a_map_that_is_right_is_named_and_one_that_is_not_is_one_line():
+    def said(outsider) -> str:
+        return findings_of(model_of(outsider, layers=1, span=5))[MAP].detail
+
+    assert said(Gate) == "no sublayer gives one" and said(Mapped) == "layers.0.part0"
+    assert said(MapOfMore) == "layers.0.part0: what byte 0 takes in head 0 is no shares of 1: in all 2"
+    assert "byte 0 takes 1 of byte 14, which moves nothing that it gives" in said(MapOfTheFuture)
+    assert "[B, H, T, T]" in said(MapWithoutHeads) and ";" not in said(MapOfSigns) and "nan" in said(MapOfTheBlind)
 
 
 def test_every_check_catches_something():

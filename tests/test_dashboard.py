@@ -85,6 +85,14 @@ def test_every_metric_over_the_run_is_shown_or_left_out_for_a_reason(offline_run
     assert {pattern for pattern in NOT_SHOWN if not any(fnmatchcase(name, pattern) for name in names)} == set()
 
 
+def test_every_figure_and_table_of_a_run_is_shown_and_every_run_has_its_figures(offline_runs):
+    shown = {name for panel, name in metrics_of() if panel.kind in ("images", "table")}
+    for folder, run in zip(offline_runs.folders, offline_runs.inspected, strict=True):
+        logged = {name for name in run["summary"] if name.startswith(("figures/", "tables/"))}
+        assert logged <= shown
+        assert {f"figures/{path.stem}" for path in folder.glob("*.png")} == logged - {"tables/spans", "tables/costs"}
+
+
 def _rows(folder) -> list[dict]:
     return [row for row in read_rows(folder / "record.jsonl") if row["kind"] != "provenance"]
 

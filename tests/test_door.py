@@ -12,17 +12,22 @@ import pytest
 import torch
 
 import windtunnel
-from bench import exported
+from bench import coded_file, exported, planning
+from bench.weights import shake_
 from harness.loop.sampling import numbers_of
 from tests.command import MADE, ROOT, call, run_folders, train
+from tests.composing import TINY, plan, small
 from tests.runs import MEMORY
+from tests.test_sampling import VARIANTS
 
 TEXT = bytes(range(48, 58)) * 30
 WITHOUT = """import sys
-class Nothing:
+finders, absent = sys.meta_path[:], {"numpy", "hydra", "omegaconf", "yaml", "wandb", "rich", "matplotlib"}
+class Installed:
     def find_spec(self, name, path=None, target=None):
-        assert name.partition(".")[0] not in {"hydra", "omegaconf", "yaml", "wandb", "rich", "matplotlib"}, name
-sys.meta_path.insert(0, Nothing())
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        return None if name.partition(".")[0] in absent else next(filter(None, specs), None)
+sys.meta_path[:] = [Installed()]
 import windtunnel
 model = windtunnel.load(sys.argv[1])
 print(repr((model.score(b"0123456789" * 30), model.generate(b"0", n_bytes=20, seed=2))))
@@ -76,7 +81,7 @@ def test_the_runs_own_cut_gives_the_runs_own_score(taken_away, tmp_path):
     torch.set_num_threads(threads)
 
 
-def test_torch_einops_and_numpy_suffice(taken_away, tmp_path):
+def test_torch_and_einops_suffice(taken_away, tmp_path):
     model = windtunnel.load(taken_away[1])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-c", WITHOUT, str(taken_away[1])]
@@ -157,3 +162,56 @@ def test_what_cannot_be_scored_is_said(taken_away, tmp_path):
 def test_a_folder_in_use_is_not_written_into(taken_away):
     refused = call("bench/export.py", f"run={taken_away[0]}", f"out={taken_away[1]}")
     assert refused.code == 2 and "is there already" in refused.err
+
+
+DOORS = {
+    "compress": ("run=some", "split=valid", "out=new"),
+    "cost": ("checkpoint=some", "lengths=[16]"),
+    "decompress": ("run=some", "file=coded", "out=plain"),
+    "evaluate": ("run=some",),
+    "export": ("run=some", "out=away"),
+    "inspect": ("run=some",),
+    "sample": ("run=some",),
+}
+"""Commands that open a run folder; ``windtunnel.load`` does, too."""
+READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_newest|torch\.load)\("
+
+
+def test_every_door_goes_through_one_function_that_believes_nothing(tmp_path, monkeypatch):
+    asks_for_a_run = {
+        path.stem for path in (ROOT / "conf").glob("*.yaml") if re.search(r"^run:", path.read_text(), re.M)
+    }
+    assert {*DOORS} == asks_for_a_run | {"cost"}
+    code = [path for part in ("bench", "windtunnel") for path in (ROOT / part).rglob("*.py")]
+    assert [path.name for path in code if re.search(READERS, path.read_text())] == ["planning.py"]
+
+    def refuse(path, *, key, **typed):
+        raise ValueError(f"{key}={path}: the one door")
+
+    monkeypatch.chdir(tmp_path)
+    header = dict.fromkeys((*coded_file.FILE, *coded_file.CONDITIONS), "") | {"bytes": 1, "streams": 1}
+    (tmp_path / "coded").write_bytes(coded_file.pack(header, b""))
+    for module in (planning, coded_file):
+        monkeypatch.setattr(module, "open_trained", refuse)
+    for name, words in DOORS.items():
+        script = f"bench/{name}/__main__.py" if (ROOT / "bench" / name).is_dir() else f"bench/{name}.py"
+        ended = call(script, *words)
+        assert ended.code == 2 and f"{words[0]}: the one door" in ended.err, (name, ended)
+    with pytest.raises(ValueError, match="path=some: the one door"):
+        windtunnel.load("some")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_comes_back_from_its_folder_to_the_last_bit(variant, tmp_path):
+    start = ("start.run=nowhere",) if variant == "replayed_spans" else ()
+    made = plan(f"variant={variant}", *TINY, *small(variant), *start)
+    torch.manual_seed(0)
+    model = made.make_model().eval()
+    shake_(model, spans=True)
+    described = {name: made.config[name] for name in ("variant", "model", "position")}
+    described |= {"vocabulary": 256, "symbols": list(range(256)), "protocol": {}, "trained": {}}
+    exported.write(tmp_path / "away", model, described=json.loads(json.dumps(described)), card="")
+    back = windtunnel.load(tmp_path / "away")
+    assert back.score(TEXT[:99]) == windtunnel.Model(network=model, symbols=bytes(range(256)), about={}).score(
+        TEXT[:99]
+    )

@@ -110,14 +110,14 @@ def test_gradients_of_reading_by_index():
         "index": lambda: table[at],
         "gather": lambda: table.gather(0, at[:, None].expand(3, 5)),
     }
-    for name, read in reads.items():
+    for read in reads.values():
 
         def step(read=read):
             y = read()
             y.backward(torch.ones_like(y))
 
         table.grad = None
-        assert count_flops(step, gradients=True)[:2] == (3 * 5, {name: 1})
+        assert count_flops(step, gradients=True)[:2] == (3 * 5, {})
 
 
 def test_gradients_are_recorded_only_if_asked_for():

@@ -94,6 +94,24 @@ def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
         change(next(runs.glob("mhsa-s1-*")), source="cd" * 32, device="A made-up CPU")
 
 
+def test_folders_of_another_name_are_sections_of_their_own(tmp_path):
+    model = {"layers": 4, "d_model": 128, "heads": 4, "span": 512}
+    config = {"variant": {"name": "mhsa"}, "model": model, "optim": {"lr": 0.003}}
+    here = tmp_path / "bench/results/here"
+    write_run(here / "runs", config=config)
+    change(write_run(here / "runs_seconds", config=config), budget={"seconds": 60}, source="ff" * 32)
+    far = {"23": 3.25, "511": 3.99, "95": None}
+    long = config | {"model": model | {"span": 4096}, "batch": {"carry": True}}
+    change(write_run(here / "runs_recall", config=long), valid_bits_per_copy=far)
+    bytes_, recall, seconds = front_page.results(tmp_path).split("\n\nAfter ")
+    assert "bytes/s" in seconds and "bytes/s" not in bytes_ + recall
+    assert "60 seconds of training (" in seconds and "2,000,000 bytes of training (" in recall
+    assert "read on with carried state" in recall and "carried state)" not in bytes_ + seconds
+    heading = re.compile(r"copies from 23, bits \| +copies from 95, bits \| +copies from 511, bits")
+    assert not heading.search(bytes_ + seconds) and "3.2500" in recall and "3.9900" in recall
+    assert front_page.figure(tmp_path)
+
+
 def test_results_at_picked_points_name_them_and_a_stray_is_refused(tmp_path):
     runs, model = tmp_path / "bench/results/here/runs", {"d_model": 128, "layers": 4, "heads": 4, "span": 512}
     for trial in range(16):
@@ -238,6 +256,16 @@ def test_the_lines_that_changed_since_the_rows_are_counted(tmp_path):
     assert lines_changed("ab" * 20, tmp_path).startswith("not known")
     git("commit", "-qam", "second")
     assert lines_changed(commit, tmp_path) == "6 lines"
+
+
+@pytest.mark.parametrize("commit", ["--output=PWNED", "HEAD", "ab" * 40, "abcdef", 7])
+def test_a_commit_that_is_no_digest_is_given_to_nobody(commit, tmp_path):
+    (row, *_) = (ROOT / "bench" / "results").glob("*/speed.jsonl")
+    changed = json.loads(row.read_text().splitlines()[0]) | {"commit": commit}
+    (tmp_path / "bench/results/x").mkdir(parents=True)
+    (tmp_path / "bench/results/x/speed.jsonl").write_text(json.dumps(changed) + "\n")
+    with pytest.raises(ValueError, match=r"speed\.jsonl:1: its commit must be a hexadecimal digest"):
+        front_page.tables(tmp_path)
 
 
 def test_the_command_writes_the_page_without_torch(tmp_path):

@@ -122,13 +122,14 @@ def test_what_is_accepted_and_ignored_is_caught(cls, words, lines):
     assert broken == [line.replace("BOTH", both) for line in lines]
 
 
-def test_spans_that_keywords_give_are_held_to_neither():
-    words = (
-        "variant=replayed_spans",
-        "variant.attention.span.spans=[[4.0,8.5],[3.0,13.0]]",
-        "model.heads=2",
-        "runtime.backend=plain",
-    )
-    plan = plan_run(compose_config("data=recall", *words, "model.layers=2", "model.d_model=32", "model.span=13"))
-    breaks, told = follows(plan)
-    assert not breaks and "model.span (13, 26)" in told
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("variant=replayed_spans", "variant.attention.span.spans=[[4.0,8.5],[3.0,13.0]]"),
+        ("variant=longformer", "variant.attention.global_bytes=2", "variant.attention.dilated_heads=1"),
+    ],
+)
+def test_spans_that_keywords_give_are_held_to_neither(words):
+    sizes = ("model.layers=2", "model.d_model=32", "model.heads=2", "model.span=13", "runtime.backend=plain")
+    breaks, told = follows(plan_run(compose_config("data=recall", *words, *sizes)))
+    assert not breaks and "model.span (13, 26" in told

@@ -253,3 +253,90 @@ def test_the_page_in_a_browser(driver, tmp_path):
     assert driver.execute_script("return window.struck") is None and browser.console(driver) == []
     asked = browser.requests(driver)
     assert [url for url in asked if not url.startswith(("data:", page.as_uri()))] == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_map_is_moved_and_zoomed_by_wheel_mouse_fingers_and_keys(driver, tmp_path, width):
+    page = shown(tmp_path, texts=[b"one two three four one two three four\n" * 3])
+    browser.resize(driver, width), browser.prefer(driver, "light")
+    browser.console(driver)
+    driver.get(page.as_uri())
+    wait_for(lambda: driver.find_element(By.ID, "map-said").text, "the first map")
+    box = driver.execute_script(
+        "map.scrollIntoView({block: 'center'}); const {x, y, width} = map.getBoundingClientRect(); return [x, y, width]"
+    )
+    place = (box[0] + 0.4 * box[2], box[1] + 0.7 * box[2])
+
+    def seen() -> tuple[float, float, float]:
+        return tuple(driver.execute_script("return [view.x, view.y, view.cells]"))
+
+    def kept() -> tuple[int, int]:
+        return tuple(driver.execute_script("return [at.query, at.key]"))
+
+    def under(x: float, y: float) -> list[float]:
+        """Which byte looks, and at which, there."""
+        script = "const {x, y} = onMap({clientX: arguments[0], clientY: arguments[1]}); return [x, y]"
+        return pytest.approx(driver.execute_script(script, x, y), abs=0.3)
+
+    def mouse(kind: str, x: float, y: float, **more) -> None:
+        more = {"button": "left", "clickCount": 1} | more
+        driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": f"mouse{kind}", "x": x, "y": y, **more})
+
+    def wheel(delta: int) -> None:
+        mouse("Wheel", *place, deltaX=0, deltaY=delta, button="none")
+
+    def fingers(kind: str, *places: tuple[float, float]) -> None:
+        points = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(places)]
+        driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": f"touch{kind}", "touchPoints": points})
+
+    # A wheel scrolls the page, and the map once it was clicked: what is under the pointer stays there.
+    whole = seen()
+    assert whole == (0, 0, 114)
+    wheel(40)
+    wait_for(lambda: driver.execute_script("return map.getBoundingClientRect().y") != box[1], "the page scrolls")
+    driver.execute_script("map.scrollIntoView({block: 'center'})")
+    mouse("Pressed", *place), mouse("Released", *place)
+    before = under(*place)
+    for _ in range(4):
+        wheel(-120)
+    wait_for(lambda: seen()[2] < 60, "four turns of the wheel")
+    assert seen()[2] == pytest.approx(114 * 0.8**4) and before == under(*place).expected
+    # A drag takes along what is under the pointer, and keeps no other byte.
+    chosen, grabbed = kept(), under(*place)
+    mouse("Pressed", *place)
+    for far in (10, 40):
+        mouse("Moved", place[0] - far, place[1] + far, buttons=1)
+    mouse("Released", place[0] - 40, place[1] + 40)
+    assert grabbed == under(place[0] - 40, place[1] + 40).expected and kept() == chosen
+    # Two fingers apart zoom about their middle, together they come back; one moves; a tap keeps a byte.
+    before, cells = under(*place), seen()[2]
+    fingers("Start", (place[0] - 20, place[1]), (place[0] + 20, place[1]))
+    for apart in (30, 40):
+        fingers("Move", (place[0] - apart, place[1]), (place[0] + apart, place[1]))
+    fingers("End")
+    wait_for(lambda: seen()[2] < 0.55 * cells, "fingers apart")
+    assert seen()[2] == pytest.approx(cells / 2, rel=0.02) and before == under(*place).expected and kept() == chosen
+    grabbed = under(*place)
+    (
+        fingers("Start", place),
+        fingers("Move", (place[0] + 9, place[1] - 9)),
+        fingers("Move", (place[0] + 30, place[1] - 20)),
+    )
+    fingers("End")
+    wait_for(lambda: grabbed == under(place[0] + 30, place[1] - 20).expected, "one finger moves")
+    fingers("Start", place), fingers("End")
+    wait_for(lambda: kept() == tuple(int(at) for at in reversed(under(*place).expected)), "a tap")
+    fingers("Start", (place[0] - 60, place[1]), (place[0] + 60, place[1]))
+    fingers("Move", (place[0] - 10, place[1]), (place[0] + 10, place[1])), fingers("End")
+    wait_for(lambda: seen() == whole, "fingers together")
+    # Keys: a byte's row and column, nearer about it, and all.
+    map_, query = driver.find_element(By.ID, "map"), kept()[0]
+    map_.send_keys(Keys.ARROW_LEFT, Keys.ARROW_UP)
+    assert kept()[0] == query - 1
+    map_.send_keys("+", "+")
+    x, y, cells = seen()
+    assert cells == 114 / 4 and x <= kept()[1] < x + cells and y <= kept()[0] < y + cells
+    map_.send_keys(*[Keys.ARROW_DOWN] * 20)
+    assert seen()[1] + cells > kept()[0] > query, "what is kept is shown"
+    map_.send_keys("0")
+    assert seen() == whole and page_scrolls_by(driver) == 0 and browser.console(driver) == []

@@ -317,9 +317,30 @@ def test_flops_by_hand_and_fewer_than_are_executed(compressor, top_k, cache):
         assert needed.training <= counted.total / (B * part.shape[1])
 
 
-def test_it_is_one_graph():
+def test_scores_with_an_index_are_made_again_for_the_backward_with_the_same_dropout(monkeypatch):
+    case = Summarised(length=40, window=16, span=39, ratio=2, top_k=3, dropout=0.3, position="rotary")
+    sublayer, x = case.build(), case.whole().requires_grad_()
+    heads = (B, *sublayer._queries(40)[:1], 2, *sublayer._queries(40)[1:])  # [B, n, H, Q, ..]
+
+    def found() -> tuple[bool, tuple[Tensor, ...]]:
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: shapes.append(kept.shape) or kept, lambda x: x):
+            torch.manual_seed(1)
+            y = sublayer(x).y
+        scores = [shape for shape in shapes if shape[:-1] == heads and shape[-1] > sublayer.d_head]
+        return bool(scores), gradients(y, [x, *sublayer.parameters()])
+
+    kept, again = found()
+    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda function, *given, use_reentrant: function(*given))
+    without, expected = found()
+    assert without and not kept
+    assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_it_is_one_graph(top_k):
     """Compiled whole, in value and gradient; nothing is compiled anew as a stream goes on."""
-    case = Summarised(length=30, position="rotary")
+    case = Summarised(length=30, position="rotary", top_k=top_k)
     sublayer, x = case.build(), case.whole()
     torch.compiler.reset()
     compiled, found = torch.compile(sublayer, backend="eager", fullgraph=True), []

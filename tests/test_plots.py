@@ -218,7 +218,7 @@ def test_labels_beside_points_cover_nothing_or_give_way_to_a_legend(tmp_path, fi
     for ax in figure.axes:
         boxes = [note.get_window_extent(renderer) for note in ax.texts]
         assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-        for line in ax.lines[:-1]:
+        for line in ax.lines:
             dots = ax.transData.transform(np.column_stack([line.get_xdata(), line.get_ydata()]))
             assert not any(box.count_contains(dots) for box in boxes)
     crowd = runs(tmp_path / "many", variants=tuple(f"variant_{number:02}" for number in range(15)), seeds=(0,))
@@ -272,6 +272,10 @@ def test_spans_are_sorted_and_only_the_first_seed_is_drawn(tmp_path, figures):
     image = figures[drawings[0].name].axes[0].images[0].get_array()
     assert image.tolist() == [[90.0, 4.0], [300.0, 0.0]]
     assert "mean over heads 98.5" in texts(figures[drawings[0].name])
+    cells, bars, *_ = figures[drawings[0].name].axes
+    assert [bar.get_height() for bar in bars.patches] == [90.0, 4.0, 300.0, 0.0] and bars.get_yscale() == "symlog"
+    means = [path.vertices[0][1] for lines in bars.collections for path in lines.get_paths()]
+    assert means == [47.0, 150.0] and bars.get_xticks().tolist() == [0, 1]
 
 
 def test_spans_of_unequal_layers_and_with_gaps(tmp_path, figures):
@@ -377,3 +381,16 @@ def test_looks_of_all_variants_differ_in_colour_and_in_marker_and_lightness():
     four = [plot_style.looks([])[name] for name in ("mhsa", "adaptive_span", "all_attention", "product_key_memory")]
     grey = sorted(np.dot([int(look.colour[i : i + 2], 16) for i in (1, 3, 5)], [0.299, 0.587, 0.114]) for look in four)
     assert min(np.diff(grey)) > 10
+
+
+def test_a_line_of_costs_ends_with_its_exponent(figures):
+    assert plots_costs.exponent([(n, 3 * n**1.5) for n in (64, 256, 1024)]) == pytest.approx(1.5)
+    assert plots_costs.exponent([(64, 1.0)]) is None and plots_costs.exponent([]) is None
+    flat_then_square = [(256, 100.0), (512, 100.0), (1024, 100.0), (2048, 400.0)]
+    assert plots_costs.exponent(flat_then_square) == pytest.approx(2.0), "short lengths tell of what is constant"
+    rows = [cost_row(variant=v, length=n, backend=p) for v in "ab" for n in (256, 1024) for p in ("plain", "fused")]
+    ax, _ = cost_axes(figures, rows)
+    said = [note.get_text() for note in ax.texts]
+    assert sorted(said) == sorted(["L¹·⁰", "L¹·⁰", "L²·⁰", "L²·⁰", "∝ L", "∝ L²"])
+    boxes = [note.get_window_extent() for note in ax.texts]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))

@@ -272,15 +272,15 @@ def divided_job(
     def receive() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    try:
-        with joined() as processes:
-            job = (exact_job if exact else make_job)(*overrides, processes=processes)
-            if stop_at and processes.rank == signalled:
-                after_step(job, stop_at, receive)
+    with joined() as processes:
+        job, code = (exact_job if exact else make_job)(*overrides, processes=processes), 0
+        if stop_at and processes.rank == signalled:
+            after_step(job, stop_at, receive)
+        try:
             train(job)
-    except SystemExit as ended:
-        return ended.code, job.training.spent.steps, digest(job.training)
-    return 0, job.training.spent.steps, digest(job.training)
+        except SystemExit as ended:
+            code = ended.code
+        return code, job.training.spent.steps, digest(job.training)
 
 
 RESUMED = (*MOVING, *CARRY, *DROPOUT, "batch.streams=6", "budget.steps=11", "checkpoint.every_steps=4")

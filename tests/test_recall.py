@@ -41,6 +41,22 @@ def test_copies_are_there(distances):
         assert source < 0 or stream[at : at + 1].upper() == stream[source : source + 1].upper()
 
 
+@pytest.mark.parametrize("keywords", [{}, {"vocabulary": 32}, {"distances": [1, 6, 400]}])
+def test_copies_are_told_apart_by_distance(keywords):
+    corpus = load("recall", bytes=20_000, **keywords)
+    distances = tuple(keywords.get("distances", DISTANCES))
+    stream = bytes(recall_stream(20_000, distances=distances))
+    begin = len(corpus.splits["train"])
+    part = corpus.splits["valid"][1:]  # begins with a small letter whose capital is not in the part
+    found = corpus.copied_from(part)
+    assert tuple(found) == distances and all(len(where) == len(part) - 1 for where in found.values())
+    for at in range(len(part) - 1):
+        place = begin + 1 + 1 + at
+        own = [distance for distance, where in found.items() if where[at]]
+        assert own == ([] if place % 2 == 0 else [place - source_of(stream, place, distances)])
+    assert load("synthetic_text", bytes=20_000).copied_from(part) == {}
+
+
 def test_capitals_are_even_and_seeds_differ():
     stream = recall_stream(320_000)
     counts = np.bincount(stream[::2])[ord("A") :]

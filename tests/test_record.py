@@ -244,9 +244,11 @@ def test_figures_are_pictures_of_the_rows(tmp_path):
         if step % 10 == 9:
             rows.append({"kind": "valid", "bytes_seen": 1000 * step, "bits_per_byte": 2.5, "capped_bytes": 512})
     rows.append({"kind": "train", "bytes_seen": 41_000, "bits_per_byte": None})
-    drawn = draw_figures(
-        rows, folder=tmp_path, label=r"a $\nonsense{ run$", compressors={"gzip": 3.0, "xz": 2.7}, span_limit=64
-    )
+    drawn = [
+        *draw_figures(
+            rows, folder=tmp_path, label=r"a $\nonsense{ run$", compressors={"gzip": 3.0, "xz": 2.7}, span_limit=64
+        )
+    ]
     assert [path.name for path in drawn] == ["learning_curve.png", "spans.png"]
     for path in drawn:
         picture = path.read_bytes()
@@ -254,9 +256,9 @@ def test_figures_are_pictures_of_the_rows(tmp_path):
     before = drawn[1].read_bytes()
     rows[1]["metrics"]["layers.1.attention.span"][0] = 50.0
     assert draw_spans(rows, path=drawn[1], label=r"a $\nonsense{ run$", span_limit=64).read_bytes() != before
-    without = draw_figures([row | {"metrics": {}} for row in rows], folder=tmp_path, label="a run")
+    without = [*draw_figures([row | {"metrics": {}} for row in rows], folder=tmp_path, label="a run")]
     assert [path.name for path in without] == ["learning_curve.png"]
-    assert draw_figures(rows[:1], folder=tmp_path, label="a run") == []
+    assert [*draw_figures(rows[:1], folder=tmp_path, label="a run")] == []
 
 
 def test_progress_in_a_log_is_plain_lines_at_intervals():

@@ -92,6 +92,23 @@ def test_a_long_span_of_one_head_costs_its_own_keys():
     )
 
 
+def test_dilated_heads_meet_their_own_keys_and_not_all_between():
+    """Of 256 queries each class of four has 64, which meet 64 keys and 31 before them; undilated, 128 meet 128 and 31."""
+    words = (*SMALL, "variant=longformer", "variant.attention.windows=[32,32]")
+    words += ("runtime.backend=fused", "variant.attention.dilated_heads=2")
+    near, apart = (
+        {
+            work.flops
+            for work in predict(plan(*words, f"variant.attention.dilation=[{n},{n}]"), kind="cuda").work
+            if work.flops
+        }
+        for n in (1, 4)
+    )
+    streams, heads, width = 8, 2, 16
+    forward = 2 * 2 * width * streams * heads
+    assert forward * 2 * 128 * 159 in near and forward * 64 * 95 in apart
+
+
 def test_no_gradient_is_made_for_keys_that_are_constants():
     words = (*SMALL, "variant=mhsa", "model.span=4096", "position=rotary")
     kv, hidden = (predict(plan(*words, f"model.cache={cache}"), kind="cuda") for cache in ("kv", "hidden"))

@@ -200,38 +200,43 @@ def test_the_sweeps_of_conf(here):
     on_cpu = ("runtime=default", "budget.seconds=null")
     words = {
         "variants": ("variant=mhsa,product_key_memory", "seed=0"),
-        "first_table_bytes": ("variant=linear,mhsa", "seed=0", "budget.bytes=null"),
-        "first_table_seconds": ("variant=linear,mhsa", "seed=0", "budget.seconds=null"),
-        "first_table_long": ("variant=linear,mhsa", "budget.bytes=null"),
-        "spans": ("model.span=16,32", "seed=0"),
+        "first_table_bytes": ("variant=mhsa", "seed=0", "budget.bytes=null"),
+        "first_table_seconds": ("variant=mhsa", "seed=0", "budget.seconds=null"),
+        "first_table_long": ("variant=mhsa", "budget.bytes=null"),
+        "first_table_recall": ("variant=mhsa", "budget.bytes=null"),
+        "spans": ("model.span=16", "seed=0"),
         "slots": ("seed=0",),
         "learning_rates": ("variant=mhsa", "trial=range(0,2)"),
         "tuning": ("variant=adaptive_span", "trial=range(0,2)"),
-        "leaderboard": ("variant=mhsa,all_attention", "seed=0", *on_cpu),
+        "leaderboard": ("variant=all_attention", "seed=0", *on_cpu),
         "smoke": (
             *("runtime.compile=false", "runtime.precision=bfloat16,float32"),  # typed, or TINY's would be the only one
-            *("variant=mhsa,replayed_spans", *on_cpu),
+            *("variant=replayed_spans", *on_cpu),
         ),
     }
     jobs = {
-        "first_table_bytes": 2,
-        "first_table_seconds": 2,
-        "first_table_long": 2,
+        "first_table_bytes": 1,
+        "first_table_seconds": 1,
+        "first_table_long": 1,
+        "first_table_recall": 1,
         "variants": 2,
-        "spans": 4,
+        "spans": 2,
         "slots": 3,
         "learning_rates": 2,
         "tuning": 2,
-        "leaderboard": 2,
-        "smoke": 4,
+        "leaderboard": 1,
+        "smoke": 2,
     }
     assert {path.stem for path in (ROOT / "conf" / "sweep").glob("*.yaml") if "wandb" not in path.stem} == set(words)
     for name, own in words.items():
         ended = train(*MADE, f"sweep={name}", *own, f"outputs={name}")
-        assert ended.code == 0 and status_lines(ended.out)[0].startswith(f"{jobs[name]} jobs: {jobs[name]} new")
+        assert ended.code == 0 and status_lines(ended.out)[0].endswith(f": {jobs[name]} new")
         found = summaries(here / name).values()
         assert len(found) == jobs[name]
         assert {s["test_bits_per_byte"] for s in found} == {None}
+        far = ["63", "511", "1535", "3583"] if name == "first_table_recall" else ["23", "47", "71", "95"]
+        assert {tuple(s["valid_bits_per_copy"]) for s in found} == {tuple(far)}
+        assert min(bits for s in found for bits in s["valid_bits_per_copy"].values()) > 0
         tuning = name in ("learning_rates", "tuning")
         assert {s["purpose"] for s in found} == {"tune" if tuning else "result"}
         assert len({json.dumps(s["point"]) for s in found}) == (jobs[name] if tuning else 1)

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from harness.record.wandb_run import WandbRun
 assert "wandb" not in sys.modules, "wandb is imported late"
-folder, pictures = Path(sys.argv[1]), [Path(sys.argv[2])]
+folder, pictures = Path(sys.argv[1]), [Path(sys.argv[2]).with_name("broken.png"), Path(sys.argv[2])]
 try:
     with WandbRun(folder / "first", config={"seed": 1}, project="first", name="one", tags=("a",)) as first:
         first.log({"kind": "train", "bytes_seen": 10, "loss": 1.5})
@@ -45,6 +45,7 @@ def test_jobs_without_key_network_or_terminal_are_runs_of_their_own_on_disk(tmp_
     from matplotlib.figure import Figure
 
     Figure().savefig(tmp_path / "spans.png")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     environment = lonely_environment(tmp_path)
@@ -70,7 +71,7 @@ def test_jobs_without_key_network_or_terminal_are_runs_of_their_own_on_disk(tmp_
     assert summary[span]["_type"] == "histogram" and sum(summary[span]["values"]) == 2
     assert (summary["variant"], summary["memory/peak_bytes"]) == ("mhsa", 12345)
     assert summary["command"] == "python train.py", "of the provenance row"
-    assert summary["figures/spans"]["_type"] == "image-file"
+    assert summary["figures/spans"]["_type"] == "image-file" and "figures/broken" not in summary
     assert "train/loss" not in summary and not {"valid/text", "valid/blocks"} & set(summary) and "commit" not in summary
 
     assert again_hint == f"wandb sync second/wandb/offline-run-*-{second_id}*"

@@ -161,7 +161,7 @@ def test_a_sweep_of_wandb_is_made_of_our_keys(file, tmp_path, monkeypatch):
 
 def test_a_job_of_a_sweep_is_that_run_with_the_metric_as_logged(tmp_path, monkeypatch):
     file = CONF / "sweep" / "wandb_trials.yaml"
-    sizes = dict(word.split("=") for word in (*SIZES, "budget.steps=6", "record.figures=false"))
+    sizes = dict(word.split("=") for word in (*SIZES, "budget.steps=6"))
     parameters = drawn(file) | sizes
     command, variables = started_by_agent(file, parameters=parameters, folder=tmp_path, monkeypatch=monkeypatch)
     named = {name: value for name, value in variables.items() if name.startswith("WANDB_") and name != "WANDB_MODE"}
@@ -177,7 +177,9 @@ def test_a_job_of_a_sweep_is_that_run_with_the_metric_as_logged(tmp_path, monkey
     again = environment | {"WANDB_RUN_ID": "finished"}  # the agent's next job happens to be a run that is finished
     assert "finished before: " in python(ROOT / command[2], *command[3:], environment=again).stdout
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-finished")
-    assert inspect(folder, environment=again)["summary"]["valid_bits_per_byte"] == run["summary"]["valid_bits_per_byte"]
+    told = inspect(folder, environment=again)["summary"]
+    assert told["valid_bits_per_byte"] == run["summary"]["valid_bits_per_byte"]
+    assert told["figures/learning_curve"]["sha256"] == run["summary"]["figures/learning_curve"]["sha256"]
 
 
 def test_hydra_says_whose_sweep_that_is():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from harness.model import LanguageModel
 from variants.attention import Attention
 from variants.conformance import Finding, check
-from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput
+from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput
 from variants.position import NoPosition, Rotary
 from variants.product_key_memory import ProductKeyMemory
 
@@ -19,6 +19,7 @@ FUTURE_EVAL = "evaluation does not see the future"
 FUTURE_TRAIN = "training does not see the future"
 REACH = "no byte beyond the declared reach matters"
 INFLUENCE = "bytes have influence"
+MAP = "a map is shares of what is seen"
 SEGMENTS = "segments do not matter"
 SINGLE = "one byte at a time equals the whole"
 FAR = "a stream may start at 10**7"
@@ -249,6 +250,50 @@ class WrappedBoasting(Wrapped):
 
     def reach(self) -> None:
         return None
+
+
+class Mapped(Sums):
+    """Says what it looks at, right or changed."""
+
+    def inspect(self, x: Tensor) -> Inspection:
+        places = torch.arange(x.shape[1])
+        raw = (self.decay ** (places[:, None] - places).to(x.dtype)).tril()
+        shares = (raw / raw.sum(-1, keepdim=True)).expand(len(x), 1, -1, -1)
+        return self.changed(shares)
+
+    def changed(self, shares: Tensor) -> Inspection:
+        return Inspection(shares)
+
+
+class MapOfMore(Mapped):
+    """Beside learned vectors that it does not have, the rows are above 1."""
+
+    def changed(self, shares):
+        vectors = shares[..., :3]
+        return Inspection(shares, torch.zeros(vectors.shape, dtype=torch.int64), vectors)
+
+
+class MapOfSigns(Mapped):
+    def changed(self, shares):
+        return Inspection(2 * shares - shares.roll(1, dims=-1))
+
+
+class MapOfTheFuture(Mapped):
+    def changed(self, shares):
+        return Inspection(shares.flip(-1))
+
+
+class MapOfTheBlind(Mapped):
+    """The first byte sees nothing, and divides it."""
+
+    def changed(self, shares):
+        seen = shares.tril(-1)
+        return Inspection(seen / seen.sum(-1, keepdim=True))
+
+
+class MapWithoutHeads(Mapped):
+    def changed(self, shares):
+        return Inspection(shares[:, 0])
 
 
 class Peeks(Gate):
@@ -515,6 +560,7 @@ BROKEN = [
     (ForgetsInTraining, {SEGMENTS, SINGLE}),
     (ForgetsOneKey, {SEGMENTS, SINGLE}),
     (IgnoresThePast, {INFLUENCE}),
+    *((one, {MAP}) for one in (MapOfMore, MapOfSigns, MapOfTheFuture, MapOfTheBlind, MapWithoutHeads)),
     (Attached, {DETACHED}),
     (StreamsLast, {DETACHED, STREAMS}),
     (OverwritesState, {WRITES, STREAMS}),

@@ -231,13 +231,15 @@ class Attention(Sublayer):
     def _attend(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
-        most, rate = max(visible.max_keys), self.dropout if self.training else 0.0
+        most = max(visible.max_keys)
         vectors = self.position.vectors(most) if backend in backends.TAKE_VECTORS else None
-        same = {"bias": self.position.bias(q, most) if vectors is None else None, "persistent": persistent}
-        if vectors is not None:
-            same["vectors"] = vectors
-        learns = self.cache == "hidden"
-        return backends.attend(backend, q, keys, visible, dropout=rate, past_learns=learns, **same)
+        bias = self.position.bias(q, most) if vectors is None else None
+        return self._meet(backend, q, keys, visible, bias=bias, vectors=vectors, persistent=persistent)
+
+    def _meet(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **added: Tensor | None) -> Tensor:
+        """One call of a backend, for all heads or some, with this sublayer's dropout."""
+        rate = self.dropout if self.training else 0.0
+        return backends.attend(backend, q, keys, visible, dropout=rate, past_learns=self.cache == "hidden", **added)
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:

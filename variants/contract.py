@@ -102,7 +102,8 @@ class Inspection(NamedTuple):
     """What each byte of a segment takes, to be looked at (``bench.inspect``).
 
     Attributes:
-        weights: an attention map, ``[B, H, T, T]``: how much query t takes of byte j; or None.
+        weights: an attention map, ``[B, H, T, T]``: which share query t takes of byte j; or None. A row is 1 in all, with
+            ``shares``, or 0 where a query sees nothing.
         entries: numbers of learned vectors that each byte takes, int64 ``[B, H, T, n]``, or None where there are none.
         shares: how much it takes of each of them. With ``weights``, both are of one softmax.
         mask: what a soft span alone leaves of the visible key number x, counted from the nearest: ``[H, S]``, or None.

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
@@ -262,7 +263,12 @@ class Linformer(Sublayer):
             at = keys.distance.clamp(0, self.span - 1)[:, :, None].expand(*shape, -1)
             bias = bias.expand(*shape, -1).gather(-1, at)
         added = [b for b in (bias, index) if b is not None]
-        y = self._softmax(chunked(q).transpose(1, 2), keys.k, keys.v, visible[:, :, None], added)
+        given = chunked(q).transpose(1, 2), keys.k, keys.v, visible[:, :, None], added
+        if index is not None and self.training and torch.is_grad_enabled():
+            # Its blocks are short and its summaries many: scores are made again for the backward pass, not kept for it.
+            y = checkpoint.checkpoint(self._softmax, *given, use_reentrant=False)
+        else:
+            y = self._softmax(*given)
         return rearrange(y, "B n H Q K -> B (n Q) (H K)")[:, : x.shape[1]]
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor]) -> Tensor:

@@ -143,7 +143,7 @@ class Longformer(Attention):
             self.honours = replace(self.honours, span=None)
         if global_bytes:
             self.honours = Honours(
-                position={"rotate", "decay"}, cache={"kv", "hidden"}, attend_self={True, False}, span=False
+                position={"rotate", "decay"}, cache={"kv", "hidden"}, attend_self={True, False}, span=None
             )
 
     def reach(self) -> int | None:
@@ -201,16 +201,14 @@ class Longformer(Attention):
         bias, vectors, beside = added
         if not keys.whole:
             return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, bias=bias, vectors=vectors)
-        same = {"bias": bias} if vectors is None else {"vectors": vectors}
-        same |= {"dropout": self.dropout if self.training else 0.0, "past_learns": self.cache == "hidden"}
         if beside is None:
-            return backends.attend(backend, q, keys, visible, **same)
+            return self._meet(backend, q, keys, visible, bias=bias, vectors=vectors)
         # Backends have vectors beside the context for each head, not for each stream: so streams become heads.
         streams = q.shape[0]
         visible = visible._replace(max_keys=tuple(n for n in visible.max_keys for _ in range(streams)))
-        same["bias"] = None if bias is None else bias.repeat_interleave(streams, dim=0)
+        same = {"bias": None if bias is None else bias.repeat_interleave(streams, dim=0), "vectors": vectors}
         same["persistent"] = Persistent(_one_stream(beside.q), *(_one_stream(x)[0] for x in beside[1:]))
-        y = backends.attend(backend, _one_stream(q), _keys_of_one_stream(keys), visible, **same)
+        y = self._meet(backend, _one_stream(q), _keys_of_one_stream(keys), visible, **same)
         return rearrange(y, "1 (H B) T K -> B H T K", B=streams)
 
     def _over_window(

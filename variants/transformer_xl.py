@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants import backends
 from variants.attention import Attention
 from variants.backends import Need
 from variants.context import VisibleKeys
@@ -127,12 +126,11 @@ class TransformerXL(Attention):
     def _attend(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
-        most, rate = max(visible.max_keys), self.dropout if self.training else 0.0
-        same = {"dropout": rate, "past_learns": self.cache == "hidden"}
+        most = max(visible.max_keys)
         u, v = self.position.towards(q)
         if backend == "plain" or self.position.few(q, most):
             keys = keys if keys.whole else VisibleKeys.joined(keys.k, keys.v, keys.past)
-            return backends.attend("plain", q + u, keys, visible, bias=self.position.bias(q, most), **same)
+            return self._meet("plain", q + u, keys, visible, bias=self.position.bias(q, most))
         p = self.position.vectors(most).to(q.dtype)
         p = torch.cat([p, ((v - u) * p).sum(-1, keepdim=True)], dim=-1)
         found = []
@@ -141,7 +139,7 @@ class TransformerXL(Attention):
             if visible.limits is not None:
                 seen = seen._replace(limits=visible.limits[h : h + 1])
             if keys.whole:
-                found.append(backends.attend(backend, one, met, seen, vectors=p[h], **same))
+                found.append(self._meet(backend, one, met, seen, vectors=p[h]))
             else:
                 found.append(window_cpu.attend(one, met.k, met.v, seen, past=met.past, vectors=p[h]))
         return torch.cat(found, dim=1)[..., :-1]

@@ -10,7 +10,9 @@ from torch import Tensor
 
 import harness  # noqa: F401 - sets what must be set before kernels are compiled
 from bench import exported
+from harness.device.runtime import Runtime
 from harness.loop.sampling import numbers_of, sampled
+from harness.loop.step import score_stream
 from harness.model import LanguageModel
 
 
@@ -38,9 +40,6 @@ class Model:
         Raises:
             ValueError: a byte that the vocabulary lacks, or fewer than two bytes.
         """
-        from harness.device.runtime import Runtime  # late: only scores of a run's own cut need numpy
-        from harness.loop.step import score_stream
-
         split = numbers_of(text, self.symbols, key="text").to(torch.uint8)
         if len(split) < 2:
             raise ValueError("text: has one byte; a score needs two, for there is no prediction of the first")
@@ -98,6 +97,6 @@ def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) ->
         from bench.planning import open_trained  # late: a run's configuration needs Hydra's, an exported model does not
 
         opened = open_trained(path, key="path", trust=list(trust))
-        network, symbols = opened.model, opened.symbols
+        network, symbols = opened.model(), opened.symbols()
         about = opened.saved | {"protocol": opened.plan.protocol()}
     return Model(network=network.to(device).eval(), symbols=symbols, about=about)

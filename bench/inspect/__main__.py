@@ -20,7 +20,7 @@ def main(cfg: DictConfig) -> None:
     from bench.inspect.page import write_page  # late, as everything slow
     from bench.inspect.passages import fitting, of_split, of_text, read_text
     from bench.inspect.seen import scored, seen
-    from bench.planning import corpus_of_run, plan_of_run, read_run, trained_model
+    from bench.planning import open_trained
     from harness.device import runtime
     from harness.loop.settle import settled
     from harness.plan.settings import checked
@@ -33,15 +33,14 @@ def main(cfg: DictConfig) -> None:
     for key, value, least in (("bytes", length, 2), ("passages", passages, 1), ("score", score, 2)):
         if value is not None and value < least:
             raise ValueError(f"{key}={value}: must be at least {least}")
-    saved, best = read_run(path, key="run")
-    plan = plan_of_run(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    opened = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    plan, saved = opened.plan, opened.saved
     device = runtime.start(plan.runtime)
-    plan = settled(plan, device)
-    model = trained_model(plan, best, span=plan.model.span, key="run").to(device.device).eval()
+    model = opened._replace(plan=settled(plan, device)).model().to(device.device).eval()
     corpus = None
     if given is None or plan.data["vocabulary"] < 256:
         try:
-            corpus = corpus_of_run(plan, saved)
+            corpus = opened.corpus()
         except ValueError as error:
             raise ValueError(
                 f"{error}; the run's own data are needed here; text=FILE or text='words' needs none"

@@ -272,21 +272,32 @@ function keep(query, key = null) {
 }
 
 function mapControls() {
-  let from = null;
+  const held = new Map(); // pointers that are down: a mouse, a finger or two
   let moved = false;
+  const middle = () => {
+    const places = [...held.values()];
+    const mean = (name) => places.reduce((sum, place) => sum + place[name], 0) / places.length;
+    const [clientX, clientY] = [mean("clientX"), mean("clientY")];
+    return { clientX, clientY, apart: Math.max(16, ...places.map((place) => 2 * Math.hypot(place.clientX - clientX, place.clientY - clientY))) };
+  };
+  const placeOf = ({ clientX, clientY }) => ({ clientX, clientY });
   map.addEventListener("pointerdown", (event) => {
-    from = { x: event.clientX, y: event.clientY };
-    moved = false;
+    moved = held.size > 0;
+    held.set(event.pointerId, placeOf(event));
     map.setPointerCapture(event.pointerId);
   });
   map.addEventListener("pointermove", (event) => {
-    if (from) {
-      const [x, y] = [from.x - event.clientX, from.y - event.clientY];
-      moved ||= Math.hypot(x, y) > 4;
-      if (!moved) return;
-      from = { x: event.clientX, y: event.clientY };
+    if (held.has(event.pointerId)) {
+      const before = middle();
+      const old = held.get(event.pointerId);
+      if (!moved && Math.hypot(old.clientX - event.clientX, old.clientY - event.clientY) <= 4) return;
+      moved = true;
+      held.set(event.pointerId, placeOf(event));
+      const now = middle();
       const { cell } = geometry();
-      move(x / cell, y / cell);
+      move((before.clientX - now.clientX) / cell, (before.clientY - now.clientY) / cell);
+      const { x, y } = onMap(now);
+      if (held.size > 1) zoom(before.apart / now.apart, x, y);
     } else {
       const { x, y } = onMap(event);
       const inside = x >= view.x && y >= view.y && x < length() && y < length();
@@ -294,11 +305,13 @@ function mapControls() {
     }
   });
   map.addEventListener("pointerup", (event) => {
-    from = null;
+    held.delete(event.pointerId);
     const { x, y } = onMap(event);
     if (!moved && x >= view.x && y >= view.y) keep(Math.floor(y), Math.floor(x));
   });
-  map.addEventListener("pointercancel", () => { from = null; });
+  map.addEventListener("pointercancel", (event) => { held.delete(event.pointerId); });
+  // Two fingers are the map's also where one scrolls the page.
+  map.addEventListener("touchstart", (event) => { if (event.touches.length > 1) event.preventDefault(); }, { passive: false });
   map.addEventListener("pointerleave", () => { find("#map-said").textContent = sayWeight(at.query, at.key); });
   map.addEventListener("dblclick", (event) => {
     const { x, y } = onMap(event);

@@ -19,7 +19,7 @@ PICKED = """<div class="picked" role="group" aria-label="What is shown">
 </div>
 """
 SURPRISE = """<p>Each byte by how many bits it cost: how little the model had expected it after all bytes of the passage
-before it. Hover over one to see what was expected in its place; click it to ask what it looks at.</p>
+before it. Hover over one to see what was expected in its place{click}.</p>
 <p class="scale">0 bits <span class="ramp hot"></span> 10 bits and more</p>
 <div id="surprise-text" class="text" tabindex="0" role="group" aria-label="The passage by surprise"></div>
 <p class="said"><output id="surprise-said"></output></p>
@@ -33,7 +33,8 @@ aria-label="Attention map: arrow keys move, plus and minus zoom, 0 shows all"></
 <p class="tools"><button type="button" id="closer" aria-label="Zoom in">+</button>
 <button type="button" id="farther" aria-label="Zoom out">&minus;</button>
 <button type="button" id="whole">Whole</button>
-<span class="hint">Drag to move, double-click to zoom, click to keep a byte; arrow keys, +, &minus; and 0 do it, too.</span></p>
+<span class="hint">Drag to move, double-click or pinch to zoom, click to keep a byte; arrow keys, +, &minus; and
+0 do it, too.</span></p>
 </div>
 <div><div id="heads" role="group" aria-label="All maps: arrow keys choose layer and head"></div></div>
 </div>
@@ -71,7 +72,7 @@ def write_page(path: Path, found: dict) -> Path:
     silent = [f"{own['name']} ({own['silent']})" for own in sublayers if own["silent"]]
     mapped = any("maps" in own for own in sublayers)
     without = f"<p>No map is given by {escape(', '.join(silent))}: the mechanism does not say what it looks at.</p>"
-    parts = [("Surprise", SURPRISE)]
+    parts = [("Surprise", SURPRISE.format(click="; click it to ask what it looks at" if mapped else ""))]
     if mapped or silent:
         parts.append(("Attention", (without if silent else "") + (ATTENTION if mapped else "")))
     parts += [("Spans", SPANS)] * any("mask" in own for own in sublayers)

@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _check(contrast, found)
         for line in write_report(found, swept, Path(asked.out), command=typed, contrast=contrast):
             print(one_line(line))
-    except (ValueError, StorageFailure) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         return exit_code(error)
     for line in [*_left_out(found), *_to_type(swept)]:

@@ -98,6 +98,24 @@ def _count(heading: str, explained: str, *keys: str) -> Column:
 
 SEEDS = Column("n", "Seeds that the means of this row are over.", lambda of: whole(len(of.runs)))
 QUALITY = tuple(_score(name, heading) for name, heading in SCORES.items())
+
+
+def copies(runs: Sequence[RunRow]) -> list[Column]:
+    """A column for each distance that the corpus of these runs copies from."""
+    found = {distance for run in runs for distance in run.summary.get("valid_bits_per_copy") or {}}
+    explained = (
+        "Mean bits of those bytes of the validation split that repeat the one so many bytes before; 4 without memory."
+    )
+    return [
+        Column(
+            f"copies from {distance}, bits",
+            explained,
+            lambda of, distance=distance: bits(of("valid_bits_per_copy", distance)),
+        )
+        for distance in sorted(found, key=lambda distance: (len(distance), distance))
+    ]
+
+
 PARAMETERS = _count("parameters", "All trained numbers.", "parameters", "total")
 BYTES = _count("trained on, bytes", "Bytes predicted in training.", "bytes_seen")
 EXECUTED = Column(
@@ -143,11 +161,12 @@ COMPILING = Column(
     "Seconds of compiling beside them, in no budget.",
     lambda of: fixed(of("compile_seconds") or None, digits=1),
 )
+SPEED = Column("bytes/s", "Bytes predicted in training per second of it.", lambda of: of.timed("bytes_per_second"))
 COSTS = (
     BACKEND,
     SECONDS,
     COMPILING,
-    Column("bytes/s", "Bytes predicted in training per second of it.", lambda of: of.timed("bytes_per_second")),
+    SPEED,
     PEAK,
     RESERVED,
     IN_EVALUATION,

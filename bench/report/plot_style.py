@@ -126,7 +126,7 @@ def memory_unit(largest_bytes: float) -> tuple[float, str]:
 _LABEL = {"fontsize": 8.5, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}}
 _AROUND = tuple(
     (dx * far, dy * far, across, up)
-    for far in (1, 2.2)  # near places first
+    for far in (1, 2.2, 3.4)  # near places first
     for dx, dy, across, up in (
         (9, 0, "left", "center"),
         (-9, 0, "right", "center"),

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from bench.report.comparison import Arm, arms, grouped, number, other_in_evaluation, tag
@@ -31,6 +32,9 @@ from harness.record.table import Drawing
 LENGTHS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
 MOST_TICKS = 9
+RAISED = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
+LINE_POINTS = 11
+"""Height of a line of text, in typographic points."""
 OUT = "out of memory"
 
 
@@ -78,14 +82,19 @@ def _costs(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
     lines = [line for found in by_backend.values() for line in arms(found, without=LENGTHS)]
     backends = {backend: LINES[index % len(LINES)] for index, backend in enumerate(by_backend)}
     lengths = sorted({row["length"] for row in rows})
-    for ax, measure in zip(axes, MEASURES, strict=True):
+    ends = [
         _draw_measure(ax, lines, measure=measure, backends=backends, look=look, lengths=lengths)
+        for ax, measure in zip(axes, MEASURES, strict=True)
+    ]
     handles = [entry(f"{line.label}, {_told(line)}", **_style(line, backends=backends, look=look)) for line in lines]
     handles.append(entry("ideal FLOPs", color=GREY, marker="o", fillstyle="none"))
     if any(row["status"] == OUT for row in rows):
         handles.append(entry(OUT, color=GREY, marker="x", markersize=7))
     handles.append(entry("growth with L and L²", color=GREY, linestyle="-", linewidth=0.8))
     legend_below(figure, handles)
+    figure.draw_without_rendering()  # from now on the panels stay as large as they are
+    for ax, found in zip(axes, ends, strict=True):
+        _write_beside(ax, found)
     return finish(figure, name=name, title=title, caption=_caption(rows))
 
 
@@ -117,16 +126,21 @@ def _style(line: Arm, *, backends: dict[str, str], look: dict[str, Look]) -> dic
 
 def _draw_measure(
     ax: Axes, lines: list[Arm], *, measure: Measure, backends: dict[str, str], look: dict[str, Look], lengths: list[int]
-) -> None:
+) -> list[tuple[float, float, str, str]]:
+    """Draw one panel; what is to be written beside the ends of its lines: where, text and colour."""
     rows = [row for line in lines for row in line.members]
     drawn = (measure.keys, measure.ideal) if measure.ideal else (measure.keys,)
     values = [value for row in rows for keys in drawn if (value := number(row, *keys))]
     divisor, unit = memory_unit(max(values, default=0)) if measure.is_memory else (1, "")
+    ends = []
     for line in lines:
-        _draw_line(ax, line, measure=measure, divisor=divisor, style=_style(line, backends=backends, look=look))
+        style = _style(line, backends=backends, look=look)
+        middle = _draw_line(ax, line, measure=measure, divisor=divisor, style=style)
+        if (power := exponent(middle)) is not None:
+            ends.append((*middle[-1], f"L{f'{power:.1f}'.translate(RAISED)}", style["color"]))
     shown = [value / divisor for value in values]
     ax.set_xscale("log", base=2)
-    ax.set_xlim(lengths[0] / 1.35, lengths[-1] * 1.35)
+    ax.set_xlim(lengths[0] / 1.35, lengths[-1] * (lengths[-1] / lengths[0]) ** 0.12 * 1.2)  # room for the exponents
     ticks_at(ax.xaxis, lengths[::-1], most=MOST_TICKS, text=lambda at: f"{at:.0f}" if at < 1e5 else plain_number(at))
     ax.set(xlabel="length of context L [bytes]", ylabel=f"{measure.label} [{unit}]" if unit else measure.label)
     if shown:
@@ -135,20 +149,21 @@ def _draw_measure(
         low, high = min(shown) / 1.6, max(shown) * 1.6
         ax.set_ylim(low, high * (high / low) ** (0.05 * rows_of_crosses))
         for power in measure.powers if len(lengths) > 1 else ():
-            _draw_slope(ax, start=(lengths[0], min(shown) / 1.25), end=lengths[-1], power=power)
+            ends.append(_draw_slope(ax, start=(lengths[0], min(shown) / 1.25), end=lengths[-1], power=power))
     else:
         ax.set_yticks([])
         ax.text(0.5, 0.5, "nothing was measured", transform=ax.transAxes, ha="center", color=GREY)
     _draw_crosses(ax, lines, look=look)
+    return ends
 
 
-def _draw_line(ax: Axes, line: Arm, *, measure: Measure, divisor: float, style: dict) -> None:
-    """Every row is a dot; where a length was measured several times, the line goes through the median."""
+def _draw_line(ax: Axes, line: Arm, *, measure: Measure, divisor: float, style: dict) -> list[tuple[float, float]]:
+    """Every row is a dot; where a length was measured several times, the line goes through the median, which is returned."""
     measured = [(row["length"], value / divisor, row) for row in line.members if (value := number(row, *measure.keys))]
     by_length = grouped(measured, key=lambda item: item[0])
     middle = sorted((length, median(value for _, value, _ in found)) for length, found in by_length.items())
     if not middle:
-        return
+        return []
     ax.plot(*zip(*middle, strict=True), **style | {"marker": ""})
     ax.plot([x for x, _, _ in measured], [y for _, y, _ in measured], **style | {"linestyle": "none"}, markersize=5)
     ranges = [
@@ -160,16 +175,34 @@ def _draw_line(ax: Axes, line: Arm, *, measure: Measure, divisor: float, style: 
     ideal = [(row["length"], value) for row in line.members if measure.ideal and (value := number(row, *measure.ideal))]
     if ideal:
         ax.plot(*zip(*ideal, strict=True), **style | {"linestyle": "none"}, fillstyle="none", markersize=7)
+    return middle
 
 
-def _draw_slope(ax: Axes, *, start: tuple[float, float], end: float, power: int) -> None:
-    """y proportional to length^power from ``start``, labelled where it leaves the panel."""
+def exponent(curve: list[tuple[float, float]]) -> float | None:
+    """The power of the length by which ``(length, cost)`` grows over its longer half, by least squares; None of one length."""
+    half = [(length, cost) for length, cost in curve[:-2] if length**2 >= curve[0][0] * curve[-1][0]] + curve[-2:]
+    return float(np.polyfit(*np.log(half).T, 1)[0]) if len(half) > 1 else None
+
+
+def _draw_slope(ax: Axes, *, start: tuple[float, float], end: float, power: int) -> tuple[float, float, str, str]:
+    """y proportional to length^power from ``start``: where it leaves the panel, and its label."""
     top = ax.get_ylim()[1] / 1.15
     far = min(end, start[0] * (top / start[1]) ** (1 / power))
     height = start[1] * (far / start[0]) ** power
     ax.plot([start[0], far], [start[1], height], color=GREY, linewidth=0.8, zorder=1)
-    text = "∝ L" if power == 1 else "∝ L²"
-    ax.annotate(text, (far, height), xytext=(3, 0), textcoords="offset points", fontsize=8, color=GREY, va="center")
+    return far, height, "∝ L" if power == 1 else "∝ L²", GREY
+
+
+def _write_beside(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
+    """Each text right of its place, in its colour, and none over another: at one length they stand a line apart."""
+    pixels_a_point = ax.figure.dpi / 72
+    for found in grouped(ends, key=lambda end: end[0]).values():
+        places = sorted((ax.transData.transform(end[:2])[1] / pixels_a_point, end) for end in found)
+        at = -np.inf
+        for height, (x, y, text, colour) in places:
+            at = max(at + LINE_POINTS, height)
+            style = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": colour}
+            ax.annotate(text, (x, y), xytext=(7, at - height), **style).set_in_layout(False)
 
 
 def _draw_crosses(ax: Axes, lines: list[Arm], *, look: dict[str, Look]) -> None:
@@ -191,7 +224,8 @@ def _caption(rows: list[dict]) -> str:
     )
     approximate = any((row.get("memory") or {}).get("approximate") for row in rows)
     return (
-        "Cost of the trainer's own step against length of context, both logarithmic; a steeper line grows faster. Line style "
+        "Cost of the trainer's own step against length of context L, both logarithmic; a steeper line grows faster: beside its "
+        "end is the power of L with which it grew over the longer half of the lengths. Line style "
         "is the backend, with where spans are if not where a run has learned them. Times are medians with bars from the "
         "20th to the 80th percentile; FLOPs are forward and executed, hollow marks ideal; generation is one byte of one "
         "stream. Crosses at the upper edge: out of memory, with the first such length and the backend."

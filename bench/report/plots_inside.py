@@ -14,7 +14,17 @@ from bench.report.comparison import arms, comparable, grouped, number, tag
 from bench.report.plot_style import LINES, Look, entry, entry_of, finish, legend_below
 from bench.report.plots_curves import prefixes
 from bench.report.words import data_words
-from harness.record.drawing import GREY, INK, count_axis, draw_span_cells, layer_names, panels, span_grid, spans_of
+from harness.record.drawing import (
+    GREY,
+    INK,
+    count_axis,
+    draw_span_bars,
+    draw_span_cells,
+    layer_names,
+    panels,
+    span_grid,
+    spans_of,
+)
 from harness.record.table import Drawing
 
 USAGE, KL = "usage_percent", ("kl_weighted_nats", "kl_count_nats")
@@ -43,21 +53,18 @@ def _spans(run, label: str, seeds: int) -> Drawing:
     seed, average = run.summary["seed"], np.nanmean(grid)
     title = f"Learned spans at the end: {label}, seed {seed}"
     subtitle = f"mean over heads {average:.1f} of {limit:,.0f} positions; {data_words([run.summary])}"
-    height = max(3.2, 1.5 + 0.32 * len(names))
-    figure, (cells, means) = panels(1, 2, width=9.5, height=height, title=title, subtitle=subtitle)
+    height = max(3.8, 1.5 + 0.32 * len(names))
+    figure, (cells, heads) = panels(1, 2, width=11.0, height=height, title=title, subtitle=subtitle)
     draw_span_cells(cells, found, limit=limit)
-    of_layers = [np.nanmean(spans) if np.isfinite(spans).any() else 0 for spans in grid]
-    means.barh(range(len(names)), of_layers, color=GREY, height=0.7)
-    means.axvline(average, color=INK, linewidth=1, linestyle="--", label="mean of all heads")
-    means.set(ylim=cells.get_ylim(), xlabel="mean span of the layer [positions]")
-    means.set_yticks(range(len(names)), names)
-    means.grid(axis="y", visible=False)
-    legend_below(figure, means.get_legend_handles_labels()[0])
+    draw_span_bars(heads, found, limit=limit)
+    heads.axhline(average, color=INK, linewidth=1, linestyle="--", label="mean of all heads")
+    legend_below(figure, heads.get_legend_handles_labels()[0])
     of_seeds = f" Only the first of {seeds} seeds is drawn." if seeds > 1 else ""
     caption = (
         f"Span z of every head in positions at the end of training, heads of a layer sorted by span; dark is short. "
         f"The scale is logarithmic and ends at the longest possible span. Behind z the mask falls over a ramp, "
-        f"which is not counted here.{of_seeds} Right: the mean of each layer."
+        f"which is not counted here.{of_seeds} Right: a bar a head, the heads of a layer beside each other, on a logarithmic "
+        f"axis that is even below 1; a line across a layer is its mean."
     )
     name = f"spans-{run.summary['variant']}-{tag(label, comparable(run))}"
     return finish(figure, name=name, title=title, caption=caption)

@@ -110,7 +110,7 @@ def _trade_off(
         labelled.append((ax, means, [texts[arm.label] for arm in shown], dots))
     for ax in axes[len(costs) :]:
         ax.set_visible(False)
-    handles = [entry("Pareto front of the means", color=GREY, linestyle="-", linewidth=1)]
+    handles = [entry("Pareto front of the means; what is shaded is beaten", color=GREY, linestyle="-", linewidth=1)]
     handle = legend_below(figure, handles)
     figure.draw_without_rendering()
     # where one label fits in no free place, all panels are told apart by a legend
@@ -161,15 +161,18 @@ def _scatter(
 
 
 def _draw_front(ax: Axes, front: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The step between what is reached and what is not, out to the edges; points along its level parts, densely."""
+    """The step between what is reached and what is not, out to the edges; points along it, densely."""
     (left, right), (bottom, top) = ax.get_xlim(), ax.get_ylim()
     xs = [front[0][0], *(x for x, _ in front), right]
     ys = [top, *(y for _, y in front), front[-1][1]]
     ax.step(xs, ys, where="post", color=GREY, linewidth=1, zorder=1)
+    ax.fill_between(xs, ys, top, step="post", color=GREY, alpha=0.1, linewidth=0, zorder=0)
     ax.set(xlim=(left, right), ylim=(bottom, top))
-    # only the level parts: a label may cross a line, but must not lie along one
+    corners = [place for x, (y0, y1) in zip(xs[1:], pairwise(ys), strict=True) for place in ((x, y0), (x, y1))]
     return [
-        (x0 + (x1 - x0) * part / 50, y) for (x0, x1), y in zip(pairwise(xs), ys, strict=False) for part in range(51)
+        (x0 + (x1 - x0) * part / 50, y0 + (y1 - y0) * part / 50)
+        for (x0, y0), (x1, y1) in pairwise([(xs[0], ys[0]), *corners])
+        for part in range(51)
     ]
 
 

@@ -12,6 +12,7 @@ from bench.report.columns import (
     SEEDS,
     SIZES,
     Means,
+    copies,
     optimizer_words,
     table_of_arms,
 )
@@ -166,7 +167,7 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
     if not alone:
         told = ground_differences(rows)
         notes.append(f"Time and memory stand in tables of their own, because these runs differ in {told}.")
-    columns = (SEEDS, *QUALITY, *SIZES, *(COSTS if alone else (BACKEND, IN_EVALUATION)))
+    columns = (SEEDS, *QUALITY, *copies(group.runs), *SIZES, *(COSTS if alone else (BACKEND, IN_EVALUATION)))
     beside = {"before": len(heads.swept) + 1, "after": len(columns) - 3}
     return table_of_arms(
         [(arm, Means(arm.newest_of_each_seed)) for arm in found],

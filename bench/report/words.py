@@ -68,7 +68,7 @@ def precision_word(row: dict) -> str:
 
 def machine_words(row: dict) -> str:
     """``ground_words`` as short as a figure's second line has to be."""
-    threads = f", {row['threads']} threads" if row.get("device_kind") == "cpu" else ""
+    threads = f", {count_of(row['threads'], 'thread')}" if row.get("device_kind") == "cpu" else ""
     compiled = ", compiled" if row.get("compile") else ""
     many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
     torch = (row["versions"] or {}).get("torch", "?")

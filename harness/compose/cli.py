@@ -32,7 +32,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from harness import failures, source
 from harness.compose.strangers import check_loaded, is_strangers, read_text
 from harness.device.torchrun import check_launch, is_later, read_launch
-from harness.failures import Failure
 
 GROUP = "record.wandb.group"
 """The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
@@ -46,8 +45,8 @@ class JobFailed(RuntimeError):
     """What a sweep keeps of a job's error that is nobody's mistake: one line, without the frames and their tensors."""
 
 
-SAID = (*MISTAKES, JobFailed, Failure)
-"""Errors whose message is all there is to say."""
+SAID = (*MISTAKES, JobFailed)
+"""Errors whose message is all there is to say, beside failures."""
 
 
 def run_command(
@@ -74,7 +73,7 @@ def run_command(
         except Exception as error:
             print_error(error)
             failed.append(error)
-    codes = {failures.MISTAKE if isinstance(error, MISTAKES) else failures.exit_code(error) for error in failed}
+    codes = {failures.exit_code(error, mistakes=MISTAKES) for error in failed}
     sys.exit(failures.BUG if failures.BUG in codes else max(codes, default=0))
 
 
@@ -90,7 +89,7 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
     if others or getattr(error, "already_printed", None) in (True, _terminal()):
         return
-    said = isinstance(error, SAID) or failures.is_out_of_memory(error)
+    said = isinstance(error, SAID) or failures.kind_of(error)
     if not said or os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error)
     if not job and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -116,10 +115,8 @@ def reported(error: Exception) -> Exception:
     print_error(error)
     if not sweeping:
         return error
-    if isinstance(error, Failure):
-        copy: Exception = type(error)(str(error))
-    elif failures.is_out_of_memory(error):
-        copy = failures.OutOfMemory(explain(error) or type(error).__name__)
+    if kind := failures.kind_of(error):
+        copy: Exception = kind(explain(error) or type(error).__name__)
     elif isinstance(error, MISTAKES):
         copy = ValueError(explain(error))
     else:

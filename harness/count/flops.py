@@ -4,8 +4,8 @@ One counter sees every operation that reaches a kernel, in the forward pass and 
 convolutions count by torch's own formulas, attention and reads of a table by ``formulas.py``, bytes by ``bytes_moved.py``.
 Nothing is registered with torch, so nobody else's counts change.
 
-Operations without a formula (softmax, norms, top-k, gathers, element by element) add nothing to the total and are
-named beside it instead; in the step of an optimizer the elementwise ones count too.
+Operations without a formula (softmax, norms, top-k, element by element) add nothing to the total and are named beside
+it instead; gathers compute nothing; in the step of an optimizer the elementwise ones count too.
 """
 
 from collections import Counter
@@ -27,8 +27,9 @@ FACTORIES = (
     "ones_like scalar_tensor zeros zeros_like"
 )
 COPIES = "_local_scalar_dense _to_copy _unsafe_view cat clone constant_pad_nd copy fill flip repeat stack zero"
+GATHERS = "embedding gather index index_select masked_select"
 SPARSE = "_sparse_coo_tensor_with_dims_and_tensors is_coalesced"
-SILENT = frozenset(f"{FACTORIES} {COPIES} {SPARSE}".split())
+SILENT = frozenset(f"{FACTORIES} {COPIES} {GATHERS} {SPARSE}".split())
 
 
 class Flops(NamedTuple):

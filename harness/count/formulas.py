@@ -4,6 +4,7 @@
 - Causal attention (``is_causal``) counts every query against every key there. Here it counts the pairs that are
   visible: query t meets keys 0 .. t, aligned at the first of both, as torch defines it. An explicit mask saves nothing:
   the products are executed in full.
+- Sorts and running sums count 0 there; a comparison is one FLOP.
 - ``flex_attention`` stops there with an error. Here it counts the blocks of its mask, each of them whole.
 
 Two per multiply-add. ``ELEMENTWISE`` is for optimizers, where such work is all there is: one FLOP an element and
@@ -135,6 +136,23 @@ def scattered_additions(source: str) -> Callable[[Operation], int]:
     return lambda call: call.arguments[source].numel()
 
 
+def along(call: Operation) -> int:
+    """Numbers in one line of the first argument, along ``dim``."""
+    first = call.tensors("self")[0]
+    return first.shape[call.arguments["dim"]] if first.dim() else 1
+
+
+def sort(call: Operation) -> int:
+    """A comparison sort: n log2 n comparisons for each line of n, rounded up."""
+    return call.tensors("self")[0].numel() * (along(call) - 1).bit_length()
+
+
+def scan(call: Operation) -> int:
+    """A running sum, product or extreme: one operation for each element but the first of a line."""
+    count = call.tensors("self")[0].numel()
+    return count - count // along(call) if count else 0
+
+
 def index_put(call: Operation) -> int:
     return call.arguments["values"].numel() if call.arguments["accumulate"] else 0
 
@@ -152,6 +170,8 @@ FORMULAS: dict[str, Callable[[Operation], int]] = {
     "index_add": scattered_additions("source"),
     "scatter_add": scattered_additions("src"),
     "index_put": index_put,
+    "sort": sort,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), scan),
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.cache import cache_folder
 from harness.data.public import KNOWN, fetch
-from harness.data.recall import recall_floor, recall_stream
+from harness.data.recall import DISTANCES, copy_distances, recall_floor, recall_stream
 from harness.data.sources import compressed_bits, digest, distinct_values, read_path, read_stdlib
 from harness.data.streams import Streams, score_streams, segments, windows
 from harness.data.synthetic_text import synthetic_text
@@ -46,6 +46,7 @@ class Corpus:
         vocabulary: V; all values are below it.
         symbols: the byte that each value stands for; fewer than V where the corpus has not as many.
         floor_bits: fewest bits per byte that any causal model can need, where that is known (recall).
+        distances: from how far back bytes are copied, where that is known (recall).
         fallback_from: what was asked for and could not be had, if this is read in its place.
     """
 
@@ -56,6 +57,7 @@ class Corpus:
     vocabulary: int
     symbols: bytes
     floor_bits: float | None = None
+    distances: tuple[int, ...] = ()
     fallback_from: str | None = None
 
     def reported(self, split: str, *, choice_bytes: int | None, limit: int | None = None) -> Tensor:
@@ -72,6 +74,12 @@ class Corpus:
     def _choosing(self, choice_bytes: int | None) -> int:
         half = len(self.splits["valid"]) // 2
         return half if choice_bytes is None else min(choice_bytes, half)
+
+    def copied_from(self, part: Tensor) -> dict[int, Tensor]:
+        """By each of ``distances``: which targets of a part of a split, uint8 ``[n]``, are such copies, bool ``[n - 1]``."""
+        values = np.frombuffer(self.symbols, np.uint8)[part.numpy()]
+        back = torch.from_numpy(copy_distances(values, self.distances)[1:]) if self.distances else None
+        return {distance: back == distance for distance in self.distances}
 
     def label(self) -> str:
         """One phrase for tables and progress lines."""
@@ -144,6 +152,7 @@ def load(
         vocabulary=vocabulary,
         symbols=symbols,
         floor_bits=min(recall_floor(len(part)) for part in splits) if name == "recall" else None,
+        distances=tuple(distances or DISTANCES) if name == "recall" else (),
         fallback_from=fallback_from,
     )
 

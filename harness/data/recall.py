@@ -56,6 +56,18 @@ def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTAN
     return (index[source] + np.where(position % 2, SMALL, CAPITAL)).astype(np.uint8)
 
 
+def copy_distances(values: np.ndarray, distances: Sequence[int] = DISTANCES) -> np.ndarray:
+    """How far back each byte of a part of the stream, uint8 ``[n]``, was copied from: int64 ``[n]``.
+
+    0 for a capital, for a first byte, and where the capital before it does not stand in ``values``.
+    """
+    found = np.zeros(len(values), dtype=np.int64)
+    named = values[:-1].astype(np.int64) - CAPITAL
+    capital = (named >= 0) & (named < LETTERS)
+    found[1:][capital] = np.array(distances)[named[capital] % len(distances)]
+    return found
+
+
 def recall_floor(n_bytes: int) -> float:
     """Fewest bits per byte that a causal predictor can need on the targets of ``n_bytes`` consecutive stream bytes.
 

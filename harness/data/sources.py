@@ -30,6 +30,8 @@ LARGE_BYTES = 64 * 2**20
 MOST_TIMES = 200
 """What is not text unpacks to more times its size; enwik8 to four."""
 _CHUNK_BYTES = 1 << 24
+_ZIP_END, _ZIP_END_BYTES = b"PK\5\6", 22
+"""How an archive's last record begins, and its length without the comment."""
 _BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 
 _NOT_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
@@ -149,6 +151,9 @@ def _streams(packed: BinaryIO, make: Callable, *, padding: bytes = b"") -> Itera
 
 def _zipped(packed: BinaryIO) -> Iterator[bytes]:
     archive = zipfile.ZipFile(packed)
+    packed.seek(-_ZIP_END_BYTES - len(archive.comment), os.SEEK_END)
+    if not packed.read().startswith(_ZIP_END):  # Python looks for it, and passes over what follows
+        raise zipfile.BadZipFile("something follows the end of the archive")
     files = [member for member in archive.infolist() if not member.is_dir()]
     if len(files) != 1:
         raise zipfile.BadZipFile(f"{len(files)} files are in the archive, allowed is one")

@@ -8,7 +8,6 @@ one integer and every variant reads the same bytes in the same order.
 from collections.abc import Iterator
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,15 +68,16 @@ class Streams:
 
     def batch(self, position: int, *, part: tuple[int, int] = WHOLE) -> tuple[Tensor, Tensor]:
         """Step number ``position``, from 0: inputs and targets of a part of the streams, int64 ``[B, T]`` each."""
-        number = np.arange(self.streams)[share(self.streams, part)]
+        number = torch.arange(self.streams)[share(self.streams, part)]
         if self.carry:
             turn, step = divmod(position, self.steps_per_turn)
-            offset = int(integer_hash(_RING, self.seed, turn)[0] % np.uint64(len(self.split)))
+            offset = int(integer_hash(_RING, self.seed, turn)[0]) % len(self.split)
             begin = offset + number * self.stream_bytes + step * self.segment
         else:
-            places = np.uint64(len(self.split) - self.segment)
-            begin = (integer_hash(_WINDOW, self.seed, position, number) % places).astype(np.int64)
-        index = torch.from_numpy(begin)[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
+            places = len(self.split) - self.segment
+            hashed = integer_hash(_WINDOW, self.seed, position, number.numpy())
+            begin = torch.tensor([int(one) % places for one in hashed], dtype=torch.int64)
+        index = begin[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
         taken = self.split[index % len(self.split)].long()
         return taken[:, :-1], taken[:, 1:]
 

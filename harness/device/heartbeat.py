@@ -76,3 +76,8 @@ class Heartbeat:
 def first_line(error: Exception) -> str:
     """Of a message, without the frames that torch adds."""
     return str(error).partition("\n")[0][:200]
+
+
+def is_connection_failure(error: Exception) -> bool:
+    """Whether an error is of torch's communication: gloo has no class of its own for it."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

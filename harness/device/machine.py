@@ -22,7 +22,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-import numpy as np
 import torch
 
 from harness.cache import cache_folder
@@ -76,7 +75,9 @@ def gpu_facts(uuid: str) -> dict[str, str | float | None]:
 
 def versions(**known: object) -> dict[str, str]:
     """Of Python and the libraries that make a time what it is; of ``known`` those that are not None."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    import numpy  # late: a trained model can be used without it
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
     return found | {name: str(version) for name, version in known.items() if version is not None}

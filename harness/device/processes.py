@@ -9,7 +9,6 @@ has ended: vectors, what layers share, and sparse rows, for which torch has no w
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from harness.device.heartbeat import Heartbeat
 from harness.device.meeting import meet
 from harness.device.torchrun import Launch, read_launch
-from harness.failures import KINDS, ProcessLost, exit_code
+from harness.failures import KINDS, exit_code
 
 TIMEOUT = timedelta(minutes=10)
 """The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
@@ -169,12 +168,6 @@ class ProcessGroup(Launch):
         try:
             collective(*values, **options)
         except RuntimeError as error:
-            raise self.heartbeat.loss(error) from error
-
-    def check_lost(self, error: Exception) -> None:
-        """Raise ProcessLost where an error is of a collective operation that torch's engines began."""
-        begun_here = isinstance(error, ProcessLost)
-        if isinstance(error, RuntimeError) and not begun_here and re.search("gloo|nccl", str(error), re.IGNORECASE):
             raise self.heartbeat.loss(error) from error
 
 

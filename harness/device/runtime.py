@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -213,12 +212,12 @@ def seed(number: int) -> None:
     """All generators of this process."""
     torch.manual_seed(number)
     random.seed(number)
-    np.random.seed(number % 2**32)
+    _generator_of_numpy().seed(number % 2**32)
 
 
 def seed_apart(number: int, *, step: int, rank: int) -> None:
     """All generators of this process, other numbers for every step and rank: for dropout, once the model is made."""
-    seed(int(integer_hash(number, step, rank)[0] >> np.uint64(1)))
+    seed(int(integer_hash(number, step, rank)[0]) >> 1)
 
 
 def dropout_state() -> dict[str, Tensor | None]:
@@ -237,7 +236,7 @@ def set_dropout_state(state: dict[str, Tensor | None]) -> None:
 
 def random_state() -> dict[str, object]:
     """Every generator's state, for a checkpoint."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = _generator_of_numpy().get_state()
     return dropout_state() | {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
 
 
@@ -246,7 +245,13 @@ def set_random_state(state: dict[str, object]) -> None:
     set_dropout_state(state)
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    _generator_of_numpy().set_state((name, keys, *rest))
+
+
+def _generator_of_numpy():
+    import numpy  # late: a trained model can be used without it
+
+    return numpy.random
 
 
 class StopSignal:

@@ -11,16 +11,18 @@ torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what 
 parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, zeros
 from torch.utils._pytree import tree_map
 
 from harness.device.processes import ProcessGroup
@@ -32,7 +34,7 @@ class Units:
     Attributes:
         parameters: all, as the optimizers know them.
         whole: those whose gradients are averaged apart from the units'.
-        parts: those of which this process has some rows, and the shape of the whole.
+        parts: those of which this process has some rows, and the whole.
     """
 
     def __init__(self, model: nn.Module):
@@ -63,7 +65,7 @@ class Units:
                 own.data = managed.detach().to_local()  # the same memory
                 managed.register_post_accumulate_grad_hook(partial(_hand_over, own))
                 if shard == "full":
-                    self.parts[own] = managed.shape
+                    self.parts[own] = managed
         self.whole = [parameter for parameter in self.parameters if parameter in whole]
 
     def begin_part(self, *, last: bool) -> None:
@@ -88,18 +90,23 @@ class Units:
                 if self.parts and unit is not self._model:
                     unit.set_reshard_after_forward(True, recurse=False)
 
-    def part_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """This process's part of something that belongs to a parameter: its rows, if it has the shape of the whole."""
-        shape = self.parts.get(parameter)
-        if shape is None or tensor.shape != shape:
-            return tensor
-        return _rows(tensor, self._mesh).clone()
+        managed = self.parts.get(parameter)
+        if managed is None or whole.shape != managed.shape:
+            return whole
+        return divided_like(managed, whole).to_local().clone()
 
-    def whole_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def whole_of(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """Its opposite: the whole, divided as it is."""
-        if parameter not in self.parts or tensor.shape != parameter.shape:
-            return tensor
-        return self._divided(tensor, self.parts[parameter], dim=0)
+        managed = self.parts.get(parameter)
+        return own if managed is None or own.shape != parameter.shape else _divided(own, managed)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Of something that was divided, wherever it is read: this process's rows, or the whole."""
+        if not self.parts:
+            return torch.empty(shape, dtype=dtype)
+        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
 
     def total(self, own: Tensor, *, of: str = "sum") -> Tensor:
         """Sum, or ``max``, of all processes' tensors, where parameters are divided."""
@@ -108,38 +115,46 @@ class Units:
     def by_matrix(self, rows: Tensor, function: Callable[[Tensor], Tensor], *, shape: tuple[int, int]) -> Tensor:
         """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in one
         process; and back again."""
-        divided = self._divided(rows, (len(rows), *shape), dim=1)
-        matrices = divided.redistribute(placements=[Shard(0)])
-        made = self._divided(function(matrices.to_local()), divided.shape, dim=0)
-        return made.redistribute(placements=[Shard(1)]).to_local()
+        rank, columns = self._mesh.get_local_rank(), shape[1]
+        heights, numbers = ([len(part) for part in _shares(n, self._mesh.size())] for n in (shape[0], len(rows)))
+        matrices = self._exchange(rows.split(numbers), [(numbers[rank], height, columns) for height in heights])
+        made = function(torch.cat(matrices, dim=1)).split(heights, dim=1)
+        return torch.cat(self._exchange(made, [(number, heights[rank], columns) for number in numbers]))
 
-    def _divided(self, own: Tensor, shape: tuple[int, ...], *, dim: int) -> DTensor:
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            own, self._mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=strides
-        )
+    def _exchange(self, given: Sequence[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """One tensor to each process, and of these shapes one from each."""
+        sizes = [math.prod(shape) for shape in shapes]
+        found = given[0].new_empty(sum(sizes))
+        sent = torch.cat([tensor.flatten() for tensor in given])
+        dist.all_to_all_single(found, sent, sizes, [tensor.numel() for tensor in given], group=self._mesh.get_group())
+        return [part.view(shape) for part, shape in zip(found.split(sizes), shapes, strict=True)]
 
 
-def divided_like(held: Tensor, whole: Tensor) -> Tensor:
-    """A whole tensor, divided as the one whose place it takes."""
-    if not isinstance(held, DTensor):
-        return whole
-    own = _rows(whole, held.device_mesh) if held.placements[0].is_shard() else whole
-    own = own.to(held.device)
-    return DTensor.from_local(
-        own, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
-    )
+def divided_like(held: Tensor, given: Tensor) -> Tensor:
+    """A tensor, whole or divided, divided as the one whose place it takes."""
+    if not isinstance(held, DTensor) or isinstance(given, DTensor):
+        return given if isinstance(held, DTensor) else gathered(given)
+    mesh, given = held.device_mesh, given.to(held.device)
+    if not held.placements[0].is_shard():
+        return _divided(given, held)
+    own = _shares(len(given), mesh.size())[mesh.get_local_rank()]
+    return _divided(given[own.start : own.stop], held)
+
+
+def _shares(number: int, parts: int) -> list[range]:
+    """Rows of each process, as torch divides them: the last ones may have fewer, or none."""
+    size, every = -(-number // parts), range(number)
+    return [every[part * size : (part + 1) * size] for part in range(parts)]
+
+
+def _divided(own: Tensor, like: DTensor) -> DTensor:
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def gathered(value: object) -> object:
     """A value in which no tensor is divided; all processes call it."""
     return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
-
-
-def _rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This process's, as torch divides them."""
-    number = -(-len(whole) // mesh.size())
-    return whole[mesh.get_local_rank() * number :][:number]
 
 
 def _hand_over(own: nn.Parameter, managed: DTensor) -> None:

@@ -21,7 +21,7 @@ from harness.loop.settle import settled
 from harness.loop.train_state import TrainState
 from harness.optim.budget import Spent
 from harness.plan.build import Plan, hydra_facts, plan_run
-from harness.record import checkpoint, folder
+from harness.record import checkpoint, folder, shards
 from harness.record.provenance import read_provenance
 from harness.record.rows import RECORD, identity_of, read_object
 
@@ -110,6 +110,7 @@ def begin_from(training: TrainState) -> None:
     if start.run is None:
         return
     content, theirs = processes.on_main(lambda: _read_start(start.run))
+    content = shards.put_back(content, training.trainer.units.empty)
     with processes.fail_together():
         try:
             _take(training, content, theirs)

@@ -9,21 +9,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import yaml
 
 from harness.cache import write_whole
 from harness.count.memory import Peak, PeakMemory
+from harness.device.heartbeat import is_connection_failure
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import StopSignal
 from harness.device.units import gathered
-from harness.failures import OutOfMemory, is_out_of_memory
+from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
 from harness.loop import summary
 from harness.loop.progress import ProgressBar
 from harness.loop.train_state import TrainState
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
-from harness.record import checkpoint, folder
+from harness.record import checkpoint, folder, shards
 from harness.record.cells import busy_words
 from harness.record.closing_table import bits, print_closing_table, scored_splits
 from harness.record.rows import CONFIG, Record, find_comparable, read_rows, write_summary
@@ -40,7 +42,8 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
         try:
             yield
         except Exception as error:
-            processes.check_lost(error)
+            if is_connection_failure(error):
+                raise processes.heartbeat.loss(error) from error
             if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
             said, words = (
@@ -51,7 +54,8 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
             short = OutOfMemory(
                 f"out of memory ({said[:200] or type(error).__name__}). Lower batch.streams={b.streams}, batch.segment="
                 f"{b.segment} or model.span={m.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
-                f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words}".strip()
+                f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words} "
+                "device_memory=24GiB (or as much as there is)"
             )
             short.already_printed = getattr(error, "already_printed", None)
             raise short from error
@@ -98,7 +102,7 @@ class Run:
         print_closing_table(self.earlier, others=self._comparable(self.earlier))
         if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # its agent waits for a run that has the metric
             with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
-                again.log_end(summary=self.earlier, figures=[])
+                again.log_end(summary=self.earlier, figures=sorted(self.folder.path.glob("*.png")))
         return self.earlier["valid_bits_per_byte"]
 
     def hold(self) -> bool:
@@ -159,6 +163,7 @@ class Run:
             self.folder.begin()
         if self.folder.checkpoint is not None:
             content = self._processes.on_main(self._read_checkpoint)
+            content = shards.put_back(content, training.trainer.units.empty)
             with self._processes.fail_together():
                 training.restore(content)
             seen = {"rows": content["rows"], "sha256": content["sha256"]}
@@ -166,8 +171,9 @@ class Run:
         verb = f"resuming at {training.spent.bytes:,} bytes" if seen["rows"] else "training"
         how = f"{training.backend}, {training.runtime.precision}"
         print(f"{verb}: {self.folder.path}  |  {training.corpus.label()}  |  {how}")
-        if self.folder.note:
-            print(self.folder.note)
+        for line in (self.folder.note, *self.folder.odd):
+            if line:
+                print(line)
         return seen
 
     def _read_checkpoint(self) -> dict:
@@ -248,7 +254,9 @@ class Run:
             rows = self._record.rows if self._processes.is_main else 0
             if self._processes.is_main and self.training.validated.size:
                 checkpoint.must_have_best(self.folder.path)
-        content = self.training.content(rows=rows)
+        content, divided = shards.taken_out(self.training.content(rows=rows))
+        if divided:
+            content[shards.KEY] = self._save_shards(divided)
         with self._processes.fail_together():
             if self._processes.is_main:
                 content |= {"identity": vars(self.folder.identity), "sha256": self._record.sha256}
@@ -256,6 +264,21 @@ class Run:
                     self.folder.path, content, step=self.training.spent.steps, keep=self.plan.checkpoint.keep
                 )
         self._saved, self._saved_seconds = self.training.spent, time.monotonic()
+
+    def _save_shards(self, divided: dict) -> dict:
+        """Each process's rows, beside the checkpoint that is to name them."""
+        make = partial(checkpoint.new_shards, self.folder.path, step=self.training.spent.steps)
+        place = self._processes.on_main(make)
+        with self._processes.fail_together():
+            tensors, own = shards.write(place, divided)
+        digests = {name: digest for each in self._processes.gather_values(own) for name, digest in each.items()}
+        with self._processes.fail_together():
+            if self._processes.is_main and (unseen := [name for name in digests if not (place / name).is_file()]):
+                raise StorageFailure(
+                    f"{place / unseen[0]}: another process has written it where the first one does not see it; "
+                    f"runtime.shard=full needs a folder outputs={self.folder.path.parent} that all of them share"
+                )
+        return {"folder": place.name, "tensors": tensors, "sha256": digests}
 
     def finish(self, progress: ProgressBar) -> dict:
         """The last validation, the best weights' scores on whole splits, the summary and the figures."""
@@ -285,20 +308,22 @@ class Run:
 
     def _figures(self, found: dict) -> list:
         """What could be drawn: the result does not depend on it."""
+        drawn = []
         try:
             from harness.record.figures import draw_figures  # late: matplotlib is slow to import
 
-            return draw_figures(
+            for path in draw_figures(
                 read_rows(self._record.path),
                 folder=self.folder.path,
                 label=f"{self.plan.variant}, seed {self.plan.seed}: {self.training.corpus.label()}",
                 compressors=found["compressors"]["valid"],
                 span_limit=self.plan.model.span,
-            )
+            ):
+                drawn.append(path)
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             print(f"figures: {reason} (the run itself is finished)", file=sys.stderr)
-            return []
+        return drawn
 
     def _comparable(self, found: dict) -> list[dict]:
         return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")

@@ -109,6 +109,10 @@ class Score(NamedTuple):
     def bits_per_byte(self) -> float:
         return self.nats.double().sum().item() / math.log(2) / len(self.nats)
 
+    def bits_of(self, where: Tensor) -> float | None:
+        """Mean bits of the pairs that ``where``, bool ``[pairs]``, names; None if it names none."""
+        return self.nats[where].double().mean().item() / math.log(2) if where.any() else None
+
     def blocks(self) -> list[float]:
         """Nats of each block of 10,000 pairs, for paired comparisons."""
         return [block.double().sum().item() for block in self.nats.split(BLOCK_BYTES)]

@@ -97,6 +97,9 @@ def final_score(training: TrainState, split: str, found: dict) -> dict:
     if plan.eval.windows:
         with training.trainer.units.gathered():
             bits["windows_bits_per_byte"] = score_windows(training.model, part, runtime=training.runtime).bits_per_byte
+    if copies := training.corpus.copied_from(part):
+        far = {str(distance): score.bits_of(where) for distance, where in copies.items()}
+        bits["bits_per_copy"] = far  # of the bytes that are a copy from so far back
     capped = {split: len(part)} if training.capped(split) else {}
     found |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
     found["capped"] |= capped

@@ -299,7 +299,8 @@ class TrainState:
                 )
 
     def content(self, *, rows: int) -> dict:
-        """Everything an exact resume needs, whole in the first process: all must call it."""
+        """Everything an exact resume needs, in the first process: all must call it. Where parameters are divided, they and the
+        optimizers' tensors are so here, in each."""
         self.settle()
         self._finite.check_weights()
         processes = self.runtime.processes
@@ -321,7 +322,7 @@ class TrainState:
             "rows": rows,
             "wandb_id": self.wandb_id,
         }
-        return gathered(content)
+        return content if self.trainer.units.parts else gathered(content)
 
     def restore(self, content: dict) -> None:
         """Go on from a checkpoint's ``content``, which may be of another number of processes."""

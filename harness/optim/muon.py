@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
             alike = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    shape = divided.get(parameter, parameter.shape)
+                    shape = divided.get(parameter, parameter).shape
                     alike[shape, parameter in divided, parameter.dtype, parameter.device].append(parameter)
             for (shape, *_), parameters in alike.items():
                 words = {name: group[name] for name in ("lr", "momentum", "weight_decay", "precision")}

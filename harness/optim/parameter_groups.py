@@ -61,7 +61,7 @@ class Group:
         undecayed = [p for name, p in self.parameters.items() if name in self.undecayed]
         try:
             optimizer = self.optimizer([{"params": part} for part in (decayed, undecayed) if part], lr=lr)
-        except ValueError as error:  # SparseAdam has no rate of 0
+        except (ValueError, TypeError, RuntimeError) as error:  # SparseAdam has no rate of 0, for one
             raise ValueError(
                 f"{self.key}: its optimizer refuses optim.lr x lr_scale = {lr:g}, or another word of it ({error})"
             ) from error

@@ -15,7 +15,7 @@ import inspect
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -166,7 +166,11 @@ def _value(value: object, hint: object, *, key: str, trust: tuple[str, ...]) -> 
         if not is_part and ("a mapping" in names or None in names):
             return value
     elif isinstance(value, list):
-        if None in names or any(_holds(option, len(value)) for option in options):
+        fitting = [own for option in options if (own := _elements(option, len(value))) is not None]
+        if fitting:
+            numbered = enumerate(zip(value, fitting[0], strict=True))
+            return tuple(_value(one, own, key=f"{key}.{at}", trust=trust) for at, (one, own) in numbered)
+        if None in names:
             return tuple(value)
     else:
         plain = [option for option in options if option in (int, float, str, bool, types.NoneType)]
@@ -186,9 +190,11 @@ def _made_by(options: tuple[object, ...]) -> type:
     return classes[0] if classes else Part
 
 
-def _holds(option: object, length: int) -> bool:
-    """Whether an annotation takes a list of this length: ``tuple[float, float]`` takes two values."""
+def _elements(option: object, length: int) -> Sequence[object] | None:
+    """Annotations of the values of a list of this length; None where it cannot be one: ``tuple[float, float]`` has two."""
     if KINDS.get(typing.get_origin(option) or option) != "a list":
-        return False
-    elements = typing.get_args(option)
-    return typing.get_origin(option) is not tuple or ... in elements or len(elements) == length
+        return None
+    elements = typing.get_args(option) or (typing.Any, ...)
+    if typing.get_origin(option) is not tuple or ... in elements:
+        return elements[:1] * length
+    return elements if len(elements) == length else None

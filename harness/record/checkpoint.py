@@ -1,7 +1,8 @@
 """Checkpoints: everything an exact resume needs, written whole or not at all, and known again.
 
 A checkpoint is one file of tensors and plain values, ``TrainState.content`` and the run's ``Identity``. The newest are kept,
-beside ``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states.
+beside ``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states. Where
+parameters are divided among processes, it names shards, in a folder beside it, and what of each tensor is in which.
 
 The file is a zip archive as torch writes it. The archive's comment, which readers of zip pass over, is the SHA-256 of the
 file without it. It is compared before anything is unpickled: torch does not look whether the bytes are those it wrote.
@@ -9,6 +10,7 @@ file without it. It is compared before anything is unpickled: torch does not loo
 
 import hashlib
 import re
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +18,8 @@ from pathlib import Path
 import torch
 
 from harness.cache import Passing, written_whole
-from harness.failures import StorageFailure
+from harness.failures import Damaged, StorageFailure
+from harness.record import shards
 from harness.record.rows import FORMAT, check_format
 
 FOLDER = "checkpoints"
@@ -26,10 +29,6 @@ _NO_COMMENT = bytes(2)
 """How an archive without comment ends: with the comment's length."""
 _MARK = "sha256:"
 _ENDING_BYTES = len(_NO_COMMENT) + len(_MARK) + 64
-
-
-class Damaged(ValueError):
-    """A checkpoint whose bytes are not those that were written."""
 
 
 def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
@@ -42,7 +41,15 @@ def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
     until = found.index(path) + 1
     for old in found[: max(0, until - keep)] + found[until:]:
         old.unlink()
+    kept = {kept.name for kept in found[max(0, until - keep) : until - 1]}
+    own = content.get(shards.KEY, {}).get("folder")
+    shards.forget(path.parent, lambda name: name == own or name.rpartition("-")[0] in kept)
     return path
+
+
+def new_shards(folder: Path, *, step: int) -> Path:
+    """Where the shards of a checkpoint of this step may be written: not where earlier ones of the same step are."""
+    return (folder / FOLDER / f"step-{step:09d}.pt-{secrets.token_hex(4)}.{shards.KEY}").absolute()
 
 
 def save_best(folder: Path, content: dict) -> Path:
@@ -119,6 +126,14 @@ def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
     ]:
         raise ValueError(f"{path} is of another run: {'; '.join(differ)}; allowed is this run's own, or none")
     del content["format"]
+    if known := content.get(shards.KEY):
+        try:
+            wrong = shards.damage(path.parent, known)
+        except (AttributeError, KeyError, TypeError, IndexError, OSError) as error:
+            wrong = f"{path} has shards that cannot be read ({type(error).__name__})"
+        if wrong:
+            raise Damaged(wrong)
+        known["folder"] = str((path.parent / Path(known["folder"]).name).absolute())
     return content
 
 

@@ -36,9 +36,12 @@ def panels(
         title, subtitle: written above; the second names the data or the machine inside the picture itself.
     """
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
+    for text, style in ((title, {"fontsize": 13, "color": INK}), (subtitle, {"fontsize": 9, "color": "0.35"})):
+        note = figure.text(0.5, top / height, text, ha="center", va="top", wrap=True, **style)
+        top -= note.get_window_extent(renderer).height / figure.dpi + 0.06 * bool(text)
+    figure.get_layout_engine().set(rect=(0, 0, 1, top / height))
     found = list(figure.subplots(rows, columns, squeeze=False).flat)
-    figure.suptitle(f"{title}\n{subtitle}" if subtitle else title, fontsize=10.5, wrap=True)
     for ax in found:
         ax.grid(color=FAINT, linewidth=0.6)
         ax.set_axisbelow(True)
@@ -166,7 +169,27 @@ def draw_span_cells(ax: Axes, spans: Mapping[str, list[float]], *, limit: float 
                 bright = sum(colormaps[LAYERS](norm(span))[:3]) > 1.5
                 style = {"ha": "center", "va": "center", "fontsize": size, "color": INK if bright else "white"}
                 ax.text(head, layer, f"{span:.0f}", **style)
-    ticks = [tick for tick in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536) if tick < 0.7 * limit]
-    bar = ax.figure.colorbar(image, ax=ax, ticks=[*ticks, limit], format=lambda value, _: f"{value:g}")
+    bar = ax.figure.colorbar(image, ax=ax, ticks=_span_ticks(limit), format=lambda value, _: f"{value:g}")
     bar.set_label("span [positions]")
     bar.minorticks_off()
+
+
+def draw_span_bars(ax: Axes, spans: Mapping[str, list[float]], *, limit: float) -> None:
+    """A bar a head, layer after layer, on a logarithmic axis, and a line at each layer's mean."""
+    grid = span_grid(spans)
+    norm, width = FuncNorm((np.log1p, np.expm1), vmin=0, vmax=limit), 0.84 / grid.shape[1]
+    for layer, heads in enumerate(grid):
+        known = heads[np.isfinite(heads)]
+        places = layer - 0.42 + width * (np.arange(len(known)) + 0.5)
+        ax.bar(places, known, width=0.85 * width, color=colormaps[LAYERS](norm(known)))
+        if len(known):
+            ax.hlines(known.mean(), layer - 0.44, layer + 0.44, color=INK, linewidth=1.6)
+    ax.set_yscale("symlog", base=2, linthresh=1, linscale=0.5)
+    ax.set_yticks(_span_ticks(limit), [f"{tick:g}" for tick in _span_ticks(limit)])
+    ax.set(xlabel="layer, its heads from the longest span", ylabel="span [positions]", ylim=(0, limit))
+    ax.set_xticks(range(len(grid)), layer_names(spans))
+    ax.grid(axis="x", visible=False)
+
+
+def _span_ticks(limit: float) -> list[float]:
+    return [*(tick for tick in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536) if tick < 0.7 * limit), limit]

@@ -1,6 +1,7 @@
 """Figures of one run, drawn from its record alone: ``learning_curve.png`` with general compressors as lines, ``spans.png``
 of every metric whose name ends with ``.span``, one entry a head, and ``context.png`` of a later evaluation."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from matplotlib import colormaps
@@ -29,17 +30,18 @@ def draw_figures(
     label: str,
     compressors: dict[str, float] | None = None,
     span_limit: int | None = None,
-) -> list[Path]:
-    """Draw what the rows have data for and return the files.
+) -> Iterator[Path]:
+    """Draw what the rows have data for: each file when it is there, so that one that fails costs none before it.
 
     Args:
         label: title, naming the run and the data really read.
         compressors: bits per byte of the valid split by compressor, ``{"gzip": 3.04}``.
         span_limit: S, the longest possible span.
     """
-    drawn = [draw_learning_curve(rows, path=folder / "learning_curve.png", label=label, compressors=compressors)]
-    drawn.append(draw_spans(rows, path=folder / "spans.png", label=label, span_limit=span_limit))
-    return [path for path in drawn if path is not None]
+    if path := draw_learning_curve(rows, path=folder / "learning_curve.png", label=label, compressors=compressors):
+        yield path
+    if path := draw_spans(rows, path=folder / "spans.png", label=label, span_limit=span_limit):
+        yield path
 
 
 def draw_learning_curve(
@@ -53,7 +55,7 @@ def draw_learning_curve(
     last = (scored[-1]["bytes_seen"], scored[-1]["bits_per_byte"]) if scored else (0, None)
     if not points(rows, kind="train") and not points(rows, kind="valid") and last[1] is None:
         return None
-    figure, (ax,) = panels(1, 1, width=7.0, height=4.2, title=_plain(label))
+    figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **_titles(label))
     draw_bits(ax, rows, last=last, colour=COLOUR)
     for index, (name, bits) in enumerate(sorted((compressors or {}).items(), key=lambda item: -item[1])):
         ax.axhline(bits, color=GREY, linewidth=1, linestyle=(":", "--", "-.")[index % 3], label=f"{name} {bits:.2f}")
@@ -68,7 +70,7 @@ def draw_learning_curve(
 
 def draw_context(curve: list[dict], *, path: Path, label: str) -> Path:
     """Bits per byte against bytes of context: rows ``{from_bytes, to_bytes, bits_per_byte}``, drawn as steps."""
-    figure, (ax,) = panels(1, 1, width=7.0, height=4.2, title=_plain(label))
+    figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **_titles(label))
     for point in curve:
         ax.hlines(point["bits_per_byte"], point["from_bytes"], point["to_bytes"] + 1, color=COLOUR, linewidth=2)
     ax.set_xscale("log", base=2)
@@ -88,7 +90,7 @@ def draw_spans(rows: list[dict], *, path: Path, label: str, span_limit: int | No
     _, last = history[-1]
     names = layer_names(last)
     height = max(4.2, 1.5 + 0.32 * len(names))
-    figure, (now, over) = panels(1, 2, width=11.0, height=height, title=_plain(label))
+    figure, (now, over) = panels(1, 2, width=11.0, height=height, **_titles(label))
     draw_span_cells(now, last, limit=span_limit)
     now.set_title("at the end", fontsize="medium")
     colours = [colormaps[LAYERS](0.9 * index / max(len(names) - 1, 1)) for index in range(len(names))]
@@ -118,9 +120,10 @@ def _bytes_axis(ax) -> None:
     count_axis(ax.xaxis, unit="B")
 
 
-def _plain(label: str) -> str:
-    """A dollar is a dollar: nothing in a label is a formula."""
-    return label.replace("$", r"\$")
+def _titles(label: str) -> dict[str, str]:
+    """The run, and below it the data. A dollar is a dollar: nothing in a label is a formula."""
+    run, _, data = label.replace("$", r"\$").partition(": ")
+    return {"title": run, "subtitle": data}
 
 
 def _save(figure, path: Path) -> Path:

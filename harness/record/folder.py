@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO
 
 from harness.cache import NO_ROOM, storage_failure, write_all, write_whole
-from harness.failures import Failure
-from harness.record import checkpoint
+from harness.failures import kind_of
+from harness.record import checkpoint, shards
 from harness.record.provenance import refuse_links
-from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, read_object, write_summary
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, look_at, read_object, write_summary
 from harness.record.shapes import misfit, shapes
 from harness.record.table import one_line
 
@@ -81,6 +81,7 @@ class RunFolder:
         summary: of the finished run that may be returned, or None, when it was last looked at: at first, and by ``hold``.
         checkpoint: to resume from, or None; looked at together.
         note: one line about an older run of the same configuration, or empty.
+        odd: a line for each neighbour whose record cannot be read.
 
     Raises:
         ValueError: the folder cannot be written, belongs to other data, device or precision, or is in use.
@@ -90,7 +91,8 @@ class RunFolder:
         if reuse not in ("source", "config"):
             raise ValueError(f"reuse={reuse}: allowed are source, config")
         self.path, self.identity, self.note, self._lock = outputs / identity.name, identity, "", None
-        older = [path for path in _same_config(outputs, identity) if path != self.path]
+        same, self.odd = _same_config(outputs, identity)
+        older = [path for path in same if path != self.path]
         finished = [path for path in older if finished_summary(path)]
         if reuse == "config" and finished and not finished_summary(self.path) and not force:
             self.path = finished[-1]
@@ -162,7 +164,8 @@ class RunFolder:
         old = [self.path / SUMMARY, self.path / FAILED]
         if self.checkpoint is None:
             old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
-            old += (self.path / checkpoint.FOLDER).glob("*")
+            old += (path for path in (self.path / checkpoint.FOLDER).glob("*") if not path.is_dir())
+            shards.forget(self.path / checkpoint.FOLDER, lambda name: False)
         for path in old:
             path.unlink(missing_ok=True)
 
@@ -189,7 +192,7 @@ class RunFolder:
                 if not os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
                     raise error  # somebody has removed the folder, and it shall stay so
                 self._lock.truncate(HOLDER_BYTES)
-                status = error.status if isinstance(error, Failure) else "failed"
+                status = kind.status if (kind := kind_of(error)) else "failed"
                 told = {"status": status, "error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
                 write_summary(self.path, summary=dict.fromkeys(SUMMARY_KEYS) | known | told)
                 trace = "".join(traceback.format_exception(error))
@@ -250,10 +253,14 @@ def _provenance(path: Path) -> dict:
     return row if row.get("kind") == "provenance" else {}
 
 
-def _same_config(outputs: Path, identity: Identity) -> list[Path]:
-    """Run folders of the same configuration, the oldest first."""
-    found = []
-    for path in outputs.glob(f"{identity.variant}-s{identity.seed}-*"):
-        with suppress(OSError):  # no run, or removed since
-            found.append(((path / RECORD).stat().st_mtime, path))
-    return [path for _, path in sorted(found) if _provenance(path).get("config_hash") == identity.config]
+def _same_config(outputs: Path, identity: Identity) -> tuple[list[Path], list[str]]:
+    """Run folders of the same configuration, the oldest first; and a line for each that does not say what it is of."""
+    found, odd = [], []
+    for path in outputs.glob(f"{identity.variant}-s{identity.seed}-*/"):
+        row, reason = look_at(path / RECORD, first_line=True)
+        if reason:
+            odd.append(f"not compared with {str(path / RECORD)!r}: {reason}")
+        elif row and row.get("kind") == "provenance" and row.get("config_hash") == identity.config:
+            with suppress(FileNotFoundError):  # removed since
+                found.append(((path / RECORD).stat().st_mtime, path))
+    return [path for _, path in sorted(found)], odd

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from harness.cache import storing, write_all, write_whole
-from harness.failures import Failure, StorageFailure
+from harness.failures import Damaged, Failure, StorageFailure
 from harness.record.shapes import misfit, shapes, shown
 
 RECORD = "record.jsonl"
@@ -66,7 +66,7 @@ class Record:
         sha256: of the rows to keep, as the checkpoint has it.
 
     Raises:
-        ValueError: the file has not the rows that the checkpoint had seen.
+        Damaged: the file has not the rows that the checkpoint had seen.
     """
 
     def __init__(self, folder: Path, *, rows: int | None = None, sha256: str | None = None):
@@ -272,13 +272,13 @@ def _cut_back(path: Path, *, rows: int | None, sha256: str | None) -> bytes:
     content = path.read_bytes() if path.exists() else b""
     *complete, rest = content.split(b"\n")
     if rows is not None and rows > len(complete):
-        raise ValueError(
+        raise Damaged(
             f"{path} has {len(complete)} complete rows, but the checkpoint had seen {rows}: the record was cut or "
             "replaced. Put it back, or start the run again with force=true"
         )
     kept = b"".join(line + b"\n" for line in complete[:rows])
     if sha256 not in (None, hashlib.sha256(kept).hexdigest()):
-        raise ValueError(
+        raise Damaged(
             f"{path}: its first {rows} rows are not those that the checkpoint had seen: the record was damaged or changed. "
             "Put it back, or start the run again with force=true"
         )

@@ -221,8 +221,12 @@ def _send_end(wandb: ModuleType, run, *, summary: dict, figures: list[Path]) -> 
     """Store the summary's numbers and texts, and log tables and figures."""
     run.summary.update(facts(summary))
     place = {key: value for key, value in facts(summary).items() if key == "bytes_seen"}
-    if figures:
-        run.log(place | {f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
+    images = {}
+    for path in figures:
+        with suppress(Exception):  # a picture that cannot be read takes nothing else away
+            images[f"figures/{path.stem}"] = wandb.Image(str(path))
+    if images:
+        run.log(place | images)
     spans = span_rows(summary.get("valid_metrics") or {})
     tables = _table(wandb, "spans", ["sublayer", "head", "span", "span_with_ramp"], spans)
     costs = [[name, value] for name, value in facts(_costs(summary)).items() if not isinstance(value, str | bool)]

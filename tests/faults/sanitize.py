@@ -3,8 +3,9 @@
     python -m tests.faults.sanitize [--cases 10000] [--march x86-64-v2 x86-64-v3 x86-64-v4] [--seed 0]
 
 Each instruction set is a process of its own, into which the sanitizers' library is loaded first; one that this CPU does not
-run is named and left out. Memory that the kernels keep between calls is fresh in each, and full of NaN, so that nothing is
-read behind its end or before it was written; values and gradients are compared with plain PyTorch's.
+run is named and left out. Before them a fault of each kind is planted in a kernel, and must be found. Memory that the kernels
+keep between calls is fresh in each, and full of NaN, so that nothing is read behind its end or before it was written; values
+and gradients are compared with plain PyTorch's.
 """
 
 import argparse
@@ -30,6 +31,11 @@ INSTRUCTIONS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512
 SANITIZERS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 KEPT = ("if ((long)own.size() < size) own.resize(size);", "std::vector<T>(size, T(NAN)).swap(own);")
 """Memory that is kept between calls, as the source has it and as it is tested."""
+FAULTS = {
+    "AddressSanitizer: heap-buffer-overflow": KEPT[1].replace("(size,", "(size / 2,"),
+    "runtime error: signed integer overflow": f"volatile int most = 2147483647; most = most + (size >= 0); {KEPT[1]}",
+}
+"""What a sanitizer says, and what makes it say so in the place of ``KEPT``."""
 EDGES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300)
 """Sizes about those at which blocks, vectors, padding and chunks begin."""
 
@@ -39,25 +45,42 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--march", nargs="*", default=[*INSTRUCTIONS], choices=[*INSTRUCTIONS])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", default=None, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if "LD_PRELOAD" in os.environ:  # a process of one instruction set
-        fuzz(cases=asked.cases, seed=asked.seed)
+        fuzz(cases=asked.cases, seed=asked.seed, kept=FAULTS.get(asked.fault, KEPT[1]))
         return 0
-    flags, wrong = Path("/proc/cpuinfo").read_text(encoding="utf-8").split(), []
+    marches = [march for march in asked.march if runs(march)]
+    wrong = [] if marches else ["no instruction set of this CPU"]
+    for fault in FAULTS if marches else ():
+        found = finds(fault, march=marches[0])
+        print(f"planted, {'found' if found else 'NOT FOUND'}: {fault}", flush=True)
+        wrong += [] if found else [fault]
     for march in asked.march:
-        if INSTRUCTIONS[march] not in flags:
+        if march not in marches:
             print(f"{march}: not on this CPU")
             continue
-        code = sanitized(march, cases=asked.cases, seed=asked.seed)
+        code = sanitized(march, cases=asked.cases, seed=asked.seed).returncode
         print(f"{march}: {f'exit code {code}' if code else f'{asked.cases:,} cases, no complaint'}", flush=True)
         wrong += [march] if code else []
     return 1 if wrong else 0
 
 
-def sanitized(march: str, *, cases: int, seed: int) -> int:
-    """The exit code of a process in which the kernels are compiled for one instruction set, with the sanitizers."""
+def runs(march: str) -> bool:
+    """Whether this CPU has an instruction set."""
+    return INSTRUCTIONS[march] in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+
+
+def finds(fault: str, *, march: str) -> bool:
+    """Whether a process with a planted fault is ended by the sanitizer that should."""
+    ended = sanitized(march, "--fault", fault, cases=20, seed=0, capture_output=True, text=True)
+    return ended.returncode != 0 and fault in ended.stderr
+
+
+def sanitized(march: str, *words: str, cases: int, seed: int, **given) -> subprocess.CompletedProcess:
+    """The end of a process in which the kernels are compiled for one instruction set, with the sanitizers."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
-    command = [sys.executable, "-m", "tests.faults.sanitize", "--cases", str(cases), "--seed", str(seed)]
+    command = [sys.executable, "-m", "tests.faults.sanitize", "--cases", str(cases), "--seed", str(seed), *words]
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
         # Leaks would be Python's; the compiler itself is not looked at.
         own = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}
@@ -65,14 +88,14 @@ def sanitized(march: str, *, cases: int, seed: int) -> int:
             "LD_PRELOAD": library.strip(),
             "ASAN_OPTIONS": "detect_leaks=0",
             "UBSAN_OPTIONS": "print_stacktrace=1",
-        }  # leaks would be Python's
-        return subprocess.run(command, cwd=ROOT, env=os.environ | own).returncode
+        }
+        return subprocess.run(command, cwd=ROOT, env=os.environ | own, **given)
 
 
-def fuzz(*, cases: int, seed: int) -> None:
+def fuzz(*, cases: int, seed: int, kept: str) -> None:
     """AssertionError, or the end of the process by a sanitizer, at the first case that is wrong, whose number is said."""
     assert window_cpu.SOURCE.count(KEPT[0]) == 1
-    window_cpu.SOURCE = window_cpu.SOURCE.replace(*KEPT)
+    window_cpu.SOURCE = window_cpu.SOURCE.replace(KEPT[0], kept)
     reasons = window_cpu.available(), product_search.available()
     assert reasons == (None, None), reasons
     for number in range(cases):

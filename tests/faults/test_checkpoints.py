@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ from tests.runs import (
     rows_of,
     run_job,
     whole_run,
+)
+
+pytestmark = pytest.mark.attack(
+    "a damaged or another run's checkpoint: the run goes on from the last good one, or says so"
 )
 
 GIVEN = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
@@ -112,12 +117,20 @@ def one_byte_of_the_pickle(content: bytes, pickled: range, chance: random.Random
     return content[:at] + bytes([content[at] ^ chance.randrange(1, 256)]) + content[at + 1 :]
 
 
+CHANGED = {one_bit: 400, one_page_zeroed: 100, cut_off: 200, one_byte_of_the_pickle: 1500}
+
+
 @pytest.mark.parametrize(
-    ("change", "tries"), [(one_bit, 400), (one_page_zeroed, 100), (cut_off, 200), (one_byte_of_the_pickle, 1500)]
+    ("change", "tries"),
+    [
+        pytest.param(change, tries, marks=pytest.mark.attack(f"checkpoint: {change.__name__.replace('_', ' ')}"))
+        for change, tries in CHANGED.items()
+    ],
 )
-def test_a_changed_file_is_refused(raw, pickled, tmp_path, change, tries):
+def test_a_changed_file_is_refused(raw, pickled, tmp_path, attempt, change, tries):
     path, chance = tmp_path / "step-000000009.pt", random.Random(0)
     for _ in range(tries):
+        attempt()
         content = change(raw, pickled, chance)
         path.write_bytes(content)
         if content == raw:  # a page of zeros
@@ -127,9 +140,10 @@ def test_a_changed_file_is_refused(raw, pickled, tmp_path, change, tries):
             checkpoint.load(path)
 
 
-def hostile(raw: bytes, pickled: range, path: Path, *, tries: int) -> None:
+def hostile(raw: bytes, pickled: range, path: Path, *, tries: int, attempt: Callable) -> None:
     chance = random.Random(1)
     for _ in range(tries):
+        attempt()
         resigned(path, one_byte_of_the_pickle(raw, pickled, chance)[: -checkpoint._ENDING_BYTES])
         try:
             assert isinstance(checkpoint.load(path), dict)
@@ -137,13 +151,15 @@ def hostile(raw: bytes, pickled: range, path: Path, *, tries: int) -> None:
             assert str(path) in str(error)
 
 
-def test_a_changed_pickle_with_a_digest_that_fits_is_no_trace(raw, pickled, tmp_path):
-    hostile(raw, pickled, tmp_path / "step-000000009.pt", tries=150)
+@pytest.mark.attack("checkpoint: one byte of its pickle, with a digest that fits")
+def test_a_changed_pickle_with_a_digest_that_fits_is_no_trace(raw, pickled, tmp_path, attempt):
+    hostile(raw, pickled, tmp_path / "step-000000009.pt", tries=150, attempt=attempt)
 
 
+@pytest.mark.attack("checkpoint: one byte of its pickle, with a digest that fits")
 @pytest.mark.faults
-def test_many_changed_pickles_with_a_digest_that_fits_are_no_trace(raw, pickled, tmp_path):
-    hostile(raw, pickled, tmp_path / "step-000000009.pt", tries=1500)
+def test_many_changed_pickles_with_a_digest_that_fits_are_no_trace(raw, pickled, tmp_path, attempt):
+    hostile(raw, pickled, tmp_path / "step-000000009.pt", tries=1500, attempt=attempt)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
@@ -198,6 +214,16 @@ def test_a_name_that_is_no_file_is_refused(died, make):
     make(died / "checkpoints" / "step-000000010.pt")
     with pytest.raises(ValueError, match=r"step-000000010\.pt: must be a file"):
         make_job(*GIVEN)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_pipe_of_that_name_is_not_waited_for_in_a_run_to_begin_from(died, linked):
+    pipe = died / "checkpoints" / "step-000000010.pt"
+    os.mkfifo(died / "pipe" if linked else pipe)
+    if linked:
+        pipe.symlink_to(died / "pipe")
+    with pytest.raises(ValueError, match=r"step-000000010\.pt: must be a file"):
+        make_job(*GIVEN, "seed=5", f"start.run={died}")
 
 
 def test_what_was_passed_over_takes_no_place_among_the_newest(tmp_path):
@@ -266,6 +292,7 @@ def test_another_runs_best_weights_are_scored_nowhere(died, other):
         read_run(died, key="run")
 
 
+@pytest.mark.attack("damaged rows of an unfinished run")
 @pytest.mark.parametrize("damage", ["garbage first", "garbage", "a number"])
 def test_a_damaged_record_is_found_before_training(died, damage):
     record = died / RECORD
@@ -283,6 +310,7 @@ def test_a_damaged_record_is_found_before_training(died, damage):
     assert record.read_bytes() == b"".join(lines), "what is left of it is lost"
 
 
+@pytest.mark.attack("damaged rows of an unfinished run")
 def test_a_records_digest_is_of_the_rows_that_are_kept(tmp_path):
     with Record(tmp_path) as record:
         record.append({"kind": "train", "n": 1})
@@ -299,6 +327,7 @@ def test_a_records_digest_is_of_the_rows_that_are_kept(tmp_path):
 # What lies about
 
 
+@pytest.mark.attack("files left about or renamed")
 def test_a_stray_name_is_no_checkpoint(died, once):
     for name in ("step-old.pt", "step-000000099 (copy).pt", "step-.pt", "step-12.pt"):
         shutil.copy(died / BEFORE, died / "checkpoints" / name)
@@ -309,6 +338,7 @@ def test_a_stray_name_is_no_checkpoint(died, once):
     assert checkpoint.newest(died).name == "step-9999999999.pt"
 
 
+@pytest.mark.attack("files left about or renamed")
 def test_what_a_killed_process_was_writing_goes(died, here):
     left = [died / f"{name}.4711.tmp" for name in ("summary.json", NEWEST, BEST)] + [died / "latest.tmp"]
     for path in left[:-1]:

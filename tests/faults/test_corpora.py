@@ -15,6 +15,8 @@ from harness.data import corpora, sources
 from harness.failures import StorageFailure
 from tests.caches import own_cache
 
+pytestmark = pytest.mark.attack("odd files of data")
+
 TEXT = b"some text that is read as bytes, " * 40
 PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
@@ -31,10 +33,10 @@ def put(folder: Path, name: str, content: bytes) -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize("suffix", [*PACK, ".zip"])
 @pytest.mark.parametrize("garbage", [b"x", b"garbage " * 9, TEXT])
 def test_what_follows_a_compressed_stream_is_refused(suffix, garbage, tmp_path):
-    path = put(tmp_path, f"data{suffix}", PACK[suffix](TEXT) + garbage)
+    path = put(tmp_path, f"data{suffix}", (PACK | {".zip": zipped})[suffix](TEXT) + garbage)
     with pytest.raises(ValueError, match="data.path=.* cannot be read, truncated or damaged perhaps"):
         sources.read_path(path)
 
@@ -51,6 +53,7 @@ def test_streams_one_after_the_other_are_read_and_cut_ones_refused(suffix, tmp_p
             sources.read_path(put(tmp_path, f"cut{suffix}", packed[:kept]))
 
 
+@pytest.mark.attack("bombs of data")
 @pytest.mark.parametrize("suffix", [*PACK, ".zip"])
 def test_a_bomb_is_refused_before_it_is_unpacked_and_leaves_nothing(suffix, tmp_path, monkeypatch):
     own_cache(tmp_path / "cache", monkeypatch)

@@ -31,6 +31,8 @@ from tests.runs import (  # noqa: F401 - fixtures
 )
 from tests.test_processes import divided_run
 
+pytestmark = pytest.mark.attack("a loss, gradient or weight that is not finite")
+
 SPARSE_ADAM = (*SPARSE, "optim=adamw", "+variant.groups.values.optimizer._target_=torch.optim.SparseAdam")
 SPARSE_ADAM += ("+variant.groups.values.optimizer._partial_=true",)
 OPTIMIZERS = {

@@ -1,16 +1,19 @@
 """How a run ends: exit code, one message, and a status that says the same."""
 
 import json
+import shlex
 
 import pytest
 import torch
 
 from harness.compose import cli
-from harness.failures import Diverged, OutOfMemory, ProcessLost, StorageFailure
+from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure
 from harness.loop.run import Run
 from harness.loop.train_state import TrainState
 from harness.record import figures
-from tests.command import MADE, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command import MADE, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.attack("errors in the middle of a run or a sweep")
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +33,10 @@ def summary_of(here) -> dict:
         (ValueError("optim.lr=-1: must be above 0"), 2, "failed"),
         (Diverged("step 3 diverged"), 3, "diverged"),
         (StorageFailure("outputs: no space left"), 4, "storage"),
+        (PermissionError(13, "Permission denied", "/some/file"), 4, "storage"),
+        (OSError(28, "No space left on device"), 4, "storage"),
+        (ConnectionResetError(104, "Connection reset by peer"), 1, "failed"),
+        (Damaged("best.pt is damaged"), 4, "storage"),
         (MemoryError(), 5, "out of memory"),
         (ProcessLost("process 0 of 2: another one has ended"), 6, "process lost"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "out of memory"),
@@ -46,20 +53,30 @@ def test_codes_and_statuses_agree(error, code, status, here, monkeypatch):
     assert code == 1 or ended.err.count("error: ") == ended.err.count("\n") == 1
 
 
-def test_out_of_memory_says_what_to_lower_and_who_predicts(here, monkeypatch):
+def short_of_memory() -> str:
+    """What a run says whose first step asks for more than there is."""
     step = TrainState.step
-    monkeypatch.setattr(TrainState, "step", lambda self, *flags: (step(self, *flags), torch.empty(2**60))[0])
-    ended = train(*MADE, "runtime.threads=1")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TrainState, "step", lambda self, *flags: (step(self, *flags), torch.empty(2**60))[0])
+        ended = train(*MADE, "runtime.threads=1")
     assert ended.code == OutOfMemory.exit_code and "Traceback" not in ended.err
-    for said in (
-        "batch.streams=2",
-        "batch.segment=32",
-        "model.span=32",
-        "batch.accumulate=1",
-        "runtime.checkpoint=layers",
-    ):
-        assert said in ended.err
-    assert "python -m bench.fit model.d_model=32 " in ended.err and "runtime.threads=1" in ended.err
+    return ended.err
+
+
+@pytest.mark.attack("out of memory")
+def test_out_of_memory_says_what_to_lower_and_who_predicts(here):
+    told = short_of_memory()
+    words = ("batch.streams=2", "batch.segment=32", "model.span=32", "batch.accumulate=1", "runtime.checkpoint=layers")
+    assert all(word in told for word in words)
+    assert "python -m bench.fit model.d_model=32 " in told and "runtime.threads=1" in told
+
+
+@pytest.mark.faults
+@pytest.mark.attack("out of memory")
+def test_what_is_to_be_typed_then_predicts_the_peak(here):
+    words = short_of_memory().partition("python -m bench.fit ")[2].partition(" (or as much")[0]
+    predicted = call("bench/fit.py", *shlex.split(words), "largest=streams")
+    assert predicted.code == 0 and "peak" in predicted.out, predicted
 
 
 def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):

@@ -15,6 +15,8 @@ import yaml
 from harness import source
 from tests.command import MADE, TINY, call, empty_folder, train  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.attack("a stranger's configuration that runs, imports or reads something")
+
 TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
 """A callable that Hydra's own list of forbidden ones does not know."""
 PAYLOAD = "import pathlib\npathlib.Path('PWNED').touch()\n"
@@ -193,6 +195,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.attack("a configuration without end")
 @pytest.mark.parametrize("attack", HEAVY)
 def test_a_file_too_heavy_is_refused_at_once(here, attack):
     text, reason = HEAVY[attack]
@@ -201,6 +204,7 @@ def test_a_file_too_heavy_is_refused_at_once(here, attack):
     assert reason in refused(here, "-cd", "conf", *MADE, "recipe=evil")
 
 
+@pytest.mark.attack("a configuration without end")
 def test_targets_and_messages_without_end(here):
     for target in ("variants" + ".a" * 2000, "variants." + "a" * 9_000):
         write(here, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": target, "_partial_": True})})

@@ -23,6 +23,8 @@ from tests.composing import CONF
 from tests.faults.test_strangers_files import MIXER, PAYLOAD, bomb
 from tests.runs import make_job, own_folder, restored, whole_run  # noqa: F401 - fixtures
 
+pytestmark = pytest.mark.attack("a stranger's run folder that runs, imports or overwrites something")
+
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 RUN = "strangers"
 
@@ -116,6 +118,7 @@ def hostile_configurations() -> dict[str, object]:
     }
 
 
+@pytest.mark.attack("a stranger's run folder: its configuration")
 @pytest.mark.parametrize("attack", hostile_configurations())
 def test_a_hostile_configuration_is_one_message(run, attack):
     hostile = hostile_configurations()[attack]
@@ -128,6 +131,7 @@ def test_a_hostile_configuration_is_one_message(run, attack):
     assert os.environ["HOME"] not in str(caught.value).replace(str(run), "") and not (run.parent / "PWNED").exists()
 
 
+@pytest.mark.attack("a stranger's run folder: its record, or no file")
 @pytest.mark.parametrize("kind", ["pipe", "folder", "nothing"])
 @pytest.mark.parametrize("name", [CONFIG, RECORD])
 def test_what_is_no_file_is_not_waited_for(run, name, kind):
@@ -137,23 +141,25 @@ def test_what_is_no_file_is_not_waited_for(run, name, kind):
         opened(run) if name == CONFIG else read_provenance(run, key="run")
 
 
+@pytest.mark.attack("a stranger's run folder: its configuration")
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.faults)])
-def test_wrong_types_in_a_configuration_are_one_message(run, everywhere):
+def test_wrong_types_in_a_configuration_are_one_message(run, everywhere, attempt):
     """Every section, or every key of it, one at a time; what is accepted is a configuration."""
-    good, tried = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8")), 0
+    good = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
     for section, node in good.items():
         for key in [None, *(node if isinstance(node, dict) and everywhere else ())]:
-            value = [[{"a": 1}], "x", -(2**70)][tried % 3]
+            value = [[{"a": 1}], "x", -(2**70)][attempt.number % 3]
             bad = {section: value} if key is None else {section: node | {key: value}}
             (run / CONFIG).write_text(yaml.safe_dump(good | bad), encoding="utf-8")
-            tried += 1
+            attempt()
             try:
                 opened(run)
             except ValueError as error:
                 assert str(error).startswith(f"run={run}: {CONFIG}: "), error
-    assert tried > (80 if everywhere else 15)
+    assert attempt.number > (80 if everywhere else 15)
 
 
+@pytest.mark.attack("random and odd configurations")
 @pytest.mark.parametrize("match", [1, True, [1]])
 def test_a_group_matches_by_patterns(match):
     with pytest.raises(ValueError, match=r"groups\.mine\.match=.*must be a pattern"):
@@ -181,6 +187,7 @@ WRONG = {
 }
 
 
+@pytest.mark.attack("a stranger's run folder: its record, or no file")
 @pytest.mark.parametrize("attack", [*RECORDS, *WRONG])
 def test_a_hostile_record_is_one_message(run, attack):
     if attack in RECORDS:
@@ -197,14 +204,14 @@ def test_a_hostile_record_is_one_message(run, attack):
             read_provenance(run, key=key)
 
 
+@pytest.mark.attack("start.run: hostile folders")
 @pytest.mark.parametrize("take", ["weights", "everything"])
-def test_a_start_from_a_run_of_nonsense_is_one_message(run, take, monkeypatch):
+def test_a_start_from_a_run_of_nonsense_is_one_message(run, take, monkeypatch, attempt):
     theirs, job = read_provenance(run, key="start.run"), make_job("variant=mhsa", "budget.steps=4", "outputs=mine")
     newest = prepare.checkpoint.newest(run)
     good = prepare.checkpoint.load(newest)
     assert good["spent"]["steps"] == 2
-    bad = {name: good | {name: value} for name, value in (("model", "text"), ("model", None), ("model", {"a": 1}))}
-    contents = [{}, *bad.values()]
+    contents = [{}, *(good | {"model": value} for value in ("text", None, {"a": 1}))]
     if take == "everything":
         contents += [good | {name: "text"} for name in ("spent", "last", "optimizers", "random")]
         contents += [
@@ -214,11 +221,13 @@ def test_a_start_from_a_run_of_nonsense_is_one_message(run, take, monkeypatch):
     start = type(training.plan.start)(run=str(run), take=take)
     training.plan = prepare.dataclasses.replace(training.plan, start=start)
     for content in contents:
+        attempt()
         monkeypatch.setattr(prepare, "_read_start", lambda path, content=content: (dict(content), theirs))
         with pytest.raises(ValueError, match="start.run="):
             prepare.begin_from(training)
 
 
+@pytest.mark.attack("start.run: hostile folders")
 def test_a_start_from_a_hostile_record_is_one_message(run):
     (run / RECORD).write_bytes(RECORDS["deep"])
     with pytest.raises(ValueError, match=f"start.run={RUN}: {RECORD}"):

@@ -1,11 +1,12 @@
-"""Promises about what a byte may move: no output before it, and none beyond the reach that sublayers declare.
+"""Promises about what a byte may move: no output before it, and none beyond the reach that sublayers declare; and a map gives
+no weight to a byte that moves nothing.
 
 Every byte of a stream is changed in turn, so every offset of a block. The changed copies are the streams of one batch: one
 forward, unless streams influence each other or random numbers are drawn, which shows in a copy that was left as it is.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from variants.conformance.fixture import Outputs, Subject, Verdict, differs, pick, run
-from variants.contract import Sublayer
+from variants.contract import Inspection, Sublayer
 
 PLACES, ROWS = 128, 64
 """Bytes changed, of a longer stream about so many; and how many copies go into one forward, for memory's sake."""
@@ -21,6 +22,8 @@ BEYOND = 5
 """Bytes that are left to look at beyond the largest reach."""
 LONGEST = 1000
 """Bytes of the longest stream; who reaches farther is not looked at."""
+SMALL = 1e-4
+"""Of a map: how far a row's sum may be from 1, float32 being allowed there, and a weight that may move nothing."""
 
 
 class Changed(NamedTuple):
@@ -73,6 +76,35 @@ def reach(subject: Subject) -> Verdict:
                 return breaks, ""
     told = ", ".join(f"{name} {most}" for name, most in known.items())
     return [], f"{_told(found, length)} changed in turn; bytes back: {told}{_too_far(reaches)}"
+
+
+def maps(subject: Subject) -> Verdict:
+    """A row is shares of what its byte sees, with those of learned vectors: 1 in all, or 0 of a byte that sees nothing."""
+    tokens = subject.bytes()[:1]
+    with torch.no_grad():
+        found = subject.build().inspect(tokens)[1]
+    given = {name: own for name, own in found.items() if own.weights is not None}
+    changed = _changed(subject, mode="eval", length=subject.length) if given else None
+    breaks = [line for name, own in given.items() for line in _of_a_map(name, own, changed, subject.length)][:1]
+    return breaks, ", ".join(given) or "no sublayer gives one"
+
+
+def _of_a_map(name: str, own: Inspection, changed: Changed, length: int) -> Iterator[str]:
+    weights, shares = own.weights, own.weights[..., :0] if own.shares is None else own.shares
+    heads = weights.shape[1] if weights.dim() == 4 else None
+    if weights.shape != (1, heads, length, length) or shares.shape[:-1] != weights.shape[:-1]:
+        yield f"{name}: a map of {tuple(weights.shape)} and shares of {tuple(shares.shape)} are not [B, H, T, T] and [B, H, T, n]"
+        return
+    taken = torch.cat([weights, shares], dim=-1)[0]  # [H, T, T + n]
+    rows = taken.sum(-1)
+    wrong = ~((rows - 1).abs() < SMALL) & (rows != 0) | (taken < -SMALL).any(-1)
+    for head, at in wrong.nonzero()[:1].tolist():
+        yield f"{name}: what byte {at} takes in head {head} is no shares of 1: in all {rows[head, at]:.3g}"
+    still = (changed.after[name] == changed.before[name]).all(-1).T  # [T, n]
+    for at, copy in (still & (weights[0].amax(0)[:, changed.places] > SMALL)).nonzero()[:1].tolist():
+        key = changed.places[copy]
+        size = weights[0, :, at, key].max()
+        yield f"{name}: byte {at} takes {size:.2g} of byte {key}, which moves nothing that it gives"
 
 
 def _reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:

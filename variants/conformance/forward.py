@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from variants.conformance.changed import causality, reach
+from variants.conformance.changed import causality, maps, reach
 from variants.conformance.fixture import (
     Subject,
     Verdict,
@@ -188,6 +188,7 @@ CHECKS = (
     ("training does not see the future", "causal_in_training", partial(causality, mode="train")),
     ("no byte beyond the declared reach matters", None, reach),
     ("bytes have influence", None, influence),
+    ("a map is shares of what is seen", None, maps),
     ("segments do not matter", "segments", segments),
     ("one byte at a time equals the whole", "segments", single_bytes),
     ("a stream may start at 10**7", None, far_start),

@@ -299,7 +299,9 @@ def key_gradient(
         for t0 in range(bounds[part], bounds[part + 1], BLOCK):
             t = t0 + tl.arange(0, BLOCK)
             x = (offset + t)[None, :] - j[:, None]
-            own, up = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
+            own = _load(q + row * K, t, T, K, WIDTH)
+            if seed is not None:  # early or late: where the compiler then keeps all in registers
+                up = _load(g + row * K, t, T, K, WIDTH)
             joint = tl.load(lse + row + t, mask=t < T, other=float("inf"))
             scores = tl.dot(keys, tl.trans(own), input_precision=PRECISION)
             if vectors is not None:
@@ -311,6 +313,8 @@ def key_gradient(
             if part != 1 and far is not None:
                 m = _mask(x, end, ramp)
                 weights = tl.where(m > 0, weights * m, 0.0)
+            if seed is None:
+                up = _load(g + row * K, t, T, K, WIDTH)
             drawn = _drawn(seed, b, h, t)[None, :]
             if dv is not None:
                 kept = _drop(weights, seed, drawn, x, j[:, None], ALL, DROP, SCALE).to(g.dtype.element_ty)

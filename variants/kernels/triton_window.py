@@ -65,16 +65,16 @@ def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: b
     The largest with which the compiler keeps everything in registers on the architectures that ``tests/triton_spills.py``
     names, and each warp has elements of its own; not chosen by times.
     """
-    wide = padded(width) > 64
+    columns = padded(width)
     if dtype != torch.float32:
-        block, warps = 64 >> (wide + vectors), 4
+        block, warps = 16 if vectors and columns == 32 else 64 >> ((columns > 64) + vectors), 4
     elif precision == "tf32":
-        block, warps = 32 >> vectors, 4
+        block, warps = 32 if columns in (16, 64) and not vectors else 16, 4
     else:  # by multiply-add, without tensor cores
-        block, warps = 32 >> (wide or vectors), 8
+        block, warps = 32 >> (columns > 64 or vectors), 8
     options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors and warps == 4 else 2}
-    # By itself the compiler would rather spill a little than run fewer threads of small blocks.
-    return options if block == 64 else options | {"maxnreg": 255}
+    # By itself the compiler would rather spill a little than run fewer threads; but not with the most rows.
+    return options if block == columns == 64 else options | {"maxnreg": 255}
 
 
 def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:

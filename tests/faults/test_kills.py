@@ -1,0 +1,156 @@
+"""Kills: a run, or a sweep, whose process ends at any moment. The same command goes on, and the record is the same.
+
+A moment is an operation on a file below ``outputs``, or the half of a write: their number does not depend on a clock.
+"""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from harness.record.rows import RECORD, SUMMARY
+from tests.command import run_folders
+from tests.forked import exit_code, started
+from tests.patience import wait_for
+from tests.runs import SMALL, own_folder, restored  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.faults
+
+GIVEN = ("variant=mhsa", "budget.steps=8", "record.every_steps=2", "checkpoint.every_steps=3", "eval.every=0.5")
+GIVEN += ("eval.test=false", "model.dropout=0.1", "batch.carry=true")
+AT_A_MOMENT = """
+import os, runpy, sys
+from harness import cache
+from harness.record import folder, rows
+
+moments = [int(word) for word in os.environ["MOMENTS"].split()]
+count = 0
+
+def moment():
+    global count
+    count += 1
+    if count in moments:
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+
+def watch(event, given):
+    if event in ("open", "os.rename", "os.remove", "os.symlink", "os.mkdir", "os.truncate") and "outputs" in str(given[0]):
+        moment()
+
+def write_in_halves(file, content):
+    view = memoryview(content).cast("B")
+    inner(file, view[: len(view) // 2])
+    if "outputs" in str(file.name):
+        moment()
+    inner(file, view[len(view) // 2 :])
+
+inner = cache.write_all
+for module in (cache, folder, rows):
+    module.write_all = write_in_halves
+sys.addaudithook(watch)
+sys.argv[0] = os.environ["PROGRAM"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    open("moments", "w").write(str(count))
+"""
+
+
+def ended(*words: str, moments: tuple[int, ...] = (), number: int = 0) -> tuple[int, str]:
+    """Exit code and output of a training command that a signal reaches at some of its moments."""
+    program, said = Path("program.py").absolute(), Path("said")
+    program.write_text(AT_A_MOMENT, encoding="utf-8")
+    program_of = str(Path(__file__).resolve().parents[2] / "train.py")
+    given = {"MOMENTS": " ".join(map(str, moments)), "SIGNAL": str(int(number)), "PROGRAM": program_of}
+    given |= {"WANDB_MODE": "disabled", "COLUMNS": "200"}
+    said.unlink(missing_ok=True)
+    with started(program, *words, out=said, environment=os.environ | given) as process:
+        return exit_code(process), said.read_text()
+
+
+def rows_in(outputs: Path) -> dict[str, list[dict]]:
+    """What must be equal bit for bit, by run folder; the command is another program's here, and a sweep names its group."""
+    found = {path.name: [json.loads(line) for line in (path / RECORD).open()] for path in run_folders(outputs)}
+    mine = ("clock", "memory", "command", "commit", "config")
+    return {name: [{key: row[key] for key in row.keys() - mine} for row in rows] for name, rows in found.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, tuple[int, dict[str, list[dict]]]]:
+    """Of a run and of a sweep that nobody disturbs: their moments, and their records."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, words in COMMANDS.items():
+            patched.chdir(tmp_path_factory.mktemp("undisturbed"))
+            code, said = ended(*words)
+            assert code == 0, said
+            found[name] = int(Path("moments").read_text()), rows_in(Path("outputs"))
+    return found
+
+
+COMMANDS = {"run": (*SMALL, *GIVEN), "sweep": ("-m", *SMALL, *GIVEN, "seed=0,1")}
+ENDS = {signal.SIGKILL: {-9}, signal.SIGTERM: {-15, 143}, signal.SIGINT: {130}}
+TRIES = [("run", signal.SIGKILL, 1, 41), ("run", signal.SIGTERM, 1, 12), ("run", signal.SIGINT, 1, 12)]
+TRIES += [("run", signal.SIGINT, 2, 12)]
+TRIES += [("sweep", signal.SIGKILL, 1, 6), ("sweep", signal.SIGTERM, 1, 3), ("sweep", signal.SIGINT, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "times", "tries"),
+    [
+        pytest.param(*case, marks=pytest.mark.attack(f"{case[1].name}{' twice' * (case[2] == 2)} in a {case[0]}"))
+        for case in TRIES
+    ],
+)
+def test_the_same_command_goes_on_after_any_end(
+    undisturbed, tmp_path, monkeypatch, attempt, what, number, times, tries
+):
+    (most, rows), chance = undisturbed[what], random.Random(f"{what} {number} {times}")
+    for at in chance.sample(range(1, most + 1), tries):
+        attempt()
+        (tmp_path / str(at)).mkdir()
+        monkeypatch.chdir(tmp_path / str(at))
+        code, said = ended(*COMMANDS[what], moments=tuple(range(at, at + times)), number=number)
+        finished = [json.loads((path / SUMMARY).read_text())["status"] for path in run_folders(Path("outputs"))
+                    if (path / SUMMARY).exists()]  # fmt: skip
+        assert code in ENDS[number] or (code == 0 and finished), (at, code, said)
+        assert "Traceback" not in said and set(finished) <= {"finished"}, (at, said)
+        code, said = ended(*COMMANDS[what])
+        assert code == 0 and rows_in(Path("outputs")) == rows, (at, said)
+        left = [path.name for path in Path("outputs").rglob("*") if path.name.endswith((".tmp", ".part"))]
+        assert not left and Path("outputs/latest").exists(), (at, left)
+
+
+@pytest.mark.attack("commands at once: two runs, two sweeps, a sweep beside its job")
+@pytest.mark.parametrize("pair", [("run", "run"), ("sweep", "sweep"), ("sweep", "run"), ("run", "sweep")])
+def test_commands_at_once_make_each_run_once(undisturbed, here, pair):
+    given = os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200"}
+    codes = []
+    with (
+        started("train.py", *COMMANDS[pair[0]], out=here / "first", environment=given) as first,
+        started("train.py", *COMMANDS[pair[1]], out=here / "second", environment=given) as second,
+    ):
+        codes = [exit_code(process) for process in (first, second)]
+    for what, code, said in zip(pair, codes, ("first", "second"), strict=True):
+        text = (here / said).read_text()
+        assert "Traceback" not in text
+        assert code == 0 or (what == "run" and code == 2 and "is held by process" in text), text
+    assert rows_in(here / "outputs") == undisturbed["sweep" if "sweep" in pair else "run"][1]
+
+
+@pytest.mark.attack("the report while a run is written")
+def test_a_report_beside_a_run_that_is_written(here, attempt, monkeypatch):
+    from bench.report import plots
+    from bench.report.__main__ import main as report
+
+    monkeypatch.setattr(plots, "draw_all", lambda *_: [])
+    given = os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200"}
+    words = (*SMALL, *GIVEN, "budget.steps=100000", "record.every_steps=1")
+    with started("train.py", *words, out=here / "said", environment=given):
+        wait_for(lambda: list(here.glob("outputs/*/record.jsonl")), "a record")
+        for _ in range(15):
+            attempt()
+            assert report([str(here / "outputs"), "--out", str(here / "report")]) in (0, 2)
+            assert "Traceback" not in (here / "said").read_text()
