@@ -1,8 +1,9 @@
 """Scaling on paper: ``python -m bench.scaling`` draws ``docs/scaling.png``, efficiency and memory against processes.
 
-Each process has as many streams wherever it is (weak scaling), on H100s, eight to a machine. What it computes and sends is what
-``bench.fit`` predicts for so many processes. A band's lower edge is where all is exchanged after the computing, its upper one
-where as much as possible is exchanged meanwhile; latencies count nothing.
+Each process has as many streams, however many there are (weak scaling), on H100s, eight to a machine. What it computes and
+sends is what ``bench.fit`` predicts for so many. Efficiency is a process's time alone over its time among them: above 100% where
+an engine divides the update, too. At a band's lower edge all is exchanged after the computing, at its upper one as much as
+possible meanwhile; latencies count nothing.
 
 The memory's table of 64 GB is a small one where it computes. What it sends are the rows that a step reads, all of them
 different, gathered as ``ProcessGroup`` does. Divided by columns is a plan, of which there is no code: all processes' slots
@@ -47,7 +48,7 @@ ENGINES = {"replicate": "none", "fully_shard": "full"}
 COLOURS = {
     "replicate": "#0072B2",
     "fully_shard": "#D55E00",
-    "rows of the table": "#0072B2",
+    "rows gathered (now)": "#0072B2",
     "by columns (a plan)": "#009E73",
 }
 
@@ -72,7 +73,7 @@ def rows() -> Iterator[dict]:
                     rest_bytes = found.peak_bytes - 4 * small  # weights, gradient and two moments of the stand-in
                     kept = {
                         name: rest_bytes + 2 * TABLE_BYTES // share + gathered_bytes(sent[name], processes)
-                        for name, share in (("rows of the table", 1), ("by columns (a plan)", processes))
+                        for name, share in (("rows gathered (now)", 1), ("by columns (a plan)", processes))
                     }  # with Adagrad's sums
                 for name, collectives in sent.items():
                     exchanging = hardware.links.seconds(sent_bytes(collectives, processes, kind="cuda"), processes)
@@ -100,8 +101,8 @@ def table_sent(plan: Plan, processes: int) -> dict[str, Counter]:
         group.gather_like(torch.empty(reads))
         for _ in ("outputs", "their gradients"):
             dist.all_to_all_single(torch.empty(tokens, width), torch.empty(tokens, width))
-        dist.reduce_scatter_tensor(torch.empty(reads), torch.empty(processes * reads))
-    return {"rows of the table": by_rows.sent, "by columns (a plan)": by_columns.sent}
+        dist.reduce_scatter_single(torch.empty(reads), torch.empty(processes * reads))
+    return {"rows gathered (now)": by_rows.sent, "by columns (a plan)": by_columns.sent}
 
 
 def gathered_bytes(sent: Counter, processes: int) -> int:
@@ -116,24 +117,28 @@ def draw(found: list[dict]):
         len(CASES),
         width=12,
         height=6.4,
-        title="How far each engine goes, on paper",
-        subtitle=f"H100 SXM, 8 to a machine, NVLink 450 GB/s and 400 Gb/s of network for each; bfloat16; {STREAMS} streams x 512 "
-        "bytes a process; counted from the collective operations of a step",
+        title="How far each engine goes, on paper: counted from the collective operations of a step",
+        subtitle="H100 SXM, 8 to a machine, 450 GB/s of NVLink and 400 Gb/s of network for each; bfloat16; "
+        f"{STREAMS} x 512 bytes a process\nthick: exchanged while it computes, as far as possible; thin: exchanged afterwards",
     )
     for column, case in enumerate(CASES):
         above, below = axes[column], axes[len(CASES) + column]
+        alone = next(
+            row["computing"] for row in found if row["case"] == case
+        )  # replicated, it computes as it does alone
         for engine in dict.fromkeys(row["engine"] for row in found if row["case"] == case):
             own = [row for row in found if (row["case"], row["engine"]) == (case, engine)]
             at = [row["processes"] for row in own]
             computing, exchanging = ([row[name] for row in own] for name in ("computing", "exchanging"))
-            least = [100 * c / (c + e) for c, e in zip(computing, exchanging, strict=True)]
-            most = [100 * c / max(c, e) for c, e in zip(computing, exchanging, strict=True)]
-            style = {"color": COLOURS[engine], "linestyle": "--" if "plan" in engine else "-", "linewidth": 1.6}
+            least = [100 * alone / (c + e) for c, e in zip(computing, exchanging, strict=True)]
+            most = [100 * alone / max(c, e) for c, e in zip(computing, exchanging, strict=True)]
+            style = {"color": COLOURS[engine], "linestyle": "--" if "plan" in engine else "-", "linewidth": 1.8}
             above.fill_between(at, least, most, color=COLOURS[engine], alpha=0.18, linewidth=0)
             above.plot(at, most, **style, label=engine)
             above.plot(at, least, **style | {"linewidth": 0.8})
             below.plot(at, [row["kept"] / 1e9 for row in own], **style, marker="o", markersize=4, label=engine)
-        above.set(title=case, ylim=(0, 104), ylabel="efficiency [%]" if column == 0 else "")
+        above.set(title=case, ylim=(0, 130), ylabel="efficiency [%]" if column == 0 else "")
+        above.axhline(100, color=INK, linewidth=1, linestyle=":")
         below.axhline(80, color=INK, linewidth=1, linestyle=":")
         below.set(yscale="log", ylim=(1, 3000), xlabel="processes", ylabel="memory of each [GB]" if column == 0 else "")
         below.text(PROCESSES[-1], 84, "an H100 has 80 GB", ha="right", va="bottom", fontsize=8, color=INK)
