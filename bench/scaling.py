@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import yaml
 from hydra import compose, initialize_config_dir
 from torch._subclasses import FakeTensorMode
 
 from bench.exchange import pretended, sent_bytes
 from bench.fake_step import predict, settled
-from bench.fit import OWN, Hardware, choose
+from bench.hardware import OWN, Hardware, choose
 from bench.memory_tracker import Ledger
 from bench.planning import own_keys
 from harness.plan.build import Plan, plan_run
@@ -30,20 +31,7 @@ from harness.record.drawing import INK, panels
 from harness.source import ROOT
 
 FIGURE = "docs/scaling.png"
-PROCESSES = (8, 16, 64, 256, 1024)
-COMMON = ("model=base", "optim=adamw", "runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=false")
-COMMON += ("hardware=h100_sxm", "runtime.checkpoint=none", "model.dropout=0.0")
-LARGE = ("model.d_model=2048", "model.layers=20", "model.heads=16")
-HALF_KEYS, TOP_K, HEADS = 64, 32, 4
-MEMORY = ("variant=product_key_memory", f"variant.memory.half_keys={HALF_KEYS}", f"variant.memory.top_k={TOP_K}")
-MEMORY += (f"variant.memory.heads={HEADS}",)
-TABLE_BYTES = 64 * 10**9
-STREAMS = 8
-CASES = {
-    "model=base, 38M parameters": ("variant=mhsa",),
-    "1.0 B parameters, dense": ("variant=mhsa", *LARGE),
-    "model=base with a memory of 64 GB": MEMORY,
-}
+SHOWN = yaml.safe_load(Path(__file__).with_name("scaling.yaml").read_text(encoding="utf-8"))
 ENGINES = {"replicate": "none", "fully_shard": "full"}
 COLOURS = {
     "replicate": "#0072B2",
@@ -55,26 +43,26 @@ COLOURS = {
 
 def rows() -> Iterator[dict]:
     """For each case, engine and number of processes: milliseconds of computing and exchanging, and bytes that each keeps."""
-    for case, words in CASES.items():
-        of_table = words is MEMORY
-        for engine, shard in ENGINES.items() if not of_table else [("replicate", "none")]:
-            for processes in PROCESSES:
-                own = (*COMMON, *words, f"batch.streams={STREAMS * processes}", f"runtime.shard={shard}")
-                plan, hardware = planned(*own)
+    for case in SHOWN["cases"]:
+        table = case.get("table")
+        for engine, shard in ENGINES.items() if not table else [("replicate", "none")]:
+            for processes in SHOWN["processes"]:
+                of_all = (f"batch.streams={SHOWN['streams'] * processes}", f"runtime.shard={shard}")
+                plan, hardware = planned(*SHOWN["common"], *case["words"], *of_all)
                 found = predict(plan, kind="cuda", processes=processes)
                 computing = found.seconds(hardware.flops_per_s.__getitem__, hardware.bytes_per_s)
-                row = {"case": case, "processes": processes, "computing": computing}
+                row = {"case": case["title"], "processes": processes, "computing": computing}
                 sent = {engine: found.sent}
                 kept = {engine: found.peak_bytes}
-                if of_table:
-                    small = 4 * HALF_KEYS**2 * plan.model.d_model
-                    rest = Counter(found.sent)
-                    sent = {name: rest + more for name, more in table_sent(plan, processes).items()}
-                    rest_bytes = found.peak_bytes - 4 * small  # weights, gradient and two moments of the stand-in
+                if table:
+                    more = table_sent(plan, processes, reads=table["reads"])
+                    sent = {name: found.sent + own for name, own in more.items()}
+                    rest = found.peak_bytes - 4 * 4 * table["slots"] * plan.model.d_model  # with gradient and moments
+                    both = int(2 * table["bytes"])  # with Adagrad's sums
                     kept = {
-                        name: rest_bytes + 2 * TABLE_BYTES // share + gathered_bytes(sent[name], processes)
+                        name: rest + both // share + gathered_bytes(sent[name], processes)
                         for name, share in (("rows gathered (now)", 1), ("by columns (a plan)", processes))
-                    }  # with Adagrad's sums
+                    }
                 for name, collectives in sent.items():
                     exchanging = hardware.links.seconds(sent_bytes(collectives, processes, kind="cuda"), processes)
                     yield row | {"engine": name, "exchanging": exchanging, "kept": kept[name]}
@@ -89,10 +77,14 @@ def planned(*words: str) -> tuple[Plan, Hardware]:
     return plan, choose(own, device="cuda", precision=plan.runtime.precision)
 
 
-def table_sent(plan: Plan, processes: int) -> dict[str, Counter]:
-    """What the two ways of having a table exchange, in collective operations."""
-    width, tokens = plan.model.d_model, STREAMS * plan.batch.segment
-    reads = tokens * HEADS * TOP_K
+def table_sent(plan: Plan, processes: int, *, reads: int) -> dict[str, Counter]:
+    """What the two ways of having a table exchange, in collective operations.
+
+    Args:
+        reads: of a byte.
+    """
+    width, tokens = plan.model.d_model, SHOWN["streams"] * plan.batch.segment
+    reads *= tokens
     with pretended(processes) as group, FakeTensorMode(), Ledger() as by_rows:
         group.gather(torch.empty(reads, dtype=torch.int64))
         group.gather(torch.empty(reads, width))
@@ -114,15 +106,16 @@ def draw(found: list[dict]):
     """Efficiency above and memory below, a column for each case."""
     figure, axes = panels(
         2,
-        len(CASES),
+        len(SHOWN["cases"]),
         width=12,
         height=6.4,
         title="How far each engine goes, on paper: counted from the collective operations of a step",
         subtitle="H100 SXM, 8 to a machine, 450 GB/s of NVLink and 400 Gb/s of network for each; bfloat16; "
-        f"{STREAMS} x 512 bytes a process\nthick: exchanged while it computes, as far as possible; thin: exchanged afterwards",
+        f"{SHOWN['streams']} x 512 bytes a process\n"
+        "thick: exchanged while it computes, as far as possible; thin: exchanged afterwards",
     )
-    for column, case in enumerate(CASES):
-        above, below = axes[column], axes[len(CASES) + column]
+    for column, case in enumerate(case["title"] for case in SHOWN["cases"]):
+        above, below = axes[column], axes[len(SHOWN["cases"]) + column]
         alone = next(
             row["computing"] for row in found if row["case"] == case
         )  # replicated, it computes as it does alone
@@ -141,12 +134,12 @@ def draw(found: list[dict]):
         above.axhline(100, color=INK, linewidth=1, linestyle=":")
         below.axhline(80, color=INK, linewidth=1, linestyle=":")
         below.set(yscale="log", ylim=(1, 3000), xlabel="processes", ylabel="memory of each [GB]" if column == 0 else "")
-        below.text(PROCESSES[-1], 84, "an H100 has 80 GB", ha="right", va="bottom", fontsize=8, color=INK)
+        below.text(SHOWN["processes"][-1], 84, "an H100 has 80 GB", ha="right", va="bottom", fontsize=8, color=INK)
         below.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
         below.minorticks_off()
         for ax in (above, below):
             ax.set_xscale("log", base=2)
-            ax.set_xticks(PROCESSES, [f"{n:,}" for n in PROCESSES])
+            ax.set_xticks(SHOWN["processes"], [f"{n:,}" for n in SHOWN["processes"]])
             ax.minorticks_off()
         above.legend(loc="lower left" if column < 2 else "center left", fontsize=8.5, frameon=False)
     return figure

@@ -109,9 +109,9 @@ def test_replicated_gradients_are_sent_once_and_states_are_divided():
 
 def test_a_table_by_columns_sends_less_than_its_rows():
     own = plan(*SIZES, "model.d_model=64")
-    rows, columns = (sent_bytes(sent, 4, kind="cuda") for sent in scaling.table_sent(own, 4).values())
-    tokens = scaling.STREAMS * own.batch.segment
-    reads = tokens * scaling.HEADS * scaling.TOP_K
+    rows, columns = (sent_bytes(sent, 4, kind="cuda") for sent in scaling.table_sent(own, 4, reads=6).values())
+    tokens = scaling.SHOWN["streams"] * own.batch.segment
+    reads = tokens * 6
     assert rows == {"all_gather": 3 * (reads * (8 + 64 * 4) + 2 * 8)}  # and how many each has, twice
     assert columns == {
         "all_gather": 3 * reads * (8 + 4),
