@@ -141,7 +141,7 @@ def draw(found: list[dict]):
             ax.set_xscale("log", base=2)
             ax.set_xticks(SHOWN["processes"], [f"{n:,}" for n in SHOWN["processes"]])
             ax.minorticks_off()
-        above.legend(loc="lower left" if column < 2 else "center left", fontsize=8.5, frameon=False)
+        above.legend(loc="lower left", bbox_to_anchor=(0.2 if column == 2 else 0, 0.15), fontsize=8.5, frameon=False)
     return figure
 
 
