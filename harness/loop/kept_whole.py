@@ -2,7 +2,7 @@
 (``harness/device/units.py``). It is found out, so that a mechanism need not know of processes."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.count.formulas import tensors_of
@@ -40,10 +40,6 @@ class _Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
-
-
 def _read_outside_forward(model: LanguageModel) -> set[nn.Parameter]:
     with _Reads() as reads:
         model.project_()
@@ -62,6 +58,6 @@ def _without_dense_gradient(model: LanguageModel) -> set[nn.Parameter]:
         first = model(tokens)
         second = model(tokens, first.state)
         (first.logits.sum() + first.loss + second.logits.sum() + second.loss).backward()
-    found = {p for p in model.parameters() if p.grad is None or not _is_dense(p.grad)}
+    found = {p for p in model.parameters() if p.grad is None or p.grad.is_sparse}
     model.zero_grad(set_to_none=True)
     return found
