@@ -34,9 +34,8 @@ class _Reads(TorchDispatchMode):
         self.memory: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.memory |= {
-            tensor.untyped_storage().data_ptr() for tensor in tensors_of((args, kwargs)) if _is_dense(tensor)
-        }
+        dense = (tensor for tensor in tensors_of((args, kwargs)) if tensor.layout == torch.strided)
+        self.memory |= {tensor.untyped_storage().data_ptr() for tensor in dense}
         return function(*args, **(kwargs or {}))
 
 
