@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from bench.exchange import Collective, pretended, reads_known
 from bench.fused_graph import compiled, tracing
 from bench.memory_tracker import Block, Ledger, Work
 from bench.stand_ins import KINDS, stand_in
@@ -32,11 +33,13 @@ from bench.weights import place_spans
 from harness.count.formulas import tensors_of
 from harness.device import choice
 from harness.device.choice import Abilities, abilities
+from harness.device.processes import ProcessGroup
 from harness.device.runtime import Runtime
 from harness.loop.step import Trainer
 from harness.model import LanguageModel, RMSNorm
 from harness.optim.optimizers import Optimizers
 from harness.plan.build import Plan
+from harness.plan.settings import BatchSettings
 from variants.contract import State
 
 CAUSES = ("parameters", "gradients", "optimizer", "state", "activations", "temporary", "library")
@@ -66,6 +69,7 @@ class Prediction:
         split: of the peak, which the values add up to, by ``CAUSES``.
         warm: whether the carried state had stopped growing.
         work: how often the step does each amount of work.
+        sent: how often it has the processes exchange what.
     """
 
     streams: int
@@ -76,6 +80,7 @@ class Prediction:
     split: dict[str, int]
     warm: bool
     work: Counter[Work]
+    sent: Counter[Collective]
 
     def seconds(self, flops_per_s: Callable[[str], float], bytes_per_s: float) -> float:
         """The roofline: each operation takes what its arithmetic or its traffic takes, whichever is longer.
@@ -89,12 +94,20 @@ class Prediction:
         )
 
 
-def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | None = None, **sizes: int) -> Prediction:
-    """Peak memory and work of a training step of the plan, at initial parameters.
+def predict(
+    plan: Plan,
+    *,
+    kind: str | None = None,
+    spans: Sequence[float] | None = None,
+    processes: int = 1,
+    **sizes: int,
+) -> Prediction:
+    """Peak memory and work of a training step of the plan, at initial parameters; with several processes, of one of them.
 
     Args:
         kind: of the device: ``cpu`` or ``cuda``; None for the kind that the plan would run on here.
         spans: keys that the heads of each layer see, where they learn that, in place of where they start.
+        processes: that share ``batch.streams``.
         sizes: ``streams``, ``segment`` or ``span`` in place of the plan's own.
 
     Raises:
@@ -109,8 +122,13 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         kind = automatic if plan.runtime.device == "auto" else plan.runtime.device.partition(":")[0]
     plan = settled(plan, kind=kind)
-    if plan.batch.streams < plan.batch.accumulate:
-        raise ValueError(f"batch.streams={plan.batch.streams}: at least batch.accumulate={plan.batch.accumulate}")
+    own = divided(plan, processes)
+    if own.streams < own.accumulate:
+        raise ValueError(
+            f"batch.streams={plan.batch.streams}: at least batch.accumulate={own.accumulate} for each process"
+        )
+    if plan.runtime.compile and processes > 1:
+        raise ValueError("runtime.compile=true: compiled code of several processes is not predicted; allowed is false")
     if plan.runtime.compile and kind == "cpu":
         raise ValueError("runtime.compile=true: memory of code compiled for a CPU is not predicted; allowed is false")
     with torch.random.fork_rng(devices=[]):
@@ -127,19 +145,26 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
             norms = patch.object(RMSNorm, "forward", nn.RMSNorm.forward)
             stand_ins_take = patch("variants.backends.TAKE_VECTORS", ("fused", "chunked"))  # by the name that they have
             on_gpu = (AsCuda(), norms, stand_ins_take, patch("torch.utils.checkpoint.checkpoint", again))
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
+        with pretended(processes) as group, ExitStack() as stack:
+            if processes > 1:
+                stack.enter_context(reads_known(model))
+            mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for context in on_gpu:
                 stack.enter_context(context)
             make_fake(model)
-            ledger, causes, warm = _ledger(plan, model, backends, mode, kind=kind)
+            its = dataclasses.replace(plan, batch=own)
+            ledger, causes, warm = _ledger(its, model, backends, mode, kind=kind, processes=group)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"variant={plan.variant}: its memory depends on values that are not known before it runs ({error.func})"
         ) from error
     now, most = ledger.peak()
     split = dict.fromkeys(CAUSES, 0) | {"library": LIBRARY_BYTES[kind]}
+    split |= {"exchange": 0} if processes > 1 else {}
     for block in (block for block in ledger.blocks if block.alive(now)):
-        split[causes.get(block) or ("activations" if ledger.kept_for_backward(block) else "temporary")] += block.bytes
+        made = "exchange" if block in ledger.exchanged else None
+        made = made or ("activations" if ledger.kept_for_backward(block) else "temporary")
+        split[causes.get(block) or made] += block.bytes
     return Prediction(
         streams=plan.batch.streams,
         segment=plan.batch.segment,
@@ -149,7 +174,18 @@ def predict(plan: Plan, *, kind: str | None = None, spans: Sequence[float] | Non
         split=split,
         warm=warm,
         work=ledger.work,
+        sent=ledger.sent,
     )
+
+
+def divided(plan: Plan, processes: int) -> BatchSettings:
+    """The batch of one of several processes; ValueError where they cannot share it."""
+    if plan.batch.streams % processes:
+        raise ValueError(
+            f"batch.streams={plan.batch.streams}: {processes} processes take as many streams each; allowed are multiples "
+            f"of {processes}"
+        )
+    return dataclasses.replace(plan.batch, streams=plan.batch.streams // processes)
 
 
 def settled(plan: Plan, *, kind: str) -> Plan:
@@ -168,11 +204,17 @@ def build(plan: Plan) -> LanguageModel:
 
 
 def _ledger(
-    plan: Plan, model: LanguageModel, backends: dict[nn.Module, str], mode: FakeTensorMode, *, kind: str
+    plan: Plan,
+    model: LanguageModel,
+    backends: dict[nn.Module, str],
+    mode: FakeTensorMode,
+    *,
+    kind: str,
+    processes: ProcessGroup,
 ) -> tuple[Ledger, dict[Block, str], bool]:
     """The ledger of one step after warm-up, the causes of the blocks that outlive it, and whether the state is full."""
     b = plan.batch
-    runtime = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
+    runtime = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False, processes=processes)
     _refuse_sparse(model)
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
     optimizers = plan.make_optimizers(model)
@@ -180,6 +222,7 @@ def _ledger(
     if kind == "cuda":
         choose_as_on_cuda(optimizers)
     trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
+    trainer.spread(shard=plan.runtime.shard)
     if plan.runtime.compile:
         trainer.forward = compiled(model, mode)
     _take_backends(model, backends, kind=kind)
@@ -200,11 +243,11 @@ def _ledger(
         causes.update(dict.fromkeys(ledger.find(tensors_of(found)), cause))
 
     def update(fraction: float, *, loss: Tensor, inner: Callable = optimizers.step) -> None:
-        note("gradients", [parameter.grad for parameter in model.parameters()])
+        note("gradients", [parameter.grad for parameter in trainer.units.parameters])
         inner(fraction, loss=loss)
 
     note("optimizer", [list(optimizer.state.values()) for optimizer in optimizers.optimizers.values()])
-    note("parameters", [*model.parameters(), *model.buffers()])
+    note("parameters", [*trainer.units.parameters, *model.buffers()])
     note("state", state)
     note("activations", [inputs, targets])
     optimizers.step = update

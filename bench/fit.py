@@ -4,6 +4,9 @@ The trainer's very step runs on tensors without data (``fake_step.py``): peak me
 that stays within the device's memory. The roofline is the time below which no step can be: every operation takes its
 FLOPs at the peak rate or its bytes at the peak bandwidth, whichever is longer; latencies and launches count nothing.
 
+With ``processes=64`` all of it is of one of so many, which share ``batch.streams``: memory as ``runtime.shard`` divides it, and
+what it sends the others in a step (``exchange.py``).
+
 ``runtime.device`` says what is predicted: ``cpu``, or a GPU (any other word). Attention's kernels there are stand-ins with the
 tensors, FLOPs and bytes of any such kernel (``stand_ins.py``); compiled code is predicted from its graphs (``fused_graph.py``).
 Not in the figures: what kernels and libraries take for themselves (a CUDA context is about half a GiB, its allocator's fragments
@@ -14,6 +17,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -22,7 +26,11 @@ from rich.console import Console
 from bench import CONF
 from harness.compose.cli import run_command
 
+if TYPE_CHECKING:
+    from bench.exchange import Links
+
 OWN = ("hardware", "device_memory", "largest", "spans", "peak_tflops", "bandwidth_gbs", "devices")
+OWN += ("processes", "per_machine", "link_gbs", "network_gbs")
 MOST = 2**20
 """Streams or span from which on a search ends: at least so many fit."""
 UNITS = {"": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
@@ -39,6 +47,7 @@ class Hardware:
         memory_bytes: to stay within, or None.
         flops_per_s: dense peak by dtype, empty where no roofline was asked for.
         bytes_per_s: of its memory, or None.
+        links: to other such devices, or None.
     """
 
     kind: str
@@ -46,6 +55,7 @@ class Hardware:
     memory_bytes: int | None
     flops_per_s: dict[str, float]
     bytes_per_s: float | None
+    links: "Links | None" = None
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
@@ -67,19 +77,24 @@ def main(cfg: DictConfig) -> None:
     plan = settled(plan, kind=kind_of(plan.runtime.device))
     tf32 = plan.runtime.tf32
     hardware = choose(own, device=plan.runtime.device, precision=plan.runtime.precision, tf32=tf32)
-    known = {"kind": hardware.kind, "spans": checked(own["spans"], list | None, key="spans")}
+    processes = checked(own["processes"], int, key="processes")
+    if processes < 1:
+        raise ValueError(f"processes={processes}: must be above 0")
+    known = {"kind": hardware.kind, "processes": processes, "spans": checked(own["spans"], list | None, key="spans")}
     asked = _asked(own["largest"], hardware)
     passed(of_mechanism(plan, hardware.kind))
     file = RowFile(Path(cfg.outputs), verb="fit")
     found, largest = predict(plan, **known), {"streams": None, "span": None}
+    times = {"streams": processes, "span": 1}
     for name in asked:
         with Console(stderr=True).status(f"the largest {name} that fits"):
             largest[name] = push(
-                lambda size, name=name: predict(plan, **known, **{name: size}).peak_bytes,
+                lambda size, name=name: predict(plan, **known, **{name: size * times[name]}).peak_bytes,
                 limit_bytes=hardware.memory_bytes,
                 least=plan.batch.accumulate if name == "streams" else 1,
             )
-    row = file.append(_row(plan, found, hardware, largest))
+            largest[name] *= times[name]
+    row = file.append(_row(plan, found, hardware, largest, processes))
     (table,) = fit_tables([row])
     print_table(for_terminal(table))
     print(f"rows: {file.path}")
@@ -135,7 +150,22 @@ def choose(own: dict, *, device: str, precision: str, tf32: bool = False) -> Har
         memory_bytes=None if memory is None else parse_memory(memory, key=key),
         flops_per_s={} if width is None else {dtype: rate * 1e12 for dtype, rate in rates.items()},
         bytes_per_s=None if width is None else width * 1e9,
+        links=_links(own, entry),
     )
+
+
+def _links(own: dict, entry: dict) -> "Links | None":
+    """What the configuration says of links; None where it says nothing."""
+    from bench.exchange import Links
+    from harness.plan.settings import checked
+
+    per_machine = checked(own["per_machine"], int, key="per_machine")
+    if per_machine < 1:
+        raise ValueError(f"per_machine={per_machine}: must be above 0")
+    link, network = (_positive(own, key) or entry.get(key) for key in ("link_gbs", "network_gbs"))
+    if link is None or network is None:
+        return None
+    return Links(per_machine=per_machine, bytes_per_s=link * 1e9, network_bytes_per_s=network * 1e9)
 
 
 def _positive(own: dict, key: str) -> float | None:
@@ -186,16 +216,18 @@ def push(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, 
     return low
 
 
-def _row(plan, found, hardware: Hardware, largest: dict[str, int | None]) -> dict:
+def _row(plan, found, hardware: Hardware, largest: dict[str, int | None], processes: int) -> dict:
     """As ``tests/bench_rows.py`` has it; the device is the predicted one, versions are of the torch that predicts."""
     import torch
 
+    from bench.exchange import sent_bytes
     from bench.planning import provenance, typed_command
     from harness.data import corpora
     from harness.device.runtime import Runtime
 
     here = Runtime(device=torch.device("cpu"), precision=plan.runtime.precision, compile=False)
     corpus, command = corpora.load(**plan.data), typed_command("fit")
+    sent = sent_bytes(found.sent, processes, kind=hardware.kind)
     roofline = None
     if hardware.bytes_per_s is not None:
         roofline = {
@@ -203,11 +235,15 @@ def _row(plan, found, hardware: Hardware, largest: dict[str, int | None]) -> dic
             "peak_flops_per_s": hardware.flops_per_s[plan.runtime.precision],
             "bytes_per_s": hardware.bytes_per_s,
             "train_ms": 1000 * found.seconds(hardware.flops_per_s.__getitem__, hardware.bytes_per_s),
+            "exchange_ms": 1000 * hardware.links.seconds(sent, processes) if hardware.links else None,
         }
     return provenance(plan, kind="fit", corpus=corpus, runtime=here, command=command) | {
+        "processes": processes,
         "device": f"{hardware.name}, predicted",
         "device_kind": hardware.kind,
         **{name: getattr(found, name) for name in ("streams", "segment", "span", "backend", "split", "warm")},
+        "shard": plan.runtime.shard,
+        "sent": sent,
         "device_memory_bytes": hardware.memory_bytes,
         "predicted_peak_bytes": found.peak_bytes,
         "measured_peak_bytes": None,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from bench.exchange import Collective, collective
 from bench.stand_ins import call
 from harness.count.bytes_moved import moved_bytes
 from harness.count.formulas import FORMULAS, describe, tensors_of
@@ -62,6 +63,8 @@ class Ledger(TorchDispatchMode):
         blocks: all that were alive at some time.
         work: how often each amount of work was done.
         backward_begins: number of the first operation of each backward pass.
+        sent: how often the processes exchange what.
+        exchanged: blocks that were given to collective operations, and what is made of them.
     """
 
     def __init__(self, *, granule_bytes: int = 1):
@@ -70,11 +73,16 @@ class Ledger(TorchDispatchMode):
         self.blocks: list[Block] = []
         self.work: Counter[Work] = Counter()
         self.backward_begins: list[int] = []
+        self.sent: Counter[Collective] = Counter()
+        self.exchanged: set[Block] = set()
         self._known: dict[int, tuple[Block, weakref.ref]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         in_backward = torch._C._current_graph_task_id() != -1
+        if given := collective(func, args):
+            self.sent[given] += 1
+        self._look_at_sizes()
         if in_backward and func in IN_PLACE and self.find(args[:1])[0].born == self.now:
             func = IN_PLACE[func]
         out = func(*args, **kwargs)
@@ -85,7 +93,9 @@ class Ledger(TorchDispatchMode):
             self.backward_begins.append(self.now)
         self.phase = "backward" if in_backward else "update" if self.phase == "backward" else self.phase
         self.find(tensors_of(out))
-        if func is STAND_IN:
+        if func.namespace in ("c10d", "_c10d_functional", "fsdp"):
+            self.exchanged.update(self.find(tensors_of((args, kwargs))))
+        elif func is STAND_IN:
             *_, flops, moved, scratch = args
             self.note(flops, moved, scratch_bytes=scratch, tensors=args[0])
         elif not func.is_view:
@@ -121,6 +131,18 @@ class Ledger(TorchDispatchMode):
                 self._known[key] = block, weakref.ref(storage, lambda _, key=key: self._died(key))
             found.append(self._known[key][0])
         return found
+
+    def _look_at_sizes(self) -> None:
+        """Where parameters are divided, torch frees gathered ones by making their storages empty, and fills them again."""
+        for key, (block, reference) in list(self._known.items()) if self.exchanged else ():
+            if block in self.exchanged and (storage := reference()) is not None:
+                size = -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
+                if size != block.bytes:
+                    block.died = self.now
+                    again = Block(size, self.phase, self.now + 1)
+                    self.blocks.append(again)
+                    self.exchanged.add(again)
+                    self._known[key] = again, reference
 
     def _died(self, key: int) -> None:
         self._known.pop(key)[0].died = self.now

@@ -273,6 +273,9 @@ def test_tf32_has_a_rate_of_its_own():
         "device_memory": None,
         "peak_tflops": None,
         "bandwidth_gbs": None,
+        "per_machine": 8,
+        "link_gbs": None,
+        "network_gbs": None,
     }
     rates = [fit.choose(own, device="cuda", precision="float32", tf32=tf32).flops_per_s for tf32 in (False, True)]
     assert [rate["float32"] for rate in rates] == [19.5e12, 156e12] and rates[0]["bfloat16"] == rates[1]["bfloat16"]

@@ -228,6 +228,23 @@ def test_dropout_drops_pairs_and_keeps_the_mean():
     assert (dropped[0] - expected).abs().max() > 0.1
 
 
+def test_pairs_are_made_again_for_the_backward_with_the_same_dropout(monkeypatch):
+    layer, x = build(dropout=0.5, span=40, bucket_keys=20, attend_self=True).train(), inputs(60).requires_grad_()
+
+    def found() -> tuple[int, tuple[Tensor, ...]]:
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: sizes.append(kept.numel()) or kept, lambda x: x):
+            torch.manual_seed(1)
+            y = layer(x).y
+        return sum(sizes), torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+
+    kept, again = found()
+    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda function, *given, use_reentrant: function(*given))
+    without, expected = found()
+    assert kept < without / 3
+    assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
+
+
 def test_dropout_of_a_byte_does_not_depend_on_later_ones():
     layer, x = build(dropout=0.5, span=20, attend_self=True).train(), inputs(20)
     other = x.clone()

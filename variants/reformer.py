@@ -28,11 +28,13 @@ attention. A hash is a choice: rounding that flips one changes that byte's outpu
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from variants.context import trimmed, weights_of
 from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
@@ -260,8 +262,8 @@ def lsh_attention(
     if dropout:
         streams, heads, queries = (torch.arange(n, device=keys.device) for n in (*keys.shape[:2], total))
         row = dropout_counters.rows(draw_seed(keys.device), streams=streams, heads=heads, queries=queries)
-    found = []
-    for r in range(hashes.shape[2]):
+
+    def of_round(r: int, keys: Tensor, sizes: Tensor) -> Tensor:  # [B, H, T, K + 3]
         pick, put = _chunks(order[:, :, r], place[:, :, r], length, bucket_keys)
         own, met = pick(keys)  # [B, H, n, g, 2K], [B, H, n, m, 2K]
         # 0 where a query sees a key, else at least 1: arithmetic is several times faster than comparing and filling.
@@ -286,7 +288,11 @@ def lsh_attention(
             weights = weights * kept / (1 - dropout)
         values = (weights.to(keys.dtype) @ met[..., width:]).to(exact)
         number = (hidden == 0).sum(-1, keepdim=True) if count else torch.zeros_like(top)
-        found.append(put(torch.cat([values, mass, top, number], dim=-1)))  # [B, H, T, K + 3]
+        return put(torch.cat([values, mass, top, number], dim=-1))
+
+    # Each key is copied for two chunks of queries, and each pair has a mask: made again for the backward pass, not kept.
+    again = partial(checkpoint.checkpoint, of_round, use_reentrant=False) if torch.is_grad_enabled() else of_round
+    found = [again(r, keys, sizes) for r in range(hashes.shape[2])]
     values, mass, top, number = torch.stack(found).split([width, 1, 1, 1], dim=-1)
     best = top.detach().amax(0)
     scale = torch.exp2(top.detach() - best)

