@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import scaling
 from bench.exchange import Collective, Links, sent_bytes
 from bench.fake_step import Prediction, predict
 from harness.count.memory import parameter_bytes
@@ -104,6 +105,19 @@ def test_replicated_gradients_are_sent_once_and_states_are_divided():
     assert divided.split["parameters"] < 0.4 * whole.split["parameters"]
     with pytest.raises(ValueError, match="batch.streams=12: 5 processes"):
         predict(plan(*SIZES), processes=5)
+
+
+def test_a_table_by_columns_sends_less_than_its_rows():
+    own = plan(*SIZES, "model.d_model=64")
+    rows, columns = (sent_bytes(sent, 4, kind="cuda") for sent in scaling.table_sent(own, 4, reads=6).values())
+    tokens = scaling.SHOWN["streams"] * own.batch.segment
+    reads = tokens * 6
+    assert rows == {"all_gather": 3 * (reads * (8 + 64 * 4) + 2 * 8)}  # and how many each has, twice
+    assert columns == {
+        "all_gather": 3 * reads * (8 + 4),
+        "all_to_all": 2 * tokens * 64 * 4 * 3 // 4,
+        "reduce_scatter": 3 * reads * 4,
+    }
 
 
 def test_rings_and_links():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from bench import fit
+from bench import fit, hardware
 from bench.fake_step import CAUSES, predict, settled
 from bench.memory_tracker import Ledger
 from harness.count.flops import count_flops
@@ -213,13 +213,13 @@ def test_search_ends_where_memory_does_not_grow():
     "text, size", [("24GiB", 24 * GIB), ("80GB", 80 * 10**9), ("1.5 gib", 3 * GIB // 2), (4096, 4096), ("1e9", 10**9)]
 )
 def test_memory_is_read(text, size):
-    assert fit.parse_memory(text, key="device_memory") == size
+    assert hardware.parse_memory(text, key="device_memory") == size
 
 
 @pytest.mark.parametrize("text", ["24GX", "", "-1GB", "GiB", "0", True, "0.1", "1 2GB", "nan", "1e400"])
 def test_memory_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="device_memory=.*allowed are"):
-        fit.parse_memory(text, key="device_memory")
+        hardware.parse_memory(text, key="device_memory")
 
 
 def run_fit(*words: str):
@@ -277,10 +277,10 @@ def test_tf32_has_a_rate_of_its_own():
         "link_gbs": None,
         "network_gbs": None,
     }
-    rates = [fit.choose(own, device="cuda", precision="float32", tf32=tf32).flops_per_s for tf32 in (False, True)]
+    rates = [hardware.choose(own, device="cuda", precision="float32", tf32=tf32).flops_per_s for tf32 in (False, True)]
     assert [rate["float32"] for rate in rates] == [19.5e12, 156e12] and rates[0]["bfloat16"] == rates[1]["bfloat16"]
     with pytest.raises(ValueError, match="runtime.tf32=true: Apple M4 Max.*allowed is false"):
-        fit.choose(own | {"hardware": "m4_max"}, device="mps", precision="float32", tf32=True)
+        hardware.choose(own | {"hardware": "m4_max"}, device="mps", precision="float32", tf32=True)
 
 
 def test_every_device_has_peaks_that_are_in_order():

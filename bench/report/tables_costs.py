@@ -62,6 +62,7 @@ CAUSES = {
     "activations": "What the backward pass keeps.",
     "temporary": "All else alive at the peak.",
     "library": "Workspaces of cuBLAS.",
+    "exchange": "What collective operations are given, and what they make: gathered parameters, buckets.",
 }
 
 
