@@ -68,6 +68,7 @@ def here(**changes) -> runtime.Runtime:
         "compile": False,
         "tf32": False,
         "checkpoint": "none",
+        "shard": "none",
         "backend": "auto",
         "threads": 1,
         "allocator": "keep",
@@ -166,8 +167,8 @@ def test_what_the_vocabulary_lacks_comes_back_too(content):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_code_is_as_long_as_the_score_claims(variant):
-    content = recall().splits["train"].numpy().tobytes()[:4000] + TEXT + ALL
-    streams, model = 170, small(variant)
+    content = recall().splits["train"].numpy().tobytes()[:1500] + TEXT + ALL
+    streams, model = 85, small(variant)
     coded = there_and_back(model, content, streams=streams)
     nats, at = 0.0, 0
     for length in stream_lengths(len(content), streams):  # a whole stream at once, as scoring has it

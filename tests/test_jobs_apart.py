@@ -41,6 +41,7 @@ AUTO = {
     "tf32": False,
     "backend": "auto",
     "checkpoint": "none",
+    "shard": "none",
     "threads": 1,
     "deterministic": True,
     "allocator": "keep",

@@ -284,6 +284,7 @@ def divided_job(
 
 
 RESUMED = (*MOVING, *CARRY, *DROPOUT, "batch.streams=6", "budget.steps=11", "checkpoint.every_steps=4")
+RESUMED += ("runtime.shard=full", "eval.streams=2", "eval.windows=true")  # one process has nothing to score
 
 
 def record() -> list[dict]:

@@ -148,6 +148,28 @@ def test_a_ramp_that_begins_where_a_chunk_ends_has_its_gradient(rows, span, ramp
     assert_same(kernel(q, k, v, seen), window.attend(q, k, v, seen), named={"q": q, "k": k, "v": v, "z": z})
 
 
+@BACKENDS
+@pytest.mark.parametrize("gap", [60.0, 100.0, 400.0])
+def test_a_key_of_weight_zero_may_have_the_largest_score(attend, gap):
+    """At the far end of the ramp a key has weight 0 and moves the span alone: its gradient is bounded, and is no NaN."""
+    q, k, v = (normal(1, 1, 6, 4, seed=seed).detach().repeat(2, 1, 1, 1) for seed in range(3))
+    rewards = torch.tensor([3.0, -1.0])[
+        :, None, None, None
+    ]  # of two streams, which move the span in opposite directions
+    k[:, :, 0] += gap * q[:, :, 3] / q[0, 0, 3].square().sum()
+
+    def gradients(dtype, attend):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, torch.tensor([1.0]))]
+        y = attend(leaves[0][:, :, 3:], *leaves[1:3], Window((4,), z=leaves[3], ramp=2))
+        return [y.detach(), *torch.autograd.grad((rewards * y).sum(), leaves)]
+
+    *found, dz = gradients(torch.float32, attend)
+    *exact, exact_dz = gradients(torch.float64, window.attend)
+    for one, other in zip(found, exact, strict=True):
+        assert_near(one.double(), other, tolerance=2e-5)
+    assert dz.sign() == exact_dz.sign() and (gap > 80 or abs(dz / exact_dz - 1) < 1e-4)
+
+
 @pytest.mark.cpu_kernel
 def test_a_huge_score_under_a_weight_of_zero_spoils_nothing():
     """The key at the far end of the ramp has weight 0 and a gradient for the span, however large."""

@@ -2,7 +2,7 @@
 (``harness/device/units.py``). It is found out, so that a mechanism need not know of processes."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.count.formulas import tensors_of
@@ -34,14 +34,9 @@ class _Reads(TorchDispatchMode):
         self.memory: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.memory |= {
-            tensor.untyped_storage().data_ptr() for tensor in tensors_of((args, kwargs)) if _is_dense(tensor)
-        }
+        dense = (tensor for tensor in tensors_of((args, kwargs)) if tensor.layout == torch.strided)
+        self.memory |= {tensor.untyped_storage().data_ptr() for tensor in dense}
         return function(*args, **(kwargs or {}))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
 
 
 def _read_outside_forward(model: LanguageModel) -> set[nn.Parameter]:
@@ -62,6 +57,6 @@ def _without_dense_gradient(model: LanguageModel) -> set[nn.Parameter]:
         first = model(tokens)
         second = model(tokens, first.state)
         (first.logits.sum() + first.loss + second.logits.sum() + second.loss).backward()
-    found = {p for p in model.parameters() if p.grad is None or not _is_dense(p.grad)}
+    found = {p for p in model.parameters() if p.grad is None or p.grad.is_sparse}
     model.zero_grad(set_to_none=True)
     return found

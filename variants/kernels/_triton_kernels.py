@@ -28,6 +28,8 @@ STREAM, QUERY, KEY = (tl.constexpr(dropout.FACTORS[name]) for name in ("stream",
 FIRST, SECOND = (tl.constexpr(factor) for factor in dropout.MIX)
 PERSISTENT = tl.constexpr(dropout.PERSISTENT)
 LOG2E = tl.constexpr(1.4426950408889634)
+HIGHEST = tl.constexpr(70 * 1.4426950408889634)
+"""Where exponentials of base 2 are bounded: as in ``window.highest`` of float32."""
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether the kernels below run on the host; triton decides it when it is imported."""
 
@@ -253,6 +255,8 @@ def query_gradient(
             if part != 1:
                 scores = tl.where(_seen(x, j[None, :], visible, L, ALL), scores, float("-inf"))
             reward = tl.dot(up, tl.trans(_load(v, j, L, K, WIDTH)), input_precision=PRECISION)
+            if part != 1 and far is not None:
+                scores = tl.minimum(scores, HIGHEST)  # a key of weight 0 may be above the sum of all that have one
             change = tl.exp2(scores) * (_drop(reward, seed, drawn, x, j[None, :], ALL, DROP, SCALE) - paid[:, None])
             if part != 1 and far is not None:
                 ahead = end - x

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from variants.kernels.given import Given
-from variants.kernels.window import Persistent, Window, skew, soft_mask, visible
+from variants.kernels.window import Persistent, Window, highest, skew, soft_mask, visible
 
 ALIGNED = 8
 """Numbers that rows of a mask and heads are rounded up to: 16 bytes, which CUDA's kernel reads at once."""
@@ -338,7 +338,9 @@ def _span_gradient(g, y, lse, given: Given, window: Window, heads: list[int], ma
     scores = ramp_of(q, k)
     if bias is not None:
         scores = scores + bias.gather(1, x.clamp(max=bias.shape[1] - 1))[:, None, None]
-    weight = torch.exp(scores - blocked(lse, torch.inf)[..., None]).masked_fill(~inside, 0)
+    # A key of weight 0 may be above the sum of all that have one.
+    score = (scores - blocked(lse, torch.inf)[..., None]).clamp(max=highest(lse.dtype))
+    weight = torch.exp(score).masked_fill(~inside, 0)
     reward = ramp_of(g, v) - blocked((g * y).sum(-1, dtype=lse.dtype))[..., None]
     return (weight * reward).sum(dim=(0, 2, 3, 4)) / ramp
 

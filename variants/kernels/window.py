@@ -12,6 +12,7 @@ Renormalised without an epsilon: a query that sees nothing gives 0. At the kinks
 ``fused.py`` computes the same without a score matrix in memory.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -143,11 +144,16 @@ def attend(
     if persistent is not None:
         extra = (persistent.q @ persistent.k.mT).to(scores.dtype)  # [B, H, T, N]
         scores = torch.cat([scores, extra], dim=-1)
-    top = scores.detach().amax(dim=-1, keepdim=True)
-    weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
+    weighed = scores.detach()
     if window.z is not None:
         mask = over_keys(soft_mask(window.z, window.ramp, max_keys).to(scores.dtype))
-        weights = weights * (mask if persistent is None else F.pad(mask, (0, extra.shape[-1]), value=1.0))
+        mask = mask if persistent is None else F.pad(mask, (0, extra.shape[-1]), value=1.0)
+        weighed = weighed.masked_fill(mask.detach() == 0, -torch.inf)
+    top = weighed.amax(dim=-1, keepdim=True)
+    # A key of weight 0 may be above the top: its gradient for the span is bounded.
+    weights = torch.exp((scores - top.masked_fill(top == -torch.inf, 0)).clamp(max=highest(scores.dtype)))
+    if window.z is not None:
+        weights = weights * mask
     total = weights.sum(dim=-1, keepdim=True)
     weights = weights / total.masked_fill(total == 0, 1)
     if dropout and seed is not None:
@@ -167,6 +173,11 @@ def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate:
     x = queries[:, None] + (keys - q.shape[2] - shift) - torch.arange(keys, device=q.device)
     extra = dropout_counters.PERSISTENT + torch.arange(beside, device=q.device)
     return dropout_counters.keep(row, torch.cat([x, extra.expand(len(x), -1)], dim=1), rate)
+
+
+def highest(dtype: torch.dtype) -> float:
+    """Where exponentials are bounded: with room for a factor and a sum of e^18, about 7e7, below the largest of ``dtype``."""
+    return math.floor(math.log(torch.finfo(dtype).max)) - 18.0
 
 
 def _island(x: Tensor) -> torch.dtype:

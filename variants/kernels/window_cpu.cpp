@@ -36,7 +36,7 @@ template <> struct Simd<float> {
   typedef float Vector __attribute__((vector_size(BYTES)));
   typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
   typedef int32_t Bits __attribute__((vector_size(BYTES)));
-  static constexpr float ROUND = 12582912.0f, LOWEST = -87.0f, HIGHEST = 88.0f;  // 1.5 * 2^23
+  static constexpr float ROUND = 12582912.0f, LOWEST = -87.0f, HIGHEST = 70.0f;  // 1.5 * 2^23
   static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
   static constexpr int MANTISSA = 23, DEGREE = 7;
 };
@@ -44,7 +44,7 @@ template <> struct Simd<double> {
   typedef double Vector __attribute__((vector_size(BYTES)));
   typedef double Unaligned __attribute__((vector_size(BYTES), aligned(8)));
   typedef int64_t Bits __attribute__((vector_size(BYTES)));
-  static constexpr double ROUND = 6755399441055744.0, LOWEST = -708.0, HIGHEST = 709.0;  // 1.5 * 2^52
+  static constexpr double ROUND = 6755399441055744.0, LOWEST = -708.0, HIGHEST = 691.0;  // 1.5 * 2^52
   static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
   static constexpr int MANTISSA = 52, DEGREE = 13;
 };
