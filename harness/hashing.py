@@ -5,6 +5,7 @@ generators", 2014): a value depends on its keys alone, so nothing has to be save
 made without the parts before it.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,11 +15,11 @@ _WORD = 2**64 - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def integer_hash(*keys: "int | np.ndarray") -> "np.ndarray":
+def integer_hash(*keys: "int | Sequence[int] | np.ndarray") -> "np.ndarray":
     """Hash integers to 64 bits.
 
     Args:
-        keys: Python integers (taken modulo 2^64) or arrays of non-negative integers; they broadcast.
+        keys: Python integers (taken modulo 2^64) or sequences or arrays of non-negative ones; they broadcast.
 
     Returns:
         uint64 array in the broadcast shape, ``[1]`` if every key is a Python integer.
@@ -28,7 +29,7 @@ def integer_hash(*keys: "int | np.ndarray") -> "np.ndarray":
     golden, first, second = (np.uint64(number) for number in (_GOLDEN, _FIRST, _SECOND))
     state = np.zeros(1, np.uint64)  # arrays wrap around silently, numpy scalars would warn
     for key in keys:
-        word = np.array([key & _WORD], np.uint64) if isinstance(key, int) else key.astype(np.uint64)
+        word = np.array([key & _WORD], np.uint64) if isinstance(key, int) else np.asarray(key).astype(np.uint64)
         state = (state + golden) ^ word
         state = (state ^ (state >> np.uint64(30))) * first
         state = (state ^ (state >> np.uint64(27))) * second

@@ -136,21 +136,24 @@ def scattered_additions(source: str) -> Callable[[Operation], int]:
     return lambda call: call.arguments[source].numel()
 
 
-def along(call: Operation) -> int:
-    """Numbers in one line of the first argument, along ``dim``."""
-    first = call.tensors("self")[0]
-    return first.shape[call.arguments["dim"]] if first.dim() else 1
+def _lines(call: Operation) -> tuple[int, int]:
+    """Numbers in the first argument and in one line of it, along ``dim``; none where they are integers, as indices are."""
+    (first,) = call.tensors("self")
+    if not first.is_floating_point():
+        return 0, 1
+    return first.numel(), first.shape[call.arguments["dim"]] if first.dim() else 1
 
 
 def sort(call: Operation) -> int:
     """A comparison sort: n log2 n comparisons for each line of n, rounded up."""
-    return call.tensors("self")[0].numel() * (along(call) - 1).bit_length()
+    count, line = _lines(call)
+    return count * (line - 1).bit_length()
 
 
 def scan(call: Operation) -> int:
     """A running sum, product or extreme: one operation for each element but the first of a line."""
-    count = call.tensors("self")[0].numel()
-    return count - count // along(call) if count else 0
+    count, line = _lines(call)
+    return count - count // line if count else 0
 
 
 def index_put(call: Operation) -> int:

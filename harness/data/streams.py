@@ -68,16 +68,15 @@ class Streams:
 
     def batch(self, position: int, *, part: tuple[int, int] = WHOLE) -> tuple[Tensor, Tensor]:
         """Step number ``position``, from 0: inputs and targets of a part of the streams, int64 ``[B, T]`` each."""
-        number = torch.arange(self.streams)[share(self.streams, part)]
+        numbers = range(self.streams)[share(self.streams, part)]
         if self.carry:
             turn, step = divmod(position, self.steps_per_turn)
             offset = int(integer_hash(_RING, self.seed, turn)[0]) % len(self.split)
-            begin = offset + number * self.stream_bytes + step * self.segment
+            begin = [offset + number * self.stream_bytes + step * self.segment for number in numbers]
         else:
             places = len(self.split) - self.segment
-            hashed = integer_hash(_WINDOW, self.seed, position, number.numpy())
-            begin = torch.tensor([int(one) % places for one in hashed], dtype=torch.int64)
-        index = begin[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
+            begin = [int(one) % places for one in integer_hash(_WINDOW, self.seed, position, numbers)]
+        index = torch.tensor(begin, dtype=torch.int64)[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
         taken = self.split[index % len(self.split)].long()
         return taken[:, :-1], taken[:, 1:]
 
