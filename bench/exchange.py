@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.count.formulas import tensors_of
 from harness.count.memory import tensor_bytes
-from harness.device import units
+from harness.device import spread
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop import kept_whole
 
@@ -121,7 +121,7 @@ def pretended(processes: int) -> Iterator[ProcessGroup]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     mesh = init_device_mesh("cpu", (processes,))  # reads values, which fake tensors have not
     try:
-        with patch.object(units, "init_device_mesh", lambda *_: mesh):
+        with patch.object(spread, "init_device_mesh", lambda *_: mesh):
             yield PretendedGroup(rank=0, world_size=processes, local_rank=0, local_world_size=processes)
     finally:
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import glob
+import hashlib
 import os
 import resource
 import shutil
@@ -142,3 +143,9 @@ def forget_left(folder: Path, name: str = "*") -> None:
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > LEFT_SECONDS:
                 left.unlink()
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from modulefinder import ModuleFinder
 from pathlib import Path
 
+from harness.cache import sha256_of
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("train.py", "variants", "harness")
 MEASURING = ("bench",)
@@ -106,8 +108,7 @@ def _tree(root: Path) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError:
         return "cannot be read"
 

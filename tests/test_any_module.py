@@ -17,7 +17,7 @@ from harness.plan.instantiate import resolve
 from tests.command import MADE, run_folders, train
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, compose_config
-from tests.toys import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE, findings_of, model_of
+from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE, findings_of, model_of
 from variants.any_module import AnyModule
 from variants.conformance.changed import reach
 from variants.conformance.fixture import Subject

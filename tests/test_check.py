@@ -13,8 +13,9 @@ from bench.conformance import findings, gate, ideal_at_most_executed, needed_at_
 from harness.plan.build import Plan, plan_run
 from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
+from tests.promises import Gate, Sums
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
-from tests.toys import Gate, LeaksInEvaluation, Sums
+from tests.toys import LeaksInEvaluation
 from variants.conformance import Finding
 from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops

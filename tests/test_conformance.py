@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from harness.model import LanguageModel
-from tests.toys import (
-    BROKEN,
+from tests.promises import (
     FAR,
     FUTURE_TRAIN,
     INFLUENCE,
@@ -18,9 +17,16 @@ from tests.toys import (
     SINGLE,
     STREAMS,
     WRITES,
+    Gate,
+    Sums,
+    findings_of,
+    memory,
+    model_of,
+)
+from tests.toys import (
+    BROKEN,
     Delayed,
     FloatAngles,
-    Gate,
     MapOfMore,
     MapOfSigns,
     MapOfTheBlind,
@@ -30,10 +36,6 @@ from tests.toys import (
     PeeksInTraining,
     Remembers,
     Stateless,
-    Sums,
-    findings_of,
-    memory,
-    model_of,
 )
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
-from tests import toys
-from tests.toys import PATHS, Gate, LeaksInEvaluation, Sums, findings_of, model_of
+from tests import promises, toys
+from tests.promises import PATHS, Gate, Sums, findings_of, model_of
+from tests.toys import LeaksInEvaluation
 from variants.attention import Attention
 from variants.conformance import agree
 from variants.contract import SublayerOutput
@@ -44,52 +45,56 @@ class Frees(Gate):
 @pytest.mark.parametrize(
     ("broken", "promise", "line"),
     [
-        (LeaksInEvaluation, toys.FUTURE_EVAL, rf"eval, byte 1 changed: {PLACE}"),
-        (toys.PeeksInTraining, toys.FUTURE_TRAIN, rf"train, byte 1 changed: {PLACE}"),
-        (toys.Mixes, toys.STREAMS, rf"eval, stream 0 changed: {PLACE}"),
-        (MixesInTraining, toys.STREAMS, rf"train, stream 0 changed: {PLACE}"),
-        (toys.Forgets, toys.SEGMENTS, rf"eval, cut at 1: {PLACE}"),
-        (toys.ForgetsInTraining, toys.SINGLE, rf"train, first and last 6 bytes one at a time: {PLACE}"),
-        (Attention, toys.FAR, rf"eval, float64: {PLACE}"),
-        (toys.IgnoresThePast, toys.INFLUENCE, r"eval, byte 2 changed: .* byte 3 did not"),
+        (LeaksInEvaluation, promises.FUTURE_EVAL, rf"eval, byte 1 changed: {PLACE}"),
+        (toys.PeeksInTraining, promises.FUTURE_TRAIN, rf"train, byte 1 changed: {PLACE}"),
+        (toys.Mixes, promises.STREAMS, rf"eval, stream 0 changed: {PLACE}"),
+        (MixesInTraining, promises.STREAMS, rf"train, stream 0 changed: {PLACE}"),
+        (toys.Forgets, promises.SEGMENTS, rf"eval, cut at 1: {PLACE}"),
+        (toys.ForgetsInTraining, promises.SINGLE, rf"train, first and last 6 bytes one at a time: {PLACE}"),
+        (Attention, promises.FAR, rf"eval, float64: {PLACE}"),
+        (toys.IgnoresThePast, promises.INFLUENCE, r"eval, byte 2 changed: .* byte 3 did not"),
         (
             NanAlone,
-            toys.LOGITS,
+            promises.LOGITS,
             r"eval, a segment of 1: layers\.0\.part0 is not finite at byte 0 of stream 0 \(3 of 3 b.*",
         ),
-        (toys.Attached, toys.DETACHED, r"eval: a tensor \(3, 16\) of the state is not detached; train: .*"),
-        (toys.SizedState, toys.OLD_STATE, r"RuntimeError: .* \(eval, byte 1 to 5, toys.py line \d+\)"),
+        (toys.Attached, promises.DETACHED, r"eval: a tensor \(3, 16\) of the state is not detached; train: .*"),
+        (toys.SizedState, promises.OLD_STATE, r"RuntimeError: .* \(eval, byte 1 to 5, toys.py line \d+\)"),
         (
             toys.Illegal,
-            toys.PROJECTION,
+            promises.PROJECTION,
             r"eval, parameters moved .*: layers\.0\.part0 is not finite at byte 0 of str.*",
         ),
-        (toys.NotSaved, toys.SAVED, rf"eval, a fresh model with loaded parameters and state: {PLACE}"),
-        (toys.Remembers, toys.WRITES, rf"eval, the same forward again after another: {PLACE}"),
-        (toys.Counts, toys.WRITES, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
+        (toys.NotSaved, promises.SAVED, rf"eval, a fresh model with loaded parameters and state: {PLACE}"),
+        (toys.Remembers, promises.WRITES, rf"eval, the same forward again after another: {PLACE}"),
+        (toys.Counts, promises.WRITES, r"eval: a forward changed layers\.0\.part0\.sublayer\.count"),
         (
             toys.Dead,
-            toys.GRADIENT,
+            promises.GRADIENT,
             r"train: layers\.0\.part0\.sublayer\.unused has no gradient after 3 batches of 15 b.*",
         ),
-        (toys.LossAlways, toys.AUXILIARY, r"eval: [\d.]+ nats"),
-        (toys.Means, toys.STATISTICS, r"eval, bytes before and from 7: layers\.0\.part0\.mean is off by [\d.e-]+ .*"),
-        (NanInBfloat16, toys.BFLOAT16, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45 bytes\)"),
-        (Frees, toys.GRADIENT, None),
-        (Frees, toys.FUTURE_TRAIN, r"RuntimeError: out of room \(train, byte 0 to 14, test_findings.py line \d+\)"),
+        (toys.LossAlways, promises.AUXILIARY, r"eval: [\d.]+ nats"),
+        (
+            toys.Means,
+            promises.STATISTICS,
+            r"eval, bytes before and from 7: layers\.0\.part0\.mean is off by [\d.e-]+ .*",
+        ),
+        (NanInBfloat16, promises.BFLOAT16, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45 bytes\)"),
+        (Frees, promises.GRADIENT, None),
+        (Frees, promises.FUTURE_TRAIN, r"RuntimeError: out of room \(train, byte 0 to 14, test_findings.py line \d+\)"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_line_names_byte_and_mode(broken, promise, line):
-    scheme = toys.FloatAngles if promise == toys.FAR else toys.NoPosition
+    scheme = toys.FloatAngles if promise == promises.FAR else toys.NoPosition
     finding = findings_of(model_of(broken, layers=1, span=5, scheme=scheme))[promise]
     assert finding.passed if line is None else re.match(line, finding.detail), finding
 
 
 def test_a_leak_in_one_mode_is_no_leak_in_the_other():
     found = findings_of(model_of(LeaksInEvaluation, layers=1, span=5))
-    assert found[toys.FUTURE_TRAIN].passed and not found[toys.FUTURE_EVAL].passed
-    assert findings_of(model_of(MixesInTraining, layers=1, span=5))[toys.STREAMS].detail.count("eval") == 0
+    assert found[promises.FUTURE_TRAIN].passed and not found[promises.FUTURE_EVAL].passed
+    assert findings_of(model_of(MixesInTraining, layers=1, span=5))[promises.STREAMS].detail.count("eval") == 0
 
 
 class OffInValue(Sums):

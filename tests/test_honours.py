@@ -7,8 +7,8 @@ from bench.small import shrunk
 from harness.plan.build import plan_run
 from tests import toys
 from tests.composing import compose_config
+from tests.promises import Gate, Sums
 from tests.test_check import toy
-from tests.toys import Gate, Sums
 from variants.contract import Honours, Position
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
 

@@ -6,7 +6,7 @@ from einops import rearrange
 
 from tests.attention_case import Case
 from tests.composing import TINY, plan, small
-from tests.toys import memory, model_of
+from tests.promises import memory, model_of
 from variants.contract import Inspection
 
 # Weighted means by definition; summaries of blocks (linformer) are not weights of single bytes.

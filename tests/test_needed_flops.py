@@ -10,9 +10,9 @@ from harness.count.flops import count_flops
 from harness.model import LanguageModel
 from tests.attention_case import DOUBLE, B, Case, D, covering, starts
 from tests.composing import plan
+from tests.promises import Gate
 from tests.runs import CARRY, MOVING, make_job, make_run, own_folder, restored, stop, whole_run  # noqa: F401 - fixtures
 from tests.test_meters import KINDS, SPREAD, build, spread_spans
-from tests.toys import Gate
 from variants.contract import LayerContext, NeededFlops, Sublayer
 from variants.feed_forward import FeedForward
 from variants.kernels.window import soft_mask

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.attention_case import DOUBLE, Case, gradients
+from tests.promises import model_of
 from tests.reference import positions as reference
-from tests.toys import model_of
 from variants.attention import Attention
 from variants.contract import LayerContext
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal, alibi_slopes, rotary_frequencies

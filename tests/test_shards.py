@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.cache import sha256_of
 from harness.device.processes import joined
 from harness.failures import ProcessLost
 from harness.record import checkpoint, shards
@@ -101,14 +102,14 @@ def test_shards_that_are_not_as_they_were_written_are_refused(run, capsys, how):
         shard.unlink()
     elif how == "pickle":
         torch.save(Attack(), shard)
-        known["sha256"][shard.name] = shards._sha256(shard)
+        known["sha256"][shard.name] = sha256_of(shard)
         for piece in (piece for own in known["tensors"].values() for piece in own["pieces"] if piece[2] == shard.name):
             piece[3:] = 0, shard.stat().st_size
     elif how == "no digest":
         del known["sha256"][shard.name]
     elif how == "outside":
         tensor["pieces"][0][2] = "../../config.yaml"
-        known["sha256"]["../../config.yaml"] = shards._sha256(run.parent / "config.yaml")
+        known["sha256"]["../../config.yaml"] = sha256_of(run.parent / "config.yaml")
     elif how == "type":
         tensor["type"] = "load"
     else:

@@ -2,6 +2,8 @@
 looks at elsewhere stays a plain tensor."""
 
 import re
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -18,10 +20,12 @@ from harness.loop.step import Trainer
 from harness.optim import Muon
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers, assign
+from tests.command import ROOT
 from tests.composing import plan
 from tests.many import launch
+from tests.patience import PATIENCE_SECONDS
+from tests.promises import model_of
 from tests.runs import VARIANTS, make_run, own_folder, restored  # noqa: F401 - fixtures
-from tests.toys import model_of
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 
 pytestmark = pytest.mark.numeric
@@ -156,3 +160,10 @@ def test_an_outsiders_mechanism_trains_as_in_one_process():
 def test_a_typing_error_is_refused():
     with pytest.raises(ValueError, match="runtime.shard=half: allowed are none, full"):
         plan("runtime.shard=half")
+
+
+def test_a_run_of_one_process_does_without_the_engines(tmp_path):
+    """They take most of a second to import."""
+    engines = {"torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"}
+    code = f"import sys, harness.loop.prepare; assert not {engines} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=PATIENCE_SECONDS)

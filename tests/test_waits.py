@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from harness.device.runtime import Runtime
+from tests.promises import model_of
 from tests.runs import MOVING, VARIANTS, make_run, restored  # noqa: F401 - a fixture
-from tests.toys import model_of
 from variants.attention import Attention
 from variants.contract import Sublayer, SublayerOutput
 

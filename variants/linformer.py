@@ -264,7 +264,7 @@ class Linformer(Sublayer):
             bias = bias.expand(*shape, -1).gather(-1, at)
         added = [b for b in (bias, index) if b is not None]
         given = chunked(q).transpose(1, 2), keys.k, keys.v, visible[:, :, None], added
-        if index is not None and self.training and torch.is_grad_enabled():
+        if index is not None and torch.is_grad_enabled():
             # Its blocks are short and its summaries many: scores are made again for the backward pass, not kept for it.
             y = checkpoint.checkpoint(self._softmax, *given, use_reentrant=False)
         else:

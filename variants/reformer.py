@@ -291,7 +291,11 @@ def lsh_attention(
         return put(torch.cat([values, mass, top, number], dim=-1))
 
     # Each key is copied for two chunks of queries, and each pair has a mask: made again for the backward pass, not kept.
-    again = partial(checkpoint.checkpoint, of_round, use_reentrant=False) if torch.is_grad_enabled() else of_round
+    again = (
+        partial(checkpoint.checkpoint, of_round, use_reentrant=False, preserve_rng_state=False)
+        if torch.is_grad_enabled()
+        else of_round
+    )
     found = [again(r, keys, sizes) for r in range(hashes.shape[2])]
     values, mass, top, number = torch.stack(found).split([width, 1, 1, 1], dim=-1)
     best = top.detach().amax(0)

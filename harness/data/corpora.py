@@ -77,8 +77,10 @@ class Corpus:
 
     def copied_from(self, part: Tensor) -> dict[int, Tensor]:
         """By each of ``distances``: which targets of a part of a split, uint8 ``[n]``, are such copies, bool ``[n - 1]``."""
+        if not self.distances:
+            return {}
         values = np.frombuffer(self.symbols, np.uint8)[part.numpy()]
-        back = torch.from_numpy(copy_distances(values, self.distances)[1:]) if self.distances else None
+        back = torch.from_numpy(copy_distances(values, self.distances)[1:])
         return {distance: back == distance for distance in self.distances}
 
     def label(self) -> str:

@@ -1,163 +1,61 @@
-"""Units: the pieces of a model whose gradients torch averages among processes while the backward pass goes on.
+"""Units: the parameters of a model as this process has them: all and whole, or, of several processes, as ``spread.py`` says."""
 
-A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
-``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its
-gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and backward.
-
-A unit has the matrices that it alone reads, and in its forward pass alone. All else is whole in every process and a plain
-tensor (``harness/loop/kept_whole.py``), for ``ProcessGroup.average_gradients_``.
-
-torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what an optimizer was given stays a plain
-parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
-"""
-
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, zeros
-from torch.utils._pytree import tree_map
-
-from harness.device.processes import ProcessGroup
+from torch.utils._pytree import keystr, tree_map, tree_map_with_path
 
 
 class Units:
-    """The parameters of a model as one process has them; before ``spread_``, and with one process, all of them whole.
+    """The parameters of a model in its only process.
 
     Attributes:
         parameters: all, as the optimizers know them.
-        whole: those whose gradients are averaged apart from the units'.
+        whole: those whose gradients are averaged when the backward pass has ended.
         parts: those of which this process has some rows, and the whole.
     """
 
     def __init__(self, model: nn.Module):
-        self._model = model
         self.parameters = list(model.parameters())
         self.whole, self.parts = self.parameters, {}
 
-    def spread_(
-        self, processes: ProcessGroup, units: Iterable[nn.Module], *, whole: Collection[nn.Parameter], shard: str
-    ) -> None:
-        """Have torch average the units' gradients. All of several processes call it, with the same weights.
-
-        Args:
-            units: modules of the model; the model itself is the last one.
-            whole: the parameters that are in no unit.
-            shard: ``none`` or ``full``.
-        """
-        model = self._model
-        self._mesh = init_device_mesh(self.parameters[0].device.type, (processes.world_size,))
-        engine = fully_shard if shard == "full" else replicate
-        before = dict(model.named_parameters())
-        for unit in (*units, model):
-            engine(unit, mesh=self._mesh, ignored_params=whole)
-        model.set_reduce_scatter_unused_params(True)  # a step may leave out a parameter in one process alone
-        for name, own in before.items():
-            if own not in whole:
-                managed = model.get_parameter(name)
-                own.data = managed.detach().to_local()  # the same memory
-                managed.register_post_accumulate_grad_hook(partial(_hand_over, own))
-                if shard == "full":
-                    self.parts[own] = managed
-        self.whole = [parameter for parameter in self.parameters if parameter in whole]
-
     def begin_part(self, *, last: bool) -> None:
-        """A part of a step's streams follows. Gradients are sent once a step, but for those of which only rows are kept."""
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(last or bool(self.parts))
+        """A part of a step's streams follows."""
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """All parameters are plain and whole, to be read and not written: also for forward passes, of which each process may
         then make as many as it likes."""
-        units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
-        if self.parts:
-            self._model.set_reshard_after_forward(False)
-        for unit in units:
-            unit.unshard()
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.reshard()
-                if self.parts and unit is not self._model:
-                    unit.set_reshard_after_forward(True, recurse=False)
-
-    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This process's part of something that belongs to a parameter: its rows, if it has the shape of the whole."""
-        managed = self.parts.get(parameter)
-        if managed is None or whole.shape != managed.shape:
-            return whole
-        return divided_like(managed, whole).to_local().clone()
-
-    def whole_of(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """Its opposite: the whole, divided as it is."""
-        managed = self.parts.get(parameter)
-        return own if managed is None or own.shape != parameter.shape else _divided(own, managed)
+        return nullcontext()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Of something that was divided, wherever it is read: this process's rows, or the whole."""
-        if not self.parts:
-            return torch.empty(shape, dtype=dtype)
-        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
+        return torch.empty(shape, dtype=dtype)
 
     def total(self, own: Tensor, *, of: str = "sum") -> Tensor:
         """Sum, or ``max``, of all processes' tensors, where parameters are divided."""
-        return DTensor.from_local(own, self._mesh, [Partial(of)], run_check=False).full_tensor() if self.parts else own
-
-    def by_matrix(self, rows: Tensor, function: Callable[[Tensor], Tensor], *, shape: tuple[int, int]) -> Tensor:
-        """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in one
-        process; and back again."""
-        rank, columns = self._mesh.get_local_rank(), shape[1]
-        heights, numbers = ([len(part) for part in _shares(n, self._mesh.size())] for n in (shape[0], len(rows)))
-        matrices = self._exchange(rows.split(numbers), [(numbers[rank], height, columns) for height in heights])
-        made = function(torch.cat(matrices, dim=1)).split(heights, dim=1)
-        return torch.cat(self._exchange(made, [(number, heights[rank], columns) for number in numbers]))
-
-    def _exchange(self, given: Sequence[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        """One tensor to each process, and of these shapes one from each."""
-        sizes = [math.prod(shape) for shape in shapes]
-        found = given[0].new_empty(sum(sizes))
-        sent = torch.cat([tensor.flatten() for tensor in given])
-        dist.all_to_all_single(found, sent, sizes, [tensor.numel() for tensor in given], group=self._mesh.get_group())
-        return [part.view(shape) for part, shape in zip(found.split(sizes), shapes, strict=True)]
+        return own
 
 
-def divided_like(held: Tensor, given: Tensor) -> Tensor:
-    """A tensor, whole or divided, divided as the one whose place it takes."""
-    if not isinstance(held, DTensor) or isinstance(given, DTensor):
-        return given if isinstance(held, DTensor) else gathered(given)
-    mesh, given = held.device_mesh, given.to(held.device)
-    if not held.placements[0].is_shard():
-        return _divided(given, held)
-    own = _shares(len(given), mesh.size())[mesh.get_local_rank()]
-    return _divided(given[own.start : own.stop], held)
-
-
-def _shares(number: int, parts: int) -> list[range]:
-    """Rows of each process, as torch divides them: the last ones may have fewer, or none."""
-    size, every = -(-number // parts), range(number)
-    return [every[part * size : (part + 1) * size] for part in range(parts)]
-
-
-def _divided(own: Tensor, like: DTensor) -> DTensor:
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+def is_divided(value: object) -> bool:
+    """Whether it is a ``DTensor`` of torch, whose class takes most of a second to import."""
+    return hasattr(value, "full_tensor")
 
 
 def gathered(value: object) -> object:
     """A value in which no tensor is divided; all processes call it."""
-    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
+    return tree_map(lambda leaf: leaf.full_tensor() if is_divided(leaf) else leaf, value)
 
 
-def _hand_over(own: nn.Parameter, managed: DTensor) -> None:
-    """The gradient that torch has averaged, to the parameter that an optimizer knows."""
-    gradient, managed.grad = managed.grad.to_local(), None
-    own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+def taken_out(content: dict) -> tuple[dict, dict[str, Tensor]]:
+    """The content with names in the place of divided tensors, and those by name."""
+    divided = {}
+
+    def name(path: tuple, leaf: object) -> object:
+        if not is_divided(leaf):
+            return leaf
+        divided[keystr(path)] = leaf
+        return keystr(path)
+
+    return tree_map_with_path(name, content), divided

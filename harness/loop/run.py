@@ -18,7 +18,7 @@ from harness.count.memory import Peak, PeakMemory
 from harness.device.heartbeat import is_connection_failure
 from harness.device.processes import ProcessGroup
 from harness.device.runtime import StopSignal
-from harness.device.units import gathered
+from harness.device.units import gathered, taken_out
 from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
 from harness.loop import summary
 from harness.loop.progress import ProgressBar
@@ -254,7 +254,7 @@ class Run:
             rows = self._record.rows if self._processes.is_main else 0
             if self._processes.is_main and self.training.validated.size:
                 checkpoint.must_have_best(self.folder.path)
-        content, divided = shards.taken_out(self.training.content(rows=rows))
+        content, divided = taken_out(self.training.content(rows=rows))
         if divided:
             content[shards.KEY] = self._save_shards(divided)
         with self._processes.fail_together():
@@ -267,10 +267,12 @@ class Run:
 
     def _save_shards(self, divided: dict) -> dict:
         """Each process's rows, beside the checkpoint that is to name them."""
+        from harness.record import shard_files  # late: slow to import
+
         make = partial(checkpoint.new_shards, self.folder.path, step=self.training.spent.steps)
         place = self._processes.on_main(make)
         with self._processes.fail_together():
-            tensors, own = shards.write(place, divided)
+            tensors, own = shard_files.write(place, divided)
         digests = {name: digest for each in self._processes.gather_values(own) for name, digest in each.items()}
         with self._processes.fail_together():
             if self._processes.is_main and (unseen := [name for name in digests if not (place / name).is_file()]):

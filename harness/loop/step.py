@@ -33,7 +33,7 @@ class Trainer:
 
     def __init__(self, model: LanguageModel, optimizers: Optimizers, runtime: Runtime, *, accumulate: int = 1):
         self.model, self.optimizers, self.runtime, self.accumulate = model, optimizers, runtime, accumulate
-        self.units = optimizers.units = Units(model)
+        self.units = Units(model)
         self.forward = runtime.forward(model)
         self.gradient_bytes = 0  # known after the first step
 
@@ -42,8 +42,13 @@ class Trainer:
         configuration."""
         processes = self.runtime.processes
         if processes.world_size > 1:
+            from harness.device.spread import SpreadUnits  # late: slow to import
+
             processes.copy_first_(self.model)
-            self.units.spread_(processes, self.model.residuals(), whole=kept_whole(self.model), shard=shard)
+            self.units = SpreadUnits(
+                self.model, processes, self.model.residuals(), whole=kept_whole(self.model), shard=shard
+            )
+            self.optimizers.units = self.units if self.units.parts else None
             self.forward = self.runtime.forward(self.model)
 
     def step(self, inputs: Tensor, targets: Tensor, state: State, *, fraction: float) -> tuple[Tensor, State]:

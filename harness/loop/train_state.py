@@ -12,7 +12,7 @@ from harness.data.corpora import Corpus
 from harness.data.streams import Streams, score_streams, share
 from harness.device import runtime
 from harness.device.runtime import Runtime
-from harness.device.units import divided_like, gathered
+from harness.device.units import gathered, is_divided
 from harness.loop.divergence import FiniteCheck
 from harness.loop.step import Score, Trainer, score_samples, score_stream
 from harness.model import LanguageModel
@@ -359,7 +359,11 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str)
                 "allowed is a run of the same variant and sizes"
             )
     held = model.state_dict()
-    model.load_state_dict({name: divided_like(held[name], tensor) for name, tensor in weights.items()})
+    if any(map(is_divided, held.values())):
+        from harness.device.spread import divided_like  # late: slow to import
+
+        weights = {name: divided_like(held[name], tensor) for name, tensor in weights.items()}
+    model.load_state_dict(weights)
     model.project_()
 
 

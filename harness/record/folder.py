@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from harness.cache import NO_ROOM, storage_failure, write_all, write_whole
+from harness.cache import NO_ROOM, sha256_of, storage_failure, write_all, write_whole
 from harness.failures import kind_of
 from harness.record import checkpoint, shards
 from harness.record.provenance import refuse_links
@@ -45,8 +45,7 @@ def config_hash(config: Mapping[str, object]) -> str:
     start = kept["start"]
     newest = None if start["run"] is None else checkpoint.newest(Path(start["run"]))
     if newest is not None:
-        with newest.open("rb") as file:
-            kept["start"] = start | {"run": hashlib.file_digest(file, "sha256").hexdigest()}
+        kept["start"] = start | {"run": sha256_of(newest)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

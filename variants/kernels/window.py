@@ -144,16 +144,18 @@ def attend(
     if persistent is not None:
         extra = (persistent.q @ persistent.k.mT).to(scores.dtype)  # [B, H, T, N]
         scores = torch.cat([scores, extra], dim=-1)
-    weighed = scores.detach()
+    mask, weighed = None, scores.detach()
     if window.z is not None:
         mask = over_keys(soft_mask(window.z, window.ramp, max_keys).to(scores.dtype))
         mask = mask if persistent is None else F.pad(mask, (0, extra.shape[-1]), value=1.0)
         weighed = weighed.masked_fill(mask.detach() == 0, -torch.inf)
     top = weighed.amax(dim=-1, keepdim=True)
-    # A key of weight 0 may be above the top: its gradient for the span is bounded.
-    weights = torch.exp((scores - top.masked_fill(top == -torch.inf, 0)).clamp(max=highest(scores.dtype)))
-    if window.z is not None:
-        weights = weights * mask
+    scores = scores - top.masked_fill(top == -torch.inf, 0)
+    if mask is None:
+        weights = torch.exp(scores)
+    else:  # a key of weight 0 may be above the top: its gradient for the span is bounded
+        bound = highest(scores.dtype)
+        weights = torch.exp(scores.masked_fill_(scores.detach() > bound, bound)) * mask
     total = weights.sum(dim=-1, keepdim=True)
     weights = weights / total.masked_fill(total == 0, 1)
     if dropout and seed is not None:

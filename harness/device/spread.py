@@ -1,0 +1,152 @@
+"""Spreading: units of a model, its pieces whose gradients torch averages among processes while the backward pass goes on.
+
+A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
+``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its
+gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and backward.
+
+A unit has the matrices that it alone reads, and in its forward pass alone. All else is whole in every process and a plain
+tensor (``harness/loop/kept_whole.py``), for ``ProcessGroup.average_gradients_``.
+
+torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what an optimizer was given stays a plain
+parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
+
+What is imported here takes most of a second, so runs of one process do without.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, zeros
+
+from harness.device.processes import ProcessGroup
+from harness.device.units import Units, gathered, is_divided
+
+
+class SpreadUnits(Units):
+    """The same, one of several processes. All make it, of models with the same weights.
+
+    Args:
+        units: modules of the model; the model itself is the last one.
+        whole: the parameters that are in no unit.
+        shard: ``none`` or ``full``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processes: ProcessGroup,
+        units: Iterable[nn.Module],
+        *,
+        whole: Collection[nn.Parameter],
+        shard: str,
+    ):
+        super().__init__(model)
+        self._model = model
+        self._mesh = init_device_mesh(self.parameters[0].device.type, (processes.world_size,))
+        engine = fully_shard if shard == "full" else replicate
+        before = dict(model.named_parameters())
+        for unit in (*units, model):
+            engine(unit, mesh=self._mesh, ignored_params=whole)
+        model.set_reduce_scatter_unused_params(True)  # a step may leave out a parameter in one process alone
+        for name, own in before.items():
+            if own not in whole:
+                managed = model.get_parameter(name)
+                own.data = managed.detach().to_local()  # the same memory
+                managed.register_post_accumulate_grad_hook(partial(_hand_over, own))
+                if shard == "full":
+                    self.parts[own] = managed
+        self.whole = [parameter for parameter in self.parameters if parameter in whole]
+
+    def begin_part(self, *, last: bool) -> None:
+        """Gradients are sent once a step, but for those of which only rows are kept."""
+        self._model.set_requires_gradient_sync(last or bool(self.parts))
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        if self.parts:
+            self._model.set_reshard_after_forward(False)
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+                if self.parts and unit is not self._model:
+                    unit.set_reshard_after_forward(True, recurse=False)
+
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """This process's part of something that belongs to a parameter: its rows, if it has the shape of the whole."""
+        managed = self.parts.get(parameter)
+        if managed is None or whole.shape != managed.shape:
+            return whole
+        return divided_like(managed, whole).to_local().clone()
+
+    def whole_of(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """Its opposite: the whole, divided as it is."""
+        managed = self.parts.get(parameter)
+        return own if managed is None or own.shape != parameter.shape else _divided(own, managed)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if not self.parts:
+            return super().empty(shape, dtype)
+        return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
+
+    def total(self, own: Tensor, *, of: str = "sum") -> Tensor:
+        return DTensor.from_local(own, self._mesh, [Partial(of)], run_check=False).full_tensor() if self.parts else own
+
+    def by_matrix(self, rows: Tensor, function: Callable[[Tensor], Tensor], *, shape: tuple[int, int]) -> Tensor:
+        """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in one
+        process; and back again."""
+        rank, columns = self._mesh.get_local_rank(), shape[1]
+        heights, numbers = ([len(part) for part in _shares(n, self._mesh.size())] for n in (shape[0], len(rows)))
+        matrices = self._exchange(rows.split(numbers), [(numbers[rank], height, columns) for height in heights])
+        made = function(torch.cat(matrices, dim=1)).split(heights, dim=1)
+        return torch.cat(self._exchange(made, [(number, heights[rank], columns) for number in numbers]))
+
+    def _exchange(self, given: Sequence[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """One tensor to each process, and of these shapes one from each."""
+        sizes = [math.prod(shape) for shape in shapes]
+        found = given[0].new_empty(sum(sizes))
+        sent = torch.cat([tensor.flatten() for tensor in given])
+        dist.all_to_all_single(found, sent, sizes, [tensor.numel() for tensor in given], group=self._mesh.get_group())
+        return [part.view(shape) for part, shape in zip(found.split(sizes), shapes, strict=True)]
+
+
+def divided_like(held: Tensor, given: Tensor) -> Tensor:
+    """A tensor, whole or divided, divided as the one whose place it takes."""
+    if not is_divided(held):
+        return gathered(given)
+    if is_divided(given):
+        return given
+    mesh, given = held.device_mesh, given.to(held.device)
+    if not held.placements[0].is_shard():
+        return _divided(given, held)
+    own = _shares(len(given), mesh.size())[mesh.get_local_rank()]
+    return _divided(given[own.start : own.stop], held)
+
+
+def _shares(number: int, parts: int) -> list[range]:
+    """Rows of each process, as torch divides them: the last ones may have fewer, or none."""
+    size, every = -(-number // parts), range(number)
+    return [every[part * size : (part + 1) * size] for part in range(parts)]
+
+
+def _divided(own: Tensor, like: DTensor) -> DTensor:
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _hand_over(own: nn.Parameter, managed: DTensor) -> None:
+    """The gradient that torch has averaged, to the parameter that an optimizer knows."""
+    gradient, managed.grad = managed.grad.to_local(), None
+    own.grad = gradient if own.grad is None else own.grad.add_(gradient)

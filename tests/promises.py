@@ -1,0 +1,111 @@
+"""Names of the contract's promises, models of small sublayers, and two that keep all promises."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from harness.model import LanguageModel
+from variants.conformance import Finding, check
+from variants.contract import Honours, LayerContext, State, Sublayer, SublayerOutput
+from variants.position import NoPosition
+from variants.product_key_memory import ProductKeyMemory
+
+LOGITS = "logits are float32 [B, T, V] and finite"
+FUTURE_EVAL = "evaluation does not see the future"
+FUTURE_TRAIN = "training does not see the future"
+REACH = "no byte beyond the declared reach matters"
+INFLUENCE = "bytes have influence"
+MAP = "a map is shares of what is seen"
+SEGMENTS = "segments do not matter"
+SINGLE = "one byte at a time equals the whole"
+FAR = "a stream may start at 10**7"
+STREAMS = "streams do not mix"
+DETACHED = "state is detached, and its dimension 0 is streams"
+OLD_STATE = "any earlier state is accepted"
+APART = "two models share nothing"
+GRADIENT = "every parameter gets a gradient"
+PROJECTION = "project_ is legal and idempotent"
+SAVED = "a saved model continues alike"
+WRITES = "a forward pass writes nothing"
+AUXILIARY = "the auxiliary loss is for training only"
+STATISTICS = "statistics add up"
+BFLOAT16 = "bfloat16 autocast is finite"
+FLOPS = "ideal FLOPs are a positive int"
+NEEDED = "needed FLOPs are no fewer than the ideal ones"
+KNOWN = "declared limits are known"
+PATHS = "the fused backend equals the plain one"
+
+memory = partial(
+    ProductKeyMemory,
+    half_keys=7,
+    top_k=5,
+    heads=2,
+    d_query=8,
+    query_norm="layer",
+    activation="softmax",
+    share="layer",
+    sparse=False,
+)
+
+
+def model_of(
+    *sublayers: Callable[[LayerContext], Sublayer],
+    scheme=NoPosition,
+    layers: int = 2,
+    span: int = 8,
+    heads: int = 2,
+    **context,
+) -> Callable[[], LanguageModel]:
+    """Makes a model of width 16 whose layers have these sublayers."""
+
+    def make() -> LanguageModel:
+        pool = {}
+        layer = {f"part{i}": sublayer for i, sublayer in enumerate(sublayers)}
+
+        def at(i: int) -> LayerContext:
+            common = {"d_model": 16, "n_layers": layers, "heads": heads, "span": span, "scheme": scheme, "pool": pool}
+            return LayerContext(layer=i, **common, **context)
+
+        return LanguageModel([layer] * layers, at, vocabulary=31)
+
+    return make
+
+
+def findings_of(make: Callable[[], nn.Module]) -> dict[str, Finding]:
+    return {finding.promise: finding for finding in check(make, span=5, vocabulary=31)}
+
+
+class Gate(Sublayer):
+    """An outsider in ten lines: no state, ``SublayerOutput(y)`` only."""
+
+    def __init__(self, context: LayerContext):
+        super().__init__()
+        self.gate = nn.Linear(context.d_model, context.d_model)
+        self.value = nn.Linear(context.d_model, context.d_model)
+
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
+        return SublayerOutput(self.gate(x).sigmoid() * self.value(x))
+
+
+class Sums(Gate):
+    """Half of what there was is remembered: a mechanism with state and without attention."""
+
+    honours = Honours()
+    decay = 0.5
+
+    def reach(self) -> int | None:
+        return None
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        kept, sums = x.new_zeros(len(x), x.shape[2]) if state is None else state.to(x.dtype), []
+        for now in self.value(x).unbind(1):
+            kept = self.decay * kept + now
+            sums.append(kept)
+        return SublayerOutput(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(kept))
+
+    def carry(self, kept: Tensor) -> Tensor:
+        return kept.detach()
