@@ -4,7 +4,7 @@
 gradients are averaged, so that every process makes the same update. The first one decides, holds the run folder and speaks.
 With one process nothing here does anything.
 
-Gradients of dense matrices are averaged by torch while the backward pass goes on (``units.py``), the few others here when it
+Gradients of dense matrices are averaged by torch while the backward pass goes on (``spread.py``), the few others here when it
 has ended: vectors, what layers share, and sparse rows, for which torch has no way.
 """
 

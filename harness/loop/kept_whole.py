@@ -1,5 +1,5 @@
 """Parameters that stay whole, plain tensors in each of several processes: what torch's engines cannot take into a unit
-(``harness/device/units.py``). It is found out, so that a mechanism need not know of processes."""
+(``harness/device/spread.py``). It is found out, so that a mechanism need not know of processes."""
 
 import torch
 from torch import nn

@@ -44,7 +44,7 @@ class Optimizers:
     Attributes:
         found_inf: 1 on the device if the last update was left out, otherwise 0; None before the first.
         skipped: how many were left out, with ``skip_nonfinite``.
-        units: which parameters are divided among processes, and how (``harness/device/units.py``); None where none is.
+        units: which parameters are divided among processes, and how (``harness/device/spread.py``); None where none is.
     """
 
     def __init__(
