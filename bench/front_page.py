@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.report.columns import (
+    BACKEND,
     EXECUTED,
     IDEAL,
     IN_EVALUATION,
@@ -29,24 +30,27 @@ from bench.report.columns import (
     copies,
     table_of_arms,
 )
-from bench.report.comparison import busy_notes, by, comparable, is_tuning
+from bench.report.comparison import busy_notes, by, comparable, is_tuning, number
 from bench.report.gather import RunRow, gather
 from bench.report.heads import Heads
 from bench.report.tables_reported import Reported, reported_arms
 from bench.report.tables_runs import Group, compressor_rows
 from bench.report.tables_tuning import TRIED, picked_words
 from bench.report.tuning import Pick, at_a_pick, picks
+from bench.report.uncertainty import paired
 from bench.report.words import budget_words, data_words
 from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
 from harness.failures import exit_code
 from harness.record.cells import busy_mark, listed, spread
-from harness.record.table import markdown_rows
+from harness.record.table import Column, markdown_rows, words
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
 RUNS = "bench/results/*/runs*"
 FIGURE = "docs/trade_off.png"
+REFERENCE = "mhsa"
+SIZES = ("layers", "d_model", "heads", "span")
 RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, IN_EVALUATION, EXECUTED, IDEAL, PEAK, STATE)
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 DIGEST = re.compile(r"[0-9a-f]{7,64}(-dirty)?")
@@ -108,7 +112,10 @@ def _comparable(folders: Sequence[Path]) -> tuple[list[RunRow], list[Pick]]:
     runs = [run for run in found.runs if not is_tuning(run.row)]
     strays = [f"{run.folder.name} is at another point than the picked" for run in runs if not at_a_pick(run, every)]
     sources = {run.row["source"] for run in found.runs}
-    same = by(runs, key=lambda run: (comparable(run), run.row["device"], json.dumps(run.row["config"]["model"])))
+    same = by(
+        runs,
+        key=lambda run: (comparable(run), ground(run.row), *(run.row["config"]["model"].get(key) for key in SIZES)),
+    )
     if found.refused or strays or len(same) != 1 or len(sources) != 1:
         told = f"{len(same)} groups of runs that compare, of {len(sources)} sources"
         raise ValueError(f"bench/results/*/{folders[0].name}: {'; '.join([*found.refused, *strays]) or told}")
@@ -130,7 +137,8 @@ def _section(runs: Sequence[RunRow], every: Sequence[Pick]) -> str:
     about = (
         f"After {budget_words(row['budget'])} of training ({sizes}{', streams read on with carried state' * bool(carried)}) "
         f"on {data_words([row])}: a beginning, not what they reach in the end. "
-        f"n: seeds; ~: approximate. Commit {commits}, {row['device']}."
+        f"n: seeds; ±: 95% interval, paired by seed; ~: approximate. Commit {commits}, {row['device']}, "
+        f"threads: {row['threads']}, {row['precision']}."
     )
     return "\n\n".join([about, *tables])
 
@@ -140,8 +148,8 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
     group = Group.of(runs)
     pairs = {arm.label: pick for arm, pick in reported_arms(runs, every)}
     tuned = all(arm.label in pairs for arm in group.arms)
-    speed = (SPEED,) if "seconds" in runs[-1].row["budget"] else ()
-    columns = (*RESULTS[:3], *copies(runs), *RESULTS[3:], *speed, *((TRIED,) if tuned else ()))
+    speed = (SPEED, BACKEND) if "seconds" in runs[-1].row["budget"] else ()
+    columns = (*RESULTS[:3], *_beside(runs), *copies(runs), *RESULTS[3:], *speed, *((TRIED,) if tuned else ()))
     if tuned:
         rows = [(arm, Reported(arm, pairs[arm.label], unequal=False)) for arm in group.arms]
         one, seeds = next(iter(pairs.values())), sorted({seed for pick in pairs.values() for seed in pick.seeds})
@@ -149,18 +157,36 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
     else:
         rates = sorted({f"{run.row['config']['optim']['lr']:g}" for run in runs})
         rows, how = [(arm, Means(arm.newest_of_each_seed)) for arm in group.arms], f"untuned, optim.lr={listed(rates)}"
+    heads = Heads(
+        group.arms, mark=group.mark, without=tuple({key for pick in pairs.values() for key in pick.setting.keys})
+    )
     table = table_of_arms(
         rows,
-        heads=Heads(
-            group.arms, mark=group.mark, without=tuple({key for pick in pairs.values() for key in pick.setting.keys})
-        ),
+        heads=heads,
         columns=columns,
-        more=list(compressor_rows(runs[-1].row, before=1, after=len(columns) - 3)),
+        more=list(compressor_rows(runs[-1].row, before=len(heads.columns), after=len(columns) - 3)),
         **{"name": "results", "title": "", "caption": "", "notes": group.notes},
     )
     chosen = [f"- {arm.label}, picked: {picked_words(pairs[arm.label])}" for arm, _ in rows] if tuned else []
     notes = "".join(f"{note}\n" for note in (*chosen, *table.notes))
     return f"{optimizers}, {how}:\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()
+
+
+def _beside(runs: Sequence[RunRow]) -> list[Column]:
+    """How far each row is from the reference, where that has been trained with the same seeds."""
+    valid = {(run.row["variant"], run.row["seed"]): number(run.summary, "valid_bits_per_byte") for run in runs}
+
+    def apart(of: Means) -> str | None:
+        pairs = [
+            (number(run.summary, "valid_bits_per_byte"), valid.get((REFERENCE, run.row["seed"]))) for run in of.runs
+        ]
+        pairs = [own - other for own, other in pairs if other is not None]
+        if of.newest["variant"] == REFERENCE or len(pairs) < 2:
+            return None
+        found = paired(pairs)
+        return f"{found.mean:+.3f} ± {found.half_width:.3f}"
+
+    return [words(f"valid less {REFERENCE}'s, same seeds", "Mean and 95% interval, Student's t, paired.", apart)]
 
 
 def figure(root: Path) -> bytes:
@@ -186,13 +212,13 @@ def tables(root: Path) -> dict[Path, list[dict]]:
     found = {}
     for path in sorted(root.glob(ROWS)):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for number, row in enumerate(rows, start=1):
+        for line, row in enumerate(rows, start=1):
             other = f"must have the commit, {', '.join(GROUND)} of the first row"
             reason = refusal(row) or (not row["commit"] and "no provenance: commit missing")
             reason = reason or (not DIGEST.fullmatch(str(row["commit"])) and "its commit must be a hexadecimal digest")
             reason = reason or (row["interrupted"] and "the measurement was interrupted")
             if reason := reason or ((row["commit"], ground(row)) != (rows[0]["commit"], ground(rows[0])) and other):
-                raise ValueError(f"{path}:{number}: {reason}")
+                raise ValueError(f"{path}:{line}: {reason}")
         found[path.relative_to(root)] = rows
     if not found:
         raise ValueError(f"{ROWS}: there is no such file; python -m bench.peers lineup=targets rows=FILE makes one")

@@ -84,7 +84,7 @@ def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
         change(write_run(runs, seed=seed, config=config), commit=f"{seed}" * 40)
     block = front_page.results(tmp_path)
     assert (
-        "Commit 00000000, 11111111 and 22222222, A made-up CPU." in block and "AdamW, untuned, optim.lr=0.003:" in block
+        "Commit 00000000, 11111111 and 22222222, A made-up CPU, threads: " in block and "AdamW, untuned, optim.lr=0.003:" in block
     )
     assert re.search(r"^\| mhsa +\| +3 \|", block, re.MULTILINE)
     for other in ({"source": "ff" * 32}, {"device": "Another CPU"}):
@@ -92,6 +92,21 @@ def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
         with pytest.raises(ValueError, match="groups of runs that compare, of [12] sources"):
             front_page.results(tmp_path)
         change(next(runs.glob("mhsa-s1-*")), source="cd" * 32, device="A made-up CPU")
+
+
+def test_rows_are_set_beside_the_reference_of_the_same_seeds(tmp_path):
+    """Where a variant alone has another cache, too, and compressors have rows of as many cells."""
+    runs, model = tmp_path / "bench/results/here/runs", {"d_model": 128, "layers": 4, "heads": 4, "span": 512}
+    for variant, cache, apart in (("mhsa", "kv", 0.0), ("transformer_xl", "hidden", 0.1)):
+        config = {"variant": {"name": variant}, "model": model | {"cache": cache}, "optim": {"lr": 0.003}}
+        for seed in range(3):
+            found = 2.0 + seed + apart + 0.01 * seed * bool(apart)
+            write_run(runs, variant=variant, seed=seed, bits=found, config=config)
+    lines = front_page.results(tmp_path).splitlines()
+    (row,) = [line for line in lines if line.startswith("| transformer_xl")]
+    assert "| +0.110 ± 0.025" in row and "hidden" in row  # t = 4.30, s = 0.01, n = 3
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert not any("±" in line for line in lines if line.startswith("| mhsa"))
 
 
 def test_folders_of_another_name_are_sections_of_their_own(tmp_path):
