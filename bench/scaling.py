@@ -5,9 +5,8 @@ sends is what ``bench.fit`` predicts for so many. Efficiency is a process's time
 an engine divides the update, too. At a band's lower edge all is exchanged after the computing, at its upper one as much as
 possible meanwhile; latencies count nothing.
 
-The memory's table of 64 GB is a small one where it computes. What it sends are the rows that a step reads, all of them
-different, gathered as ``ProcessGroup`` does. Divided by columns is a plan, of which there is no code: all processes' slots
-and weights are gathered, outputs and their gradients go by an all-to-all, and the weights' gradients are summed.
+The memory's table of 64 GB is a small one where it computes. ``fully_shard`` divides its columns, and sends what the step of
+the small one does. With ``replicate`` the rows that a step reads are gathered, all of them taken for different.
 """
 
 import sys
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import yaml
 from hydra import compose, initialize_config_dir
 from torch._subclasses import FakeTensorMode
@@ -36,8 +34,8 @@ ENGINES = {"replicate": "none", "fully_shard": "full"}
 COLOURS = {
     "replicate": "#0072B2",
     "fully_shard": "#D55E00",
-    "rows gathered (now)": "#0072B2",
-    "by columns (a plan)": "#009E73",
+    "replicate: rows gathered": "#0072B2",
+    "fully_shard: by columns": "#009E73",
 }
 
 
@@ -45,27 +43,25 @@ def rows() -> Iterator[dict]:
     """For each case, engine and number of processes: milliseconds of computing and exchanging, and bytes that each keeps."""
     for case in SHOWN["cases"]:
         table = case.get("table")
-        for engine, shard in ENGINES.items() if not table else [("replicate", "none")]:
+        for engine, shard in ENGINES.items():
             for processes in SHOWN["processes"]:
                 of_all = (f"batch.streams={SHOWN['streams'] * processes}", f"runtime.shard={shard}")
                 plan, hardware = planned(*SHOWN["common"], *case["words"], *of_all)
                 found = predict(plan, kind="cuda", processes=processes)
                 computing = found.seconds(hardware.flops_per_s.__getitem__, hardware.bytes_per_s)
-                row = {"case": case["title"], "processes": processes, "computing": computing}
-                sent = {engine: found.sent}
-                kept = {engine: found.peak_bytes}
+                name, sent, kept = engine, found.sent, found.peak_bytes
                 if table:
-                    more = table_sent(plan, processes, reads=table["reads"])
-                    sent = {name: found.sent + own for name, own in more.items()}
-                    rest = found.peak_bytes - 4 * 4 * table["slots"] * plan.model.d_model  # with gradient and moments
-                    both = int(2 * table["bytes"])  # with Adagrad's sums
-                    kept = {
-                        name: rest + both // share + gathered_bytes(sent[name], processes)
-                        for name, share in (("rows gathered (now)", 1), ("by columns (a plan)", processes))
-                    }
-                for name, collectives in sent.items():
-                    exchanging = hardware.links.seconds(sent_bytes(collectives, processes, kind="cuda"), processes)
-                    yield row | {"engine": name, "exchanging": exchanging, "kept": kept[name]}
+                    more = Counter() if shard == "full" else rows_sent(plan, processes, reads=table["reads"])
+                    name += ": by columns" if shard == "full" else ": rows gathered"
+                    small = 4 * 4 * table["slots"] * plan.model.d_model  # with gradient and moments
+                    large = 2 * table["bytes"]  # with Adagrad's sums
+                    kept += int((large - small) / (processes if shard == "full" else 1)) + gathered_bytes(
+                        more, processes
+                    )
+                    sent = sent + more
+                exchanging = hardware.links.seconds(sent_bytes(sent, processes, kind="cuda"), processes)
+                row = {"case": case["title"], "processes": processes, "computing": computing}
+                yield row | {"engine": name, "exchanging": exchanging, "kept": kept}
 
 
 def planned(*words: str) -> tuple[Plan, Hardware]:
@@ -77,24 +73,17 @@ def planned(*words: str) -> tuple[Plan, Hardware]:
     return plan, choose(own, device="cuda", precision=plan.runtime.precision)
 
 
-def table_sent(plan: Plan, processes: int, *, reads: int) -> dict[str, Counter]:
-    """What the two ways of having a table exchange, in collective operations.
+def rows_sent(plan: Plan, processes: int, *, reads: int) -> Counter:
+    """What the sparse gradient of a table exchanges, in collective operations.
 
     Args:
         reads: of a byte.
     """
-    width, tokens = plan.model.d_model, SHOWN["streams"] * plan.batch.segment
-    reads *= tokens
-    with pretended(processes) as group, FakeTensorMode(), Ledger() as by_rows:
+    reads *= SHOWN["streams"] * plan.batch.segment
+    with pretended(processes) as group, FakeTensorMode(), Ledger() as found:
         group.gather(torch.empty(reads, dtype=torch.int64))
-        group.gather(torch.empty(reads, width))
-    with pretended(processes) as group, FakeTensorMode(), Ledger() as by_columns:
-        group.gather_like(torch.empty(reads, dtype=torch.int64))
-        group.gather_like(torch.empty(reads))
-        for _ in ("outputs", "their gradients"):
-            dist.all_to_all_single(torch.empty(tokens, width), torch.empty(tokens, width))
-        dist.reduce_scatter_single(torch.empty(reads), torch.empty(processes * reads))
-    return {"rows gathered (now)": by_rows.sent, "by columns (a plan)": by_columns.sent}
+        group.gather(torch.empty(reads, plan.model.d_model))
+    return found.sent
 
 
 def gathered_bytes(sent: Counter, processes: int) -> int:
@@ -125,7 +114,7 @@ def draw(found: list[dict]):
             computing, exchanging = ([row[name] for row in own] for name in ("computing", "exchanging"))
             least = [100 * alone / (c + e) for c, e in zip(computing, exchanging, strict=True)]
             most = [100 * alone / max(c, e) for c, e in zip(computing, exchanging, strict=True)]
-            style = {"color": COLOURS[engine], "linestyle": "--" if "plan" in engine else "-", "linewidth": 1.8}
+            style = {"color": COLOURS[engine], "linewidth": 1.8}
             above.fill_between(at, least, most, color=COLOURS[engine], alpha=0.18, linewidth=0)
             above.plot(at, most, **style, label=engine)
             above.plot(at, least, **style | {"linewidth": 0.8})

@@ -44,6 +44,7 @@ VARIANTS = {
     "product_key_memory": ("variant=product_key_memory", *MEMORY),
 }
 SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
+SPARSE += ("optim.schedule.warmup_steps=0",)
 MOVING = (*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "variant.groups.spans.lr_scale=5.0")
 DROPOUT = ("model.dropout=0.1", "model.embedding_dropout=0.1")
 CARRY = ("batch.carry=true",)

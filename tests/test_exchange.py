@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.composing import plan
 from tests.many import launch
 from tests.patience import PATIENCE_SECONDS
 from tests.runs import own_folder, restored  # noqa: F401 - fixtures
+from variants.product_key_memory import ProductKeyMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is sent is counted by Linux")
 
@@ -34,6 +36,7 @@ ENGINES = {
     "replicate": ("optim=adamw", "runtime.shard=none"),
     "fully_shard": ("optim=adamw", "runtime.shard=full"),
     "fully_shard, Muon": ("optim=muon", "runtime.shard=full"),
+    "columns": ("optim=adamw", "runtime.shard=full", "variant=product_key_memory"),
 }
 
 
@@ -87,7 +90,7 @@ def check_sent(names: Sequence[str], number: int) -> None:
 
 
 def test_what_gloo_sends_is_what_is_predicted():
-    check_sent(["replicate", "fully_shard, Muon"], 3)
+    check_sent(["replicate", "fully_shard, Muon", "columns"], 3)
 
 
 @pytest.mark.faults
@@ -108,16 +111,19 @@ def test_replicated_gradients_are_sent_once_and_states_are_divided():
 
 
 def test_a_table_by_columns_sends_less_than_its_rows():
-    own = plan(*SIZES, "model.d_model=64")
-    rows, columns = (sent_bytes(sent, 4, kind="cuda") for sent in scaling.table_sent(own, 4, reads=6).values())
-    tokens = scaling.SHOWN["streams"] * own.batch.segment
-    reads = tokens * 6
+    """Of what a step reads: slots and weights are gathered; outputs, their gradients and the weights' change hands."""
+    own = plan(*words_of("columns"))
+    reads = scaling.SHOWN["streams"] * own.batch.segment * 64
+    rows = sent_bytes(scaling.rows_sent(own, 4, reads=64), 4, kind="cuda")
     assert rows == {"all_gather": 3 * (reads * (8 + 64 * 4) + 2 * 8)}  # and how many each has, twice
-    assert columns == {
-        "all_gather": 3 * reads * (8 + 4),
-        "all_to_all": 2 * tokens * 64 * 4 * 3 // 4,
-        "reduce_scatter": 3 * reads * 4,
-    }
+    with patch.object(ProductKeyMemory, "tables", ()):
+        without = sent_bytes(predict(own, processes=4).sent, 4, kind="cuda")
+    sent = sent_bytes(predicted("columns", 4).sent, 4, kind="cuda")
+    tokens = own.batch.streams // 4 * own.batch.segment
+    assert sent["all_to_all"] == 3 * tokens * (2 * 64 * 4 // 4 + 64 * 4)
+    more = 3 * (tokens * 64 * (4 + 4) + 2 * 8)
+    table = 4 * 4096 * 64
+    assert sent["all_gather"] == without["all_gather"] + more - 2 * 3 * table // 4, "the engine gathers it no more"
 
 
 def test_rings_and_links():

@@ -168,6 +168,9 @@ class Sublayer(nn.Module):
     limits: frozenset[str] = frozenset()
     honours: Honours | None = None
     """What it follows of the run's choices; None for a mechanism that sees no byte but its own."""
+    tables: tuple[str, ...] = ()
+    """Names of parameters ``[M, D]`` of which ``forward`` takes sums of rows by ``self.sum_rows``, that of
+    ``variants/kernels/table.py``, and nothing else but their shape: several processes may divide their columns."""
     period: int = 1
     """Bytes after which what it does repeats: a block, a chunk, a dilated step. The conformance suite runs over several."""
 

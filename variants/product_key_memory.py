@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from variants.contract import Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
-from variants.kernels import product_search
-from variants.kernels.table import read, read_uncompiled
+from variants.kernels import product_search, table
 
 SCORES_AT_ONCE = 2**20
 """On a CPU: 4 MiB in float32, near enough to the caches; with fewer, starting threads costs more than it saves."""
@@ -154,6 +153,8 @@ class ProductKeyMemory(Sublayer):
         sparse: make the gradient of the values a sparse tensor.
     """
 
+    tables, sum_rows = ("values",), staticmethod(table.sum_rows)
+
     def __init__(
         self,
         context: LayerContext,
@@ -198,7 +199,7 @@ class ProductKeyMemory(Sublayer):
     ) -> SublayerOutput:
         """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
         slots, weights = (part.flatten(1) for part in self._choose(x))  # [n, H top_k]
-        y = (read_uncompiled if self.sparse else read)(self.values, slots, weights, sparse=self.sparse)
+        y = self.sum_rows(self.values, slots, weights, sparse=self.sparse)
         return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:

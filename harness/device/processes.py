@@ -8,11 +8,12 @@ Gradients of dense matrices are averaged by torch while the backward pass goes o
 has ended: vectors, what layers share, and sparse rows, for which torch has no way.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,11 @@ class ProcessGroup(Launch):
 
     Attributes:
         heartbeat: None where there is one process.
+        columns: of tables that are divided among them (``columns.py``), or None.
     """
 
     heartbeat: Heartbeat | None = None
+    columns: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -76,6 +79,14 @@ class ProcessGroup(Launch):
         whole = [one.view(tensor.dtype).view(longest.shape) for one in found]
         return [one[:length] for one, length in zip(whole, lengths, strict=True)]
 
+    def exchange(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """One tensor to each process by rank, and of these shapes one from each."""
+        sizes = [math.prod(shape) for shape in shapes]
+        found = given[0].new_empty(sum(sizes))
+        sent = torch.cat([tensor.flatten() for tensor in given])
+        self._call(dist.all_to_all_single, found, sent, sizes, [tensor.numel() for tensor in given])
+        return [part.view(*shape) for part, shape in zip(found.split(sizes), shapes, strict=True)]
+
     def gather_values(self, value: T) -> list[T]:
         """Everybody's values by rank: anything that pickles, tensors on the CPU."""
         if self.world_size == 1:
@@ -95,6 +106,12 @@ class ProcessGroup(Launch):
         sent = [value]
         self._call(dist.broadcast_object_list, sent, src=0)
         return sent[0]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A part in which each makes as many forward passes as it likes; whoever is done takes part in what the others read."""
+        with nullcontext() if self.columns is None else self.columns.apart():
+            yield
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:

@@ -5,7 +5,8 @@ A unit is a residual sublayer; what belongs to none of them, such as the embeddi
 gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and backward.
 
 A unit has the matrices that it alone reads, and in its forward pass alone. All else is whole in every process and a plain
-tensor (``harness/loop/kept_whole.py``), for ``ProcessGroup.average_gradients_``.
+tensor (``harness/loop/kept_whole.py``), for ``ProcessGroup.average_gradients_``; but of tables a process has some columns with
+``full`` (``columns.py``).
 
 torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what an optimizer was given stays a plain
 parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
@@ -13,19 +14,18 @@ parameter, which from then on is this process's part, and gets its gradient as s
 What is imported here takes most of a second, so runs of one process do without.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate  # not public yet; tested with torch 2.13
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, zeros
 
+from harness.device.columns import Columns
 from harness.device.processes import ProcessGroup
 from harness.device.units import Units, gathered, is_divided
 
@@ -37,6 +37,7 @@ class SpreadUnits(Units):
         units: modules of the model; the model itself is the last one.
         whole: the parameters that are in no unit.
         shard: ``none`` or ``full``.
+        device: where the model goes, which before may be on the host.
     """
 
     def __init__(
@@ -45,25 +46,31 @@ class SpreadUnits(Units):
         processes: ProcessGroup,
         units: Iterable[nn.Module],
         *,
-        whole: Collection[nn.Parameter],
+        whole: Set[nn.Parameter],
         shard: str,
+        device: torch.device,
     ):
         super().__init__(model)
-        self._model = model
+        self._model, self._processes = model, processes
+        columns = processes.columns = Columns(model if shard == "full" else nn.Module(), processes)
+        tables = {*columns.tables}
+        if self.parameters[0].device.type != device.type:
+            model.to(device)
         self._mesh = init_device_mesh(self.parameters[0].device.type, (processes.world_size,))
         engine = fully_shard if shard == "full" else replicate
         before = dict(model.named_parameters())
         for unit in (*units, model):
-            engine(unit, mesh=self._mesh, ignored_params=whole)
+            engine(unit, mesh=self._mesh, ignored_params=whole | tables)
         model.set_reduce_scatter_unused_params(True)  # a step may leave out a parameter in one process alone
         for name, own in before.items():
-            if own not in whole:
+            if own not in whole | tables:
                 managed = model.get_parameter(name)
                 own.data = managed.detach().to_local()  # the same memory
                 managed.register_post_accumulate_grad_hook(partial(_hand_over, own))
                 if shard == "full":
                     self.parts[own] = managed
-        self.whole = [parameter for parameter in self.parameters if parameter in whole]
+        self.parts |= columns.put_into_model(self._mesh)
+        self.whole = [own for own in self.parameters if own in whole - tables]
 
     def begin_part(self, *, last: bool) -> None:
         """Gradients are sent once a step, but for those of which only rows are kept."""
@@ -109,17 +116,10 @@ class SpreadUnits(Units):
         process; and back again."""
         rank, columns = self._mesh.get_local_rank(), shape[1]
         heights, numbers = ([len(part) for part in _shares(n, self._mesh.size())] for n in (shape[0], len(rows)))
-        matrices = self._exchange(rows.split(numbers), [(numbers[rank], height, columns) for height in heights])
+        exchange = self._processes.exchange
+        matrices = exchange(rows.split(numbers), [(numbers[rank], height, columns) for height in heights])
         made = function(torch.cat(matrices, dim=1)).split(heights, dim=1)
-        return torch.cat(self._exchange(made, [(number, heights[rank], columns) for number in numbers]))
-
-    def _exchange(self, given: Sequence[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        """One tensor to each process, and of these shapes one from each."""
-        sizes = [math.prod(shape) for shape in shapes]
-        found = given[0].new_empty(sum(sizes))
-        sent = torch.cat([tensor.flatten() for tensor in given])
-        dist.all_to_all_single(found, sent, sizes, [tensor.numel() for tensor in given], group=self._mesh.get_group())
-        return [part.view(shape) for part, shape in zip(found.split(sizes), shapes, strict=True)]
+        return torch.cat(exchange(made, [(number, heights[rank], columns) for number in numbers]))
 
 
 def divided_like(held: Tensor, given: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ def divided_like(held: Tensor, given: Tensor) -> Tensor:
     if not is_divided(held):
         return gathered(given)
     if is_divided(given):
-        return given
-    mesh, given = held.device_mesh, given.to(held.device)
-    if not held.placements[0].is_shard():
-        return _divided(given, held)
-    own = _shares(len(given), mesh.size())[mesh.get_local_rank()]
-    return _divided(given[own.start : own.stop], held)
+        return given.redistribute(placements=held.placements)
+    mesh, (placement,) = held.device_mesh, held.placements
+    if placement.is_shard():
+        own = _shares(given.shape[placement.dim], mesh.size())[mesh.get_local_rank()]
+        given = given.narrow(placement.dim, own.start, len(own))
+    return _divided(given.to(held.device), held)
 
 
 def _shares(number: int, parts: int) -> list[range]:

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_map, tree_map_with_path
 
+ROWS_AT_ONCE = 2**20
+"""Of a table that is divided by columns, where it is gathered."""
+
 
 class Units:
     """The parameters of a model in its only process.
@@ -45,7 +48,13 @@ def is_divided(value: object) -> bool:
 
 def gathered(value: object) -> object:
     """A value in which no tensor is divided; all processes call it."""
-    return tree_map(lambda leaf: leaf.full_tensor() if is_divided(leaf) else leaf, value)
+    return tree_map(lambda leaf: _whole(leaf) if is_divided(leaf) else leaf, value)
+
+
+def _whole(divided: Tensor) -> Tensor:
+    if divided.placements[0].is_shard(1):  # a table, which a device may have no room for
+        return torch.cat([rows.full_tensor().cpu() for rows in divided.split(ROWS_AT_ONCE)])
+    return divided.full_tensor()
 
 
 def taken_out(content: dict) -> tuple[dict, dict[str, Tensor]]:

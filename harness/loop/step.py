@@ -45,8 +45,9 @@ class Trainer:
             from harness.device.spread import SpreadUnits  # late: slow to import
 
             processes.copy_first_(self.model)
+            whole, device = kept_whole(self.model), self.runtime.device
             self.units = SpreadUnits(
-                self.model, processes, self.model.residuals(), whole=kept_whole(self.model), shard=shard
+                self.model, processes, self.model.residuals(), whole=whole, shard=shard, device=device
             )
             self.optimizers.units = self.units if self.units.parts else None
             self.forward = self.runtime.forward(self.model)
@@ -220,11 +221,12 @@ def _scored(
     """Yields nats ``[L, T]`` and mask on the CPU, and statistics of each batch from number ``stats_from`` on."""
     model.eval()
     state, forward = None, runtime.forward(model)
-    for number, (*pair, mask) in enumerate(batches):
-        wanted = stats_from is not None and number >= stats_from
-        inputs, targets = runtime.send(*pair)
-        with runtime.autocast():
-            out = forward(inputs, state if carry else None, collect_stats=wanted)
-        nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
-        state = out.state
-        yield nats.float().cpu(), mask, out.stats
+    with runtime.processes.apart():
+        for number, (*pair, mask) in enumerate(batches):
+            wanted = stats_from is not None and number >= stats_from
+            inputs, targets = runtime.send(*pair)
+            with runtime.autocast():
+                out = forward(inputs, state if carry else None, collect_stats=wanted)
+            nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
+            state = out.state
+            yield nats.float().cpu(), mask, out.stats

@@ -58,7 +58,11 @@ class TrainState:
         self.stream = Streams(
             corpus.splits["train"], streams=b.streams, segment=b.segment, seed=plan.seed, carry=b.carry
         )
-        self.model = plan.make_model().to(device.device)
+        self.model = plan.make_model()
+        if (
+            device.processes.world_size == 1 or plan.runtime.shard == "none"
+        ):  # divided, it may be too large for a device
+            self.model.to(device.device)
         self.optimizers = plan.make_optimizers(self.model)
         self.trainer = Trainer(self.model, self.optimizers, device, accumulate=b.accumulate)
         self.backend, self.evaluation_backend = (backend_of(self.model, device, training=now) for now in (True, False))

@@ -44,6 +44,7 @@ class ClippedAdagrad(Optimizer):
                 if not self.state[parameter]:
                     self.state[parameter]["sum"] = torch.zeros_like(parameter)
                 total = self.state[parameter]["sum"]
+                squares = self.units.total if self.units and parameter in self.units.parts else None
                 if parameter.grad.is_sparse:
                     gradient = parameter.grad.coalesce()
                     if gradient.sparse_dim() != 1:
@@ -51,13 +52,12 @@ class ClippedAdagrad(Optimizer):
                     rows, values = gradient.indices()[0], _or_zero_(gradient.values(), left_out)
                     total.index_add_(0, rows, values.square())
                     step = values / total[rows].sqrt_().add_(eps)
-                    parameter.index_add_(0, rows, step * _shrink(values, clip), alpha=-lr)
+                    parameter.index_add_(0, rows, step.mul_(_shrink(values, clip, squares)), alpha=-lr)
                 else:
                     values = _or_zero_(parameter.grad, left_out)
                     total.addcmul_(values, values)
                     step = values / total.sqrt().add_(eps)
-                    rows = self.units and parameter in self.units.parts
-                    parameter.add_(step.mul_(_shrink(values, clip, self.units.total if rows else None)), alpha=-lr)
+                    parameter.add_(step.mul_(_shrink(values, clip, squares)), alpha=-lr)
 
 
 def _or_zero_(values: Tensor, left_out: Tensor | None) -> Tensor:
@@ -65,8 +65,8 @@ def _or_zero_(values: Tensor, left_out: Tensor | None) -> Tensor:
 
 
 def _shrink(values: Tensor, clip: float | None, total: Callable[[Tensor], Tensor] | None = None) -> Tensor | float:
-    """``min(1, clip / norm)`` without a division by zero and without waiting for the device; ``total`` sums squares of rows
-    that several processes have."""
+    """``min(1, clip / norm)`` without a division by zero and without waiting for the device; ``total`` sums squares of what
+    several processes have."""
     if clip is None:
         return 1.0
     norm = torch.linalg.vector_norm(values)

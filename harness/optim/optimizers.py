@@ -6,7 +6,8 @@ fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change n
 and say so by ``_step_supports_amp_scaling``. Ours do the same; for one that cannot, the host asks first, which waits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,10 +78,9 @@ class Optimizers:
             loss: what the gradients are of, detached.
         """
         found = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
-        self._find_inf(
-            [*([] if loss is None else [loss]), *(g for both in found.values() for some in both for g in some)]
-        )
-        self._clip(found)
+        every = {p: g for both in found.values() for some in both for p, g in some.items()}
+        self._find_inf([*([] if loss is None else [loss]), *every.values()])
+        self._clip(found, divided={every[p] for p in self.units.parts if p in every} if self.units else set())
         share = self.schedule.factor(fraction, step=self.steps)
         for name, optimizer in self.optimizers.items():
             group = self.groups[name]
@@ -114,25 +114,24 @@ class Optimizers:
         return not self.found_inf.item()
 
     @torch.no_grad()
-    def _clip(self, found: dict[str, tuple[list[Tensor], list[Tensor]]]) -> None:
-        pooled = []
+    def _clip(self, found: dict[str, tuple[dict, dict]], divided: Set[Tensor]) -> None:
+        norm, pooled = partial(self._norm, divided=divided), []
         for name, group in self.groups.items():
-            dense, sparse = found[name]
+            dense, sparse = ([*some.values()] for some in found[name])
             if group.clip is not None:
-                clip_(dense + sparse, group.clip, norm=self._norm)
+                clip_(dense + sparse, group.clip, norm=norm)
             else:
                 pooled += dense
-                clip_(sparse, self.clip)
-        clip_(pooled, self.clip, norm=self._norm)
+                clip_(sparse, self.clip, norm=norm)
+        clip_(pooled, self.clip, norm=norm)
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """Joint norm, of whole gradients where this process has rows of some."""
-        divided = {parameter.grad for parameter in self.units.parts} if self.units else set()
-        rows, whole = ([g for g in gradients if (g in divided) == here] for here in (True, False))
+    def _norm(self, gradients: list[Tensor], *, divided: Set[Tensor]) -> Tensor:
+        """Joint norm, of whole gradients where this process has a part of some."""
+        parts, whole = ([g for g in gradients if (g in divided) == here] for here in (True, False))
         norm = torch.nn.utils.get_total_norm(whole)
-        if not rows:
+        if not parts:
             return norm
-        squares = self.units.total(torch.nn.utils.get_total_norm(rows).square())
+        squares = self.units.total(torch.nn.utils.get_total_norm(parts).square())
         return (squares + norm.to(squares.device).square()).sqrt()
 
     def zero_grad(self) -> None:

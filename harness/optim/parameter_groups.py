@@ -78,9 +78,9 @@ class Group:
             optimizer.param_groups[-1]["weight_decay"] = 0.0
         return optimizer
 
-    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    def gradients(self, optimizer: Optimizer) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
         """Dense gradients, and the values of sparse ones, which are coalesced first so that no row counts twice."""
-        dense, sparse = [], []
+        dense, sparse = {}, {}
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is None:
@@ -94,9 +94,9 @@ class Group:
                 raise ValueError(f"{self.key}.optimizer=SparseAdam: the gradient of {name} is dense")
             if gradient.is_sparse:
                 parameter.grad = gradient.coalesce()
-                sparse.append(parameter.grad.values())
+                sparse[parameter] = parameter.grad.values()
             else:
-                dense.append(gradient)
+                dense[parameter] = gradient
         return dense, sparse
 
 

@@ -30,7 +30,12 @@ def read(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Ten
 
 
 # torch.compile of torch 2.13 gets the shape of a sparse gradient wrong and stops, so this one step stays outside.
-read_uncompiled = torch.compiler.disable(read)
+_read_uncompiled = torch.compiler.disable(read)
+
+
+def sum_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
+    """``read``, compiled or not as it must be."""
+    return (_read_uncompiled if sparse else read)(values, slots, weights, sparse=sparse)
 
 
 class _Read(torch.autograd.Function):
