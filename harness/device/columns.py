@@ -47,8 +47,6 @@ class Columns:
                     "processes; allowed are fewer, or runtime.shard=none"
                 )
             table.data = columns[processes.rank].clone(memory_format=torch.contiguous_format)
-            if table.requires_grad:  # of the mean of all processes' losses
-                table.register_hook(lambda gradient: gradient / processes.world_size)
 
     def put_into_model(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
         """Have the model know the whole of each table, as torch does, and read it from here; these, by table."""
@@ -113,11 +111,15 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         shares = ctx.processes.exchange(gradient.split(ctx.bytes_of), [ctx.shape] * len(ctx.bytes_of))
-        return torch.stack(shares).sum(0), None, None
+        return torch.stack(shares).sum(0).mul_(len(shares)), None, None
 
 
 class _Exchanged(torch.autograd.Function):
-    """Own columns of all bytes, ``[all n, own width]``, to all columns of own bytes, ``[n, width]``."""
+    """Own columns of all bytes, ``[all n, own width]``, to all columns of own bytes, ``[n, width]``.
+
+    A table's gradient is that of the mean of all processes' losses, so from here on gradients are divided by their number; those
+    of weights, which are of this process's loss, are multiplied again.
+    """
 
     @staticmethod
     def forward(ctx, sums: Tensor, bytes_of: Sequence[int], widths: Sequence[int], processes: ProcessGroup) -> Tensor:
@@ -130,4 +132,5 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         own = ctx.widths[ctx.processes.rank]
         shapes = [(number, own) for number in ctx.bytes_of]
-        return torch.cat(ctx.processes.exchange(gradient.split(ctx.widths, dim=1), shapes)), None, None, None
+        found = torch.cat(ctx.processes.exchange(gradient.split(ctx.widths, dim=1), shapes))
+        return found.div_(len(shapes)), None, None, None

@@ -263,7 +263,7 @@ def query_gradient(
                 if dz is not None:
                     # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
                     span += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), change, 0.0), 1)
-                change = tl.where(ahead > 0, change * tl.minimum(ahead / ramp, 1.0), 0.0)
+                change *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # by tl.where it would spill
             if dq is not None:
                 moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
             if dq is not None and vectors is not None:
