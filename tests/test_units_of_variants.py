@@ -32,7 +32,7 @@ CASES |= {
     "relative positions": ("variant=mhsa", "position=relative", "model.cache=hidden", "optim=adamw", "optim.clip=0.1"),
     "accumulated": ("variant=mhsa", "batch.accumulate=3", "runtime.checkpoint=layers", "optim=adamw"),
     "sparse rows": SPARSE,
-    "adagrad": ("variant=mhsa", "optim=adagrad", "optim.lr=0.003"),
+    "adagrad": ("variant=mhsa", "optim=adagrad", "optim.lr=0.003", "optim.schedule.warmup_steps=0"),
     "muon": ("variant=mhsa", "optim=muon", "optim.clip=0.1"),
     "tied": ("variant=mhsa", "model.tied=true", "optim=adamw"),
     "odd": ("variant=mhsa", "model.d_model=20", "model.heads=5", "optim=adamw"),
