@@ -33,6 +33,7 @@ from bench.report.columns import (
 from bench.report.comparison import busy_notes, by, comparable, is_tuning, number
 from bench.report.gather import RunRow, gather
 from bench.report.heads import Heads
+from bench.report.tables_pairs import REFERENCE
 from bench.report.tables_reported import Reported, reported_arms
 from bench.report.tables_runs import Group, compressor_rows
 from bench.report.tables_tuning import TRIED, picked_words
@@ -49,7 +50,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = "bench/results/*/speed.jsonl"
 RUNS = "bench/results/*/runs*"
 FIGURE = "docs/trade_off.png"
-REFERENCE = "mhsa"
 SIZES = ("layers", "d_model", "heads", "span")
 RESULTS = (SEEDS, *QUALITY[:2], PARAMETERS, IN_EVALUATION, EXECUTED, IDEAL, PEAK, STATE)
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"

@@ -84,7 +84,8 @@ def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
         change(write_run(runs, seed=seed, config=config), commit=f"{seed}" * 40)
     block = front_page.results(tmp_path)
     assert (
-        "Commit 00000000, 11111111 and 22222222, A made-up CPU, threads: " in block and "AdamW, untuned, optim.lr=0.003:" in block
+        "Commit 00000000, 11111111 and 22222222, A made-up CPU, threads: " in block
+        and "AdamW, untuned, optim.lr=0.003:" in block
     )
     assert re.search(r"^\| mhsa +\| +3 \|", block, re.MULTILINE)
     for other in ({"source": "ff" * 32}, {"device": "Another CPU"}):

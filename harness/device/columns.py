@@ -8,7 +8,7 @@ so what is sent grows with the bytes of a step and not with the table. The gradi
 backward pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from harness.device.processes import ProcessGroup
-from variants.contract import Sublayer
-from variants.kernels.table import read
 
 DONE = -1
 """In place of a table's number."""
@@ -28,15 +26,18 @@ DONE = -1
 class Columns:
     """The tables of a model, which this cuts: each parameter keeps this process's columns. ValueError where one has too few.
 
+    Args:
+        places: modules with the names of their tables, which they read by their ``sum_rows``.
+
     Attributes:
         tables: as the optimizers know them.
     """
 
-    def __init__(self, model: nn.Module, processes: ProcessGroup):
-        sublayers = [module for module in model.modules() if isinstance(module, Sublayer)]
-        self._places = [(sublayer, name) for sublayer in sublayers for name in sublayer.tables]
-        self.tables = list(dict.fromkeys(getattr(sublayer, name) for sublayer, name in self._places))
+    def __init__(self, places: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
+        self._places = places
+        self.tables = list(dict.fromkeys(getattr(module, name) for module, name in places))
         self._shapes = [table.shape for table in self.tables]
+        self._read: Callable | None = next((module.sum_rows for module, _ in places), None)
         self._numbers: dict[Tensor, int] = {}
         self._processes, self._apart = processes, False
         for table, shape in zip(self.tables, self._shapes, strict=True):
@@ -54,15 +55,15 @@ class Columns:
         for table, shape in zip(self.tables, self._shapes, strict=True):
             whole = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
             managed[table] = nn.Parameter(whole, requires_grad=False)
-        for sublayer, name in self._places:
-            setattr(sublayer, name, managed[getattr(sublayer, name)])
-            sublayer.sum_rows = self.sum_rows
+        for module, name in self._places:
+            setattr(module, name, managed[getattr(module, name)])
+            module.sum_rows = self.sum_rows
         self._numbers = {whole: number for number, whole in enumerate(managed.values())}
         return managed
 
     @torch.compiler.disable
     def sum_rows(self, values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-        """As ``variants/kernels/table.py`` has it; all processes call it, with any numbers of bytes."""
+        """As the contract has it; all processes call it, with any numbers of bytes."""
         number = self._numbers[values]
         if self._apart:
             self._meet(number, slots.shape[1])
@@ -94,7 +95,7 @@ class Columns:
         gathered = self._processes.gather(slots.to(index))
         bytes_of = [len(own) for own in gathered]
         weights = _Gathered.apply(weights.to(table.dtype), bytes_of, self._processes)
-        sums = read(table, torch.cat(gathered), weights, sparse=sparse)
+        sums = self._read(table, torch.cat(gathered), weights, sparse=sparse)
         widths = [len(columns) for columns in torch.arange(width).chunk(self._processes.world_size)]
         return _Exchanged.apply(sums, bytes_of, widths, self._processes)
 

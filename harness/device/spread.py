@@ -36,6 +36,7 @@ class SpreadUnits(Units):
     Args:
         units: modules of the model; the model itself is the last one.
         whole: the parameters that are in no unit.
+        tables: modules with the names of what ``full`` divides by columns.
         shard: ``none`` or ``full``.
         device: where the model goes, which before may be on the host.
     """
@@ -47,30 +48,31 @@ class SpreadUnits(Units):
         units: Iterable[nn.Module],
         *,
         whole: Set[nn.Parameter],
+        tables: Sequence[tuple[nn.Module, str]],
         shard: str,
         device: torch.device,
     ):
         super().__init__(model)
         self._model, self._processes = model, processes
-        columns = processes.columns = Columns(model if shard == "full" else nn.Module(), processes)
-        tables = {*columns.tables}
+        columns = processes.columns = Columns(tables if shard == "full" else [], processes)
+        cut = {*columns.tables}
         if self.parameters[0].device.type != device.type:
             model.to(device)
         self._mesh = init_device_mesh(self.parameters[0].device.type, (processes.world_size,))
         engine = fully_shard if shard == "full" else replicate
         before = dict(model.named_parameters())
         for unit in (*units, model):
-            engine(unit, mesh=self._mesh, ignored_params=whole | tables)
+            engine(unit, mesh=self._mesh, ignored_params=whole | cut)
         model.set_reduce_scatter_unused_params(True)  # a step may leave out a parameter in one process alone
         for name, own in before.items():
-            if own not in whole | tables:
+            if own not in whole | cut:
                 managed = model.get_parameter(name)
                 own.data = managed.detach().to_local()  # the same memory
                 managed.register_post_accumulate_grad_hook(partial(_hand_over, own))
                 if shard == "full":
                     self.parts[own] = managed
         self.parts |= columns.put_into_model(self._mesh)
-        self.whole = [own for own in self.parameters if own in whole - tables]
+        self.whole = [own for own in self.parameters if own in whole - cut]
 
     def begin_part(self, *, last: bool) -> None:
         """Gradients are sent once a step, but for those of which only rows are kept."""

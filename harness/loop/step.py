@@ -45,9 +45,14 @@ class Trainer:
             from harness.device.spread import SpreadUnits  # late: slow to import
 
             processes.copy_first_(self.model)
-            whole, device = kept_whole(self.model), self.runtime.device
             self.units = SpreadUnits(
-                self.model, processes, self.model.residuals(), whole=whole, shard=shard, device=device
+                self.model,
+                processes,
+                self.model.residuals(),
+                whole=kept_whole(self.model),
+                tables=[(sublayer, name) for _, sublayer in self.model.sublayers() for name in sublayer.tables],
+                shard=shard,
+                device=self.runtime.device,
             )
             self.optimizers.units = self.units if self.units.parts else None
             self.forward = self.runtime.forward(self.model)
