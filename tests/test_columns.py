@@ -32,11 +32,21 @@ COMMON = (
 )
 TWO = ("variant.layers=[attention,memory]", "variant.at={}")
 CASES = {
-    "dense": (*VARIANTS["product_key_memory"], "optim=adamw", "optim.clip=0.1"),
+    "dense, relu": (
+        *VARIANTS["product_key_memory"],
+        *TWO,
+        "variant.memory.activation=relu",
+        "optim=adamw",
+        "optim.clip=0.1",
+    ),
     "sparse, clipped together": (*SPARSE, "optim.clip=0.001", "+variant.groups.values.clip=0.01"),
-    "sparse, clipped apart, in parts": (*SPARSE, *TWO, "optim.clip=0.001", "batch.accumulate=2"),
-    "shared by two layers": (*SPARSE, *TWO, "variant.memory.share=network"),
-    "relu": (*VARIANTS["product_key_memory"], *TWO, "variant.memory.activation=relu", "optim=adamw"),
+    "shared by two layers, in parts": (
+        *SPARSE,
+        *TWO,
+        "variant.memory.share=network",
+        "optim.clip=0.001",
+        "batch.accumulate=2",
+    ),
 }
 
 
@@ -103,7 +113,7 @@ def test_a_table_of_too_few_columns_is_refused():
 def spoilt_run() -> str:
     """What all say where one process's part of a table is not finite."""
     with joined() as processes:
-        run = divided_run(processes, *COMMON, *CASES["dense"])
+        run = divided_run(processes, *COMMON, *CASES["dense, relu"])
         run.step()
         if processes.rank == 1:
             with torch.no_grad():
