@@ -149,7 +149,7 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
     pairs = {arm.label: pick for arm, pick in reported_arms(runs, every)}
     tuned = all(arm.label in pairs for arm in group.arms)
     speed = (SPEED, BACKEND) if "seconds" in runs[-1].row["budget"] else ()
-    columns = (*RESULTS[:3], *_beside(runs), *copies(runs), *RESULTS[3:], *speed, *((TRIED,) if tuned else ()))
+    columns = (*RESULTS[:3], _beside(runs), *copies(runs), *RESULTS[3:], *speed, *((TRIED,) if tuned else ()))
     if tuned:
         rows = [(arm, Reported(arm, pairs[arm.label], unequal=False)) for arm in group.arms]
         one, seeds = next(iter(pairs.values())), sorted({seed for pick in pairs.values() for seed in pick.seeds})
@@ -172,7 +172,7 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
     return f"{optimizers}, {how}:\n\n{markdown_rows(table)}{notes and chr(10)}{notes}".rstrip()
 
 
-def _beside(runs: Sequence[RunRow]) -> list[Column]:
+def _beside(runs: Sequence[RunRow]) -> Column:
     """How far each row is from the reference, where that has been trained with the same seeds."""
     valid = {(run.row["variant"], run.row["seed"]): number(run.summary, "valid_bits_per_byte") for run in runs}
 
@@ -186,7 +186,7 @@ def _beside(runs: Sequence[RunRow]) -> list[Column]:
         found = paired(pairs)
         return f"{found.mean:+.3f} ± {found.half_width:.3f}"
 
-    return [words(f"valid less {REFERENCE}'s, same seeds", "Mean and 95% interval, Student's t, paired.", apart)]
+    return words(f"valid less {REFERENCE}'s, same seeds", "Mean and 95% interval, Student's t, paired.", apart)
 
 
 def figure(root: Path) -> bytes:

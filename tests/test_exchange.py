@@ -121,7 +121,7 @@ def test_a_table_by_columns_sends_less_than_its_rows():
     sent = sent_bytes(predicted("columns", 4).sent, 4, kind="cuda")
     tokens = own.batch.streams // 4 * own.batch.segment
     assert sent["all_to_all"] == 3 * tokens * (2 * 64 * 4 // 4 + 64 * 4)
-    more = 3 * (tokens * 64 * (4 + 4) + 2 * 8)
+    more = 3 * (tokens * 64 * (4 + 4) + 8)
     table = 4 * 128**2 * 64
     assert sent["all_gather"] == without["all_gather"] + more - 2 * 3 * table // 4, "the engine gathers it no more"
 

@@ -106,7 +106,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, own: Tensor, bytes_of: Sequence[int], processes: ProcessGroup) -> Tensor:
         ctx.bytes_of, ctx.processes, ctx.shape = bytes_of, processes, own.shape
-        return torch.cat(processes.gather(own))
+        return torch.cat(processes.gather(own, lengths=bytes_of))
 
     @staticmethod
     @once_differentiable

@@ -65,11 +65,11 @@ class ProcessGroup(Launch):
         """The largest of everybody's numbers."""
         return int(max(one for (one,) in self.all_gather_numbers([number])))
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensors by rank, on this one's device; only their first dimensions may differ."""
+    def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> list[Tensor]:
+        """Everybody's tensors by rank, on this one's device; only their first dimensions may differ, asked for if not known."""
         if self.world_size == 1:
             return [tensor]
-        lengths = [int(length) for (length,) in self.all_gather_numbers([len(tensor)])]
+        lengths = lengths or [int(length) for (length,) in self.all_gather_numbers([len(tensor)])]
         longest = tensor.detach().new_zeros(max(lengths), *tensor.shape[1:])
         longest[: len(tensor)] = tensor
         sent = longest.contiguous().flatten().view(torch.uint8)  # any dtype travels, bit for bit
