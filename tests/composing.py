@@ -31,7 +31,10 @@ def small(variant: str, *, slot: str | None = None) -> list[str]:
     node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
     node = (node.get("variant", node).get("small") or {}).items()
     return [
-        f"variant.{slot or name}.{key}={value}" for name, own in node if name != "model" for key, value in own.items()
+        f"variant.{slot or name}.{key}={'null' if value is None else value}"
+        for name, own in node
+        if name != "model"
+        for key, value in own.items()
     ]
 
 

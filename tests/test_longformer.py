@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.conformance import passed
 from tests.attention_case import (
     DOUBLE,
     SCHEMES,
@@ -314,3 +315,9 @@ def test_wrong_choices_are_refused_by_name(words, told):
     with pytest.raises(ValueError, match=told):
         for _, sublayer in plan(*TINY, "variant=longformer", *words).make_model().sublayers():
             sublayer.backend(torch.device("cpu"), training=True)
+
+
+def test_lists_for_each_layer_are_checked_on_a_small_model_of_other_layers():
+    passed(
+        plan("variant=longformer", "variant.attention.windows=[32,85,170,256]", "variant.attention.dilation=[1,1,2,3]")
+    )
