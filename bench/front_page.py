@@ -123,24 +123,29 @@ def _comparable(folders: Sequence[Path]) -> tuple[list[RunRow], list[Pick]]:
 
 
 def results(root: Path) -> str:
-    """Bits per byte and costs of the committed runs, a section for each folder's name."""
-    return "\n\n".join(_section(runs, every) for runs, every in committed_runs(root))
+    """Bits per byte and costs of the committed runs, a section for each folder's name, folded but for the first."""
+    (title, body), *others = [_section(runs, every) for runs, every in committed_runs(root)]
+    folded = [f"<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>" for title, body in others]
+    return "\n\n".join([f"{title}.", body, *folded])
 
 
-def _section(runs: Sequence[RunRow], every: Sequence[Pick]) -> str:
-    """A table of AdamW for all, then of other optimizers."""
+def _section(runs: Sequence[RunRow], every: Sequence[Pick]) -> tuple[str, str]:
+    """What was trained, and a table of AdamW for all, then of other optimizers."""
     by_optimizers = by(runs, key=lambda run: listed(sorted({o["optimizer"] for o in run.row["optimizers"]})))
     tables = [_results(same, every, optimizers=names) for names, same in sorted(by_optimizers.items())]
     row, commits = runs[-1].row, listed(dict.fromkeys(run.row["commit"][:8] for run in runs))
     model, carried = row["config"]["model"], (row["config"].get("batch") or {}).get("carry")
     sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads, a window of {model['span']} bytes"
-    about = (
+    title = (
         f"After {budget_words(row['budget'])} of training ({sizes}{', streams read on with carried state' * bool(carried)}) "
-        f"on {data_words([row])}: a beginning, not what they reach in the end. "
+        f"on {data_words([row])}"
+    )
+    about = (
+        "A beginning, not what they reach in the end. "
         f"n: seeds; ±: 95% interval, paired by seed; ~: approximate. Commit {commits}, {row['device']}, "
         f"threads: {row['threads']}, {row['precision']}."
     )
-    return "\n\n".join([about, *tables])
+    return title, "\n\n".join([about, *tables])
 
 
 def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) -> str:

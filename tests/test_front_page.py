@@ -119,7 +119,8 @@ def test_folders_of_another_name_are_sections_of_their_own(tmp_path):
     far = {"23": 3.25, "511": 3.99, "95": None}
     long = config | {"model": model | {"span": 4096}, "batch": {"carry": True}}
     change(write_run(here / "runs_recall", config=long), valid_bits_per_copy=far)
-    bytes_, recall, seconds = front_page.results(tmp_path).split("\n\nAfter ")
+    bytes_, recall, seconds = (page := front_page.results(tmp_path)).split("<summary>")
+    assert bytes_.startswith("After 2,000,000 bytes of training (") and page.count("</details>") == 2
     assert "bytes/s" in seconds and "bytes/s" not in bytes_ + recall
     assert "60 seconds of training (" in seconds and "2,000,000 bytes of training (" in recall
     assert "read on with carried state" in recall and "carried state)" not in bytes_ + seconds
