@@ -60,7 +60,14 @@ CASES = covering(
 )
 
 
+@pytest.fixture(params=[True, False], ids=["host", "device"])
+def known(request, monkeypatch):
+    """Phases that the host can read, and ones that it cannot, as on a GPU."""
+    monkeypatch.setattr(LocalAttention, "_go_by_phase", staticmethod(lambda count, length: request.param))
+
+
 @pytest.mark.numeric
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_the_sums_of_the_paper(case):
     """Where streams begin, and where they stand at phases of their own; blocks of 5 among segments that they do not divide."""
@@ -76,6 +83,7 @@ def test_the_sums_of_the_paper(case):
 
 
 @pytest.mark.numeric
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_long_blocks_in_pieces(backend):
     """300 rows of a block are more than any backend takes at once, cold and 7 bytes into a block."""
@@ -97,6 +105,7 @@ def test_long_blocks_in_pieces(backend):
                 assert_near(a, b, what=name)
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_segments_and_single_bytes(cache):
     attention, x = build(cache=cache, position="rotary"), inputs(2, 23).detach()
@@ -116,6 +125,7 @@ def test_a_block_of_one_sees_itself():
     assert_near(y, attention.output(attention.value(x)))
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_of_a_block_sees_nothing_without_itself(backend):
     attention = build(attend_self=False, backend=backend, position="rotary")
@@ -229,6 +239,7 @@ def test_compiled_as_one_graph(backend, cache, length):
     torch.compiler.reset()
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("backend", ["plain", "chunked"])
 def test_dropout_drops_weights_in_every_path(backend):
     """In the mean over draws and outputs nothing is lost."""

@@ -9,8 +9,9 @@ it has. A byte costs (M + 1) / 2 pairs of a query and a key in the mean, and not
 Blocks are independent, so they are streams of their own to the backends of attention, which compute a triangle of each:
 
 - no state: every stream is at phase 0, and blocks are cut from the segment as it lies;
-- a state: streams are at phases of their own, which only the device knows, so rows are moved to their blocks by index;
-- few bytes after a state: there most of a block would be empty, and each query looks back as far as its block began.
+- a state on a CPU: streams of one phase take the rest of their open block and then whole ones, and no pair too many;
+- a state where only the device knows phases: rows are moved to their blocks by index;
+- few bytes after that: there most of a block would be empty, and each query looks back as far as its block began.
 
 It honours every position scheme (of distances inside a block), both caches, and ``attend_self: false``, where the first
 query of a block sees nothing and gives 0. Ours: no gradient goes to what earlier segments had of the open block.
@@ -22,13 +23,14 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from variants import backends
 from variants.attention import Attention
 from variants.attention_parts import FixedSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
-from variants.kernels.window import Window
+from variants.kernels.window import PastKV, Window
 
 ROWS_AT_ONCE = 128
 """Queries of a block that plain PyTorch takes at once: it then skips most of what is above the diagonal."""
@@ -103,7 +105,8 @@ class LocalAttention(Attention):
             past = self._again(*old, start, self.block - 1, None)[1:] if self.cache == "hidden" else old
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
             few = 2 * x.shape[1] <= self.block
-            y = self._each_looks_back(q, keys, values, count) if few else self._realigned(q, keys, values, count)
+            unknown = self._each_looks_back if few else self._realigned
+            y = (self._by_phase if self._go_by_phase(count, x.shape[1]) else unknown)(q, keys, values, count)
         kept = (self._last(*pair) for pair in zip(old, own, strict=True))
         return SublayerOutput(self.output(y), ((count + x.shape[1]) % self.block, *kept))
 
@@ -133,9 +136,33 @@ class LocalAttention(Attention):
         y = self._inside(q, k, v)
         return rearrange(y, "(B n) H M K -> B (n M) (H K)", B=streams)[:, :length]
 
-    def _realigned(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
+    @staticmethod
+    def _go_by_phase(count: Tensor, length: int) -> bool:
+        """Whether phases can be read without waiting for a device, and are not too many for a few bytes."""
+        if count.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(count, FakeTensor):
+            return False
+        return length > ROWS_AT_ONCE or len(count.unique()) == 1
+
+    def _by_phase(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
         """The same where the segment begins after ``count [B]`` bytes of a block, with M - 1 rows before it in ``keys`` and
-        ``values [B, H, M - 1 + T, K]``.
+        ``values [B, H, M - 1 + T, K]``."""
+        phases, behind, found, order = count.tolist(), self.block - 1, [], []
+        for phase in sorted(set(phases)):
+            alike = [i for i, own in enumerate(phases) if own == phase]
+            own_q, own_k, own_v = (x if len(alike) == len(count) else x[alike] for x in (q, keys, values))
+            rest = min(q.shape[2], self.block - phase)
+            open_block = slice(behind - phase, behind + rest)
+            y = self._inside(own_q[:, :, :rest], own_k[:, :, open_block], own_v[:, :, open_block])
+            y = rearrange(y, "B H T K -> B T (H K)")
+            if rest < q.shape[2]:
+                later = self._in_blocks(own_q[:, :, rest:], own_k[:, :, behind + rest :], own_v[:, :, behind + rest :])
+                y = torch.cat([y, later], dim=1)
+            found.append(y)
+            order += alike
+        return found[0] if len(found) == 1 else torch.cat(found)[torch.tensor(order).argsort()]
+
+    def _realigned(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
+        """As ``_by_phase``.
 
         Rows beyond either end are copies of others: they stand after all that is asked for, or are queries of the past.
         """
@@ -156,7 +183,7 @@ class LocalAttention(Attention):
         return F.embedding(own[:, None] + torch.arange(length, device=q.device), y)
 
     def _each_looks_back(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """As ``_realigned``, by a window of M keys that for each query ends where its block began."""
+        """As ``_by_phase``, by a window of M keys that for each query ends where its block began."""
         length = q.shape[2]
         phase = (count[:, None] + torch.arange(length, device=q.device)) % self.block
         farthest = (phase - self.shift).to(torch.promote_types(q.dtype, torch.float32))
@@ -167,18 +194,24 @@ class LocalAttention(Attention):
         return rearrange(y, "B H T K -> B T (H K)")
 
     def _inside(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What the heads give ``[N, H, T, K]`` of N blocks, each of which is seen from its start and alone."""
+        """What the heads give ``[N, H, T, K]`` for the last T bytes of N blocks, each of which is seen from its start and
+        alone: ``k`` and ``v [N, H, P + T, K]``."""
         backend, rows = self.backend(q.device, training=self.training), q.shape[2]
-        size, parts = ROWS_AT_ONCE if backend == "plain" else rows, []
+        size, before, parts = ROWS_AT_ONCE if backend == "plain" else rows, k.shape[2] - rows, []
         for begin in range(0, rows, size):
             end = min(begin + size, rows)
-            visible = Window((end,) * self.heads, self.shift)
-            parts.append(self._of_window(backend, q[:, :, begin:end], k[:, :, :end], v[:, :, :end], visible))
+            seen = before + end
+            visible = Window((seen,) * self.heads, self.shift)
+            parts.append(self._of_window(backend, q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], visible))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _of_window(self, backend: str, q: Tensor, k: Tensor, v: Tensor, visible: Window) -> Tensor:
         on_cpu = (backend, q.device.type) == ("kernel", "cpu")
-        keys = VisibleKeys(k, v, [], []) if on_cpu else VisibleKeys.joined(k, v, [])
+        if on_cpu and (past := k.shape[2] - q.shape[2]):
+            old = PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])
+            keys = VisibleKeys(k[:, :, past:], v[:, :, past:], [old], [])
+        else:
+            keys = VisibleKeys(k, v, [], []) if on_cpu else VisibleKeys.joined(k, v, [])
         traced = backend == "plain" or backends.is_operation(backend, q.device)
         return (self._attend if traced else self._attend_outside_the_graph)(backend, q, keys, visible, None)
 
