@@ -94,6 +94,17 @@ def test_several_chunks_of_queries_are_the_reference():
     assert_same(run(sublayer, x, old), expected, named={"x": x} | weights)
 
 
+@pytest.mark.parametrize("cache", ["kv", "hidden"])
+@pytest.mark.parametrize("compressor", ["linear", "softmax"])
+def test_weights_learn_where_a_window_is_longer_than_a_segment(compressor, cache):
+    """All blocks that a query sees as summaries are then of earlier segments."""
+    case = Summarised(past=40, length=6, window=9, span=30, compressor=compressor, cache=cache)
+    sublayer = case.build()
+    old, x = case.stream()
+    sublayer(x, sublayer(old).state, starts(40)).y.sum().backward()
+    assert all(parameter.grad.abs().max() > 1e-6 for parameter in sublayer.compressor.parameters())
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("position", ["none", "rotary", "relative", "alibi"])
 @pytest.mark.parametrize(("top_k", "cache"), [(None, "kv"), (2, "hidden"), (2, "kv")])

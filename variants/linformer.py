@@ -11,8 +11,10 @@ over the w nearest keys i, exactly, and the summaries of blocks j, in one softma
 - Keys are summarised unrotated, and turned, penalised or given a vector as if they stood at their block's last byte.
 - ``top_k`` reads only the best summaries, by an index q'_t . mean_i k'_i of its own, one for all heads. What is chosen has its
   index score added to its attention scores, which is how the index learns; the choice itself has no gradient.
+- A block is summarised no earlier than the window's end nears it, from what the window has of it, so that the weights learn
+  where the window is as long as a segment, too.
 - State: raw keys and values (``cache: hidden``: inputs) of the window and the open block, at a phase of each stream's own, and
-  summaries as they were made, detached in either cache.
+  summaries as they were made, detached in either cache. So keys of the index learn within a segment, or by ``hidden``.
 
 Wang et al. 2020, 2006.04768, section 4: E and F are k x n and mix a whole sequence of fixed length, so every row holds the
 future and no mask takes it out (no published numbers on enwik8 either). Kept: learned weights over positions, for keys and for
@@ -40,9 +42,11 @@ class Carried(NamedTuple):
 
     Attributes:
         past: keys and values, unrotated, ``[B, P, 2 H K]``, or inputs ``[B, P, D]``.
-        index: keys of the index ``[B, r - 1, I]``, or None where there is none or it is made again.
+        index: keys of the index of all that is not summarised, ``[B, (lag + 1) r - 1, I]``, or None where there is none or
+            it is made again.
         summaries: keys, in their positions, values, and keys of the index: ``[B, N, 2 H K (+ I)]``.
-        number: bytes of the open block, and how many places of past and summaries are no padding: int64 ``[B, 3]``.
+        number: bytes of the open block, how many places of the past are no padding, and how many blocks are finished, at most
+            N + lag: int64 ``[B, 3]``.
     """
 
     past: Tensor
@@ -56,7 +60,7 @@ class Rows(NamedTuple):
 
     Attributes:
         own, past: keys and values, unrotated, ``[B, T, 2 H K]`` and ``[B, P, 2 H K]``, or None where a stream begins.
-        index: keys of the index, of the open block, if there is a past, and the segment, ``[B, r - 1 + T, I]``.
+        index: keys of the index, of what is not summarised, if there is a past, and the segment, ``[B, (lag + 1) r - 1 + T, I]``.
         start: stream position of the first byte, ``[B]``.
         number: as the state has it; ``[1, 3]`` where a stream begins.
     """
@@ -131,6 +135,9 @@ class Linformer(Sublayer):
             raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, plain")
         self.heads, self.d_head = context.heads, context.head_width(d_head)
         self.ratio, self.window, self.top_k = ratio, window, top_k
+        self.lag = (
+            max(0, window + self.shift - ratio) // ratio
+        )  # finished blocks that are not yet summarised, nor seen as such
         self.span, self.period, self.cache, self.dropout = context.span, ratio, context.cache, context.dropout
         inner = self.heads * self.d_head
         self.query, self.key, self.value = (nn.Linear(context.d_model, inner, bias=False) for _ in range(3))
@@ -169,24 +176,26 @@ class Linformer(Sublayer):
         old = carried.past.to(own.dtype if self.cache == "kv" else x.dtype)
         if self.top_k:
             again = self.cache == "hidden"
-            before = self.index_key(_last(old, self.ratio - 1)) if again else carried.index.to(index.dtype)
+            before = self.index_key(_last(old, self._unsummarised())) if again else carried.index.to(index.dtype)
             index = torch.cat([before, index], dim=1)
         return Rows(own, old if self.cache == "kv" else F.linear(old, both), index, start, carried.number)
 
     def _summaries(self, rows: Rows, carried: Carried | None) -> Tensor:
-        """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks from the open one on, of which
-        the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
+        """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks, from the one ``lag`` before
+        the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
         own, past, index, start, number = rows
         ratio, blocks, phase, inner = self.ratio, -(-own.shape[1] // self.ratio), number[:, 0], self.heads * self.d_head
-        every = own if past is None else torch.cat([_last(past, ratio - 1), own], dim=1)
+        every = own if past is None else torch.cat([_last(past, self._unsummarised()), own], dim=1)
         every = every if index is None else torch.cat([every, index], dim=-1)
         if past is None:
-            every = F.pad(every, (0, 0, 0, blocks * ratio - own.shape[1]))
+            every = F.pad(every, (0, 0, self.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
         else:
             every = _from(every, ratio - 1 - phase, blocks * ratio)
         both, index = every.unflatten(1, (blocks, ratio)).split([2 * inner, self.d_index], dim=-1)
         k, v = self.compressor(both).chunk(2, dim=-1)
-        last = (start - phase)[:, None] + ratio * torch.arange(1, blocks + 1, device=own.device) - 1  # [B, M]
+        last = (
+            (start - phase)[:, None] + ratio * (torch.arange(1, blocks + 1, device=own.device) - self.lag) - 1
+        )  # [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
         k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
         made = torch.cat([k, v, index.mean(dim=2)], dim=-1)
@@ -229,7 +238,7 @@ class Linformer(Sublayer):
     def _visible(self, number: Tensor, at: Tensor, front: int, queries: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """As ``Keys`` has it, and distances, from the numbers of summaries ``at [n, G]``, where ``front`` keys of a band are
         before its chunk."""
-        (chunks, size), most, device = queries, self._most(), at.device
+        (chunks, size), most, device = queries, self._most() + self.lag, at.device
         phase, kept, found = (n[:, None, None, None] for n in number.unbind(-1))
         t = torch.arange(size, device=device)[:, None]
         first = size * torch.arange(chunks, device=device)[:, None, None]  # [n, 1, 1]
@@ -305,8 +314,9 @@ class Linformer(Sublayer):
             past = torch.cat([carried.past.to(past.dtype), past[:, -max(1, kept) :]], dim=1)
         phase, old, found = rows.number.expand(len(x), -1).unbind(-1)
         done = (phase + length) // self.ratio
-        number = [(phase + length) % self.ratio, (old + length).clamp(max=kept), (found + done).clamp(max=most)]
-        index = _last(rows.index, self.ratio - 1).clone() if self.top_k and self.cache == "kv" else None
+        found = (found + done).clamp(max=most + self.lag)
+        number = [(phase + length) % self.ratio, (old + length).clamp(max=kept), found]
+        index = _last(rows.index, self._unsummarised()).clone() if self.top_k and self.cache == "kv" else None
         return tuple(Carried(_last(past, kept).clone(), index, _from(summaries, done, most), torch.stack(number, -1)))
 
     def reach(self) -> int:
@@ -322,16 +332,20 @@ class Linformer(Sublayer):
 
     def _most(self) -> int:
         """N, summaries carried: no block that began farther back than a query sees is visible."""
-        return self.reach() // self.ratio
+        return max(0, self.reach() // self.ratio - self.lag)
 
     def _kept(self) -> int:
-        """P, bytes before a segment that the window or the open block may need."""
-        return max(self._near() - 1 + self.shift, self.ratio - 1)
+        """P, bytes before a segment that the window or the next summary may need."""
+        return max(self._near() - 1 + self.shift, self._unsummarised())
+
+    def _unsummarised(self) -> int:
+        """Bytes before a segment that are in no summary yet, at most."""
+        return (self.lag + 1) * self.ratio - 1
 
     def _met(self, size: int, device: torch.device) -> Tensor:
         """Numbers of the summaries that a chunk of ``size`` queries may meet, beside as many as blocks went before it."""
         return torch.arange(
-            max(0, self._most() + 1 + (self.ratio - 2 + size - self._nearest()) // self.ratio), device=device
+            max(0, self._most() + self.lag + 1 + (self.ratio - 2 + size - self._nearest()) // self.ratio), device=device
         )
 
     def set_span(self, span: int) -> None:
@@ -359,8 +373,9 @@ class Linformer(Sublayer):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """By the pairs of a query and what it reads; a warm stream is charged the mean over the phases that it may be at.
 
-        What came before has no gradient in ``cache: kv``, and summaries made before have none in any. Of ``top_k`` summaries
-        those made in the segment are taken to be read first.
+        What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now have one,
+        of older bytes too where weights learn from it. Of ``top_k`` summaries those made in the segment are taken to be read
+        first.
         """
         own, past = pairs(segment, carried, self._near(), shift=self.shift)
         if carried < self.span + self.ratio:
@@ -368,8 +383,14 @@ class Linformer(Sublayer):
             sight, read = sum(seen), sum(map(self._read, seen))
         else:
             sight, read = (segment * mean for mean in self._summaries_seen())
-        fresh = [self._seen(carried % self.ratio + t) for t in range(segment)]
-        learned, read_fresh = sum(fresh), sum(map(self._read, fresh))
+
+        def fresh(older: bool) -> list[int]:  # made in the segment, of older bytes too or of its own alone
+            behind = min(carried, carried % self.ratio + self.lag * self.ratio * older)
+            return [self._seen(behind + t) for t in range(segment)]
+
+        again = self.cache == "hidden"
+        learned = sum(fresh(again))
+        read_fresh = sum(map(self._read, fresh(again or any(True for _ in self.compressor.parameters()))))
         forward = self._forward_flops((own + past) / segment, sight / segment, read / segment)
         needed = NeededFlops.of_products(forward)
         fixed = self.heads * 4 * self.d_head * max(0, read - read_fresh) + 2 * self.d_index * max(0, sight - learned)
@@ -377,8 +398,8 @@ class Linformer(Sublayer):
             fixed += self.heads * 4 * self.d_head * past
             return needed._replace(backward=needed.backward - fixed / segment)
         inputs = min(carried, self._near() - 1 + self.shift)
-        again = 2 * inputs * (self.key.weight.numel() + self.value.weight.numel()) / segment
-        return NeededFlops(needed.forward + again, needed.backward + again - fixed / segment)
+        projected = 2 * inputs * (self.key.weight.numel() + self.value.weight.numel()) / segment
+        return NeededFlops(needed.forward + projected, needed.backward + projected - fixed / segment)
 
     def _forward_flops(self, near: float, sight: float, read: float) -> float:
         """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of them."""

@@ -12,7 +12,8 @@ For the query at index t, whose nearest visible key has number x = 0 and index t
   of all heads.
 
 One softmax over both. Of what came before the segment nothing has a gradient, but keys and values of ``cache: hidden``, which are
-made again from inputs that are constants; summaries of blocks that had ended are constants in either cache.
+made again from inputs that are constants; summaries that had been made are constants in either cache. A block is summarised
+when as many others have ended after it as fit beside it into the window, which is before it is first seen as a summary.
 """
 
 import math
@@ -48,6 +49,7 @@ def linformer(
         position: as ``score`` has it.
     """
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
+    lag = max(0, window + shift - ratio) // ratio
     fixed = {name: w.detach() for name, w in weights.items()}
     slopes = alibi_slopes(heads)
     y = torch.zeros_like(x)
@@ -59,7 +61,7 @@ def linformer(
             return (fixed if old else own)[name] @ stream[index]
 
         def summary(h: int, j: int) -> tuple[Tensor, Tensor]:
-            own = fixed if (j + 1) * ratio <= before else weights
+            own = fixed if (j + 1 + lag) * ratio <= before else weights
             rows = range(j * ratio, (j + 1) * ratio)
             k, v = ([projected(name, i, own)[h * width : (h + 1) * width] for i in rows] for name in ("key", "value"))
             if compressor == "mean":
@@ -74,7 +76,7 @@ def linformer(
             )
 
         def index_score(now: int, j: int, stream: Tensor = stream) -> Tensor:
-            own = fixed if (j + 1) * ratio <= before else weights
+            own = fixed if (j + 1 + lag) * ratio <= before else weights
             mean = sum(projected("index_key", i, own) for i in range(j * ratio, (j + 1) * ratio)) / ratio
             return (weights["index_query"] @ stream[now]) @ mean / math.sqrt(len(mean))
 
