@@ -77,6 +77,7 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
         },
         "training_flops": training.spent.flops,
         "charged_thrice": training.model.charged_thrice(),
+        "unreached": training.optimizers.unreached(),
         "memory": {
             "peak_bytes": peak.bytes,
             "peak_reserved_bytes": peak.reserved_bytes,

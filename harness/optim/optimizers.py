@@ -169,6 +169,23 @@ class Optimizers:
         }
         return state | {"state": changed}
 
+    def unreached(self) -> list[str]:
+        """Parameters to which no gradient but zero has ever come, as the optimizers' moments tell; those that are divided among
+        processes are left out, and those of plain SGD, which has none. Waits for the device."""
+        divided = self.units.parts if self.units else {}
+        return [
+            name
+            for group, optimizer in self.optimizers.items()
+            if not isinstance(optimizer, torch.optim.SGD)
+            for name, parameter in self.groups[group].parameters.items()
+            if parameter not in divided
+            and not any(
+                isinstance(kept, Tensor) and kept.count_nonzero()
+                for key, kept in optimizer.state[parameter].items()
+                if key != "step"
+            )
+        ]
+
     def describe(self) -> list[dict]:
         """One row a group: name, optimizer, peak lr, number of parameters and their share of all that are trained."""
         counts, total = self._numbers, sum(self._numbers.values())
