@@ -312,7 +312,7 @@ def test_flops_by_hand_and_fewer_than_are_executed(compressor, top_k, cache):
     case = Summarised(length=45, compressor=compressor, top_k=top_k, cache=cache)
     sublayer, x = case.build(), case.whole()
     pooling = {"mean": 0, "linear": 4, "softmax": 6}[compressor] * 2 * 2
-    matrices = 4 * 2 * D * 4 + (2 * 2 * D * 3 if top_k else 0)
+    matrices = 4 * 2 * D * 4 + (2 * D * 3 + 2 * 4 * 3 // 3 if top_k else 0)  # keys of the index once a block
     index, read = (2 * 3 * 3, 2) if top_k else (0, 3)  # S - w = 9 bytes are three blocks at every phase
     assert sublayer.ideal_flops() == matrices + pooling + index + 2 * 4 * 2 * (4 + read)
     warm, cold = sublayer.needed_flops(6, carried=60), sublayer.needed_flops(30, carried=0)

@@ -9,12 +9,12 @@ over the w nearest keys i, exactly, and the summaries of blocks j, in one softma
   blocks tile the past with an overlap of less than one; and if all its bytes are among the S that a query may see, so that
   ``model.span`` means what it means elsewhere. In a window shorter than a block, the open block's older bytes are unseen.
 - Keys are summarised unrotated, and turned, penalised or given a vector as if they stood at their block's last byte.
-- ``top_k`` reads only the best summaries, by an index q'_t . mean_i k'_i of its own, one for all heads. What is chosen has its
+- ``top_k`` reads only the best summaries, by an index q'_t . W mean_i k_i of its own, one for all heads. What is chosen has its
   index score added to its attention scores, which is how the index learns; the choice itself has no gradient.
 - A block is summarised no earlier than the window's end nears it, from what the window has of it, so that the weights learn
   where the window is as long as a segment, too.
 - State: raw keys and values (``cache: hidden``: inputs) of the window and the open block, at a phase of each stream's own, and
-  summaries as they were made, detached in either cache. So keys of the index learn within a segment, or by ``hidden``.
+  summaries as they were made, detached in either cache.
 
 Wang et al. 2020, 2006.04768, section 4: E and F are k x n and mix a whole sequence of fixed length, so every row holds the
 future and no mask takes it out (no published numbers on enwik8 either). Kept: learned weights over positions, for keys and for
@@ -42,15 +42,12 @@ class Carried(NamedTuple):
 
     Attributes:
         past: keys and values, unrotated, ``[B, P, 2 H K]``, or inputs ``[B, P, D]``.
-        index: keys of the index of all that is not summarised, ``[B, (lag + 1) r - 1, I]``, or None where there is none or
-            it is made again.
         summaries: keys, in their positions, values, and keys of the index: ``[B, N, 2 H K (+ I)]``.
         number: bytes of the open block, how many places of the past are no padding, and how many blocks are finished, at most
             N + lag: int64 ``[B, 3]``.
     """
 
     past: Tensor
-    index: Tensor | None
     summaries: Tensor
     number: Tensor
 
@@ -60,14 +57,12 @@ class Rows(NamedTuple):
 
     Attributes:
         own, past: keys and values, unrotated, ``[B, T, 2 H K]`` and ``[B, P, 2 H K]``, or None where a stream begins.
-        index: keys of the index, of what is not summarised, if there is a past, and the segment, ``[B, (lag + 1) r - 1 + T, I]``.
         start: stream position of the first byte, ``[B]``.
         number: as the state has it; ``[1, 3]`` where a stream begins.
     """
 
     own: Tensor
     past: Tensor | None
-    index: Tensor | None
     start: Tensor
     number: Tensor
 
@@ -146,7 +141,8 @@ class Linformer(Sublayer):
             nn.init.zeros_(self.output.weight)
         self.d_index = d_index if top_k else 0
         if top_k:
-            self.index_query, self.index_key = (nn.Linear(context.d_model, d_index, bias=False) for _ in range(2))
+            self.index_query = nn.Linear(context.d_model, d_index, bias=False)
+            self.index_key = nn.Linear(inner, d_index, bias=False)
         of = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
         self.compressor = Compressor(context, kind=compressor, share=share, **of)
         self.position = context.position(self.d_head)
@@ -170,35 +166,31 @@ class Linformer(Sublayer):
 
     def _rows(self, x: Tensor, carried: Carried | None, start: Tensor) -> Rows:
         both = torch.cat([self.key.weight, self.value.weight])
-        own, index = F.linear(x, both), self.index_key(x) if self.top_k else None
+        own = F.linear(x, both)
         if carried is None:
-            return Rows(own, None, index, start, start.new_zeros(1, 3))
+            return Rows(own, None, start, start.new_zeros(1, 3))
         old = carried.past.to(own.dtype if self.cache == "kv" else x.dtype)
-        if self.top_k:
-            again = self.cache == "hidden"
-            before = self.index_key(_last(old, self._unsummarised())) if again else carried.index.to(index.dtype)
-            index = torch.cat([before, index], dim=1)
-        return Rows(own, old if self.cache == "kv" else F.linear(old, both), index, start, carried.number)
+        return Rows(own, old if self.cache == "kv" else F.linear(old, both), start, carried.number)
 
     def _summaries(self, rows: Rows, carried: Carried | None) -> Tensor:
         """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks, from the one ``lag`` before
         the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
-        own, past, index, start, number = rows
+        own, past, start, number = rows
         ratio, blocks, phase, inner = self.ratio, -(-own.shape[1] // self.ratio), number[:, 0], self.heads * self.d_head
         every = own if past is None else torch.cat([_last(past, self._unsummarised()), own], dim=1)
-        every = every if index is None else torch.cat([every, index], dim=-1)
         if past is None:
             every = F.pad(every, (0, 0, self.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
         else:
             every = _from(every, ratio - 1 - phase, blocks * ratio)
-        both, index = every.unflatten(1, (blocks, ratio)).split([2 * inner, self.d_index], dim=-1)
+        both = every.unflatten(1, (blocks, ratio))
         k, v = self.compressor(both).chunk(2, dim=-1)
         last = (
             (start - phase)[:, None] + ratio * (torch.arange(1, blocks + 1, device=own.device) - self.lag) - 1
         )  # [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
         k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        made = torch.cat([k, v, index.mean(dim=2)], dim=-1)
+        index = [self.index_key(both[..., :inner].mean(dim=2))] if self.top_k else []
+        made = torch.cat([k, v, *index], dim=-1)
         if carried is None:
             return F.pad(made, (0, 0, self._most(), 0))
         return torch.cat([_last(carried.summaries.to(made.dtype), self._most()), made], dim=1)
@@ -210,7 +202,7 @@ class Linformer(Sublayer):
 
     def _keys(self, rows: Rows, summaries: Tensor) -> Keys:
         """Each chunk's band of the window, and its summaries."""
-        own, past, _, start, number = rows
+        own, past, start, number = rows
         (chunks, size), inner = self._queries(own.shape[1]), self.heads * self.d_head
         behind = self._near() - 1 + self.shift
         k, v = self.position.rotate(self._heads(own[..., :inner]), start), self._heads(own[..., inner:])
@@ -316,8 +308,7 @@ class Linformer(Sublayer):
         done = (phase + length) // self.ratio
         found = (found + done).clamp(max=most + self.lag)
         number = [(phase + length) % self.ratio, (old + length).clamp(max=kept), found]
-        index = _last(rows.index, self._unsummarised()).clone() if self.top_k and self.cache == "kv" else None
-        return tuple(Carried(_last(past, kept).clone(), index, _from(summaries, done, most), torch.stack(number, -1)))
+        return tuple(Carried(_last(past, kept).clone(), _from(summaries, done, most), torch.stack(number, -1)))
 
     def reach(self) -> int:
         return self.span - 1 + self.shift
@@ -384,13 +375,12 @@ class Linformer(Sublayer):
         else:
             sight, read = (segment * mean for mean in self._summaries_seen())
 
-        def fresh(older: bool) -> list[int]:  # made in the segment, of older bytes too or of its own alone
+        def fresh(*, older: bool) -> list[int]:  # made in the segment, of older bytes too or of its own alone
             behind = min(carried, carried % self.ratio + self.lag * self.ratio * older)
             return [self._seen(behind + t) for t in range(segment)]
 
-        again = self.cache == "hidden"
-        learned = sum(fresh(again))
-        read_fresh = sum(map(self._read, fresh(again or any(True for _ in self.compressor.parameters()))))
+        learns = self.cache == "hidden" or any(True for _ in self.compressor.parameters())
+        learned, read_fresh = sum(fresh(older=True)), sum(map(self._read, fresh(older=learns)))
         forward = self._forward_flops((own + past) / segment, sight / segment, read / segment)
         needed = NeededFlops.of_products(forward)
         fixed = self.heads * 4 * self.d_head * max(0, read - read_fresh) + 2 * self.d_index * max(0, sight - learned)
@@ -405,6 +395,8 @@ class Linformer(Sublayer):
         """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of them."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
+        if self.top_k:
+            matrices -= (1 - 1 / self.ratio) * self.index_key.weight.numel()  # once a block
         return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * sight * self.d_index
 
 

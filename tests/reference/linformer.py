@@ -8,7 +8,7 @@ For the query at index t, whose nearest visible key has number x = 0 and index t
 - window: keys x = 0 .. w - 1;
 - summaries: blocks j that have ended, (j + 1) r <= t, whose first byte is number x with w <= x < S. A summary has the number and
   the position of its block's last byte;
-- with ``top_k``, of these the k with the largest index I_tj = a_t . mean_i c_{jr+i} / sqrt(I), and I_tj is added to the scores
+- with ``top_k``, of these the k with the largest index I_tj = a_t . C mean_i k_{jr+i} / sqrt(I), and I_tj is added to the scores
   of all heads.
 
 One softmax over both. Of what came before the segment nothing has a gradient, but keys and values of ``cache: hidden``, which are
@@ -44,8 +44,8 @@ def linformer(
 
     Args:
         weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``, ``places [2, H, r]``; of
-            ``softmax``, ``content [H, K]`` and ``places [H, r]``; with ``top_k``, ``index_query`` and ``index_key`` ``[I, D]``;
-            with relative positions, ``table [S, K]``.
+            ``softmax``, ``content [H, K]`` and ``places [H, r]``; with ``top_k``, ``index_query [I, D]`` and
+            ``index_key [I, H K]``; with relative positions, ``table [S, K]``.
         position: as ``score`` has it.
     """
     before, shift, width = past.shape[1], 0 if attend_self else 1, weights["query"].shape[0] // heads
@@ -77,8 +77,9 @@ def linformer(
 
         def index_score(now: int, j: int, stream: Tensor = stream) -> Tensor:
             own = fixed if (j + 1 + lag) * ratio <= before else weights
-            mean = sum(projected("index_key", i, own) for i in range(j * ratio, (j + 1) * ratio)) / ratio
-            return (weights["index_query"] @ stream[now]) @ mean / math.sqrt(len(mean))
+            mean = sum(projected("key", i, own) for i in range(j * ratio, (j + 1) * ratio)) / ratio
+            found = own["index_key"] @ mean
+            return (weights["index_query"] @ stream[now]) @ found / math.sqrt(len(found))
 
         for t in range(x.shape[1]):
             now = before + t
