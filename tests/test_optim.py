@@ -276,6 +276,23 @@ def test_resume_is_exact(default):
         assert not torch.equal(value, stopped.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("default", [partial(torch.optim.AdamW, fused=True), partial(ClippedAdagrad, clip=0.03)])
+@pytest.mark.parametrize("matrices", [None, {"optimizer": MUON}])
+def test_what_no_gradient_has_reached_is_named(default, matrices):
+    model = Toy(sparse=True)
+    model.span.requires_grad_(False)[1] = 0.0
+    groups = {"values": {"match": "*.memory.weight", "optimizer": torch.optim.SparseAdam}}
+    optimizers = Optimizers(
+        assign(model, default=default, matrices=matrices, groups=groups), lr=0.01, schedule=Schedule()
+    )
+    train(model, optimizers, first=0, last=3)
+    before = optimizers.state_dict()
+    second = [f"layers.1.{name}" for name in ("mix.bias", "mix.weight", "norm.bias", "norm.weight")]
+    assert sorted(optimizers.unreached()) == second
+    for group, of in optimizers.state_dict()["groups"].items():
+        assert of["state"].keys() == before["groups"][group]["state"].keys()
+
+
 def test_loading_other_groups_is_an_error():
     run = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
     other = Optimizers(assign(Toy(), default=ADAMW, matrices={"optimizer": MUON}), lr=0.01, schedule=Schedule())

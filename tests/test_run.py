@@ -12,6 +12,7 @@ from harness.device.runtime import Runtime
 from harness.failures import Diverged
 from harness.loop.step import Trainer, score_stream
 from harness.loop.train_state import TrainState
+from harness.optim.optimizers import Optimizers
 from harness.record import checkpoint
 from harness.record.rows import SUMMARY_KEYS
 from tests.composing import plan
@@ -103,6 +104,14 @@ def spoil(run: TrainState) -> None:
     """Make the weights worse than they were."""
     with torch.no_grad():
         run.model.head.weight.add_(5 * torch.randn_like(run.model.head.weight))
+
+
+@pytest.mark.parametrize("names", [[], ["layers.0.a", "layers.1.a"]])
+def test_a_run_says_what_no_gradient_came_to(names, monkeypatch, capsys):
+    if names:
+        monkeypatch.setattr(Optimizers, "unreached", lambda self: names)
+    assert run_job(make_job("budget.steps=4"))["unreached"] == names
+    assert ("no gradient ever came to layers.0.a, layers.1.a:" in capsys.readouterr().out) == bool(names)
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -181,7 +181,7 @@ class Optimizers:
             if parameter not in divided
             and not any(
                 isinstance(kept, Tensor) and kept.count_nonzero()
-                for key, kept in optimizer.state[parameter].items()
+                for key, kept in optimizer.state.get(parameter, {}).items()
                 if key != "step"
             )
         ]
