@@ -43,8 +43,7 @@ class Carried(NamedTuple):
     Attributes:
         past: keys and values, unrotated, ``[B, P, 2 H K]``, or inputs ``[B, P, D]``.
         summaries: keys, in their positions, values, and keys of the index: ``[B, N, 2 H K (+ I)]``.
-        number: bytes of the open block, how many places of the past are no padding, and how many blocks are finished, at most
-            N + lag: int64 ``[B, 3]``.
+        number: bytes of the open block, places of the past that are no padding, finished blocks to N + lag: int64 ``[B, 3]``.
     """
 
     past: Tensor
@@ -130,9 +129,8 @@ class Linformer(Sublayer):
             raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, plain")
         self.heads, self.d_head = context.heads, context.head_width(d_head)
         self.ratio, self.window, self.top_k = ratio, window, top_k
-        self.lag = (
-            max(0, window + self.shift - ratio) // ratio
-        )  # finished blocks that are not yet summarised, nor seen as such
+        self.lag = max(0, window + self.shift - ratio) // ratio  # finished blocks that are not summarised yet
+        self.unsummarised = (self.lag + 1) * ratio - 1  # bytes before a segment, at most
         self.span, self.period, self.cache, self.dropout = context.span, ratio, context.cache, context.dropout
         inner = self.heads * self.d_head
         self.query, self.key, self.value = (nn.Linear(context.d_model, inner, bias=False) for _ in range(3))
@@ -177,16 +175,15 @@ class Linformer(Sublayer):
         the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
         own, past, start, number = rows
         ratio, blocks, phase, inner = self.ratio, -(-own.shape[1] // self.ratio), number[:, 0], self.heads * self.d_head
-        every = own if past is None else torch.cat([_last(past, self._unsummarised()), own], dim=1)
+        every = own if past is None else torch.cat([_last(past, self.unsummarised), own], dim=1)
         if past is None:
             every = F.pad(every, (0, 0, self.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
         else:
             every = _from(every, ratio - 1 - phase, blocks * ratio)
         both = every.unflatten(1, (blocks, ratio))
         k, v = self.compressor(both).chunk(2, dim=-1)
-        last = (
-            (start - phase)[:, None] + ratio * (torch.arange(1, blocks + 1, device=own.device) - self.lag) - 1
-        )  # [B, M]
+        after = torch.arange(1, blocks + 1, device=own.device) - self.lag
+        last = (start - phase)[:, None] + ratio * after - 1  # [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
         k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
         index = [self.index_key(both[..., :inner].mean(dim=2))] if self.top_k else []
@@ -327,17 +324,12 @@ class Linformer(Sublayer):
 
     def _kept(self) -> int:
         """P, bytes before a segment that the window or the next summary may need."""
-        return max(self._near() - 1 + self.shift, self._unsummarised())
-
-    def _unsummarised(self) -> int:
-        """Bytes before a segment that are in no summary yet, at most."""
-        return (self.lag + 1) * self.ratio - 1
+        return max(self._near() - 1 + self.shift, self.unsummarised)
 
     def _met(self, size: int, device: torch.device) -> Tensor:
         """Numbers of the summaries that a chunk of ``size`` queries may meet, beside as many as blocks went before it."""
-        return torch.arange(
-            max(0, self._most() + self.lag + 1 + (self.ratio - 2 + size - self._nearest()) // self.ratio), device=device
-        )
+        number = self._most() + self.lag + 1 + (self.ratio - 2 + size - self._nearest()) // self.ratio
+        return torch.arange(max(0, number), device=device)
 
     def set_span(self, span: int) -> None:
         if span < 1 or span > self.position.longest:
@@ -364,9 +356,8 @@ class Linformer(Sublayer):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """By the pairs of a query and what it reads; a warm stream is charged the mean over the phases that it may be at.
 
-        What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now have one,
-        of older bytes too where weights learn from it. Of ``top_k`` summaries those made in the segment are taken to be read
-        first.
+        What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now have one if
+        something learns by it. Of ``top_k`` summaries those made in the segment are taken to be read first.
         """
         own, past = pairs(segment, carried, self._near(), shift=self.shift)
         if carried < self.span + self.ratio:
@@ -374,13 +365,10 @@ class Linformer(Sublayer):
             sight, read = sum(seen), sum(map(self._read, seen))
         else:
             sight, read = (segment * mean for mean in self._summaries_seen())
-
-        def fresh(*, older: bool) -> list[int]:  # made in the segment, of older bytes too or of its own alone
-            behind = min(carried, carried % self.ratio + self.lag * self.ratio * older)
-            return [self._seen(behind + t) for t in range(segment)]
-
         learns = self.cache == "hidden" or any(True for _ in self.compressor.parameters())
-        learned, read_fresh = sum(fresh(older=True)), sum(map(self._read, fresh(older=learns)))
+        first = [min(carried, carried % self.ratio + older * self.lag * self.ratio) for older in (True, learns)]
+        indexed, fresh = ([self._seen(before + t) for t in range(segment)] for before in first)
+        learned, read_fresh = sum(indexed), sum(map(self._read, fresh))
         forward = self._forward_flops((own + past) / segment, sight / segment, read / segment)
         needed = NeededFlops.of_products(forward)
         fixed = self.heads * 4 * self.d_head * max(0, read - read_fresh) + 2 * self.d_index * max(0, sight - learned)
@@ -395,8 +383,7 @@ class Linformer(Sublayer):
         """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of them."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
-        if self.top_k:
-            matrices -= (1 - 1 / self.ratio) * self.index_key.weight.numel()  # once a block
+        matrices -= (1 - 1 / self.ratio) * self.index_key.weight.numel() if self.top_k else 0  # once a block
         return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * sight * self.d_index
 
 
