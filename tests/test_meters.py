@@ -27,6 +27,7 @@ from variants.contract import LayerContext, Sublayer, SublayerOutput
 from variants.feed_forward import FeedForward
 from variants.kernels import fused
 from variants.kernels.window import Window
+from variants.local import LocalAttention
 from variants.position import Relative, Rotary
 from variants.product_key_memory import ProductKeyMemory
 
@@ -69,6 +70,12 @@ def per_byte(model: LanguageModel, segment: int) -> float:
 
 HEAD = 2 * D * V
 PROJECTIONS = 4 * 2 * D * D
+
+
+def test_a_block_longer_than_a_segment_is_counted_whole():
+    """Four queries at a time meet 4, 8 and 12 keys of their block."""
+    model = build(partial(LocalAttention, block=12), span=12, backend="plain")
+    assert per_byte(model, 4) == HEAD + PROJECTIONS + 4 * D * 8 >= model.ideal_flops()
 
 
 def band(segment: int, columns: int, chunk: int) -> int:

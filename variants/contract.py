@@ -172,7 +172,8 @@ class Sublayer(nn.Module):
     """Names of parameters ``[M, D]`` of which ``forward`` takes sums of rows by ``self.sum_rows``, that of
     ``variants/kernels/table.py``, and nothing else but their shape: several processes may divide their columns."""
     period: int = 1
-    """Bytes after which what it does repeats: a block, a chunk, a dilated step. The conformance suite runs over several."""
+    """Bytes after which what it does repeats: a block, a chunk, a dilated step. The suite runs over several, and FLOPs
+    are counted over one."""
 
     def reach(self) -> int | None:
         """How many bytes back its output can depend on its input, at any parameters; None for all the way.

@@ -207,11 +207,10 @@ class LocalAttention(Attention):
 
     def _of_window(self, backend: str, q: Tensor, k: Tensor, v: Tensor, visible: Window) -> Tensor:
         on_cpu = (backend, q.device.type) == ("kernel", "cpu")
-        if on_cpu and (past := k.shape[2] - q.shape[2]):
-            old = PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])
-            keys = VisibleKeys(k[:, :, past:], v[:, :, past:], [old], [])
-        else:
-            keys = VisibleKeys(k, v, [], []) if on_cpu else VisibleKeys.joined(k, v, [])
+        past = k.shape[2] - q.shape[2] if on_cpu else 0  # the others read keys as one
+        old = [PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])] if past else []
+        k, v = k[:, :, past:], v[:, :, past:]
+        keys = VisibleKeys(k, v, old, []) if on_cpu else VisibleKeys.joined(k, v, old)
         traced = backend == "plain" or backends.is_operation(backend, q.device)
         return (self._attend if traced else self._attend_outside_the_graph)(backend, q, keys, visible, None)
 

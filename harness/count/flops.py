@@ -51,9 +51,9 @@ class ForwardFlops(NamedTuple):
     """What a model executes to predict one byte.
 
     Attributes:
-        per_byte: forward FLOPs, the mean over one segment.
-        unknown: as in ``Flops``, calls in the whole segment.
-        state_bytes: carried state of one stream before that segment.
+        per_byte: forward FLOPs, the mean over the segments that were counted.
+        unknown: as in ``Flops``, calls in all of them.
+        state_bytes: carried state of one stream before the first.
         warm: whether it had stopped growing.
     """
 
@@ -86,7 +86,8 @@ def optimizer_flops(step: Callable[[], object]) -> Flops:
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: int = 2**16) -> ForwardFlops:
-    """Count the evaluation of one segment of one stream, in warm state, on the model's device.
+    """Count the evaluation of one segment of one stream, in warm state, on the model's device; of as many as the longest block
+    of a mechanism takes (``Sublayer.period``), where a segment alone would tell of its place in one.
 
     Random bytes are fed until two segments in a row have left all shapes of the carried state as they were. The
     model's modes, its gradients and the generators of random numbers are left as they are found. Call it in the run's
@@ -111,9 +112,15 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
             state, before = model(tokens(), state).state, shapes
             shapes, fed = [tensor.shape for tensor in tensors_of(state)], fed + segment
             unchanged = unchanged + 1 if shapes == before else 0
-        last = tokens()
-        flops = count_flops(lambda: model(last, state))
-    return ForwardFlops(flops.total / segment, flops.unknown, state_bytes(state), unchanged == 2)
+        period = max((sublayer.period for _, sublayer in model.sublayers()), default=1)
+        last = [tokens() for _ in range(-(-period // segment))]
+        flops = count_flops(lambda: _read(model, last, state))
+    return ForwardFlops(flops.total / (len(last) * segment), flops.unknown, state_bytes(state), unchanged == 2)
+
+
+def _read(model: LanguageModel, segments: list[torch.Tensor], state: object) -> None:
+    for segment in segments:
+        state = model(segment, state).state
 
 
 @contextmanager

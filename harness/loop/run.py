@@ -294,7 +294,7 @@ class Run:
         peak = self._most.across(self._processes.largest)
         found |= summary.costs(training, peak=peak)  # FLOPs are those of the weights that are scored
         if unreached := found["unreached"]:
-            progress.print(f"no gradient ever came to {', '.join(unreached)}: as this run is, these learn nothing")
+            progress.print(f"no gradient ever came to {', '.join(unreached)}: in this run they learn nothing")
         found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(training.model.metrics({}))}
         found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in training.splits:
