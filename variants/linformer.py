@@ -11,8 +11,8 @@ over the w nearest keys i, exactly, and the summaries of blocks j, in one softma
 - Keys are summarised unrotated, and turned, penalised or given a vector as if they stood at their block's last byte.
 - ``top_k`` reads only the best summaries, by an index q'_t . W mean_i k_i of its own, one for all heads. What is chosen has its
   index score added to its attention scores, which is how the index learns; the choice itself has no gradient.
-- A block is summarised no earlier than the window's end nears it, from what the window has of it, so that the weights learn
-  where the window is as long as a segment, too.
+- A block is summarised when it is about to leave the window, from what the window has of it, so that the weights learn where
+  the window is as long as a segment, too.
 - State: raw keys and values (``cache: hidden``: inputs) of the window and the open block, at a phase of each stream's own, and
   summaries as they were made, detached in either cache.
 
@@ -175,10 +175,10 @@ class Linformer(Sublayer):
         the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
         own, past, start, number = rows
         ratio, blocks, phase, inner = self.ratio, -(-own.shape[1] // self.ratio), number[:, 0], self.heads * self.d_head
-        every = own if past is None else torch.cat([_last(past, self.unsummarised), own], dim=1)
         if past is None:
-            every = F.pad(every, (0, 0, self.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
+            every = F.pad(own, (0, 0, self.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
         else:
+            every = torch.cat([_last(past, self.unsummarised), own], dim=1)
             every = _from(every, ratio - 1 - phase, blocks * ratio)
         both = every.unflatten(1, (blocks, ratio))
         k, v = self.compressor(both).chunk(2, dim=-1)
