@@ -88,6 +88,17 @@ def test_one_file_trains_and_passes_the_check(here):
     assert all(line.startswith("pass") for line in checked.out.splitlines()[:-1])
 
 
+@pytest.mark.parametrize("name", ["variant/mhsa", "sublayer/mhsa", "train"])
+def test_a_file_that_one_of_ours_hides_is_refused(here, name):
+    """``variant=performer`` of a folder with its own performer.yaml would be ours, and pass for theirs."""
+    write(here, module="my_mixer", conf="my_conf")
+    (here / "my_conf" / f"{name}.yaml").write_text("{}\n")
+    ended = train("-cd", "my_conf", *MADE, "variant=mhsa")
+    assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
+    assert f"{name.replace('/', '=')}: " in ended.err and f"{here / 'my_conf'} has a file of this name" in ended.err
+    assert train("-cd", str(ROOT / "conf"), *MADE, "--cfg", "job").code == 0  # ours, named twice
+
+
 def test_a_file_that_is_not_trusted_is_not_imported(here, imports):
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_mixer.py").write_text("raise SystemExit('it was imported')\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Around Hydra: one clear message and exit code 2 for a user's mistake, and sweeps whose other jobs still run.
 
 Left alone, Hydra 1.3 prints before it exits with 1, refuses a whole sweep for one bad job, and leaves a file behind. So
-``run_command`` is the outermost frame, and six of Hydra's functions are changed while it runs. An error that is nobody's
+``run_command`` is the outermost frame, and seven of Hydra's functions are changed while it runs. An error that is nobody's
 mistake keeps its trace and exits with 1; ``HYDRA_FULL_ERROR=1`` shows the trace of a mistake, too.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import hydra._internal.utils as hydra_frame
 import yaml
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -30,7 +31,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from harness import failures, source
-from harness.compose.strangers import check_loaded, is_strangers, read_text
+from harness.compose.strangers import check_loaded, check_seen, is_strangers, read_text
 from harness.device.torchrun import check_launch, is_later, read_launch
 
 GROUP = "record.wandb.group"
@@ -215,7 +216,7 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
     report, returned, instantiate = hydra_frame.run_and_report, JobReturn.return_value, Plugins.instantiate_launcher
     sweep, check = BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal
     files = SourcesRegistry.instance().resolve("file")
-    load = files.load_config
+    load, load_first = files.load_config, ConfigRepository.load_config
 
     def run_and_say(function: Callable[[], object]) -> object:
         """Hydra's own prints a shortened trace and exits with 1."""
@@ -268,6 +269,11 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
         check_loaded(found, name=config_path, file=path)
         return found
 
+    def load_only(self: ConfigRepository, config_path: str) -> ConfigResult | None:
+        """Hydra's own takes the first file of a name, and passes over the others in silence."""
+        check_seen(config_path, [folder for folder in self.sources if folder.is_config(config_path)])
+        return load_first(self, config_path)
+
     def make_launcher(self: Plugins, **given) -> Launcher:
         chosen = instantiate(self, **given)
         return launcher(chosen, **given) if launcher else chosen
@@ -275,9 +281,10 @@ def _hydra_tamed(failed: list[Exception], launcher: Callable[..., Launcher] | No
     hydra_frame.run_and_report, Plugins.instantiate_launcher = run_and_say, make_launcher
     BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep_cleanly, keep_legal
     JobReturn.return_value, files.load_config = property(result, returned.fset), load_checked
+    ConfigRepository.load_config = load_only
     try:
         yield
     finally:
         hydra_frame.run_and_report, JobReturn.return_value, files.load_config = report, returned, load
-        Plugins.instantiate_launcher = instantiate
+        Plugins.instantiate_launcher, ConfigRepository.load_config = instantiate, load_first
         BasicSweeper.sweep, BasicSweeper.validate_batch_is_legal = sweep, check

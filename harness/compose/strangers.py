@@ -7,11 +7,11 @@ and neither whom to trust: that counts from the command line alone. Ours, and th
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -97,6 +97,24 @@ def check_loaded(found: ConfigResult, *, name: str, file: Path) -> None:
     if "trust" in plain:
         raise ValueError(f"{file}: trust={plain['trust']}: {_told('trust')}, as in trust=[my_file]")
     _check_hydra(plain.get("hydra", {}), file=file)
+
+
+def check_seen(name: str, having: Sequence[ConfigSource]) -> None:
+    """ValueError where a folder of the user's has a file that is hidden by another of the same group and name.
+
+    Args:
+        name: group and name, by which it was chosen.
+        having: folders with such a file, in Hydra's order: the first is read.
+    """
+    for hidden in having[1:]:
+        given = hidden.provider == "command-line" or hidden.provider.startswith("hydra.searchpath in")
+        if given and Path(hidden.path).resolve() != Path(having[0].path).resolve():
+            group, _, choice = name.removesuffix(".yaml").rpartition("/")
+            word = f"{group}={choice}" if group else choice
+            raise ValueError(
+                f"{word}: {hidden.path} has a file of this name, which is not read, because {having[0].path} comes first; "
+                "allowed are names that are free"
+            )
 
 
 def check_word(word: str, *, what: str) -> None:
