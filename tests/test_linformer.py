@@ -11,10 +11,12 @@ from harness.count.flops import count_flops
 from tests.attention_case import DOUBLE, B, Case, D, assert_near, assert_same, covering, gradients, run, starts
 from tests.reference.linformer import linformer as reference
 from variants.contract import cat_streams
+from variants.kernels import window_cpu
 from variants.linformer import Linformer
 
 SHAPES = [(3, 4, 13), (4, 2, 11), (1, 3, 8), (2, 5, 9), (5, 1, 12)]
 """r, w and S: windows longer and shorter than a block, and spans that are no multiple of one."""
+BACKENDS = ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)]
 FACTORS = {
     "shape": SHAPES,
     "compressor": ["mean", "linear", "softmax"],
@@ -65,12 +67,13 @@ def segmented(sublayer: Linformer, x: Tensor, cuts: list[int], *, at: int = 0) -
 
 
 @pytest.mark.numeric
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("row", covering(FACTORS, strength=2), ids=lambda row: "-".join(map(str, row.values())))
-def test_it_is_the_reference_in_value_and_every_gradient(row):
+def test_it_is_the_reference_in_value_and_every_gradient(row, backend):
     (ratio, window, span), (past, length) = row["shape"], row["lengths"]
     same = {name: row[name] for name in ("compressor", "position", "cache", "attend_self", "top_k")}
     sizes = {"ratio": ratio, "window": window, "span": span}
-    case = Summarised(past=past, length=length, **sizes, **same)
+    case = Summarised(past=past, length=length, backend=backend, **sizes, **same)
     sublayer = case.build()
     old, x = case.stream()
     weights = {name.removesuffix(".weight").removeprefix("compressor."): p for name, p in sublayer.named_parameters()}
@@ -82,23 +85,26 @@ def test_it_is_the_reference_in_value_and_every_gradient(row):
 
 
 @pytest.mark.numeric
-def test_several_chunks_of_queries_are_the_reference():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_chunks_of_queries_are_the_reference(backend):
     sizes, same = {"ratio": 4, "window": 6, "span": 21}, {"compressor": "linear", "position": "rotary", "top_k": None}
-    case = Summarised(past=10, length=37, heads=1, **sizes, **same)
+    case = Summarised(past=10, length=37, heads=1, backend=backend, **sizes, **same)
     sublayer = case.build()
     old, x = case.stream()
-    assert sublayer._queries(37) == (2, 32)
+    assert sublayer.blocks.chunks(37) == (2, 32)
     weights = {name.removesuffix(".weight").removeprefix("compressor."): p for name, p in sublayer.named_parameters()}
     same |= {"cache": "kv", "attend_self": True}
     expected = reference(x, past=old, weights=weights, heads=1, **sizes, **same)
     assert_same(run(sublayer, x, old), expected, named={"x": x} | weights)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 @pytest.mark.parametrize(("compressor", "top_k"), [("linear", None), ("softmax", None), ("softmax", 2)])
-def test_weights_learn_where_a_window_is_longer_than_a_segment(compressor, top_k, cache):
+def test_weights_learn_where_a_window_is_longer_than_a_segment(compressor, top_k, cache, backend):
     """All blocks that a query sees as summaries are then of earlier segments."""
-    case = Summarised(past=40, length=6, window=9, span=30, compressor=compressor, top_k=top_k, cache=cache)
+    sizes = {"past": 40, "length": 6, "window": 9, "span": 30}
+    case = Summarised(compressor=compressor, top_k=top_k, cache=cache, backend=backend, **sizes)
     sublayer = case.build()
     old, x = case.stream()
     sublayer(x, sublayer(old).state, starts(40)).y.sum().backward()
@@ -107,10 +113,12 @@ def test_weights_learn_where_a_window_is_longer_than_a_segment(compressor, top_k
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("position", ["none", "rotary", "relative", "alibi"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("top_k", "cache"), [(None, "kv"), (2, "hidden"), (2, "kv")])
-def test_cuts_do_not_matter_in_a_stream_that_begins_anywhere(position, top_k, cache):
+def test_cuts_do_not_matter_in_a_stream_that_begins_anywhere(position, top_k, cache, backend):
     """Chunks, whole and last ones, and segments of one byte; rotary angles of 10^7 are exact."""
-    case = Summarised(length=150, span=90, ratio=4, window=41, position=position, top_k=top_k, cache=cache)
+    sizes = {"length": 150, "span": 90, "ratio": 4, "window": 41}
+    case = Summarised(position=position, top_k=top_k, cache=cache, backend=backend, **sizes)
     sublayer, x = case.build(), case.whole()
     whole = segmented(sublayer, x, [])
     assert_near(segmented(sublayer, x, [1, 2, 9, 57, 58, 147]), whole, tolerance=1e-9)
@@ -119,9 +127,10 @@ def test_cuts_do_not_matter_in_a_stream_that_begins_anywhere(position, top_k, ca
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
-@pytest.mark.parametrize(("top_k", "position"), [(None, "rotary"), (1, "alibi")])
-def test_streams_of_a_batch_may_be_at_any_phase_and_of_any_age(cache, top_k, position):
-    case = Summarised(length=60, cache=cache, top_k=top_k, position=position)
+@pytest.mark.parametrize(("top_k", "position"), [(None, "rotary"), (1, "alibi"), (None, "relative")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_streams_of_a_batch_may_be_at_any_phase_and_of_any_age(cache, top_k, position, backend):
+    case = Summarised(length=60, cache=cache, top_k=top_k, position=position, backend=backend)
     sublayer, x = case.build(), case.whole()[:1]
     ages = [1, 5, 24, 25, 26]
     states = [sublayer(x[:, :age]).state for age in ages]
@@ -178,11 +187,13 @@ def test_without_summaries_it_is_a_window_and_spans_may_change_between_segments(
         sublayer.set_span(0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("attend_self", [True, False])
 @pytest.mark.parametrize(("ratio", "window", "span"), SHAPES)
-def test_what_a_query_sees(ratio, window, span, attend_self):
+def test_what_a_query_sees(ratio, window, span, attend_self, backend):
     """By the gradient of each output with respect to each input: the window, finished blocks, and not one byte else."""
-    case = Summarised(length=45, ratio=ratio, window=window, span=span, attend_self=attend_self)
+    sizes = {"length": 45, "ratio": ratio, "window": window, "span": span}
+    case = Summarised(attend_self=attend_self, backend=backend, **sizes)
     sublayer, x = case.build(), case.whole()[:1].requires_grad_()
     y, shift = sublayer(x).y, 0 if attend_self else 1
     for t in range(45):
@@ -229,9 +240,10 @@ def test_a_choice_of_all_by_an_index_of_nothing_is_no_choice_and_the_index_learn
     assert all(g.abs().max() > 1e-6 for g in found)
 
 
-def test_a_query_that_sees_nothing_gives_nothing():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_that_sees_nothing_gives_nothing(backend):
     for position in ("none", "alibi"):
-        case = Summarised(length=1, attend_self=False, position=position)
+        case = Summarised(length=1, attend_self=False, position=position, backend=backend)
         _, x = case.stream()
         y = case.build()(x).y
         assert y.abs().max() == 0
@@ -284,7 +296,7 @@ def test_state_does_not_grow_and_float32_stays_beside_float64(top_k):
         ({"ratio": 13}, r"model\.span=13: must be above .* ratio=13"),
         ({"d_head": None, "heads": 3}, r"model\.heads=3 must divide model\.d_model=5"),
         ({"d_head": 0}, r"d_head=0: must be at least 1"),
-        ({"backend": "kernel"}, r"runtime\.backend=kernel cannot run Linformer: allowed are auto, plain"),
+        ({"backend": "fused"}, r"runtime\.backend=fused cannot run Linformer: allowed are auto, kernel, plain"),
     ],
 )
 def test_what_is_refused(keywords, message):
@@ -292,8 +304,9 @@ def test_what_is_refused(keywords, message):
         Summarised(**keywords).build()
 
 
-def test_summary_mass_is_the_share_of_attention():
-    case = Summarised(length=30)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_summary_mass_is_the_share_of_attention(backend):
+    case = Summarised(length=30, backend=backend)
     sublayer, x = case.build(), case.whole()
     torch.nn.init.zeros_(sublayer.query.weight)  # all keys alike
     first = sublayer(x[:, :11], collect_stats=True)
@@ -305,11 +318,12 @@ def test_summary_mass_is_the_share_of_attention():
     assert sublayer.metrics({}) == {}
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 @pytest.mark.parametrize("top_k", [None, 2])
 @pytest.mark.parametrize("compressor", ["mean", "linear", "softmax"])
-def test_flops_by_hand_and_fewer_than_are_executed(compressor, top_k, cache):
-    case = Summarised(length=45, compressor=compressor, top_k=top_k, cache=cache)
+def test_flops_by_hand_and_fewer_than_are_executed(compressor, top_k, cache, backend):
+    case = Summarised(length=45, compressor=compressor, top_k=top_k, cache=cache, backend=backend)
     sublayer, x = case.build(), case.whole()
     pooling = {"mean": 0, "linear": 4, "softmax": 6}[compressor] * 2 * 2
     matrices = 4 * 2 * D * 4 + (2 * D * 3 + 2 * 4 * 3 // 3 if top_k else 0)  # keys of the index once a block
@@ -328,10 +342,21 @@ def test_flops_by_hand_and_fewer_than_are_executed(compressor, top_k, cache):
         assert needed.training <= counted.total / (B * part.shape[1])
 
 
+def test_a_backend_that_cannot_run_is_refused_and_auto_takes_another(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(window_cpu, "available", lambda: None)
+    auto, asked = (Summarised(backend=backend, dropout=0.5).build() for backend in ("auto", "kernel"))
+    assert auto.backend(cpu, training=True) == "plain" and auto.backend(cpu, training=False) == "kernel"
+    assert auto.backends(gpu, training=False) == ("plain",)
+    for device, training in ((gpu, False), (cpu, True)):
+        with pytest.raises(ValueError, match=r"runtime\.backend=kernel cannot run .*: allowed are auto, plain"):
+            asked.backend(device, training=training)
+
+
 def test_scores_with_an_index_are_made_again_for_the_backward_with_the_same_dropout(monkeypatch):
     case = Summarised(length=40, window=16, span=39, ratio=2, top_k=3, dropout=0.3, position="rotary")
     sublayer, x = case.build(), case.whole().requires_grad_()
-    heads = (B, *sublayer._queries(40)[:1], 2, *sublayer._queries(40)[1:])  # [B, n, H, Q, ..]
+    heads = (B, *sublayer.blocks.chunks(40)[:1], 2, *sublayer.blocks.chunks(40)[1:])  # [B, n, H, Q, ..]
 
     def found() -> tuple[bool, tuple[Tensor, ...]]:
         shapes = []
@@ -366,10 +391,14 @@ def test_it_is_one_graph(top_k):
     assert_same(torch.cat(found, dim=1), expected, named=dict(sublayer.named_parameters()))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("top_k", [None, 2])
-def test_nothing_waits_for_values(top_k):
+def test_nothing_waits_for_values(top_k, backend):
     """Forward and backward of tensors that have none, which any look at a value would end."""
-    sublayer, x = Summarised(position="alibi", top_k=top_k).build(), torch.randn(2, 40, D, dtype=DOUBLE)
+    sublayer, x = (
+        Summarised(position="alibi", top_k=top_k, backend=backend).build(),
+        torch.randn(2, 40, D, dtype=DOUBLE),
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
         first = sublayer(x)
         y = sublayer(x, first.state, torch.full((2,), 40)).y

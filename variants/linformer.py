@@ -24,6 +24,8 @@ Ours: the window, without which the open block would be invisible (Transformer-L
 is chosen is read as summaries, not key by key; the index has one head, no ReLU, no rotation, and no loss of its own.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,9 +34,12 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from variants import backends
+from variants.blocks import Blocks
 from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
 from variants.kernels.window import pairs
+from variants.window_and_summaries import Far, Near, by_kernel, in_bands
 
 
 class Carried(NamedTuple):
@@ -64,23 +69,6 @@ class Rows(NamedTuple):
     past: Tensor | None
     start: Tensor
     number: Tensor
-
-
-class Keys(NamedTuple):
-    """What chunks of queries meet: n chunks of Q queries, L keys of the window and G summaries, in this order.
-
-    Attributes:
-        k, v: ``[B, n, H, L + G, K]``.
-        visible: ``[B or 1, n, Q, L + G]``.
-        distance: visible keys between, as if all were there, int64 ``[B or 1, n, Q, L + G]``.
-        index: of the summaries, ``[B, n, G, I]``, or empty.
-    """
-
-    k: Tensor
-    v: Tensor
-    visible: Tensor
-    distance: Tensor
-    index: Tensor
 
 
 class Linformer(Sublayer):
@@ -121,17 +109,16 @@ class Linformer(Sublayer):
         for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1" + ", or null" * (name == "top_k"))
-        self.shift = 0 if context.attend_self else 1
-        if context.span <= max(window, ratio - self.shift):
+        shift = 0 if context.attend_self else 1
+        if context.span <= max(window, ratio - shift):
             least = f"above window={window} and ratio={ratio}"
             raise ValueError(f"model.span={context.span}: must be {least}, or no summary is ever seen")
-        if context.backend not in ("auto", "plain"):
-            raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, plain")
+        if context.backend not in ("auto", "kernel", "plain"):
+            raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, kernel, plain")
         self.heads, self.d_head = context.heads, context.head_width(d_head)
-        self.ratio, self.window, self.top_k = ratio, window, top_k
-        self.lag = max(0, window + self.shift - ratio) // ratio  # finished blocks that are not summarised yet
-        self.unsummarised = (self.lag + 1) * ratio - 1  # bytes before a segment, at most
-        self.span, self.period, self.cache, self.dropout = context.span, ratio, context.cache, context.dropout
+        self.blocks = Blocks(ratio, window, context.span, shift, top_k)
+        self.ratio, self.top_k, self.shift, self.period = ratio, top_k, shift, ratio
+        self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
         inner = self.heads * self.d_head
         self.query, self.key, self.value = (nn.Linear(context.d_model, inner, bias=False) for _ in range(3))
         self.output = nn.Linear(inner, context.d_model, bias=False)
@@ -154,9 +141,9 @@ class Linformer(Sublayer):
         rows = self._rows(x, carried, start)
         summaries = self._summaries(rows, carried)
         q = self.position.rotate(self._heads(self.query(x) * self.d_head**-0.5), start)
-        keys = self._keys(rows, summaries)
-        y = self.output(self._attend(x, q, keys))
-        stats = self._stats(x, q, keys) if collect_stats else None
+        near, far = self._near(rows), self._far(x, rows, summaries)
+        y = self.output(self._attend(q, near, far))
+        stats = self._stats(q, near, far) if collect_stats else None
         return SublayerOutput(y, self._carry(x, rows, summaries, carried), stats=stats)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -176,119 +163,91 @@ class Linformer(Sublayer):
         own, past, start, number = rows
         ratio, blocks, phase, inner = self.ratio, -(-own.shape[1] // self.ratio), number[:, 0], self.heads * self.d_head
         if past is None:
-            every = F.pad(own, (0, 0, self.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
+            every = F.pad(own, (0, 0, self.blocks.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
         else:
-            every = torch.cat([_last(past, self.unsummarised), own], dim=1)
+            every = torch.cat([_last(past, self.blocks.unsummarised), own], dim=1)
             every = _from(every, ratio - 1 - phase, blocks * ratio)
         both = every.unflatten(1, (blocks, ratio))
         k, v = self.compressor(both).chunk(2, dim=-1)
-        after = torch.arange(1, blocks + 1, device=own.device) - self.lag
+        after = torch.arange(1, blocks + 1, device=own.device) - self.blocks.lag
         last = (start - phase)[:, None] + ratio * after - 1  # [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
         k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
         index = [self.index_key(both[..., :inner].mean(dim=2))] if self.top_k else []
         made = torch.cat([k, v, *index], dim=-1)
         if carried is None:
-            return F.pad(made, (0, 0, self._most(), 0))
-        return torch.cat([_last(carried.summaries.to(made.dtype), self._most()), made], dim=1)
+            return F.pad(made, (0, 0, self.blocks.most, 0))
+        return torch.cat([_last(carried.summaries.to(made.dtype), self.blocks.most), made], dim=1)
 
-    def _queries(self, length: int) -> tuple[int, int]:
-        """Chunks n and queries Q of each, whole blocks if there are several."""
-        size = -(-max(32, min(128, self._near())) // self.ratio) * self.ratio
-        return (1, length) if length <= size else (-(-length // size), size)
-
-    def _keys(self, rows: Rows, summaries: Tensor) -> Keys:
-        """Each chunk's band of the window, and its summaries."""
+    def _near(self, rows: Rows) -> Near:
         own, past, start, number = rows
-        (chunks, size), inner = self._queries(own.shape[1]), self.heads * self.d_head
-        behind = self._near() - 1 + self.shift
-        k, v = self.position.rotate(self._heads(own[..., :inner]), start), self._heads(own[..., inner:])
-        front = 0
-        if past is not None:
-            old = _last(past, min(behind, past.shape[1]))
-            front = old.shape[1]
-            old_k = self.position.rotate(self._heads(old[..., :inner]), start - front)
-            k, v = torch.cat([old_k, k], dim=2), torch.cat([self._heads(old[..., inner:]), v], dim=2)
-        before = -(-behind // size) if chunks > 1 else 0
-        if chunks > 1:
-            pad = (0, 0, before * size - front, chunks * size - own.shape[1])
-            k, v, front = F.pad(k, pad), F.pad(v, pad), before * size
-        at = torch.arange(chunks, device=own.device)[:, None] * (size // self.ratio) + self._met(size, own.device)
+        inner = self.heads * self.d_head
+
+        def placed(part: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+            return self.position.rotate(self._heads(part[..., :inner]), at), self._heads(part[..., inner:])
+
+        if past is None:
+            return Near(*placed(own, start), None, None, number[:, 1])
+        old = _last(past, min(self.blocks.behind, past.shape[1]))
+        return Near(*placed(own, start), *placed(old, start - old.shape[1]), number[:, 1])
+
+    def _far(self, x: Tensor, rows: Rows, summaries: Tensor) -> Far:
+        """Summaries that chunks of queries meet; of ``top_k``, those are visible that each has chosen."""
+        blocks, (chunks, size), inner = self.blocks, self.blocks.chunks(x.shape[1]), self.heads * self.d_head
+        first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
+        at = first // self.ratio + blocks.met(size, x.device)  # [n, G]
         met = summaries[:, at.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
         key, value, index = met.split([inner, inner, self.d_index], dim=-1)
+        phase, found = rows.number[:, 0, None, None, None], rows.number[:, 2, None, None, None]
+        most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
+        back = phase + t + self.ratio * (most - at[:, None])  # bytes to the block's first
+        seen = (back >= blocks.nearest) & (back < blocks.span + self.shift) & (at[:, None] >= most - found)
+        k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (key, value))
+        far = Far(k, v, seen, back - (self.ratio - 1) - self.shift)
+        if not self.top_k or not at.numel():
+            return far
+        index = blocks.chunked(self.index_query(x)) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
+        seen = seen.expand(len(x), -1, -1, -1)
+        best = index.detach().masked_fill(~seen, -torch.inf).topk(blocks.chosen(index.shape[-1]), dim=-1).indices
+        return far._replace(visible=seen & torch.zeros_like(seen).scatter(-1, best, True), added=index)
 
-        def joined(x: Tensor, far: Tensor) -> Tensor:  # [B, H, front + n Q, K] -> [B, n, H, L + G, K]
-            parts = x.unflatten(2, (chunks + before, -1)).transpose(1, 2)
-            far = rearrange(far, "B n G (H K) -> B n H G K", H=self.heads)
-            return torch.cat([*(parts[:, i : i + chunks] for i in range(before + 1)), far], dim=3)
-
-        return Keys(joined(k, key), joined(v, value), *self._visible(number, at, front, (chunks, size)), index)
-
-    def _visible(self, number: Tensor, at: Tensor, front: int, queries: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """As ``Keys`` has it, and distances, from the numbers of summaries ``at [n, G]``, where ``front`` keys of a band are
-        before its chunk."""
-        (chunks, size), most, device = queries, self._most() + self.lag, at.device
-        phase, kept, found = (n[:, None, None, None] for n in number.unbind(-1))
-        t = torch.arange(size, device=device)[:, None]
-        first = size * torch.arange(chunks, device=device)[:, None, None]  # [n, 1, 1]
-        place = torch.arange(front + size, device=device) - front  # of a band's key, from the chunk's first query on
-        near = (t - place - self.shift).expand(len(number), chunks, -1, -1)
-        seen = (near >= 0) & (near < self._near()) & (first + place >= -kept)
-        far = phase + first + t + self.ratio * (most - at[:, None])  # bytes back to the block's first
-        seen_far = (far >= self._nearest()) & (far < self.span + self.shift) & (at[:, None] >= most - found)
-        distance = torch.cat([near, far - (self.ratio - 1) - self.shift], dim=3)
-        return torch.cat([seen, seen_far], dim=3), distance
-
-    def _attend(self, x: Tensor, q: Tensor, keys: Keys) -> Tensor:
+    def _attend(self, q: Tensor, near: Near, far: Far) -> Tensor:
         """What the heads give, ``[B, T, H K]``."""
-        chunks, size = self._queries(x.shape[1])
-        visible, far = keys.visible, keys.index.shape[2]
-
-        def chunked(x: Tensor) -> Tensor:  # [.., T, m] -> [.., n, Q, m]
-            return F.pad(x, (0, 0, 0, chunks * size - x.shape[-2])).unflatten(-2, (chunks, size))
-
-        index = None
-        if self.top_k and far:
-            index = chunked(self.index_query(x)) @ keys.index.mT * self.d_index**-0.5  # [B, n, Q, G]
-            near, seen = visible.expand(len(x), -1, -1, -1).split([visible.shape[-1] - far, far], dim=-1)
-            best = index.detach().masked_fill(~seen, -torch.inf).topk(min(self.top_k, far), dim=-1).indices
-            visible = torch.cat([near, seen & torch.zeros_like(seen).scatter(-1, best, True)], dim=-1)
-            index = F.pad(index, (visible.shape[-1] - far, 0))[:, :, None]
-        bias = self.position.bias(q, self.span)
-        if bias is not None:  # [H, S] or [B, H, T, S] -> [B, n, H, Q, L + G]
-            bias = bias[None, None, :, None] if bias.dim() == 2 else chunked(bias).transpose(1, 2)
-            shape = (len(x), chunks, self.heads, size)
-            at = keys.distance.clamp(0, self.span - 1)[:, :, None].expand(*shape, -1)
-            bias = bias.expand(*shape, -1).gather(-1, at)
-        added = [b for b in (bias, index) if b is not None]
-        given = chunked(q).transpose(1, 2), keys.k, keys.v, visible[:, :, None], added
-        if index is not None and torch.is_grad_enabled():
+        same = {"blocks": self.blocks, "position": self.position}
+        if self.backend(q.device, training=self.training) == "kernel":
+            return rearrange(by_kernel(q, near, far, **same), "B H T K -> B T (H K)")
+        attend = partial(in_bands, dropout=self.dropout if self.training else 0.0, **same)
+        if far.added is not None and torch.is_grad_enabled():
             # Its blocks are short and its summaries many: scores are made again for the backward pass, not kept for it.
-            y = checkpoint.checkpoint(self._softmax, *given, use_reentrant=False)
-        else:
-            y = self._softmax(*given)
-        return rearrange(y, "B n H Q K -> B (n Q) (H K)")[:, : x.shape[1]]
+            attend = partial(checkpoint.checkpoint, attend, use_reentrant=False)
+        return rearrange(attend(q, near, far), "B H T K -> B T (H K)")
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor]) -> Tensor:
-        """``[B, n, H, Q, K]``; a query that sees nothing gives 0. In torch's own kernel where nothing else is asked for."""
-        blind = ~visible.any(-1, keepdim=True)
-        visible = (visible | blind).expand(len(q), -1, -1, -1, -1)
-        rate = self.dropout if self.training else 0.0
-        if not added and not rate:
-            parts = (x.flatten(0, 1) for x in (q, k, v))
-            y = F.scaled_dot_product_attention(*parts, attn_mask=visible.flatten(0, 1), scale=1.0).view(q.shape)
-        else:
-            scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
-            scores = sum(added, scores).masked_fill(~visible, -torch.inf)
-            y = F.dropout(scores.softmax(dim=-1), rate).to(v.dtype) @ v
-        return y.masked_fill(blind, 0) if self.shift else y
+    def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
+        need = backends.Need(
+            d_head=self.d_head,
+            dropout=self.dropout if training else 0.0,
+            spans_of_input=False,
+            constant_bias=self.position.constant_bias,
+            vectors=self.position.vectors(1) is not None,
+        )
+        able = ("kernel", "plain") if device.type == "cpu" else ("plain",)
+        return tuple(name for name in backends.possible(need, device) if name in able)
+
+    def backend(self, device: torch.device, *, training: bool) -> str:
+        if (wanted := self.wanted_backend) == "plain":
+            return wanted
+        able = self.backends(device, training=training)
+        if wanted not in ("auto", *able):
+            raise ValueError(f"runtime.backend={wanted} cannot run here: allowed are {', '.join(['auto', *able])}")
+        return able[0] if wanted == "auto" else wanted
 
     @torch.no_grad()
-    def _stats(self, x: Tensor, q: Tensor, keys: Keys) -> dict[str, Tensor]:
+    def _stats(self, q: Tensor, near: Near, far: Far) -> dict[str, Tensor]:
         """The share of attention that summaries have: values of one for them, and of nothing for the window."""
-        far = keys.index.shape[2]
-        ones = F.pad(torch.ones_like(keys.v[..., :far, :]), (0, 0, keys.v.shape[3] - far, 0))
-        mass = self._attend(x, q, keys._replace(v=ones)).unflatten(-1, (self.heads, -1))[..., 0]
+        old_v = None if near.old_v is None else torch.zeros_like(near.old_v)
+        near = near._replace(v=torch.zeros_like(near.v), old_v=old_v)
+        mass = self._attend(q, near, far._replace(v=torch.ones_like(far.v)))
+        mass = mass.unflatten(-1, (self.heads, -1))[..., 0]
         return {"bytes": torch.tensor(mass[..., 0].numel(), dtype=torch.float64), "mass": wide(mass).sum(dim=(0, 1))}
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
@@ -297,61 +256,27 @@ class Linformer(Sublayer):
 
     @torch.no_grad()
     def _carry(self, x: Tensor, rows: Rows, summaries: Tensor, carried: Carried | None) -> State:
-        length, most, kept = x.shape[1], self._most(), self._kept()
+        length, most, kept = x.shape[1], self.blocks.most, self.blocks.kept
         past = rows.own if self.cache == "kv" else x
         if carried is not None:
             past = torch.cat([carried.past.to(past.dtype), past[:, -max(1, kept) :]], dim=1)
         phase, old, found = rows.number.expand(len(x), -1).unbind(-1)
         done = (phase + length) // self.ratio
-        found = (found + done).clamp(max=most + self.lag)
+        found = (found + done).clamp(max=most + self.blocks.lag)
         number = [(phase + length) % self.ratio, (old + length).clamp(max=kept), found]
         return tuple(Carried(_last(past, kept).clone(), _from(summaries, done, most), torch.stack(number, -1)))
 
     def reach(self) -> int:
-        return self.span - 1 + self.shift
-
-    def _near(self) -> int:
-        """Keys of the window."""
-        return min(self.window, self.span)
-
-    def _nearest(self) -> int:
-        """Bytes back to the first of the nearest block that is visible as a summary."""
-        return max(self._near() + self.shift, self.ratio)
-
-    def _most(self) -> int:
-        """N, summaries carried: no block that began farther back than a query sees is visible."""
-        return max(0, self.reach() // self.ratio - self.lag)
-
-    def _kept(self) -> int:
-        """P, bytes before a segment that the window or the next summary may need."""
-        return max(self._near() - 1 + self.shift, self.unsummarised)
-
-    def _met(self, size: int, device: torch.device) -> Tensor:
-        """Numbers of the summaries that a chunk of ``size`` queries may meet, beside as many as blocks went before it."""
-        number = self._most() + self.lag + 1 + (self.ratio - 2 + size - self._nearest()) // self.ratio
-        return torch.arange(max(0, number), device=device)
+        return self.blocks.reach
 
     def set_span(self, span: int) -> None:
         if span < 1 or span > self.position.longest:
             raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
-        self.span = span
+        self.blocks = replace(self.blocks, span=span)
 
     def ideal_flops(self) -> int:
         """Projections, weights over a block, scores and weighted values of the window and of summaries, the mean over phases."""
-        return round(self._forward_flops(self._near(), *self._summaries_seen()))
-
-    def _summaries_seen(self) -> tuple[float, float]:
-        """Summaries in sight of a warm query, and of these read, the means over phases."""
-        seen = [self._seen(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)]
-        return sum(seen) / self.ratio, sum(map(self._read, seen)) / self.ratio
-
-    def _seen(self, before: int) -> int:
-        """Blocks whose summaries the byte after ``before`` others sees."""
-        first = before - self.span - self.shift  # blocks that begin here or before are out of sight
-        return max(0, (before - self._nearest()) // self.ratio + 1) - max(0, first // self.ratio + 1)
-
-    def _read(self, seen: int) -> int:
-        return seen if self.top_k is None else min(seen, self.top_k)
+        return round(self._forward_flops(self.blocks.near, *self.blocks.seen_warm()))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """By the pairs of a query and what it reads; a warm stream is charged the mean over the phases that it may be at.
@@ -359,23 +284,23 @@ class Linformer(Sublayer):
         What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now have one if
         something learns by it. Of ``top_k`` summaries those made in the segment are taken to be read first.
         """
-        own, past = pairs(segment, carried, self._near(), shift=self.shift)
-        if carried < self.span + self.ratio:
-            seen = [self._seen(carried + t) for t in range(segment)]
-            sight, read = sum(seen), sum(map(self._read, seen))
+        own, past = pairs(segment, carried, self.blocks.near, shift=self.shift)
+        if carried < self.blocks.span + self.ratio:
+            seen = [self.blocks.seen(carried + t) for t in range(segment)]
+            sight, read = sum(seen), sum(map(self.blocks.chosen, seen))
         else:
-            sight, read = (segment * mean for mean in self._summaries_seen())
+            sight, read = (segment * mean for mean in self.blocks.seen_warm())
         learns = self.cache == "hidden" or any(True for _ in self.compressor.parameters())
-        first = [min(carried, carried % self.ratio + older * self.lag * self.ratio) for older in (True, learns)]
-        indexed, fresh = ([self._seen(before + t) for t in range(segment)] for before in first)
-        learned, read_fresh = sum(indexed), sum(map(self._read, fresh))
+        first = [min(carried, carried % self.ratio + older * self.blocks.lag * self.ratio) for older in (True, learns)]
+        indexed, fresh = ([self.blocks.seen(before + t) for t in range(segment)] for before in first)
+        learned, read_fresh = sum(indexed), sum(map(self.blocks.chosen, fresh))
         forward = self._forward_flops((own + past) / segment, sight / segment, read / segment)
         needed = NeededFlops.of_products(forward)
         fixed = self.heads * 4 * self.d_head * max(0, read - read_fresh) + 2 * self.d_index * max(0, sight - learned)
         if self.cache == "kv":
             fixed += self.heads * 4 * self.d_head * past
             return needed._replace(backward=needed.backward - fixed / segment)
-        inputs = min(carried, self._near() - 1 + self.shift)
+        inputs = min(carried, self.blocks.behind)
         projected = 2 * inputs * (self.key.weight.numel() + self.value.weight.numel()) / segment
         return NeededFlops(needed.forward + projected, needed.backward + projected - fixed / segment)
 

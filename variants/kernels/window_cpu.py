@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from variants.kernels import native
+from variants.kernels.beside import Beside, gradients, merge
 from variants.kernels.window import PastKV, Persistent, Window, soft_mask
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
@@ -64,6 +65,7 @@ def attend(
     bias: Tensor | None = None,
     vectors: Tensor | None = None,
     persistent: Persistent | None = None,
+    beside: Beside | None = None,
 ) -> Tensor:
     """The same function as ``window.attend`` without dropout; ``z`` is ``[H]``.
 
@@ -73,6 +75,7 @@ def attend(
             than others. No work is done for gradients that nobody asks for.
         bias: a constant ``[H, n]``, added to scores.
         vectors: p ``[n, K]``, shared by heads: adds ``q @ vectors.T``.
+        beside: what chunks of queries meet in the same softmax.
     """
     most = max(window.max_keys)
     for name, given in (("vectors", vectors), ("bias", None if bias is None else bias.mT)):
@@ -85,14 +88,18 @@ def attend(
     vectors = None if vectors is None else vectors[:most].to(kind)
     z = None if window.z is None else window.z.to(kind)
     own = (q.to(kind), k.to(kind), v.to(kind))
-    return _Attend.apply(window._replace(z=None), owners, *own, z, *extra, vectors, bias, *old).to(q.dtype)
+    more = (None, None, None) if beside is None else (x.to(kind) for x in beside)
+    return _Attend.apply(window._replace(z=None), owners, *more, *own, z, *extra, vectors, bias, *old).to(q.dtype)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, window, owners, *tensors):
+        more, own = tensors[:3], list(tensors[3:])
         sizes = (owners, window.max_keys, window.shift, window.ramp)
-        y, lse, _ = _forward(list(tensors), *sizes)
+        y, lse, _ = _forward(own, *sizes)
+        if more[0] is not None:
+            y, lse = merge(y, lse, own[0], Beside(*more))
         ctx.save_for_backward(*tensors, y, lse)
         ctx.sizes = sizes
         return y
@@ -101,14 +108,19 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         *tensors, y, lse = ctx.saved_tensors
+        more, tensors = tensors[:3], tensors[3:]
         _, _, *needs = ctx.needs_input_grad
+        beside, needs = needs[:3], needs[3:]
         needed = {name for name, need in zip(NAMES, needs, strict=False) if need}
         needed |= {"past"} if any(needs[PAST:]) else set()
         wanted = [name for name in (*NAMES, "past") if needed & {name, *TOGETHER.get(name, ())}]
         *found, _ = _backward(g, y, lse, tensors, *ctx.sizes, " ".join(wanted))
         found = iter(found)
         own = [next(found) if name in wanted else None for name in NAMES]
-        return None, None, *own, None, *(next(found, None) for _ in tensors[PAST:])
+        if more[0] is not None and (needs[0] or any(beside)):
+            dq, more = gradients(g, y, lse, tensors[0], Beside(*more), added=beside[2])
+            own[0] = None if own[0] is None else own[0] + dq
+        return None, None, *more, *own, None, *(next(found, None) for _ in tensors[PAST:])
 
 
 @torch.library.custom_op("windtunnel::window_forward", mutates_args=(), device_types="cpu")

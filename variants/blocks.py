@@ -1,0 +1,94 @@
+"""Blocks: which finished blocks of a stream a query sees as summaries beyond its window, in numbers (``linformer.py``)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of r bytes beyond a window of w keys, among the S keys that a query may see.
+
+    Attributes:
+        ratio: r.
+        window: w.
+        span: S.
+        shift: 0 if a query sees itself, else 1.
+        read: summaries that a query reads of those in sight, or None for all.
+    """
+
+    ratio: int
+    window: int
+    span: int
+    shift: int
+    read: int | None
+
+    @property
+    def lag(self) -> int:
+        """Finished blocks that are not summarised yet."""
+        return max(0, self.window + self.shift - self.ratio) // self.ratio
+
+    @property
+    def unsummarised(self) -> int:
+        """Bytes before a segment that are in no summary, at most."""
+        return (self.lag + 1) * self.ratio - 1
+
+    @property
+    def near(self) -> int:
+        """Keys of the window."""
+        return min(self.window, self.span)
+
+    @property
+    def nearest(self) -> int:
+        """Bytes back to the first of the nearest block that is visible as a summary."""
+        return max(self.near + self.shift, self.ratio)
+
+    @property
+    def reach(self) -> int:
+        return self.span - 1 + self.shift
+
+    @property
+    def most(self) -> int:
+        """N, summaries carried: no block that began farther back than a query sees is visible."""
+        return max(0, self.reach // self.ratio - self.lag)
+
+    @property
+    def behind(self) -> int:
+        """Bytes before a segment that its windows may hold."""
+        return self.near - 1 + self.shift
+
+    @property
+    def kept(self) -> int:
+        """P, bytes before a segment that the window or the next summary may need."""
+        return max(self.behind, self.unsummarised)
+
+    def chunks(self, length: int) -> tuple[int, int]:
+        """Chunks n in which queries are taken, and queries Q of each: whole blocks if there are several."""
+        size = -(-max(32, min(128, self.near)) // self.ratio) * self.ratio
+        return (1, length) if length <= size else (-(-length // size), size)
+
+    def chunked(self, x: Tensor) -> Tensor:
+        """``[.., T, m]`` to ``[.., n, Q, m]``."""
+        chunks, size = self.chunks(x.shape[-2])
+        return F.pad(x, (0, 0, 0, chunks * size - x.shape[-2])).unflatten(-2, (chunks, size))
+
+    def met(self, size: int, device: torch.device) -> Tensor:
+        """Numbers of the summaries that a chunk of ``size`` queries may meet, beside as many as blocks went before it."""
+        number = self.most + self.lag + 1 + (self.ratio - 2 + size - self.nearest) // self.ratio
+        return torch.arange(max(0, number), device=device)
+
+    def seen(self, before: int) -> int:
+        """Summaries in sight of the byte after ``before`` others."""
+        first = before - self.span - self.shift  # blocks that begin here or before are out of sight
+        return max(0, (before - self.nearest) // self.ratio + 1) - max(0, first // self.ratio + 1)
+
+    def chosen(self, seen: int) -> int:
+        """How many of these are read."""
+        return seen if self.read is None else min(seen, self.read)
+
+    def seen_warm(self) -> tuple[float, float]:
+        """Summaries in sight of a warm query, and of these read, the means over phases."""
+        seen = [self.seen(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)]
+        return sum(seen) / self.ratio, sum(map(self.chosen, seen)) / self.ratio

@@ -1,0 +1,137 @@
+"""Window and summaries: the nearest keys exactly, and summaries of blocks beyond them, in one softmax (``linformer.py``).
+
+- ``by_kernel``: the window by the CPU's kernel, summaries by products. No query meets a key of the window in vain.
+- ``in_bands``: plain PyTorch. A chunk of queries meets the band of keys that any of its windows holds, and summaries.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from variants.blocks import Blocks
+from variants.contract import Position
+from variants.kernels import window_cpu
+from variants.kernels.beside import Beside
+from variants.kernels.window import PastKV, Window
+
+
+class Near(NamedTuple):
+    """Keys and values in their positions, ``[B, H, T, K]`` of the segment and ``[B, H, P, K]`` of the past.
+
+    Attributes:
+        k, v: of the segment.
+        old_k, old_v: of the past, zeros before those that there are; None where a stream begins.
+        kept: how many there are, ``[B]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    old_k: Tensor | None
+    old_v: Tensor | None
+    kept: Tensor
+
+
+class Far(NamedTuple):
+    """Summaries that n chunks of Q queries meet, G each.
+
+    Attributes:
+        k, v: ``[B, n, H, G, K]``.
+        visible: ``[B or 1, n, Q, G]``.
+        distance: visible keys between, as if all were there, int64 ``[B or 1, n, Q, G]``.
+        added: to scores of all heads, ``[B, n, Q, G]``, or None.
+    """
+
+    k: Tensor
+    v: Tensor
+    visible: Tensor
+    distance: Tensor
+    added: Tensor | None = None
+
+
+@torch.compiler.disable
+def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position) -> Tensor:
+    """What the heads give, ``[B, H, T, K]``, for scaled queries ``q [B, H, T, K]`` in their positions.
+
+    Streams that are younger than a window are taken one by one, because the kernel has no place for zeros before one.
+    """
+    kept = [0] if near.old_k is None else [near.old_k.shape[2]]
+    if not isinstance(near.kept, FakeTensor):
+        kept = sorted(set(near.kept.clamp(max=kept[0]).tolist()))
+    if len(kept) > 1:
+        alone = [(q[b : b + 1], _stream(near, b), _stream(far, b)) for b in range(len(q))]
+        return torch.cat([by_kernel(*one, blocks=blocks, position=position) for one in alone])
+    heads, number, wide = q.shape[1], blocks.near, torch.promote_types(q.dtype, torch.float32)
+    past = kept[0] and PastKV(tuple(range(heads)), near.old_k[:, :, -kept[0] :], near.old_v[:, :, -kept[0] :])
+    added = torch.zeros_like(far.visible[:, :, None], dtype=wide)
+    added = sum(_added(q, far.distance, far.added, blocks=blocks, position=position), added)
+    vectors = position.vectors(number)
+    bias = position.bias(q, number) if vectors is None else None
+    beside = Beside(far.k, far.v, added.masked_fill(~far.visible[:, :, None], -torch.inf))
+    same = {"past": [past] if past else [], "bias": bias, "vectors": vectors, "beside": beside}
+    with torch.autocast(q.device.type, enabled=False):
+        return window_cpu.attend(q, near.k, near.v, Window((number,) * heads, blocks.shift), **same)
+
+
+def in_bands(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Position, dropout: float) -> Tensor:
+    """The same."""
+    (chunks, size), (k, v), front = blocks.chunks(q.shape[2]), near[:2], 0
+    if near.old_k is not None:
+        front = near.old_k.shape[2]
+        k, v = torch.cat([near.old_k, k], dim=2), torch.cat([near.old_v, v], dim=2)
+    before = -(-blocks.behind // size) if chunks > 1 else 0
+    if chunks > 1:
+        pad = (0, 0, before * size - front, chunks * size - q.shape[2])
+        k, v, front = F.pad(k, pad), F.pad(v, pad), before * size
+
+    def joined(x: Tensor, far: Tensor) -> Tensor:  # [B, H, front + n Q, K] -> [B, n, H, L + G, K]
+        parts = x.unflatten(2, (chunks + before, -1)).transpose(1, 2)
+        return torch.cat([*(parts[:, i : i + chunks] for i in range(before + 1)), far], dim=3)
+
+    place = torch.arange(front + size, device=q.device) - front  # of a band's key, from the chunk's first query on
+    first = size * torch.arange(chunks, device=q.device)[:, None, None]
+    distance = (torch.arange(size, device=q.device)[:, None] - place - blocks.shift).expand(chunks, -1, -1)
+    seen = (distance >= 0) & (distance < blocks.near) & (first + place >= -near.kept[:, None, None, None])
+    distance = torch.cat([distance.expand(len(far.distance), -1, -1, -1), far.distance], dim=3)
+    visible = torch.cat([seen.expand(len(far.visible), -1, -1, -1), far.visible], dim=3)
+    added = None if far.added is None else F.pad(far.added, (front + size, 0))
+    added = _added(q, distance, added, blocks=blocks, position=position)
+    given = blocks.chunked(q).transpose(1, 2), joined(k, far.k), joined(v, far.v), visible[:, :, None]
+    y = _softmax(*given, added, dropout=dropout, blind=blocks.shift > 0)
+    return rearrange(y, "B n H Q K -> B H (n Q) K")[:, :, : q.shape[2]]
+
+
+def _stream(x: Near | Far, b: int) -> Near | Far:
+    """One of a batch."""
+    return type(x)(*(part if part is None or len(part) == 1 else part[b : b + 1] for part in x))
+
+
+def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, position: Position) -> list[Tensor]:
+    """What is added to scores at distances ``[B or 1, n, Q, m]``, each as wide as ``[B, n, H, Q, m]`` or to be."""
+    bias, found = position.bias(q, blocks.span), [] if more is None else [more[:, :, None]]
+    if bias is None:  # else [H, S] or [B, H, T, S]
+        return found
+    bias = bias[None, None, :, None] if bias.dim() == 2 else blocks.chunked(bias).transpose(1, 2)
+    shape = (len(q), distance.shape[1], q.shape[1], distance.shape[2])
+    at = distance.clamp(0, blocks.span - 1)[:, :, None].expand(*shape, -1)
+    return [bias.expand(*shape, -1).gather(-1, at), *found]
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
+) -> Tensor:
+    """``[B, n, H, Q, K]``; where queries may be ``blind``, one that sees nothing gives 0. In torch's own kernel where nothing
+    else is asked for."""
+    nothing = ~visible.any(-1, keepdim=True)
+    visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
+    if not added and not dropout:
+        parts = (x.flatten(0, 1) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(*parts, attn_mask=visible.flatten(0, 1), scale=1.0).view(q.shape)
+    else:
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+        scores = sum(added, scores).masked_fill(~visible, -torch.inf)
+        y = F.dropout(scores.softmax(dim=-1), dropout).to(v.dtype) @ v
+    return y.masked_fill(nothing, 0) if blind else y
