@@ -166,8 +166,9 @@ def test_blocks_of_one_byte_are_attention_over_the_span(compressor, position, at
 
 
 @pytest.mark.numeric
-def test_without_summaries_it_is_a_window_and_spans_may_change_between_segments():
-    case = Summarised(length=30, position="rotary")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_summaries_it_is_a_window_and_spans_may_change_between_segments(backend):
+    case = Summarised(length=30, position="rotary", backend=backend)
     sublayer, x = case.build(), case.whole()
     wide = sublayer(x[:, :20], None, starts(0))
     sublayer.set_span(4)
@@ -183,6 +184,9 @@ def test_without_summaries_it_is_a_window_and_spans_may_change_between_segments(
     again = sublayer(x[:, 25:], narrow.state, starts(25)).y
     fresh = sublayer(x[:, 21:], None, starts(21)).y  # block 7 began at byte 21; a window of four reaches back to 22
     assert_near(again[:, :1], fresh[:, 4:5])
+    sublayer.set_span(2)  # less than a block: a byte alone meets no summary, not even one that it does not see
+    attention.set_span(2)
+    assert_near(segmented(sublayer, x[:, :3], [1, 2]), attention(x[:, :3], None, starts(0)).y)
     with pytest.raises(ValueError, match=r"eval\.span=0: allowed are 1 to"):
         sublayer.set_span(0)
 

@@ -70,7 +70,8 @@ def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posi
     added = sum(_added(q, far.distance, far.added, blocks=blocks, position=position), added)
     vectors = position.vectors(number)
     bias = position.bias(q, number) if vectors is None else None
-    beside = Beside(far.k, far.v, added.masked_fill(~far.visible[:, :, None], -torch.inf))
+    added = added.masked_fill(~far.visible[:, :, None], -torch.inf)
+    beside = Beside(far.k, far.v, added) if added.shape[-1] else None
     same = {"past": [past] if past else [], "bias": bias, "vectors": vectors, "beside": beside}
     with torch.autocast(q.device.type, enabled=False):
         return window_cpu.attend(q, near.k, near.v, Window((number,) * heads, blocks.shift), **same)

@@ -18,7 +18,7 @@ class Beside(NamedTuple):
     """What n chunks of Q queries meet, G keys each.
 
     Attributes:
-        k, v: ``[B, n, H, G, K]``.
+        k, v: ``[B, n, H, G, K]``, G at least 1.
         added: to scores, as wide as ``[B, n, H, Q, G]`` or to be expanded; -inf where a key is not seen.
     """
 
@@ -30,12 +30,14 @@ class Beside(NamedTuple):
 def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Tensor]:
     """``y [B, H, T, K]`` and ``lse [B, H, T]`` of the window, inf where it is empty, become those of the whole."""
     scores = _scores(q, beside)
+    top = scores.amax(dim=-1, keepdim=True)
+    top = top.masked_fill_(top == -torch.inf, 0)
+    weights = scores.sub_(top).exp_()
     near = _chunked(lse[..., None], like=scores)
     near = near.masked_fill_(near == torch.inf, -torch.inf)
-    whole = torch.logaddexp(near, scores.logsumexp(dim=-1, keepdim=True))
+    whole = torch.logaddexp(near, weights.sum(dim=-1, keepdim=True).log_().add_(top))
     finite = whole.masked_fill(whole == -torch.inf, 0)
-    weights = scores.sub_(finite).exp_()
-    y = _chunked(y, like=scores) * (near - finite).exp_() + weights @ beside.v
+    y = _chunked(y, like=scores) * (near - finite).exp_() + (weights @ beside.v) * (top - finite).exp_()
     lse = whole.masked_fill_(whole == -torch.inf, torch.inf)
     return tuple(x.transpose(1, 2).flatten(2, 3)[:, :, : q.shape[2]] for x in (y, lse.squeeze(-1)))
 
