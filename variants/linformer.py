@@ -117,8 +117,8 @@ class Linformer(Sublayer):
             raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, kernel, plain")
         self.heads, self.d_head = context.heads, context.head_width(d_head)
         self.blocks = Blocks(ratio, window, context.span, shift, top_k)
-        self.ratio, self.top_k, self.shift, self.period = ratio, top_k, shift, ratio
         self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
+        self.period = ratio
         inner = self.heads * self.d_head
         self.query, self.key, self.value = (nn.Linear(context.d_model, inner, bias=False) for _ in range(3))
         self.output = nn.Linear(inner, context.d_model, bias=False)
@@ -161,7 +161,8 @@ class Linformer(Sublayer):
         """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks, from the one ``lag`` before
         the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
         own, past, start, number = rows
-        ratio, blocks, phase, inner = self.ratio, -(-own.shape[1] // self.ratio), number[:, 0], self.heads * self.d_head
+        ratio, phase = self.blocks.ratio, number[:, 0]
+        blocks, inner = -(-own.shape[1] // ratio), self.heads * self.d_head
         if past is None:
             every = F.pad(own, (0, 0, self.blocks.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
         else:
@@ -173,7 +174,7 @@ class Linformer(Sublayer):
         last = (start - phase)[:, None] + ratio * after - 1  # [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
         k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        index = [self.index_key(both[..., :inner].mean(dim=2))] if self.top_k else []
+        index = [self.index_key(both[..., :inner].mean(dim=2))] if self.d_index else []
         made = torch.cat([k, v, *index], dim=-1)
         if carried is None:
             return F.pad(made, (0, 0, self.blocks.most, 0))
@@ -195,16 +196,16 @@ class Linformer(Sublayer):
         """Summaries that chunks of queries meet; of ``top_k``, those are visible that each has chosen."""
         blocks, (chunks, size), inner = self.blocks, self.blocks.chunks(x.shape[1]), self.heads * self.d_head
         first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
-        at = first // self.ratio + blocks.met(size, x.device)  # [n, G]
+        at = first // blocks.ratio + blocks.met(size, x.device)  # [n, G]
         met = summaries[:, at.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
         key, value, index = met.split([inner, inner, self.d_index], dim=-1)
         phase, found = rows.number[:, 0, None, None, None], rows.number[:, 2, None, None, None]
         most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
-        back = phase + t + self.ratio * (most - at[:, None])  # bytes to the block's first
-        seen = (back >= blocks.nearest) & (back < blocks.span + self.shift) & (at[:, None] >= most - found)
+        back = phase + t + blocks.ratio * (most - at[:, None])  # bytes to the block's first
+        seen = (back >= blocks.nearest) & (back < blocks.span + blocks.shift) & (at[:, None] >= most - found)
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (key, value))
-        far = Far(k, v, seen, back - (self.ratio - 1) - self.shift)
-        if not self.top_k or not at.numel():
+        far = Far(k, v, seen, back - (blocks.ratio - 1) - blocks.shift)
+        if not self.d_index or not at.numel():
             return far
         index = blocks.chunked(self.index_query(x)) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
         seen = seen.expand(len(x), -1, -1, -1)
@@ -261,9 +262,9 @@ class Linformer(Sublayer):
         if carried is not None:
             past = torch.cat([carried.past.to(past.dtype), past[:, -max(1, kept) :]], dim=1)
         phase, old, found = rows.number.expand(len(x), -1).unbind(-1)
-        done = (phase + length) // self.ratio
+        done = (phase + length) // self.blocks.ratio
         found = (found + done).clamp(max=most + self.blocks.lag)
-        number = [(phase + length) % self.ratio, (old + length).clamp(max=kept), found]
+        number = [(phase + length) % self.blocks.ratio, (old + length).clamp(max=kept), found]
         return tuple(Carried(_last(past, kept).clone(), _from(summaries, done, most), torch.stack(number, -1)))
 
     def reach(self) -> int:
@@ -284,14 +285,14 @@ class Linformer(Sublayer):
         What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now have one if
         something learns by it. Of ``top_k`` summaries those made in the segment are taken to be read first.
         """
-        own, past = pairs(segment, carried, self.blocks.near, shift=self.shift)
-        if carried < self.blocks.span + self.ratio:
+        ratio, (own, past) = self.blocks.ratio, pairs(segment, carried, self.blocks.near, shift=self.blocks.shift)
+        if carried < self.blocks.span + ratio:
             seen = [self.blocks.seen(carried + t) for t in range(segment)]
             sight, read = sum(seen), sum(map(self.blocks.chosen, seen))
         else:
             sight, read = (segment * mean for mean in self.blocks.seen_warm())
         learns = self.cache == "hidden" or any(True for _ in self.compressor.parameters())
-        first = [min(carried, carried % self.ratio + older * self.blocks.lag * self.ratio) for older in (True, learns)]
+        first = [min(carried, carried % ratio + older * self.blocks.lag * ratio) for older in (True, learns)]
         indexed, fresh = ([self.blocks.seen(before + t) for t in range(segment)] for before in first)
         learned, read_fresh = sum(indexed), sum(map(self.blocks.chosen, fresh))
         forward = self._forward_flops((own + past) / segment, sight / segment, read / segment)
@@ -308,7 +309,7 @@ class Linformer(Sublayer):
         """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of them."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
-        matrices -= (1 - 1 / self.ratio) * self.index_key.weight.numel() if self.top_k else 0  # once a block
+        matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel() if self.d_index else 0  # once a block
         return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * sight * self.d_index
 
 

@@ -66,11 +66,10 @@ def by_kernel(q: Tensor, near: Near, far: Far, *, blocks: Blocks, position: Posi
         return torch.cat([by_kernel(*one, blocks=blocks, position=position) for one in alone])
     heads, number, wide = q.shape[1], blocks.near, torch.promote_types(q.dtype, torch.float32)
     past = kept[0] and PastKV(tuple(range(heads)), near.old_k[:, :, -kept[0] :], near.old_v[:, :, -kept[0] :])
-    added = torch.zeros_like(far.visible[:, :, None], dtype=wide)
-    added = sum(_added(q, far.distance, far.added, blocks=blocks, position=position), added)
-    vectors = position.vectors(number)
+    visible, vectors = far.visible[:, :, None], position.vectors(number)
     bias = position.bias(q, number) if vectors is None else None
-    added = added.masked_fill(~far.visible[:, :, None], -torch.inf)
+    added = _added(q, far.distance, far.added, blocks=blocks, position=position)
+    added = sum(added, torch.zeros_like(visible, dtype=wide)).masked_fill(~visible, -torch.inf)
     beside = Beside(far.k, far.v, added) if added.shape[-1] else None
     same = {"past": [past] if past else [], "bias": bias, "vectors": vectors, "beside": beside}
     with torch.autocast(q.device.type, enabled=False):
