@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.data.corpora import Streams, score_streams, segments, windows
-from harness.data.streams import samples, whole_context
+from harness.data.streams import sample_cut, samples, whole_context
 
 
 def ramp(n_bytes: int) -> torch.Tensor:
@@ -156,19 +156,35 @@ def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes,
         assert not any(scored for _, scored in whole[before + len(read) :])  # filling comes last
 
 
-@given(n_bytes=st.integers(2, 400), pairs=st.integers(1, 500), streams=st.integers(1, 9), segment=st.integers(1, 50))
+@given(
+    n_bytes=st.integers(2, 400),
+    pairs=st.integers(1, 500),
+    streams=st.integers(1, 9),
+    segment=st.integers(1, 50),
+    context=st.integers(0, 90),
+)
 @settings(deadline=None)
-def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment):
+def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment, context):
     split, length = torch.arange(n_bytes), min(pairs, n_bytes - 1) // streams  # the value is the place
-    rows = list(samples(split, pairs=pairs, streams=streams, segment=segment))
+    rows = list(samples(split, pairs=pairs, streams=streams, segment=segment, context=context))
     if not length:
         return
-    inputs, targets = (torch.cat([row[place] for row in rows], dim=1) for place in (0, 1))
-    assert inputs.shape == (streams, length) and all(row[2].all() and row[2].shape[1] <= segment for row in rows)
+    inputs, targets, mask = (torch.cat([row[place] for row in rows], dim=1) for place in (0, 1, 2))
+    assert inputs.shape == (streams, length) and all(row[2].shape[1] <= segment for row in rows)
+    assert not mask[:, :context].any() and mask[:, context:].all()
     assert torch.equal(targets, inputs + 1) and torch.equal(inputs.diff(dim=1), torch.ones(streams, length - 1))
     assert inputs[0, 0] == 0 and (streams == 1 or targets[-1, -1] == n_bytes - 1)
     gaps = inputs[:, 0].diff()
     assert streams == 1 or (gaps.min() >= length and gaps.max() - gaps.min() <= 1)
+
+
+@given(pairs=st.integers(1, 5000), streams=st.integers(1, 9), segment=st.integers(1, 50), context=st.integers(1, 400))
+def test_a_sample_is_scored_behind_whole_segments_of_context(pairs, streams, segment, context):
+    number, before = sample_cut(pairs, streams=streams, segment=segment, context=context)
+    own = pairs // number
+    assert 1 <= number <= streams and before % segment == 0 and 2 * before <= own
+    assert before >= context or own < 2 * (context + segment)  # too short for all of it: as much as half of it holds
+    assert before - context < segment and (number == 1 or before >= context)
 
 
 @given(n_bytes=st.integers(2, 250), window=st.integers(1, 40), stride=st.integers(1, 40), batch=st.integers(1, 5))

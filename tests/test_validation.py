@@ -41,14 +41,25 @@ def test_a_validation_scores_a_tenth_of_what_was_trained_and_all_score_the_same_
     job, summary = whole_run("budget.steps=40", "eval.every=0.2", "eval.streams=2")
     rows = validations(job)
     assert [row["bytes_seen"] for row in rows] == [512 * n for n in range(1, 6)]
-    assert {row["capped_bytes"] for row in rows} == {50}  # two streams of 25
+    assert {row["capped_bytes"] for row in rows} == {51}  # one stream: two would be shorter than two segments
     assert len(job.training.corpus.splits["valid"]) - 200 > 400 and summary["capped"]["valid"] == 400
 
 
-@pytest.mark.parametrize(("words", "size"), [("eval.bytes=30", 27), ("eval.choice_bytes=20", 18)])
+@pytest.mark.parametrize(("words", "size"), [("eval.bytes=30", 29), ("eval.choice_bytes=20", 19)])
 def test_other_limits_of_a_validation(words, size):
     job, _ = whole_run("budget.steps=40", "eval.every=0.2", words)
     assert {row["capped_bytes"] for row in validations(job)} == {size}
+
+
+def test_a_validation_scores_what_stands_behind_a_full_window():
+    run = make_run("budget.steps=600", "eval.every=0.5", "eval.choice_bytes=null", "eval.segment=16", "model.span=60")
+    while run.spent.bytes < 4990:
+        run.step()
+    found, (own, context), part = run.validate(), (133, 64), run.corpus.choosing(None).long()
+    rows = torch.stack([part[begin : begin + own + 1] for begin in (0, 183, 366)])
+    logits = run.model(rows[:, :-1]).logits.transpose(1, 2)
+    nats = torch.nn.functional.cross_entropy(logits, rows[:, 1:], reduction="none")[:, context:]
+    assert run.validated.size == 399 and torch.allclose(found.nats, nats.flatten(), atol=1e-5)
 
 
 def test_few_bytes_since_the_last_validation_put_the_next_one_off():
@@ -76,7 +87,7 @@ def test_more_budget_begins_its_own_validations(here):
     more = make_job("budget.steps=16", f"start.run={first.folder.path}", "start.take=everything", "outputs=more")
     run_job(more)
     assert [row["bytes_seen"] for row in validations(more)] == [12 * 64, 16 * 64]
-    assert {row["capped_bytes"] for row in validations(more)} == {24}
+    assert {row["capped_bytes"] for row in validations(more)} == {25}
 
 
 # Time
@@ -89,7 +100,7 @@ def test_time_left_counts_what_is_still_to_be_scored():
         run.step()
     assert run.validation_due()
     run.validate()
-    assert run.bytes_to_score == 3 * 63 + 2 * 3 * 400
+    assert run.bytes_to_score == 3 * 64 + 2 * 3 * 400
     assert make_run("eval.every=0", "eval.test=false").bytes_to_score == 199 + 400
     job = make_job("budget.steps=40")
     job.training = run

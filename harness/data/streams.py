@@ -140,10 +140,23 @@ def segments(
     return map(one, range(0, longest, segment))
 
 
+def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
+    """How a sample that reads ``pairs`` is cut: streams, and unscored pairs before each one's own.
+
+    A model that was trained with full windows is another one where streams begin, so ``context`` pairs, in whole segments,
+    are read first, or half of a stream where it is short. There are at most ``streams``, fewer where they would be short.
+    """
+    whole = -(-context // segment) * segment
+    streams = max(1, min(streams, pairs // (2 * whole)))
+    return streams, min(whole, pairs // streams // 2 // segment * segment)
+
+
 def samples(
-    split: Tensor, *, pairs: int, streams: int, segment: int, part: tuple[int, int] = WHOLE
+    split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
 ) -> Iterator[Segment]:
     """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time.
+
+    A stream's first ``context`` pairs have a false mask.
 
     Raises:
         ValueError: naming ``eval.streams`` or ``eval.segment``.
@@ -152,8 +165,13 @@ def samples(
     longest = min(pairs, len(split) - 1) // streams
     places = torch.arange(streams) * (len(split) - 1 - longest) // max(streams - 1, 1)
     begin, end = places[share(streams, part), None], torch.tensor(len(split) - 1)
-    steps = range(0, longest, segment)
-    return (_pairs(split, begin + done + torch.arange(min(segment, longest - done)), end) for done in steps)
+
+    def one(done: int) -> Segment:
+        index = done + torch.arange(min(segment, longest - done))
+        inputs, targets, mask = _pairs(split, begin + index, end)
+        return inputs, targets, mask & (index >= context)
+
+    return map(one, range(0, longest, segment))
 
 
 def windows(

@@ -224,9 +224,9 @@ class Run:
         training, began = self.training, time.monotonic()
         self._most = self._most.or_higher(self._peak.read())  # of training steps: scoring is apart
         score = training.validate()
-        found, size = score.bits_per_byte, training.validated.size
-        self._scored_bytes_per_second = size / max(time.monotonic() - began, 1e-9)
-        row = {"kind": "valid", **training.place(), "bits_per_byte": found, "capped_bytes": size}
+        found = score.bits_per_byte
+        self._scored_bytes_per_second = training.validated.size / max(time.monotonic() - began, 1e-9)
+        row = {"kind": "valid", **training.place(), "bits_per_byte": found, "capped_bytes": len(score.nats)}
         self.append(row | {"metrics": training.model.metrics(score.stats)})
         progress.evaluated(split="valid", bits_per_byte=found, bytes_seen=training.spent.bytes, capped=True)
         better = found < training.best_bits

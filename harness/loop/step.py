@@ -165,13 +165,14 @@ def _summed(nats: list[Tensor], stats: dict, runtime: Runtime) -> Score:
 
 
 def score_samples(
-    model: LanguageModel, split: Tensor, *, runtime: Runtime, pairs: int, streams: int, segment: int
+    model: LanguageModel, split: Tensor, *, runtime: Runtime, pairs: int, streams: int, segment: int, context: int = 0
 ) -> Score:
-    """Score some pairs from all over ``split`` (uint8 ``[n]``), each stream from a cold start, with statistics."""
+    """Score some pairs from all over ``split`` (uint8 ``[n]``) with statistics: of what streams read, all but the first
+    ``context`` pairs, whole segments."""
     own = share(streams, runtime.processes.shard)
-    cut = {"pairs": pairs, "streams": streams, "segment": segment}
+    cut = {"pairs": pairs, "streams": streams, "segment": segment, "context": context}
     batches = samples(split, **cut, part=runtime.processes.shard) if own.start < own.stop else ()
-    return _streamed(model, batches, runtime, stats_from=0)
+    return _streamed(model, batches, runtime, stats_from=context // segment)
 
 
 def _streamed(model: LanguageModel, batches: Iterable, runtime: Runtime, *, stats_from: int | None) -> Score:

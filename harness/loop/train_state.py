@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.data.corpora import Corpus
-from harness.data.streams import Streams, score_streams, share
+from harness.data.streams import Streams, sample_cut, score_streams, share
 from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.device.units import gathered, is_divided
@@ -28,7 +28,7 @@ on the machine's speed."""
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """The last validation: bytes and fraction of the budget spent before it, and pairs scored in each, once known."""
+    """The last validation: bytes and fraction of the budget spent before it, and pairs read in each, once known."""
 
     bytes: int = 0
     fraction: float = 0.0
@@ -45,7 +45,7 @@ class TrainState:
         spent: bytes, seconds, steps and FLOPs so far, of all processes together; seconds by the first one's clock, without
             those of compiling, which are ``compile_seconds``.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
-        validated: where the last validation was, and how many pairs each of them scores.
+        validated: where the last validation was, and how many pairs each of them reads.
             Whole after ``settle``: until then what the device has yet to do is not in them.
         agreed: the largest of all processes' flags in the last step.
         wandb_id: kept for the checkpoint.
@@ -245,19 +245,20 @@ class TrainState:
 
     def validate(self) -> Score:
         """The next validation, of places all over what chooses: a page of a text is no measure of the others. The first decides
-        how many pairs each of them scores, or they would not compare."""
+        how many pairs each of them reads, or they would not compare."""
         self.settle()  # or the steps before it would count to the scoring
         self._finite.check_weights()
         e, last = self.plan.eval, self.validated
         size = last.size or max(1, min(self._most_validated(), (self.spent.bytes - last.bytes) // TRAINED_PER_SCORED))
-        cut = {"pairs": size, "streams": min(e.streams, size), "segment": e.segment}
+        streams, context = sample_cut(size, streams=e.streams, segment=e.segment, context=self.plan.model.span)
+        cut = {"pairs": size, "streams": streams, "segment": e.segment, "context": context}
         with self.trainer.units.gathered():
             score = score_samples(self.model, self.corpus.choosing(e.choice_bytes), runtime=self.runtime, **cut)
-        self.validated = Validated(bytes=self.spent.bytes, fraction=self.fraction, size=len(score.nats))
+        self.validated = Validated(bytes=self.spent.bytes, fraction=self.fraction, size=size)
         return score
 
     def _most_validated(self) -> int:
-        """Pairs that a validation may score, however much was trained."""
+        """Pairs that a validation may read, however much was trained."""
         e = self.plan.eval
         return min(len(self.corpus.choosing(e.choice_bytes)), e.bytes or math.inf) - 1
 
