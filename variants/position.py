@@ -131,6 +131,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     if torch.compiler.is_compiling():  # it fuses this by itself, and fails on the views written to below (torch 2.13)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+    if not x.is_cuda:  # there each of four products would convert its half by itself, 1.7 to 3.5 times as slow
+        a, b = x.to(cos.dtype).chunk(2, dim=-1)
     y = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     half = x.shape[-1] // 2
     torch.mul(a, cos, out=y[..., :half]).addcmul_(b, sin, value=-1)
