@@ -61,6 +61,7 @@ CODE = ("train.py", "variants", "harness", "conf", "bench", *(f":!bench/{name}" 
 REACHED, MISSED = "reached", "**MISSED**"
 HEADINGS = ("case", "ours", "opponent", "ratio and target", "peak and target, MB", "parameters", "FLOPs", "optimizer")
 CARRIED = {"kv": "keys and values", "hidden": "past inputs"}
+COPIED = "A copied letter costs 0 bits at best and 4 without memory; the others, every second one, cost 4."
 LEGEND = """\
 - Ratio: our speed in the opponent's, or where a target has ≤, our time over the opponent's. The median of rounds in which
   both take turns, then the least and the greatest. Whole training steps are timed: forward, backward, optimizer.
@@ -144,6 +145,7 @@ def _section(runs: Sequence[RunRow], every: Sequence[Pick]) -> tuple[str, str]:
         "A beginning, not what they reach in the end. "
         f"n: seeds; ±: 95% interval, paired by seed; ~: approximate. Commit {commits}, {row['device']}, "
         f"threads: {row['threads']}, {row['precision']}."
+        f"{' ' + COPIED if copies(runs) else ''}"
     )
     return title, "\n\n".join([about, *tables])
 

@@ -126,6 +126,7 @@ def test_folders_of_another_name_are_sections_of_their_own(tmp_path):
     assert "read on with carried state" in recall and "carried state)" not in bytes_ + seconds
     heading = re.compile(r"copies from 23, bits \| +copies from 95, bits \| +copies from 511, bits")
     assert not heading.search(bytes_ + seconds) and "3.2500" in recall and "3.9900" in recall
+    assert front_page.COPIED in recall and front_page.COPIED not in bytes_ + seconds
     assert front_page.figure(tmp_path)
 
 
