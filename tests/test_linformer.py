@@ -99,6 +99,24 @@ def test_several_chunks_of_queries_are_the_reference(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_without_summaries_may_have_scores_far_below_zero(backend):
+    """So far that the exponential of what is missing is infinite in float32."""
+    sizes, same = {"ratio": 3, "window": 4, "span": 13}, {"compressor": "mean", "position": "none", "cache": "kv"}
+    case = Summarised(past=0, length=11, heads=1, backend=backend, **sizes, **same)
+    sublayer, (_, x) = case.build(), case.stream()
+    with torch.no_grad():
+        x[..., :2] = torch.nn.functional.normalize(x[..., :2], dim=-1)
+        sublayer.query.weight.zero_()[:, :2] = 14.6 * torch.eye(2)
+        sublayer.key.weight.copy_(-sublayer.query.weight)  # so that a byte's own score is -150
+    weights = {name.removesuffix(".weight"): p for name, p in sublayer.named_parameters()}
+    expected = reference(x, past=x[:, :0], weights=weights, heads=1, top_k=None, attend_self=True, **sizes, **same)
+    (wanted,) = gradients(expected, [x])
+    found = sublayer.float()(few := x.detach().float().requires_grad_()).y
+    assert_near(found.double(), expected, tolerance=1e-4)
+    assert_near(gradients(found, [few])[0].double(), wanted, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 @pytest.mark.parametrize(("compressor", "top_k"), [("linear", None), ("softmax", None), ("softmax", 2)])
 def test_weights_learn_where_a_window_is_longer_than_a_segment(compressor, top_k, cache, backend):

@@ -30,9 +30,8 @@ class Beside(NamedTuple):
 def merge(y: Tensor, lse: Tensor, q: Tensor, beside: Beside) -> tuple[Tensor, Tensor]:
     """``y [B, H, T, K]`` and ``lse [B, H, T]`` of the window, inf where it is empty, become those of the whole."""
     scores = _scores(q, beside)
-    top = scores.amax(dim=-1, keepdim=True)
-    top = top.masked_fill_(top == -torch.inf, 0)
-    weights = scores.sub_(top).exp_()
+    top = scores.amax(dim=-1, keepdim=True)  # -inf where none is seen, and so is what it is weighed by
+    weights = scores.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
     near = _chunked(lse[..., None], like=scores)
     near = near.masked_fill_(near == torch.inf, -torch.inf)
     whole = torch.logaddexp(near, weights.sum(dim=-1, keepdim=True).log_().add_(top))
