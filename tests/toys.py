@@ -17,6 +17,7 @@ from tests.promises import (
     GRADIENT,
     INFLUENCE,
     KNOWN,
+    LARGE,
     LOGITS,
     MAP,
     NEEDED,
@@ -449,6 +450,22 @@ class Overflows(Gate):
         return SublayerOutput(super().forward(x).y * 1e50 * 1e-50)
 
 
+class Exponentials(Gate):
+    """A logistic function whose exponential overflows."""
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        grown = (9 * self.value(x)).exp()
+        return SublayerOutput(self.gate(x).sigmoid() * grown / (1 + grown))
+
+
+class VanishesBackwards(Gate):
+    """A finite value, of which the gradient is not."""
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        value = 9 * self.value(x)
+        return SublayerOutput(self.gate(x).sigmoid() * torch.where(value > 80, value, value.exp()))
+
+
 class Cautious(Gate):
     limits = frozenset({"causal_in_training", "streams_apart", "segments"})
 
@@ -510,6 +527,8 @@ BROKEN = [
     (NeedsNothing, {NEEDED}),
     (OneNumber, {NEEDED}),
     (Invents, {KNOWN}),
-    (Overflows, {LOGITS, FAR, BFLOAT16}),
+    (Overflows, {LOGITS, FAR, BFLOAT16, LARGE}),
+    (Exponentials, {LARGE}),
+    (VanishesBackwards, {LARGE}),
     (Cautious, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),
 ]

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, infinite, leaves, push, run
 from variants.contract import NeededFlops, State, map_state
 
+LARGE = 10
+
 
 def apart(subject: Subject) -> Verdict:
     """What two builds share, layers share unasked: a class attribute, an object nested in a partial."""
@@ -145,6 +147,23 @@ def autocast(subject: Subject) -> Verdict:
     return breaks, "forward, backward, and its state in float32"
 
 
+def large_weights(subject: Subject) -> Verdict:
+    """In float32, where an exponential is infinite from 89 on: the scores of some first bytes lie that far below zero."""
+    tokens, breaks = subject.bytes(), []
+    for seed in (0, 1):
+        model = subject.build(seed=seed, dtype=torch.float32).train()
+        with torch.no_grad():
+            for parameter in {p: None for _, sublayer in model.sublayers() for p in sublayer.parameters() if p.dim() > 1}:
+                parameter.mul_(LARGE)
+        model.project_()
+        out, case = model(tokens), f"train, matrices {LARGE} times as large"
+        outputs = {"logits": out.logits, "logits of a second segment": model(tokens, out.state).logits}
+        (sum(map(torch.mean, outputs.values())) + out.loss).backward()
+        breaks += infinite(case, outputs)
+        breaks += [f"{case}: {line}" for line in _infinite_gradients(gradients_of(model))]
+    return breaks, f"{LARGE} times as large: forward and backward in float32, two segments"
+
+
 def ideal_flops(subject: Subject) -> Verdict:
     flops = subject.build().ideal_flops()
     return [] if isinstance(flops, int) and flops > 0 else [f"{flops!r} is not a positive int"], f"{flops} a byte"
@@ -189,6 +208,7 @@ CHECKS = (
     ("the auxiliary loss is for training only", None, auxiliary_loss),
     ("statistics add up", None, statistics),
     ("bfloat16 autocast is finite", None, autocast),
+    ("large weights give finite numbers", None, large_weights),
     ("ideal FLOPs are a positive int", None, ideal_flops),
     ("needed FLOPs are no fewer than the ideal ones", None, needed_flops),
 )
