@@ -61,9 +61,7 @@ CODE = ("train.py", "variants", "harness", "conf", "bench", *(f":!bench/{name}" 
 REACHED, MISSED = "reached", "**MISSED**"
 HEADINGS = ("case", "ours", "opponent", "ratio and target", "peak and target, MB", "parameters", "FLOPs", "optimizer")
 CARRIED = {"kv": "keys and values", "hidden": "past inputs"}
-COPIED = (
-    "A copied letter costs 0 bits at best and 4 without memory, out of reach or not found yet; the others, every second one, cost 4."
-)
+COPIED = "A copied letter costs 0 bits at best and 4 without memory, out of reach or not found yet; all others cost 4."
 LEGEND = """\
 - Ratio: our speed in the opponent's, or where a target has ≤, our time over the opponent's. The median of rounds in which
   both take turns, then the least and the greatest. Whole training steps are timed: forward, backward, optimizer.

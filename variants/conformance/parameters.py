@@ -153,8 +153,8 @@ def large_weights(subject: Subject) -> Verdict:
     for seed in (0, 1):
         model = subject.build(seed=seed, dtype=torch.float32).train()
         with torch.no_grad():
-            for parameter in {p: None for _, sublayer in model.sublayers() for p in sublayer.parameters() if p.dim() > 1}:
-                parameter.mul_(LARGE)
+            for parameter in {p: None for _, sublayer in model.sublayers() for p in sublayer.parameters()}:
+                parameter.mul_(LARGE if parameter.dim() > 1 else 1)
         model.project_()
         out, case = model(tokens), f"train, matrices {LARGE} times as large"
         outputs = {"logits": out.logits, "logits of a second segment": model(tokens, out.state).logits}
