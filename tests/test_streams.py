@@ -184,7 +184,8 @@ def test_a_sample_is_scored_behind_whole_segments_of_context(pairs, streams, seg
     own = pairs // number
     assert 1 <= number <= streams and before % segment == 0 and 2 * before <= own
     assert before >= context or own < 2 * (context + segment)  # too short for all of it: as much as half of it holds
-    assert before - context < segment and (number == 1 or before >= context)
+    assert before - context < segment and (number == 1 or before >= context or pairs < 2 * segment)
+    assert before or number == min(streams, pairs)
 
 
 @given(n_bytes=st.integers(2, 250), window=st.integers(1, 40), stride=st.integers(1, 40), batch=st.integers(1, 5))

@@ -144,11 +144,13 @@ def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple
     """How a sample that reads ``pairs`` is cut: streams, and unscored pairs before each one's own.
 
     A model that was trained with full windows is another one where streams begin, so ``context`` pairs, in whole segments,
-    are read first, or half of a stream where it is short. There are at most ``streams``, fewer where they would be short.
+    are read first, or half of a stream where it is short. There are at most ``streams``, fewer where they would be short,
+    and no context where not even one stream has two segments.
     """
     whole = -(-context // segment) * segment
-    streams = max(1, min(streams, pairs // (2 * whole)))
-    return streams, min(whole, pairs // streams // 2 // segment * segment)
+    few = max(1, min(streams, pairs // (2 * whole)))
+    before = min(whole, pairs // few // 2 // segment * segment)
+    return (few, before) if before else (min(streams, pairs), 0)
 
 
 def samples(
