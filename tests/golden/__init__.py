@@ -1,0 +1,203 @@
+"""Golden numbers: what every shipped variant computes at a small size in float64, from ``<case>.json`` beside this file.
+
+Whatever moves a loss, a score or a count moves a number here: model, mechanism, kernels, optimizers, order of the data, scoring.
+Weights start as ``harness.hashing`` has them by a parameter's place in the order of registration, so that neither names nor
+torch's generators matter, and none is zero, so that all of them do.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from harness.count.flops import forward_flops_per_byte
+from harness.data import corpora
+from harness.data.corpora import Corpus
+from harness.device import runtime
+from harness.hashing import integer_hash
+from harness.loop.train_state import TrainState
+from harness.model import NUMERICS, LanguageModel
+from tests.composing import CONF, plan, small
+
+FOLDER = Path(__file__).parent
+TOLERANCE = 1e-9
+"""Relative. A file whose case cannot reach it has its own and says why."""
+STEPS, GRID, FAR = 8, 16, 1e6
+RATES = {"adamw": 0.01, "muon": 0.003}
+BACKENDS = ("plain", "kernel")
+VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+POSITIONS = ("alibi", "sinusoidal", "relative")
+CASES = {name: (name, ()) for name in VARIANTS}
+CASES |= {f"mhsa_{position}": ("mhsa", (f"position={position}",)) for position in POSITIONS}
+
+SIZES = (
+    "model.d_model=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.span=16",
+    "batch.carry=true",
+    "budget.steps=8",
+    "seed=3",
+)
+# Segments that no block divides. Streams of five of them: in the sixth step they begin anew, elsewhere.
+SIZES += (
+    "batch.streams=3",
+    "batch.segment=23",
+    "data=recall",
+    "data.bytes=700",
+    "data.distances=[3,5,14,17]",
+    "data.seed=1",
+)
+SIZES += ("data.split=[0.5,0.4,0.1]", "eval.streams=3", "eval.segment=19", "eval.choice_bytes=20", "runtime.device=cpu")
+SIZES += ("runtime.precision=float32", "runtime.threads=1", "runtime.compile=false")
+SPANS = ("variant.attention.span.ramp=4", "variant.attention.span.loss_weight=0.01")
+MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
+PERSISTENT = ("variant.attention.persistent.number=5",)
+OWN = {
+    "adaptive_span": SPANS,
+    "adaptive_span_memory": SPANS + MEMORY,
+    "all_attention": SPANS + PERSISTENT,
+    "all_attention_fixed": PERSISTENT,
+    "dynamic_span": SPANS,
+    "product_key_memory": MEMORY,
+    "replayed_spans": (SPANS[0], "variant.attention.span.spans=[[5,9],[2,16]]"),
+}
+"""Words of a variant beside what its file has under ``small``."""
+
+
+def variant_file(variant: str) -> dict:
+    node = yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text(encoding="utf-8"))
+    return node.get("variant", node)
+
+
+def numerics(case: str) -> dict[str, int | None]:
+    """The numbers that say which values are meant: the variant's and that of the shared code."""
+    return {"variant": variant_file(CASES[case][0]).get("numerics"), "shared": NUMERICS}
+
+
+def make_run(case: str, *, optim: str, backend: str) -> TrainState:
+    """A training run before its first step. ValueError where the case cannot be computed by ``backend``."""
+    variant, words = CASES[case]
+    sizes = ((variant_file(variant).get("small") or {}).get("model") or {}).items()
+    words = (*SIZES, f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes), *words)
+    rate = (f"optim={optim}", f"optim.lr={RATES[optim]}", f"runtime.backend={backend}")
+    planned = plan(*words, *OWN.get(variant, ()), *rate)
+    run = TrainState(planned, _corpus(**planned.data), runtime.start(planned.runtime))
+    torch.manual_seed(planned.seed + 1)
+    fill_(run.model, like=planned.make_model())
+    return run
+
+
+def _corpus(**words: object) -> Corpus:
+    return _load(json.dumps(words, sort_keys=True))
+
+
+@cache
+def _load(words: str) -> Corpus:
+    return corpora.load(**json.loads(words))
+
+
+@torch.no_grad()
+def fill_(model: LanguageModel, *, like: LanguageModel) -> None:
+    """Numbers of the hash, float64, for every parameter and for buffers that were drawn: those that differ in ``like``."""
+    model.double()
+    drawn = [
+        b for b, other in zip(model.buffers(), like.buffers(), strict=True) if not torch.equal(b.float(), other.float())
+    ]
+    for index, tensor in enumerate([*model.parameters(), *drawn]):
+        low, high = (_projected(model, tensor, at) for at in (-FAR, FAR))
+        bits = integer_hash(index, np.arange(tensor.numel()))
+        unit = torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) / 2.0**53).view_as(tensor)
+        sign = torch.from_numpy((bits & np.uint64(1)).astype(np.float64) * 2 - 1).view_as(tensor)
+        scale = 1.5 * (3 / tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1.0  # of a matrix' rows: about 1.5 in sum
+        inside = low + (high - low) * (1 + (unit * (GRID - 1)).floor()) / GRID  # spans of whole keys, where kinks are
+        tensor.copy_(torch.where((low > -FAR) & (high < FAR), inside, sign * (0.1 + 0.9 * unit) * scale))
+    before = [parameter.clone() for parameter in model.parameters()]
+    model.project_()
+    assert all(map(torch.equal, before, model.parameters())) and all(p.all() for p in before)
+
+
+def _projected(model: LanguageModel, tensor: Tensor, value: float) -> Tensor:
+    """What the model makes of a parameter that is set to ``value``: a bound, if it has one."""
+    tensor.fill_(value)
+    model.project_()
+    return tensor.clone()
+
+
+def measure(case: str, *, backend: str) -> dict | None:
+    """The numbers of a case by one backend; None where it has no such."""
+    found = {}
+    for optim in RATES:
+        try:
+            run = make_run(case, optim=optim, backend=backend)
+        except ValueError:
+            if backend == "plain":
+                raise
+            return None
+        if backend not in run.backend:
+            return None
+        if not found:
+            flops = forward_flops_per_byte(run.model, segment=run.stream.segment)
+            found = {
+                "parameters": sum(p.numel() for p in run.model.parameters()),
+                "state_bytes": flops.state_bytes,
+                "executed_flops_per_byte": {backend: flops.per_byte},
+                "ideal_flops_per_byte": run.model.ideal_flops(),
+            }
+        found[optim] = _train(run)
+    return found
+
+
+def _train(run: TrainState) -> dict:
+    """Mean bits per byte of each step, then of held-out bytes with carried state, and FLOPs that the steps needed."""
+    losses = []
+    for _ in range(STEPS):
+        run.step()
+        losses.append(run.train_row()["bits_per_byte"])
+    assert run.state is not None and run.finished
+    return {
+        "losses": losses,
+        "valid_bits_per_byte": run.score(run.reported("valid")).bits_per_byte,
+        "training_flops": run.spent.flops,
+    }
+
+
+def path_of(case: str) -> Path:
+    return FOLDER / f"{case}.json"
+
+
+def read(case: str) -> dict:
+    return json.loads(path_of(case).read_text(encoding="utf-8"))
+
+
+def differences(file: dict, found: dict) -> list[str]:
+    """Numbers of ``found`` that are not those of the file: key, both of them."""
+    tolerance, old = file.get("tolerance", TOLERANCE), dict(flat(file))
+    return [
+        f"{key} is {old.get(key)!r} in the file, {new!r} now"
+        for key, new in flat(found)
+        if key not in old or not abs(new - old[key]) <= tolerance * abs(old[key])
+    ]
+
+
+def flat(node: dict | list, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Numbers by their dotted keys."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(value, dict | list):
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{key}", value
+
+
+def explained(case: str, moved: list[str]) -> str:
+    """What whoever moved a number is told."""
+    return (
+        f"tests/golden/{case}.json: {'; '.join(moved)}. A number is moved on purpose so: raise numerics in "
+        f"conf/variant/{CASES[case][0]}.yaml, or for shared code NUMERICS in harness/model.py, run python -m tests.golden, "
+        "and commit both with the reason"
+    )
