@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from harness.count.flops import forward_flops_per_byte
@@ -22,7 +23,8 @@ from harness.device import runtime
 from harness.hashing import integer_hash
 from harness.loop.train_state import TrainState
 from harness.model import NUMERICS, LanguageModel
-from tests.composing import CONF, plan, small
+from harness.plan.build import plan_run
+from tests.composing import CONF, compose_config, small
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-9
@@ -82,15 +84,20 @@ def numerics(case: str) -> dict[str, int | None]:
 
 def make_run(case: str, *, optim: str, backend: str) -> TrainState:
     """A training run before its first step. ValueError where the case cannot be computed by ``backend``."""
-    variant, words = CASES[case]
-    sizes = ((variant_file(variant).get("small") or {}).get("model") or {}).items()
-    words = (*SIZES, f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes), *words)
-    rate = (f"optim={optim}", f"optim.lr={RATES[optim]}", f"runtime.backend={backend}")
-    planned = plan(*words, *OWN.get(variant, ()), *rate)
+    config = OmegaConf.merge(_composed(case, optim), {"runtime": {"backend": backend}})
+    planned = plan_run(config)
     run = TrainState(planned, _corpus(**planned.data), runtime.start(planned.runtime))
     torch.manual_seed(planned.seed + 1)
     fill_(run.model, like=planned.make_model())
     return run
+
+
+@cache
+def _composed(case: str, optim: str) -> DictConfig:
+    variant, words = CASES[case]
+    sizes = ((variant_file(variant).get("small") or {}).get("model") or {}).items()
+    words = (*SIZES, f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes), *words)
+    return compose_config(*words, *OWN.get(variant, ()), f"optim={optim}", f"optim.lr={RATES[optim]}")
 
 
 def _corpus(**words: object) -> Corpus:
