@@ -36,6 +36,10 @@ VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
 POSITIONS = ("alibi", "sinusoidal", "relative")
 CASES = {name: (name, ()) for name in VARIANTS}
 CASES |= {f"mhsa_{position}": ("mhsa", (f"position={position}",)) for position in POSITIONS}
+CASES["mhsa_hidden"] = "mhsa", ("model.cache=hidden",)
+# Heads whose learned spans end in different buckets, so that they carry pasts of different lengths.
+FAR_SPANS = ("model.span=192", "batch.segment=61", "data.bytes=1900", "data.distances=[3,5,17,90]")
+CASES["adaptive_span_far"] = "adaptive_span", FAR_SPANS
 
 SIZES = (
     "model.d_model=32",
