@@ -77,7 +77,7 @@ def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, comma
         "source": source.digest(plan.config, trust=plan.trust, measuring=True),
     }
     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text, for JSON
-    own = summary.provenance(plan, corpus=corpus, runtime=runtime, command=command, **known)
+    own = summary.provenance(plan, corpus=corpus, runtime=runtime, command=command, measuring=True, **known)
     return {"kind": kind, "config": config, **own}
 
 

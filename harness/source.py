@@ -52,6 +52,13 @@ def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = Fa
     return _digest((*sorted(files.items()), *_files_of(trust)))
 
 
+def digest_of_tree(*, measuring: bool = False) -> str:
+    """The same of all of ours that any run may use: where it is equal, times and memory of two variants are of one code."""
+    roots = ("train.py", "variants", "harness", *[MEASURING] * measuring)
+    files = sorted((_name(path), path) for root in roots for path in _tree(ROOT / root))
+    return _hash([file for file in files if not LEFT_OUT.match(file[0])])
+
+
 def digest_of_mechanisms(config: Mapping, *, trust: tuple[str, ...] = ()) -> str:
     """The same of :func:`mechanism_files` alone: of what a mechanism computes, and on which device it was right."""
     return _digest(mechanism_files(config, trust=trust))
@@ -151,6 +158,10 @@ def _files_of(trust: tuple[str, ...]) -> Files:
 
 def _digest(files: Files) -> str:
     _check_loaded({path for _, path in files})
+    return _hash(files)
+
+
+def _hash(files: Iterable[tuple[str, Path]]) -> str:
     return hashlib.sha256("".join(f"{name}\0{_first_read(path)}\n" for name, path in files).encode()).hexdigest()
 
 
