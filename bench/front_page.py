@@ -44,6 +44,7 @@ from bench.rows import GROUND, ground, refusal
 from harness.cache import write_whole
 from harness.failures import exit_code
 from harness.record.cells import busy_mark, listed, spread
+from harness.record.rows import same_numbers
 from harness.record.table import Column, markdown_rows, words
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,13 +113,13 @@ def _comparable(folders: Sequence[Path]) -> tuple[list[RunRow], list[Pick]]:
     every = [pick for some in picks(found.runs) for pick in some]
     runs = [run for run in found.runs if not is_tuning(run.row)]
     strays = [f"{run.folder.name} is at another point than the picked" for run in runs if not at_a_pick(run, every)]
-    sources = {run.row["source"] for run in found.runs}
+    other = [run for run in found.runs if not same_numbers(run.row, found.runs[-1].row)]
     same = by(
         runs,
         key=lambda run: (comparable(run), ground(run.row), *(run.row["config"]["model"].get(key) for key in SIZES)),
     )
-    if found.refused or strays or len(same) != 1 or len(sources) != 1:
-        told = f"{len(same)} groups of runs that compare, of {len(sources)} sources"
+    if found.refused or strays or len(same) != 1 or other:
+        told = f"{len(same)} groups of runs that compare, {len(other)} runs of other numbers than the newest"
         raise ValueError(f"bench/results/*/{folders[0].name}: {'; '.join([*found.refused, *strays]) or told}")
     return runs, every
 
@@ -167,12 +168,13 @@ def _results(runs: Sequence[RunRow], every: Sequence[Pick], *, optimizers: str) 
     heads = Heads(
         group.arms, mark=group.mark, without=tuple({key for pick in pairs.values() for key in pick.setting.keys})
     )
+    notes = [note for note in group.notes if not note.startswith("Commit ")]  # the text above names them
     table = table_of_arms(
         rows,
         heads=heads,
         columns=columns,
         more=list(compressor_rows(runs[-1].row, before=len(heads.columns), after=len(columns) - 3)),
-        **{"name": "results", "title": "", "caption": "", "notes": group.notes},
+        **{"name": "results", "title": "", "caption": "", "notes": notes},
     )
     chosen = [f"- {arm.label}, picked: {picked_words(pairs[arm.label])}" for arm, _ in rows] if tuned else []
     notes = "".join(f"{note}\n" for note in (*chosen, *table.notes))

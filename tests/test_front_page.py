@@ -90,7 +90,7 @@ def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
     assert re.search(r"^\| mhsa +\| +3 \|", block, re.MULTILINE)
     for other in ({"source": "ff" * 32}, {"device": "Another CPU"}):
         change(next(runs.glob("mhsa-s1-*")), **other)
-        with pytest.raises(ValueError, match="groups of runs that compare, of [12] sources"):
+        with pytest.raises(ValueError, match="groups of runs that compare, [0-9] runs of other numbers"):
             front_page.results(tmp_path)
         change(next(runs.glob("mhsa-s1-*")), source="cd" * 32, device="A made-up CPU")
 

@@ -18,9 +18,11 @@ from harness.record.rows import (
     SUMMARY_KEYS,
     Record,
     find_comparable,
+    held_equal,
     plain,
     read_rows,
     repeatable,
+    same_numbers,
     write_summary,
 )
 
@@ -184,6 +186,46 @@ def test_earlier_runs_stand_beside_with_what_may_be_compared():
     assert "2.2000 " in comparison[mhsa] and "42.1k" not in comparison[mhsa] and "#" in comparison[mhsa]
     assert "2.3913*" in comparison[own] and "42.1k" in comparison[own]
     assert "other source" in text and "on other ground" in text
+
+
+PINNED = {"numerics": {"variant": 1, "shared": 1}, "tree": "tree", "commit": "ab" * 20}
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"source": "bb", "tree": "other", "device": "Another CPU"}, True),
+        ({"source": "bb", "numerics": {"variant": 2, "shared": 1}}, False),
+        ({"source": "bb", "numerics": {"variant": None, "shared": 1}}, False),
+        ({"numerics": {"variant": None, "shared": 1}}, True),  # the very same source
+        ({"source": "bb", "numerics": None}, False),
+        ({"source": "bb", "variant": "mhsa", "numerics": {"variant": 7, "shared": 1}, "tree": "other"}, True),
+        ({"source": "bb", "variant": "mhsa", "numerics": {"variant": None, "shared": 1}, "tree": "other"}, True),
+        ({"source": "bb", "variant": "mhsa", "numerics": {"variant": 1, "shared": 2}, "tree": "other"}, False),
+        ({"source": "bb", "variant": "mhsa", "numerics": None, "tree": None}, False),
+        ({"source": "bb", "budget": {"seconds": 9}}, False),
+        ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}}, True),  # one tree
+        ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}, "tree": "other"}, False),
+    ],
+)
+def test_code_is_the_same_where_golden_numbers_pin_it(changes, same):
+    one = make_summary(**PINNED) | {key: value for key, value in changes.items() if key == "budget"}
+    other = make_summary(**PINNED) | changes
+    assert same_numbers(one, other) == same_numbers(other, one) == same
+
+
+def test_the_split_is_part_of_the_protocol_and_older_rows_have_the_default():
+    one = make_summary(protocol={"streams": 8})
+    assert held_equal(one) == held_equal(make_summary(protocol={"streams": 8, "split": [0.9, 0.05, 0.05]}))
+    assert held_equal(one) != held_equal(make_summary(protocol={"streams": 8, "split": [0.8, 0.1, 0.1]}))
+
+
+def test_rows_of_other_commits_stand_unmarked_but_for_times():
+    other = PINNED | {"source": "bb", "tree": "later", "commit": "cd" * 20, "variant": "mhsa", "config_hash": "22"}
+    text = printed_table(make_summary(**PINNED), others=[make_summary(**other)])
+    table = text[text.index("Runs with the same") :]
+    assert "mhsa +" not in table and "commits: abababab, cdcdcdcd" in table and "do not compare" in table
+    assert table.count("42.1k") == 1
 
 
 def test_find_comparable_takes_only_what_is_equal(tmp_path):

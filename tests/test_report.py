@@ -148,6 +148,46 @@ def test_runs_of_one_source_pool_over_sittings_and_commits(tmp_path):
     assert column(shown, "n")[0] == "4" and "bytes/s" not in headings(shown)
 
 
+NUMERICS = {"variant": 1, "shared": 1}
+
+
+def test_runs_of_equal_numerics_pool_over_sources_and_processors_and_their_times_do_not(tmp_path):
+    config = {"variant": {"name": "mhsa", "numerics": 1, "attention": {"_target_": "variants.attention.Attention"}}}
+    for seed in range(3):
+        own = {"variant": config["variant"] | {"attention": {"_target_": f"variants.moved_{seed}.Attention"}}}
+        own |= {"check": True} if seed else {}
+        about = {"config": own, "numerics": NUMERICS, "source": f"{seed}" * 64, "tree": f"{seed}" * 64}
+        change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **about)
+    shown = tables(tmp_path)
+    assert column(shown["runs-1"], "n")[0] == "3" and "bytes/s" not in headings(shown["runs-1"])
+    assert not any(note.startswith("+") for note in shown["runs-1"].notes)
+    assert "Commit 00000000, 11111111 and 22222222." in shown["runs-1"].notes
+    assert [len(shown[f"costs-1-{place}"].rows) for place in (1, 2, 3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"numerics": {"variant": 2, "shared": 1}},
+        {"numerics": {"variant": 1, "shared": 2}},
+        {"numerics": {"variant": None, "shared": 1}},
+        {"device_kind": "cuda"},
+        {"optimizers": [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["bfloat16"]}]},
+        {"config": {"variant": {"name": "mhsa"}, "check": False}},
+        {"config": {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Alibi"}}},
+    ],
+)
+def test_runs_of_other_numbers_do_not_pool(tmp_path, changes):
+    muon = [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["float32"]}]
+    config = {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Rotary"}}
+    same = {"numerics": NUMERICS, "optimizers": muon, "config": config}
+    change(write_run(tmp_path, seed=0), source="aa" * 32, **same)
+    change(write_run(tmp_path, seed=1), **same)
+    assert column(tables(tmp_path)["runs-1"], "n")[0] == "2"
+    change(write_run(tmp_path, seed=1), **same | changes)
+    assert column(tables(tmp_path)["runs-1"], "n")[:2] == ["1", "1"]
+
+
 def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
     write_run(tmp_path, variant="mhsa", seed=0, capped={"valid": 1000, "test": 1000})
     write_run(tmp_path, variant="mhsa", seed=1, capped={"valid": 1000}, test_bits_per_byte=None)

@@ -1,10 +1,10 @@
 """Comparison of rows: which may stand in one table or figure, which differ by their seed only, and how those that
 differ are named.
 
-Bits per byte compare on equal data, split, protocol, capping and budget; a budget of seconds is equal on equal ground
-only. Time and memory compare on equal ``bench.rows.ground``. Rows of other source code stand together, so that nothing is
-lost, but marked: ``+`` where the source is not that of the newest row. An *arm* is one variant at one configuration,
-whatever its seed. All after this are pure functions of runs, arms and ``Heads``.
+Bits per byte compare where ``harness.record.rows.held_equal`` is equal. Time and memory compare on equal
+``bench.rows.ground`` and code. Rows of other numbers stand together, so that nothing is lost, but marked: ``+`` where they
+have not ``same_numbers`` as the newest row. An *arm* is one variant at one configuration, whatever its seed. All after this
+are pure functions of runs, arms and ``Heads``.
 
 Throughout an *item* is a ``RunRow`` or a row of a verb of bench.
 """
@@ -12,6 +12,7 @@ Throughout an *item* is a ``RunRow`` or a row of a verb of bench.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +20,22 @@ from pathlib import Path
 import yaml
 
 from bench.report.gather import RunRow
-from bench.report.words import source_words
+from bench.report.words import short_commit, source_words
 from bench.rows import ground
 from harness.record.cells import BUSY, OLDER, busy_words, listed, mean
+from harness.record.rows import held_equal, numbers_of, same_numbers, tree_of
 
 RATE = "optim.lr"
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 NOT_AN_ARM += ("purpose", "trial", "space")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
-BESIDE = ("backend", "evaluation_backend", "checkpoint", "source")
-"""What makes another arm beside the configuration."""
+NO_SETTING = re.compile(r"variant\.(numerics|small)(\.|$)")
+"""Keys that change no number of a run: what ``numerics`` pins says the row itself."""
+LATER: dict[str, object] = {"check": True}
+"""Keys of a configuration that came later, with what rows mean that have not got them."""
+BESIDE = ("backend", "evaluation_backend", "checkpoint", "device_kind")
+"""What makes another arm beside the configuration and the code."""
 SHORT_LABEL = 2
 """So many differences fit beside a dot; more than that are numbered."""
 MOST_KEYS = 8
@@ -105,19 +111,18 @@ def is_tuning(row: dict) -> bool:
 def comparable(run: RunRow) -> str:
     """Equal for runs whose bits per byte may stand in one table or figure, and whose budget was the same.
 
-    Tuning runs choose a setting and are no result, so they never stand beside runs that are. A span that is the model's
-    own is a setting that may be compared, not a way of scoring.
+    A span that is the model's own is a setting that may be compared, not a way of scoring.
     """
     row = run.row
-    held = {name: row.get(name) for name in ("protocol", "budget")} | {"tuning": is_tuning(row)}
-    held |= {"capped": (row.get("capped") or {}).get("valid")}  # test may not have been scored, and is capped alike
+    held = held_equal(row)
     if number(row["config"], "model", "span") == row["protocol"]["span"]:
-        held["protocol"] = row["protocol"] | {"span": None, "context": None}
-    data = row["config"].get("data")
-    held |= {"sha256": row["data"]["sha256"], "split": data.get("split") if isinstance(data, dict) else None}
-    if "seconds" in row["budget"]:
-        held |= {"ground": ground(row)}  # each mechanism by the code that is its fastest: a column says which
+        held["protocol"] |= {"span": None, "context": None}
     return json.dumps(held, sort_keys=True)
+
+
+def cost_ground(row: dict) -> tuple:
+    """What runs have in common whose times and memory stand together; older rows of other code have a mark."""
+    return *ground(row), tree_of(row) if "numerics" in row else ""
 
 
 def split_by_ground(runs: list[RunRow]) -> list[tuple[str, list[RunRow], bool, bool]]:
@@ -126,7 +131,7 @@ def split_by_ground(runs: list[RunRow]) -> list[tuple[str, list[RunRow], bool, b
     On one ground everything is one figure; on several, what does not depend on the machine is drawn of all runs
     together, and time and memory of each ground apart.
     """
-    grounds = grouped(runs, key=lambda run: ground(run.row))
+    grounds = grouped(runs, key=lambda run: cost_ground(run.row))
     if len(grounds) == 1:
         return [("", runs, True, True)]
     return [("", runs, True, False), *((f"-{tag(key)}", some, False, True) for key, some in grounds.items())]
@@ -142,9 +147,15 @@ def flat(config: dict, *, prefix: str = "") -> dict[str, object]:
 
 
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, object]:
-    """A configuration as flat keys, less what rows of one table share or what seeds may differ in."""
+    """A configuration as flat keys, less what rows of one table share or what seeds may differ in.
+
+    Of a target it is the class's name: which module has it is no setting.
+    """
     kept = {key: value for key, value in row["config"].items() if key not in NOT_AN_ARM}
-    return {key: value for key, value in flat(kept).items() if key not in without}
+    found = {
+        key: str(value).rpartition(".")[2] if key.endswith("_target_") else value for key, value in flat(kept).items()
+    }
+    return {key: own for key, own in (LATER | found).items() if key not in without and not NO_SETTING.match(key)}
 
 
 def arms(items: Iterable, *, without: Sequence[str] = ()) -> list[Arm]:
@@ -155,8 +166,11 @@ def arms(items: Iterable, *, without: Sequence[str] = ()) -> list[Arm]:
     """
 
     def identity(item) -> str:
-        beside = {name: row_of(item).get(name) for name in BESIDE if name not in without}
-        beside |= {"source": (beside["source"] or "")[:6]}
+        row = row_of(item)
+        beside = {name: row.get(name) for name in BESIDE if name not in without}
+        beside |= {"products": [group.get("products") for group in row.get("optimizers") or ()]}
+        code = {"source": row["source"]} if isinstance(item, dict) else numbers_of(row)  # of bench: times and memory
+        beside |= {name: own[:6] if name == "source" else own for name, own in code.items()}
         return json.dumps(settings_of(row_of(item), without=without) | beside, sort_keys=True)
 
     found = []
@@ -216,19 +230,25 @@ def mean_valid(arm: Arm) -> tuple[bool, float]:
 
 
 def marks(items: Sequence) -> tuple[Callable[[dict], str], list[str]]:
-    """What to write behind the name of a row of other source than the newest, and the note that explains it.
+    """What to write behind the name of a row of other numbers than the newest's, and the notes that explain it and name the
+    commits.
 
     Args:
         items: of one table, the oldest first.
     """
     newest = row_of(items[-1])
-    others = by(map(row_of, items), key=lambda row: row["source"])
-    others.pop(newest["source"])
-    if not others:
-        return lambda row: "", []
-    told = listed(source_words(rows[-1]) for rows in others.values())
-    note = f"{OLDER} made by other source code ({told}) than the newest rows ({source_words(newest)})."
-    return lambda row: "" if row["source"] == newest["source"] else f" {OLDER}", [note]
+    commits = listed(dict.fromkeys(filter(None, (short_commit(row_of(item)) for item in items))))
+    notes = [f"Commit {commits}."] if commits else []
+
+    def same(row: dict) -> bool:
+        timed = isinstance(items[-1], dict)
+        return tree_of(row) == tree_of(newest) if timed else same_numbers(row, newest)
+
+    others = by((row for row in map(row_of, items) if not same(row)), key=lambda row: row["source"])
+    if others:
+        told = listed(source_words(rows[-1]) for rows in others.values())
+        notes.append(f"{OLDER} made by other source code ({told}) than the newest rows ({source_words(newest)}).")
+    return lambda row: "" if same(row) else f" {OLDER}", notes
 
 
 def other_in_evaluation(row: dict) -> str | None:

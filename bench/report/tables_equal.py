@@ -21,10 +21,9 @@ from bench.report.columns import (
     table_of_arms,
     thrice_notes,
 )
-from bench.report.comparison import RATE, Arm
+from bench.report.comparison import RATE, Arm, cost_ground
 from bench.report.heads import Heads
 from bench.report.words import data_words, ground_words, protocol_words
-from bench.rows import ground
 from harness.record.cells import listed, significant
 from harness.record.table import Table
 
@@ -90,7 +89,7 @@ def _worth_comparing(arms: Sequence[Arm]) -> bool:
 
 def _view(arms: Sequence[Arm], *, what: str, knob: str, mark, name: str, notes: Sequence[str]) -> Table:
     runs = [run for arm in arms for run in arm.newest_of_each_seed]
-    alone = len({ground(run.row) for run in runs}) == 1
+    alone = len({cost_ground(run.row) for run in runs}) == 1
     apart = [] if alone else ["Seconds and memory are left out: these runs were not measured on one ground."]
     heads = Heads(arms, mark=mark)
     return table_of_arms(

@@ -22,6 +22,8 @@ from harness.record.cells import (
     times,
     whole,
 )
+from harness.record.closing_table import short_commit
+from harness.record.rows import tree_of
 from harness.record.table import Cell, Column, Table, words
 
 VOID = "VOID"
@@ -159,7 +161,7 @@ def _together(rows: Sequence[dict], *keys: str) -> list[list[dict]]:
     """Rows of one call and ground that are equal in these keys, too."""
 
     def key(row: dict) -> str:
-        about = [row.get(key) for key in ("read_from", "source", *keys)]
+        about = [tree_of(row), *(row.get(key) for key in ("read_from", *keys))]
         return json.dumps(
             [about, ground(row, without=("allocator",)), row["data"]["sha256"], row["protocol"]["vocabulary"]]
         )
@@ -169,7 +171,7 @@ def _together(rows: Sequence[dict], *keys: str) -> list[list[dict]]:
 
 def _table(rows: list[dict], columns: tuple[Column, ...], *, name: str, title: str, about: str) -> Table:
     row = rows[-1]
-    one_call = f"One call: {PurePath(row['read_from']).name}"
+    one_call = ", commit ".join(filter(None, (f"One call: {PurePath(row['read_from']).name}", short_commit(row))))
     return filled_table(
         rows,
         columns,

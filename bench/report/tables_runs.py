@@ -21,6 +21,7 @@ from bench.report.comparison import (
     arms,
     by,
     comparable,
+    cost_ground,
     differences,
     is_tuning,
     marks,
@@ -44,7 +45,6 @@ from bench.report.words import (
     protocol_words,
     test_scores_words,
 )
-from bench.rows import ground
 from harness.record.cells import NOTHING, bits, count_of, listed, text, uncounted, whole
 from harness.record.table import Cell, Column, Table, words
 
@@ -137,7 +137,7 @@ def _means(
 ) -> list[Table]:
     """Means over seeds, what is held equal, differences, and costs of each ground where there are several."""
     notes, found = [*group.notes, *said], group.arms
-    grounds = list(by(group.runs, key=lambda run: ground(run.row)).values())
+    grounds = list(by(group.runs, key=lambda run: cost_ground(run.row)).values())
     tables = [_main(group, notes=[*notes, told], index=index, alone=len(grounds) == 1)]
     at_picks = [arm for arm in found if at_a_pick(arm.members[-1], picked)]
     other = [arm.label for arm in found if arm not in at_picks]
@@ -165,7 +165,7 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
     notes = [*notes, *([unknown] if unknown else []), *_older_of_one_seed(found), *_unequal_seeds(found)]
     notes += claimed_words(group.claims)
     if not alone:
-        told = ground_differences(rows)
+        told = ground_differences(rows) or "source"
         notes.append(f"Time and memory stand in tables of their own, because these runs differ in {told}.")
     columns = (SEEDS, *QUALITY, *copies(group.runs), *SIZES, *(COSTS if alone else (BACKEND, IN_EVALUATION)))
     beside = {"before": len(heads.swept) + 1, "after": len(columns) - 3}

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.report.columns import table_of_arms
-from bench.report.comparison import marks, number
+from bench.report.comparison import cost_ground, marks, number
 from bench.report.gather import RunRow, error_of
 from bench.report.heads import Heads
 from bench.report.tuning import TRIALS, Choice, Pick, fresh_command, point_words
 from bench.report.words import budget_words, data_words, ground_words, protocol_words
-from bench.rows import ground
 from harness.record.cells import NOTHING, bits, count_of, fixed, listed, whole
 from harness.record.table import Cell, Column, Table, words
 
@@ -139,7 +138,7 @@ def _sweep(run: RunRow) -> str | None:
 def _picked(found: list[Pick], heads: Heads, *, caption: str, notes: Sequence[str], **about) -> Table:
     unequal = unequal_tuning(found)
     runs = [run for pick in found for run in pick.setting.runs]
-    one_ground = len({ground(run.row) for run in runs}) == 1
+    one_ground = len({cost_ground(run.row) for run in runs}) == 1
     waiting = [pick for pick in found if pick.choice and not pick.fresh]
     rows = []
     for pick in found:

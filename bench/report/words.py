@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from bench.rows import GROUND, ground_value
 from harness.record.cells import count_of, listed
-from harness.record.closing_table import data_label
+from harness.record.closing_table import data_label, short_commit
 
 LIMITS = {"power_limit_w": "W", "clock_limit_mhz": "MHz"}
 """Of a GPU, as a row's ``machine`` has them, with their units."""
@@ -23,9 +23,8 @@ def budget_words(budget: dict | None) -> str:
 
 def source_words(row: dict) -> str:
     """``source 9dd51721 of commit b81edb0d-dirty``."""
-    commit, _, state = (row["commit"] or "").partition("-")
-    of_commit = f" of commit {commit[:8]}{state and '-'}{state}" if commit else ""
-    return f"source {row['source'][:8]}{of_commit}"
+    commit = short_commit(row)
+    return f"source {row['source'][:8]}{commit and f' of commit {commit}'}"
 
 
 def protocol_words(rows: Sequence[dict]) -> str:

@@ -7,14 +7,28 @@ from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.loop.step import score_windows
 from harness.loop.train_state import TrainState
+from harness.model import NUMERICS
 from harness.plan.build import Plan
 from harness.record.folder import Identity
 from harness.record.rows import FORMAT
-from harness.source import commit
+from harness.source import commit, digest_of_tree
 
 
-def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, config_hash: str, source: str) -> dict:
-    """What a number is of: enough to measure it again, and to refuse to compare it with something else."""
+def provenance(
+    plan: Plan,
+    *,
+    corpus: Corpus,
+    runtime: Runtime,
+    command: str,
+    config_hash: str,
+    source: str,
+    measuring: bool = False,
+) -> dict:
+    """What a number is of: enough to measure it again, and to refuse to compare it with something else.
+
+    Args:
+        measuring: whether bench has measured it.
+    """
     label = {} if corpus.fallback_from is None else {"fallback_for": corpus.fallback_from}
     return {
         "format": FORMAT,
@@ -23,9 +37,11 @@ def provenance(plan: Plan, *, corpus: Corpus, runtime: Runtime, command: str, co
         "command": command,
         "config_hash": config_hash,
         "source": source,
+        "tree": digest_of_tree(measuring=measuring),
         "commit": commit(),
         "data": corpus.provenance() | label,
         "protocol": plan.protocol(),
+        "numerics": {"variant": None if plan.trust else plan.config["variant"].get("numerics"), "shared": NUMERICS},
         "recomputation": plan.runtime.checkpoint,
         **runtime.describe(),
     }

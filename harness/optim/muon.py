@@ -96,6 +96,12 @@ class Muon(torch.optim.Optimizer):
             if parameter.ndim != 2:
                 raise ValueError(f"Muon takes matrices only, not a parameter of shape {tuple(parameter.shape)}")
 
+    @property
+    def products(self) -> list[str]:
+        """The dtypes in which it multiplies: what ``precision`` means here."""
+        each = [(group["precision"], p) for group in self.param_groups for p in group["params"]]
+        return sorted({str(product_dtype(name, like=p)).removeprefix("torch.") for name, p in each})
+
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient, unless ``found_inf`` is 1."""

@@ -187,7 +187,8 @@ class Optimizers:
         ]
 
     def describe(self) -> list[dict]:
-        """One row a group: name, optimizer, peak lr, number of parameters and their share of all that are trained."""
+        """One row a group: name, optimizer, peak lr, number of parameters, their share of all that are trained, and the dtypes
+        of the optimizer's products where it has some."""
         counts, total = self._numbers, sum(self._numbers.values())
         return [
             {
@@ -196,6 +197,7 @@ class Optimizers:
                 "lr": self.lr * group.lr_scale,
                 "parameters": counts[name],
                 "share": counts[name] / total,
+                **({"products": muon.products} if isinstance(muon := self.optimizers[name], Muon) else {}),
             }
             for name, group in self.groups.items()
         ]

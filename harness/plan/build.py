@@ -96,7 +96,7 @@ class Plan:
         e = self.eval
         how = {"streams": e.streams, "segment": e.segment, "span": self.model.span, "bytes": e.bytes}
         how |= {"context": streamed_context(self.model.span, self.model.layers), "choice_bytes": e.choice_bytes}
-        return how | {key: self.data[key] for key in ("vocabulary", "drop_newlines")}
+        return how | {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
 
 
 def streamed_context(span: int, layers: int) -> int:

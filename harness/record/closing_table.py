@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 
 from harness.record import cells
-from harness.record.rows import GROUND, UNSAID
+from harness.record.rows import GROUND, UNSAID, held_equal, same_numbers, tree_of
 from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
@@ -55,9 +55,7 @@ def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | No
     """
     alike: dict[str, list] = {}
     for label, summary in jobs:
-        key = json.dumps(
-            [summary["data"]["sha256"], summary["protocol"], summary["budget"], summary["capped"].get("valid")]
-        )
+        key = json.dumps(held_equal(summary), sort_keys=True)
         alike.setdefault(key, []).append((label, summary))
     for same in alike.values():
         first = same[0][1]
@@ -70,6 +68,12 @@ def data_label(data: dict) -> str:
     """What was really read: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256 0123456789ab``."""
     fallback = f" (fallback for {data['fallback_for']})" if data.get("fallback_for") else ""
     return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
+
+
+def short_commit(row: dict) -> str:
+    """``b81edb0d-dirty``, or nothing where a row does not say."""
+    commit, dash, state = (row.get("commit") or "").partition("-")
+    return f"{commit[:8]}{dash}{state}"
 
 
 def scored_splits(summaries: Sequence[dict]) -> list[str]:
@@ -134,7 +138,7 @@ def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, 
     best_first, rows = sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf), []
     for label, run in best_first:
         parameters, flops, memory = (run.get(key) or {} for key in ("parameters", "flops_per_byte", "memory"))
-        row = [f"{label} +" if run.get("source") != summary.get("source") else label, str(run["seed"])]
+        row = [label if same_numbers(run, summary) else f"{label} +", str(run["seed"])]
         row += [*(bits(run, split=split) for split in splits), _short(parameters.get("total"))]
         measured = [
             _size(memory.get("peak_bytes")),
@@ -153,15 +157,17 @@ def _notes(runs: Sequence[dict]) -> tuple[str, ...]:
     if capped:
         notes.append(f"* first {', '.join(f'{n_bytes:,} bytes of {split}' for split, n_bytes in capped.items())} only")
     if any(_ground(run) != _ground(runs[0]) for run in runs):
-        notes.append("# on other ground (device, versions, threads, precision, path): do not compare")
-    if any(run.get("source") != runs[0].get("source") for run in runs):
+        notes.append("# on other ground (machine, versions, precision, path, code): do not compare")
+    if not all(same_numbers(run, runs[0]) for run in runs):
         notes.append("+ made by other source code than this run's")
+    commits = dict.fromkeys(short_commit(run) for run in runs)
+    notes += [f"commits: {', '.join(filter(None, commits))}"] if len(commits) > 1 else []
     said = dict.fromkeys(cells.busy_words(run.get("load")) for run in runs)
     return (*notes, *(f"{cells.BUSY} {words}" for words in said if words))
 
 
 def _ground(run: dict) -> tuple:
-    return tuple((UNSAID | run).get(key) for key in (*GROUND, "backend"))
+    return *((UNSAID | run).get(key) for key in (*GROUND, "backend")), tree_of(run)
 
 
 def _executed(run: dict) -> str:

@@ -54,6 +54,8 @@ GROUND += ("machine", "allocator", "instruction_set", "environment", "recomputat
 UNSAID = {"processes": 1, "machine": None, "allocator": None, "instruction_set": None, "environment": {}}
 UNSAID |= {"recomputation": "none", "tf32": False}
 """What a row means that does not say: some were written before it could differ, or was asked."""
+SPLIT = [0.9, 0.05, 0.05]
+"""Shares of train, valid and test in a row whose protocol does not say."""
 
 
 class Record:
@@ -230,9 +232,7 @@ def write_summary(folder: Path, *, summary: dict) -> Path:
 def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -> list[dict]:
     """Summaries of other finished runs that may stand beside this one, best valid bits first.
 
-    Same purpose, data digest, budget, protocol and capping, and, unless ``any_source`` (as with ``reuse=config``), the same
-    source: a number from code that has since changed is stale. A budget of seconds is equal only on equal ground, so
-    it also asks for the same ``GROUND`` and backend.
+    What is :func:`held_equal` is equal, and, unless ``any_source`` (as with ``reuse=config``), the code has :func:`same_numbers`.
 
     Args:
         outputs: the folder whose subfolders are run folders; one whose summary is odd is named and left out.
@@ -251,20 +251,49 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
 
 def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
     summary = plain(summary)  # as the others were when they were written
-    other, summary = (UNSAID | one for one in (other, summary))
-
-    def same(*keys: str) -> bool:
-        return all(other.get(key) == summary.get(key) for key in keys)
-
     if other.get("status") != "finished" or other.get("valid_bits_per_byte") is None:
         return False
-    if same("config_hash", "source") or not (any_source or same("source")):
+    if all(other.get(key) == summary.get(key) for key in ("config_hash", "source")):
         return False
-    if (other.get("data") or {}).get("sha256") != (summary.get("data") or {}).get("sha256"):
-        return False
-    equal_ground = (*GROUND, "backend") if "seconds" in (summary.get("budget") or {}) else ()
-    capped = [(one.get("capped") or {}).get("valid") for one in (other, summary)]  # test may not have been scored
-    return capped[0] == capped[1] and same("format", "purpose", "budget", "protocol", *equal_ground)
+    return held_equal(other) == held_equal(summary) and (any_source or same_numbers(other, summary))
+
+
+def held_equal(row: Mapping) -> dict[str, object]:
+    """What rows have in common whose bits per byte may be compared, by any code.
+
+    Tuning runs choose a setting and are no result, so they never stand beside runs that are. A budget of seconds is equal on
+    equal ground only.
+    """
+    config, budget = row.get("config") or {}, row.get("budget") or {}
+    split = (config.get("data") or {}).get("split", SPLIT)
+    held = {"data": (row.get("data") or {}).get("sha256"), "budget": budget, "tuning": row.get("purpose") == "tune"}
+    held |= {"protocol": {"split": split} | (row.get("protocol") or {})}
+    held |= {"capped": (row.get("capped") or {}).get("valid")}  # test may not have been scored, and is capped alike
+    if "seconds" in budget:
+        held |= {key: UNSAID.get(key) if row.get(key) is None else row[key] for key in GROUND}
+    return held
+
+
+def numbers_of(row: Mapping) -> dict[str, object]:
+    """What stands for the code of a row where bits per byte are pooled: its ``numerics`` where golden numbers pin both parts,
+    else its ``source``; that, too, where a budget of seconds makes more of faster code."""
+    numerics = row.get("numerics") or {}
+    pinned = numerics.get("variant") is not None and "seconds" not in (row.get("budget") or {})
+    return {"numerics": numerics} if pinned else {"source": row.get("source")}
+
+
+def same_numbers(one: Mapping, other: Mapping) -> bool:
+    """Whether the code of two rows computes the same as far as both use it: two variants have the shared code in common."""
+    if one.get("variant") == other.get("variant"):
+        return numbers_of(one) == numbers_of(other) or one.get("source") == other.get("source")
+    shared = [(row.get("numerics") or {}).get("shared") for row in (one, other)]
+    timed = "seconds" in (one.get("budget") or {})
+    return tree_of(one) == tree_of(other) or (shared[0] == shared[1] is not None and not timed)
+
+
+def tree_of(row: Mapping) -> str | None:
+    """A digest of all code, equal where times and memory are of one code; in older rows it is ``source``."""
+    return row.get("tree") or row.get("source")
 
 
 def _cut_back(path: Path, *, rows: int | None, sha256: str | None) -> bytes:
