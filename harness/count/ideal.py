@@ -1,6 +1,6 @@
 """Ideal FLOPs, which a mechanism says of itself, beside those that its code executes: no more, and not much less.
 
-The whole is compared from above. From below each sublayer is, because a feed-forward beside it would hide one that says too little.
+The whole is compared from above. Each sublayer is from below: a feed-forward beside it would hide one that says too little.
 """
 
 from collections import deque
@@ -49,4 +49,6 @@ def compare_ideal(model: LanguageModel, *, span: int) -> tuple[list[str], str]:
 def excuses(model: LanguageModel) -> list[str]:
     """What the sublayers say that may have ideal FLOPs below half of the executed ones, for a run's row."""
     found = {name: s.ideal_share for name, s in model.sublayers()}
-    return [f"{name}: from {least:.2g} of the executed FLOPs, {why}" for name, (least, why) in found.items() if least < HALF]
+    return [
+        f"{name}: from {least:.2g} of the executed FLOPs, {why}" for name, (least, why) in found.items() if least < HALF
+    ]

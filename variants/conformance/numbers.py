@@ -2,8 +2,6 @@
 dropout, what it declares to see moves it, the likelihood moves its parameters, and a batch of any size is streams apart.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +31,7 @@ def derivatives(subject: Subject) -> Verdict:
     logits, loss = values()
     upstream = torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
     upstream /= upstream.norm()
+    model.zero_grad()
     ((logits * upstream).sum() + loss).backward()
     found = gradients_of(model)
     for name, parameter in model.named_parameters():
@@ -51,7 +50,9 @@ def derivatives(subject: Subject) -> Verdict:
                 break
         else:
             told = " or ".join(f"{slope:.6g}" for slope in slopes)
-            breaks.append(f"train: along a direction of {name} the loss changes by {told}, its gradient says {said:.6g}")
+            breaks.append(
+                f"train: along a direction of {name} the loss changes by {told}, its gradient says {said:.6g}"
+            )
     return breaks, f"{len(found)} gradients, behind {head.shape[1]} bytes"
 
 
@@ -63,7 +64,9 @@ def modes_agree(subject: Subject) -> Verdict:
     expected, (_, model, still) = run(model, tokens, cuts=cuts)[0], training[0]
     with still():
         found, _ = run(model, tokens, cuts=cuts)
-    return differs("train without dropout, against eval", expected, found), f"{subject.length} bytes, with a past and without"
+    return differs(
+        "train without dropout, against eval", expected, found
+    ), f"{subject.length} bytes, with a past and without"
 
 
 def reach_used(subject: Subject) -> Verdict:
@@ -114,10 +117,10 @@ def _sees(sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int
 
 def likelihood(subject: Subject) -> Verdict:
     """Without the auxiliary loss, which may move what nothing else looks at."""
-    breaks, segment_bytes = [], max(subject.span, 3 * subject.period) + 2  # a state is detached: a block must be within
+    segment_bytes = max(subject.span, 3 * subject.period) + 2  # a state is detached: what a block does must be within
+    waiting = {name for name, p in subject.build().named_parameters() if p.requires_grad}
     for draw in range(3):
         model = open_(subject.build(seed=draw).train(), 0.2, 0.8)
-        waiting = {name for name, p in model.named_parameters() if p.requires_grad} if not draw else waiting
         tokens, state, total = subject.bytes(seed=draw), None, 0
         for segment in tokens.split(segment_bytes, dim=1):
             logits, state, *_ = model(segment, state)

@@ -152,8 +152,10 @@ def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, bel
                 found.append(((bits[4:] * after_a).sum(0)[at] / after_a.sum(0)[at]).min().item())
             if max(found) < below_bits:
                 break
-    told = f"{found[0]:.3f} bits per byte after {step} steps"
-    told += f", {found[1]:.3f} where the byte two before tells the next" if at.any() else ", and its past is not near enough for ABAC"
+    past_told = (
+        f"{found[1]:.3f} where the byte two before tells the next" if at.any() else "none that needs a past so near"
+    )
+    told = f"{found[0]:.3f} bits per byte, {past_told}, after {step} steps"
     return [] if max(found) < below_bits else [told], told
 
 
