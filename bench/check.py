@@ -92,8 +92,9 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combina
         given: keys that were typed.
     """
     from bench.conformance import fast_backend, named_kind, of_mechanism
-    from bench.planning import bench_plan, recompose, varied
-    from bench.small import with_small
+    from bench.planning import bench_plan, recompose
+    from harness.plan.build import varied
+    from harness.plan.small import with_small
 
     recipe = "recipe" in given
     positioned = recipe or any(key.partition(".")[0] == "position" for key in given)

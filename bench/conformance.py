@@ -10,11 +10,10 @@ from functools import partial
 import torch
 
 from bench.choices import follows
-from bench.planning import varied
-from bench.small import runs, shrunk
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.device.runtime import device_kind
-from harness.plan.build import Plan
+from harness.plan.build import Plan, varied
+from harness.plan.small import runs, shrunk
 from variants.conformance import Finding, agree, check, finding_of, learns
 
 ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}

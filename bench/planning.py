@@ -59,12 +59,6 @@ def bench_plan(cfg: DictConfig) -> Plan:
     return planned(cfg, **hydra_facts())
 
 
-def varied(plan: Plan, **sections: dict) -> Plan:
-    """The plan of the same configuration with other keys in some sections."""
-    config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
-    return plan_run(OmegaConf.create(config), trusted=plan.trust)
-
-
 def typed_command(verb: str) -> str:
     """What was typed, for provenance."""
     return shlex.join(["python", "-m", f"bench.{verb}", *sys.argv[1:]])

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.choices import follows
-from bench.small import shrunk
+from harness.plan.small import shrunk
 from harness.plan.build import plan_run
 from tests import toys
 from tests.composing import compose_config

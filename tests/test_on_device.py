@@ -12,7 +12,7 @@ from bench.conformance import gate, passed
 from bench.cost_worker import Subject
 from bench.cost_worker import Task as CostTask
 from bench.on_device import learns_alike, proofs
-from bench.planning import varied
+from harness.plan.build import varied
 from harness.device.first_use import Choice, Verdict
 from harness.loop.settle import settled
 from tests.command import call

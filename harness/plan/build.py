@@ -170,6 +170,12 @@ def plan_run(
     return plan
 
 
+def varied(plan: Plan, **sections: dict) -> Plan:
+    """The plan of the same configuration with other keys in some sections."""
+    config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
+    return plan_run(OmegaConf.create(config), trusted=plan.trust)
+
+
 def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | None]:
     """The configuration at its trial as a plain dictionary that has every section, and nothing else; and the trial's point."""
     if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
