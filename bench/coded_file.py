@@ -73,7 +73,7 @@ def open_run(cfg: DictConfig, *, with_data: bool = False) -> Opened:
     told = device.describe()
     named = {
         "weights": hashlib.sha256(weights).hexdigest()[:DIGITS],
-        "source": source.digest(plan.trust)[:DIGITS],
+        "source": source.digest(plan.config, trust=plan.trust)[:DIGITS],
         "backend": "+".join(sorted({own.backend(device.device, training=False) for _, own in model.sublayers()})),
         "torch": told["versions"]["torch"],
     }

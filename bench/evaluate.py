@@ -51,8 +51,12 @@ def main(cfg: DictConfig) -> None:
     row = {"kind": "evaluation", "format": FORMAT, "split": cfg.split, "protocol": protocol}
     row |= _score(model, split[:limit], device, protocol)
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
-    row |= {"trained_source": saved["source"], "source": source.digest(plan.trust), "commit": source.commit()}
-    row |= {"measuring_source": source.digest(plan.trust, measuring=True)}
+    row |= {
+        "trained_source": saved["source"],
+        "source": source.digest(plan.config, trust=plan.trust),
+        "commit": source.commit(),
+    }
+    row |= {"measuring_source": source.digest(plan.config, trust=plan.trust, measuring=True)}
     row |= {"evaluation_backend": backend_of(model, device, training=False)}
     row |= {"weights_bytes_seen": opened.best["bytes"], **device.describe()}
     append_whole(path / EVALUATIONS, json.dumps(plain(row), allow_nan=False).encode() + b"\n")

@@ -66,7 +66,10 @@ def typed_command(verb: str) -> str:
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
     """The part of a row that says what was measured, by which code and on what."""
-    known = {"config_hash": folder.config_hash(plan.config), "source": source.digest(plan.trust, measuring=True)}
+    known = {
+        "config_hash": folder.config_hash(plan.config),
+        "source": source.digest(plan.config, trust=plan.trust, measuring=True),
+    }
     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text, for JSON
     own = summary.provenance(plan, corpus=corpus, runtime=runtime, command=command, **known)
     return {"kind": kind, "config": config, **own}

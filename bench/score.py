@@ -63,7 +63,7 @@ def main(cfg: DictConfig) -> None:
     of_others = dict.fromkeys(("seed", *GROUND))  # the machine that adds up is not the one that computed
     row = {"kind": "claimed", "format": FORMAT, "claimed": True, "variant": own.name, "command": typed_command("score")}
     row |= {"config": config, "config_hash": digest(json.dumps(config, sort_keys=True).encode()), **of_others}
-    row |= {"source": source.digest(measuring=True), "commit": source.commit(), "data": corpus.provenance()}
+    row |= {"source": source.digest(config, measuring=True), "commit": source.commit(), "data": corpus.provenance()}
     row |= {"split": own.split, "split_sha256": digest(split), "shares": data["split"]}
     row |= {"drop_newlines": data["drop_newlines"], "bytes": len(split), "scored": len(losses)}
     row |= {"losses_sha256": digest(losses), "bits_per_byte": bits_per_byte}

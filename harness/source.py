@@ -1,9 +1,10 @@
-"""The code that runs: a digest of every file that can change a number, as this process read them.
+"""The code that runs: a digest of every file that can change a number of this run, as this process read them.
 
 A sweep goes on with the modules that it has loaded, whatever is edited meanwhile. So each file is read once and
 remembered, and a module that is loaded later must still be what it was then.
 """
 
+import ast
 import functools
 import hashlib
 import os
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from modulefinder import ModuleFinder
@@ -20,16 +21,22 @@ from pathlib import Path
 from harness.cache import sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("train.py", "variants", "harness")
-MEASURING = ("bench",)
-READERS = ("results", "report", "dashboards")
-"""Folders of bench that measure nothing."""
+OURS = re.compile(r"(variants|harness|bench)(\.\w+)*|train")
+"""Modules that are ours, by name."""
+MEASURING = "bench"
+LEFT_OUT = re.compile(
+    r"harness/(compose/|record/(?!checkpoint|shard)|loop/progress\.py)|variants/conformance/|bench/(results|report|dashboards)/"
+)
+"""Files of ours that a run may load and that change no number: what composes it, records it but for checkpoints, shows its
+progress, checks its mechanism; and what only reads the rows of ``bench``. What they import is not followed."""
+Files = tuple[tuple[str, Path], ...]
 
 
-def digest(trust: tuple[str, ...] = (), *, measuring: bool = False) -> str:
-    """SHA-256 of our source and of all modules that the user named.
+def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:
+    """SHA-256 of the source that a run of this configuration can import, and of all modules that the user named.
 
     Args:
+        config: resolved; its targets say which files of ours count, see :func:`closure`.
         trust: those modules. A package counts with all its files; a single file with what it imports from its own folder
             (unless it was installed), and with files of the same stem, as ``mine.cpp`` beside ``mine.py``.
         measuring: whether the code of bench counts, for its rows.
@@ -37,16 +44,112 @@ def digest(trust: tuple[str, ...] = (), *, measuring: bool = False) -> str:
     Raises:
         ValueError: a trusted module has no source file, or a file was edited before this process had loaded it.
     """
-    return _digest(_ours(measuring), trust)
+    files = dict(closure((*_targets(config), *_imported(trust))))
+    if measuring:
+        measure = [path for path in _tree(ROOT / MEASURING) if not LEFT_OUT.match(_name(path))]
+        modules = (_name(path).removesuffix(".py").replace("/", ".") for path in measure if path.suffix == ".py")
+        files |= dict(closure(modules)) | {_name(path): path for path in measure}
+    return _digest((*sorted(files.items()), *_files_of(trust)))
 
 
-def digest_of_mechanisms(trust: tuple[str, ...] = ()) -> str:
-    """The same of ``variants/`` and the user's modules alone: of what a mechanism computes, and on which device it was right."""
-    return _digest([(name, path) for name, path in _ours(False) if name.startswith("variants/")], trust)
+def digest_of_mechanisms(config: Mapping, *, trust: tuple[str, ...] = ()) -> str:
+    """The same of :func:`mechanism_files` alone: of what a mechanism computes, and on which device it was right."""
+    return _digest(mechanism_files(config, trust=trust))
 
 
-def _digest(files: Iterable[tuple[str, Path]], trust: tuple[str, ...]) -> str:
-    files = [*files, *(file for module in trust for file in _trusted(module))]
+def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
+    """Names and paths of the files below ``variants/`` that the targets of a configuration reach, and of the user's modules."""
+    ours = closure((*_targets(config), *_imported(trust)))
+    return (*(file for file in ours if file[0].startswith("variants/")), *_files_of(trust))
+
+
+def closure(targets: Iterable[str]) -> Files:
+    """Names and paths, sorted by name, of our files that can be imported from ``train.py`` and from these targets.
+
+    Imports are followed as they are written: inside functions too, but not those for type checkers. A text that names a
+    module of ours is followed as well: a process may run it. A package's ``__init__.py`` counts with each of its modules, and
+    so do files of the same stem, as ``window.cpp`` beside ``window.py``.
+
+    Args:
+        targets: dotted names of modules, or of what is in them; those that are not ours are passed over.
+    """
+    return _closure(frozenset({"train", *targets}))
+
+
+@functools.cache
+def _closure(names: frozenset[str]) -> Files:
+    waiting, reached = [path for name in names for path in _paths(name)], set()
+    while waiting:
+        path = waiting.pop()
+        if path not in reached and not LEFT_OUT.match(_name(path)):
+            reached.add(path)
+            waiting += (other for name in _imports(path, _first_read(path)) for other in _paths(name))
+    beside = {file for path in reached for file in path.parent.glob(f"{path.stem}.*") if file.stem == path.stem}
+    return tuple(sorted((_name(path), path) for path in beside if path.is_file()))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _targets(node: object) -> Iterator[str]:
+    """Every ``_target_`` in a configuration, at any depth."""
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            yield str(node["_target_"])
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        for value in node:
+            yield from _targets(value)
+
+
+def _paths(name: str) -> Iterator[Path]:
+    """Files that importing a module of ours runs: its packages' and its own; the name may be of something in it."""
+    folder = ROOT
+    for part in name.split(".") if OURS.fullmatch(name) else ():
+        package, module = folder / part / "__init__.py", folder / f"{part}.py"
+        if package.is_file() or module.is_file():
+            yield package if package.is_file() else module
+        folder /= part
+
+
+@functools.cache
+def _imports(path: Path, content: str) -> frozenset[str]:
+    """What a file of Python imports or names of ours, late or early; a name may be a module's or that of something in it.
+
+    Args:
+        content: its digest, by which it is remembered.
+    """
+    names, waiting = set(), []
+    with suppress(SyntaxError, OSError):  # an import will say so
+        waiting = [ast.parse(path.read_bytes())]
+    package = path.relative_to(ROOT).with_suffix("").parts if path.is_relative_to(ROOT) else ()
+    while waiting:
+        node = waiting.pop()
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        waiting += node.orelse if typing_only else ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = ".".join((*package[: -node.level if node.level else 0], *filter(None, [node.module])))
+            names.update({origin, *(f"{origin}.{alias.name}" for alias in node.names)})
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            names.add(node.value)
+    return frozenset(filter(OURS.fullmatch, names))
+
+
+def _imported(trust: tuple[str, ...]) -> Iterator[str]:
+    """What the user's modules import of ours."""
+    for _, path in _files_of(trust):
+        if path.suffix == ".py" and re.search(rb"\b(variants|harness|bench)\b", path.read_bytes()):
+            yield from _imports(path, _first_read(path))
+
+
+def _files_of(trust: tuple[str, ...]) -> Files:
+    return tuple(file for module in trust for file in _trusted(module))
+
+
+def _digest(files: Files) -> str:
     _check_loaded({path for _, path in files})
     return hashlib.sha256("".join(f"{name}\0{_first_read(path)}\n" for name, path in files).encode()).hexdigest()
 
@@ -70,16 +173,7 @@ def commit() -> str | None:
 
 
 @functools.cache
-def _ours(measuring: bool) -> tuple[tuple[str, Path], ...]:
-    """Names and paths of our files."""
-    roots = [ROOT / name for name in (*OURS, *(MEASURING if measuring else ()))]
-    readers = {ROOT / "bench" / name for name in READERS}
-    files = [path for root in roots for path in _tree(root) if not readers.intersection(path.parents)]
-    return tuple((str(path.relative_to(ROOT)), path) for path in files)
-
-
-@functools.cache
-def _trusted(module: str) -> tuple[tuple[str, Path], ...]:
+def _trusted(module: str) -> Files:
     """Names and paths of a trusted module's files."""
     found = find_spec(module)
     origin = Path((found and found.origin) or "").resolve()

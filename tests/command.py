@@ -51,7 +51,7 @@ class Ended:
 
 def forget_source() -> None:
     """What this process has read of the source: another one would read it anew."""
-    for remembered in (source._ours, source._trusted, source._first_read, source._check_once):
+    for remembered in (source._closure, source._trusted, source._first_read, source._check_once):
         remembered.cache_clear()
 
 

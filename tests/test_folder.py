@@ -59,7 +59,7 @@ def test_the_hash_covers_what_can_change_a_number_and_nothing_else():
 
 def test_edited_source_never_returns_an_old_number(monkeypatch, capsys):
     job, _ = whole_run("budget.steps=3")
-    monkeypatch.setattr("harness.source.digest", lambda trust: "e" * 64)
+    monkeypatch.setattr("harness.source.digest", lambda config, trust: "e" * 64)
     edited = make_job("budget.steps=3")
     assert edited.training is not None and edited.folder.path.name != job.folder.path.name
     capsys.readouterr()
@@ -67,7 +67,7 @@ def test_edited_source_never_returns_an_old_number(monkeypatch, capsys):
     assert f"the source changed since outputs/{job.folder.path.name}: this is a new run" in capsys.readouterr().out
     accepted = make_job("budget.steps=3", "reuse=config")
     assert accepted.training is None and accepted.earlier["source"] == "e" * 64
-    monkeypatch.setattr("harness.source.digest", lambda trust: "f" * 64)
+    monkeypatch.setattr("harness.source.digest", lambda config, trust: "f" * 64)
     assert make_job("budget.steps=3", "reuse=config").earlier["source"] == "e" * 64  # the newest of any source
     with pytest.raises(ValueError, match="reuse=nothing: allowed are source, config"):
         make_job("budget.steps=3", "reuse=nothing")

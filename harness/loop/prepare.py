@@ -90,7 +90,7 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
         variant=plan.variant,
         seed=plan.seed,
         config=folder.config_hash(plan.config),
-        source=source.digest(plan.trust),
+        source=source.digest(plan.config, trust=plan.trust),
         data=data_digest,
         device=runtime.device_kind(plan.runtime),
         precision=plan.runtime.precision,
