@@ -108,20 +108,19 @@ def _reach(subject: Subject, *, sizes: Sequence[Size]) -> Verdict:
 def _segments(subject: Subject, *, sizes: Sequence[Size]) -> Verdict:
     """The same bytes in whole segments and cut at ugly places."""
     told = []
+    whole_ones = [size for size in sizes if size.carry and size.segment > 2 and not size.ragged]
     for mode, model, still in subject.modes():
-        for size in (
-            size for size in sizes if size.mode == mode and size.carry and 2 < size.segment and not size.ragged
-        ):
-            fed = _Fed(subject, size, model=model)
+        for size in (size for size in whole_ones if size.mode == mode):
             third = size.segment // 3
             with still():
+                fed = _Fed(subject, size, model=model)
                 whole = fed.run(fed.tokens)
                 for cuts in ((third + 1,), (1, 2 * third)):
                     case = f"{mode}, {size.streams} x {size.segment} bytes cut at {', '.join(map(str, cuts))}"
                     if breaks := differs(case, whole, fed.run(fed.tokens, cuts=cuts)):
                         return breaks, ""
             told.append(f"{mode}, {size.streams} x {size.segment} bytes{fed.fewer}")
-    return [], "; ".join(told)
+    return [], "; ".join(told) or "nothing is carried"
 
 
 class _Fed:
