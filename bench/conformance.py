@@ -13,10 +13,9 @@ from bench.choices import follows
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.device.runtime import device_kind
 from harness.plan.build import Plan, varied
-from harness.plan.small import runs, shrunk
+from harness.plan.small import of_mechanism, runs, shrunk
 from variants.conformance import Finding, agree, check, finding_of, learns
 
-ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
 LONG = 70
 """Keys from which learned spans of several lengths are computed apart: widths come in steps of 64."""
 
@@ -41,12 +40,6 @@ def gate(plan: Plan) -> list[Finding]:
     return [
         finding for finding in findings(shrunk(of_mechanism(plan, device_kind(plan.runtime)))) if not finding.passed
     ]
-
-
-def of_mechanism(plan: Plan, kind: str) -> Plan:
-    """The plan as the contract is checked, on a CPU: in plain PyTorch where it is to run on a device of another ``kind``,
-    whose kernels are not the CPU's."""
-    return plan if kind == "cpu" else varied(plan, runtime=ON_CPU)
 
 
 def named_kind(device: str) -> str:

@@ -117,12 +117,13 @@ class Trainer:
 class Score(NamedTuple):
     """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``, and summed statistics.
 
-    ``future_nats`` is by how much, on average, a pair's nats depend on bytes after it: rounding, or it saw them.
+    ``future_nats`` is by how much, on average, a pair's nats depend on bytes after it, where that was looked for: rounding, or
+    it saw them.
     """
 
     nats: Tensor
     stats: dict[str, dict[str, Tensor]]
-    future_nats: float | None = None
+    future_nats: float = 0.0
 
     @property
     def bits_per_byte(self) -> float:
@@ -176,8 +177,8 @@ def _summed(nats: list[Tensor], stats: dict, runtime: Runtime, futures: Futures 
     own, processes = torch.cat(nats) if nats else torch.empty(0), runtime.processes
     if processes.world_size > 1:
         stats = {name: {key: value.cpu() for key, value in found.items()} for name, found in stats.items()}
-    change = None if futures is None else torch.cat(processes.gather(futures.changes))
-    change = change.mean().item() if change is not None and len(change) else None
+    change = torch.cat(processes.gather(futures.changes)) if futures else torch.empty(0)
+    change = change.mean().item() if len(change) else 0.0
     return Score(torch.cat(processes.gather(own)), functools.reduce(add_stats, processes.gather_values(stats)), change)
 
 

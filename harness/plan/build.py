@@ -35,7 +35,7 @@ PLAIN = {
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
 SECTIONS += ("checkpoint", "start")
 PURPOSES = ("result", "tune")
-SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust")
+SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust", "check")
 
 MOST_LAYERS = 10_000
 """Each is listed before any is built: a file that says a trillion must not fill the memory."""
@@ -49,7 +49,7 @@ class Plan:
 
     ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
     keyword arguments of ``harness.data.corpora.load``; ``point`` is where a trial's keys lie between the ends of their space;
-    ``backend_choice`` is how ``runtime.backend`` was settled, where it was.
+    ``backend_choice`` is how ``runtime.backend`` was settled, where it was; ``admission`` is whether the mechanism was checked.
     """
 
     config: dict
@@ -78,7 +78,9 @@ class Plan:
     size: str | None
     sweeping: bool
     beside_others: bool
+    check: bool
     backend_choice: dict | None = None
+    admission: str | None = None
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
@@ -151,6 +153,7 @@ def plan_run(
         outputs=Path(checked(config["outputs"], str, key="outputs")),
         force=checked(config["force"], bool, key="force"),
         reuse=checked(config["reuse"], str, key="reuse"),
+        check=checked(config.get("check", True), bool, key="check"),  # which runs of before do not say
         trust=trust,
         size=size,
         sweeping=sweeping,

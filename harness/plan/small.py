@@ -17,6 +17,7 @@ from harness.plan.settings import ModelSettings, parse
 from variants.contract import Sublayer
 
 HEADS, HEAD_WIDTH = 2, 16
+ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
 SPANS = (13, 64)
 """Odd and prime, or for mechanisms that want a multiple of something."""
 
@@ -87,6 +88,12 @@ def narrow(plan: Plan) -> Plan:
     All its layers are there where keywords of sublayers fit no other number of them, such as a list with one for each.
     """
     return _narrowed(plan, spans=(plan.model.span,), layers=(_kinds(plan), [tuple(layer) for layer in plan.layers]))
+
+
+def of_mechanism(plan: Plan, kind: str) -> Plan:
+    """The plan as the contract is checked, on a CPU: in plain PyTorch where it is to run on a device of another ``kind``,
+    whose kernels are not the CPU's."""
+    return plan if kind == "cpu" else varied(plan, runtime=ON_CPU)
 
 
 def _kinds(plan: Plan) -> list[tuple[str, ...]]:

@@ -56,6 +56,10 @@ UNSAID |= {"recomputation": "none", "tf32": False}
 """What a row means that does not say: some were written before it could differ, or was asked."""
 
 
+UNCOMPARED = ("unchecked", "not causal")
+"""``check`` of a run that nothing is compared with."""
+
+
 class Record:
     """Appends rows to ``record.jsonl`` of a run folder.
 
@@ -257,6 +261,8 @@ def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
         return all(other.get(key) == summary.get(key) for key in keys)
 
     if other.get("status") != "finished" or other.get("valid_bits_per_byte") is None:
+        return False
+    if not {other.get("check"), summary.get("check")}.isdisjoint(UNCOMPARED):
         return False
     if same("config_hash", "source") or not (any_source or same("source")):
         return False
