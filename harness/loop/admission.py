@@ -13,12 +13,13 @@ import torch
 
 from harness import source
 from harness.cache import cache_folder, sha256_of, write_whole
+from harness.count.ideal import IDEAL, compare_ideal
 from harness.device.runtime import device_kind
 from harness.failures import StorageFailure
 from harness.loop.step import WINDOWS
 from harness.plan.build import Plan
-from harness.plan.small import narrow, of_mechanism
-from variants.conformance import Finding
+from harness.plan.small import narrow, of_mechanism, shrunk
+from variants.conformance import BEFORE_TRAINING, Finding, check, finding_of
 from variants.conformance.sizes import at_sizes, sizes_of
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
@@ -53,8 +54,13 @@ def admission(plan: Plan) -> str:
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
-    """The promises that are looked at before training."""
+    """The promises that are looked at before training: at the run's sizes, and at small ones."""
     yield from findings_at_sizes(plan)
+    small = shrunk(of_mechanism(plan, device_kind(plan.runtime)))
+    span, streams = small.model.span, tuple({17, plan.batch.streams, plan.eval.streams})
+    own = {"span": span, "vocabulary": plan.data["vocabulary"], "checks": BEFORE_TRAINING, "streams": streams}
+    yield from check(small.make_model, **own)
+    yield finding_of(IDEAL, lambda: compare_ideal(small.make_model(), span=span))
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:

@@ -153,7 +153,7 @@ def plan_run(
         outputs=Path(checked(config["outputs"], str, key="outputs")),
         force=checked(config["force"], bool, key="force"),
         reuse=checked(config["reuse"], str, key="reuse"),
-        check=checked(config.get("check", True), bool, key="check"),  # which runs of before do not say
+        check=checked(config["check"], bool, key="check"),
         trust=trust,
         size=size,
         sweeping=sweeping,
@@ -186,6 +186,7 @@ def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | 
             "sweep: what was chosen is a sweep of W&B, which Hydra cannot run; "
             "give the file to W&B: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
         )
+    cfg = OmegaConf.merge({"check": True}, cfg)  # which runs of before, and verbs that train nothing, do not say
     check_keys({key: None for key in cfg if key != "hydra"}, SECTIONS + SINGLES, key="")
     cfg, point = take_trial(cfg, typed=typed)
     try:
