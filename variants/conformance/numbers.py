@@ -51,7 +51,9 @@ def derivatives(subject: Subject) -> Verdict:
                 break
         else:
             told = " or ".join(f"{slope:.6g}" for slope in slopes)
-            breaks.append(f"train: along a direction of {name} the loss changes by {told}, its gradient says {said:.6g}")
+            breaks.append(
+                f"train: along a direction of {name} the loss changes by {told}, its gradient says {said:.6g}"
+            )
     return breaks, f"{len(found)} gradients, behind {head.shape[1]} bytes"
 
 
@@ -63,7 +65,9 @@ def modes_agree(subject: Subject) -> Verdict:
     expected, (_, model, still) = run(model, tokens, cuts=cuts)[0], training[0]
     with still():
         found, _ = run(model, tokens, cuts=cuts)
-    return differs("train without dropout, against eval", expected, found), f"{subject.length} bytes, with a past and without"
+    return differs(
+        "train without dropout, against eval", expected, found
+    ), f"{subject.length} bytes, with a past and without"
 
 
 def reach_used(subject: Subject) -> Verdict:

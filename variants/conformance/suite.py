@@ -153,7 +153,11 @@ def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, bel
             if max(found) < below_bits:
                 break
     told = f"{found[0]:.3f} bits per byte after {step} steps"
-    told += f", {found[1]:.3f} where the byte two before tells the next" if at.any() else ", and its past is not near enough for ABAC"
+    told += (
+        f", {found[1]:.3f} where the byte two before tells the next"
+        if at.any()
+        else ", and its past is not near enough for ABAC"
+    )
     return [] if max(found) < below_bits else [told], told
 
 
