@@ -35,6 +35,7 @@ REFUSED = {
     "NextInWholeBlocks": "evaluation does not see the future at the sizes of the run: eval, 2 x 128 bytes, all from byte",
     "ForgetsAShift": "evaluation does not see the future at the sizes of the run: eval, 2 x 341 bytes, all from byte",
     "ShortWindow": "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 bytes, all up to byte",
+    "MixesBeyondEight": "streams do not mix in large batches",
     "CutInBlocks": "segments do not matter at the sizes of the run: eval, 2 x 128 bytes cut at ",
 }
 
