@@ -18,13 +18,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from bench.planning import bench_plan, recompose, varied
+from bench.planning import bench_plan, recompose
 from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop.settle import products
 from harness.loop.step import Trainer
 from harness.model import LanguageModel
-from harness.plan.build import Plan
+from harness.plan.build import Plan, varied
 from harness.plan.settings import RuntimeSettings, parse
 from variants.conformance import gradients_of, move
 

@@ -5,6 +5,8 @@ once for every position scheme on Hydra's search path, both caches, and ``attend
 runs, it is compared with the plain one each time, and the plain one is checked whole in every other combination: it meets
 each pair of choices.
 
+Causality, reach and segment cuts are then checked once more, at the sizes that ``train.py`` takes with the same words.
+
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
@@ -37,6 +39,7 @@ from harness.compose.cli import MISTAKES, explain, run_command
 if TYPE_CHECKING:  # torch and all that needs it is imported late, so that a wrong word is answered at once
     from bench.agreement import AgreementSettings
     from harness.plan.build import Plan
+    from variants.conformance import Finding
 
 OWN = ("verbose", "agree")
 UNSEEN = "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, as in tests/reference."
@@ -71,9 +74,14 @@ def main(cfg: DictConfig) -> None:
     if not checked_in:
         raise error
     tried = [combination._replace(backend="") for combination in checked_in]
-    lines = [*shown.told(checked_in), *refused.told(dict.fromkeys([*tried, *refused_in]))]
+    at_sizes = own_sizes(checked_in[0])
+    breaks = [finding for finding in at_sizes if not finding.passed]
+    print(f"{'FAIL' if breaks else 'pass'}  sizes of the run: {len(at_sizes)} promises", flush=True)
+    lines = [str(finding) for finding in (at_sizes if verbose else breaks)]
+    broken.update((None, finding.promise) for finding in breaks)
+    lines += [*shown.told(checked_in), *refused.told(dict.fromkeys([*tried, *refused_in]))]
     print("\n".join(lines), end="\n" * bool(lines))
-    outcome, kept = "keeps the contract in", len(checked_in) - len({combination for combination, _ in broken})
+    outcome, kept = "keeps the contract in", len(checked_in) - len({combination for combination, _ in broken} - {None})
     if broken:
         BROKEN.append(name)
         number = len({promise for _, promise in broken})
@@ -93,9 +101,10 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combina
     Args:
         given: keys that were typed.
     """
-    from bench.conformance import fast_backend, named_kind, of_mechanism
-    from bench.planning import bench_plan, recompose, varied
-    from bench.small import with_small
+    from bench.conformance import fast_backend, named_kind
+    from bench.planning import bench_plan, recompose
+    from harness.plan.build import varied
+    from harness.plan.small import of_mechanism, with_small
 
     recipe = "recipe" in given
     positioned = recipe or any(key.partition(".")[0] == "position" for key in given)
@@ -119,6 +128,20 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combina
         yield combination._replace(backend=backend or "plain"), plan
         if backend and plan.runtime.backend == "auto" and sum(places) % 2 == 0:
             yield combination._replace(backend="plain"), varied(plan, runtime={"backend": "plain"})
+
+
+def own_sizes(combination: Combination) -> "list[Finding]":
+    """What the plan that ``train.py`` makes of the typed words promises at its own sizes, once for all combinations: in what
+    it has by default, or in this combination where that is refused."""
+    from bench.planning import bench_plan, recompose
+    from harness.loop.admission import findings_at_sizes
+
+    position, cache, attend_self, _ = combination
+    words = (f"position={position}", f"model.cache={cache}", f"model.attend_self={attend_self}")
+    try:
+        return list(findings_at_sizes(bench_plan(recompose("train", own=(), leave=OWN))))
+    except MISTAKES:
+        return list(findings_at_sizes(bench_plan(recompose("train", *words, own=(), leave=OWN))))
 
 
 def position_schemes() -> list[str]:

@@ -10,15 +10,13 @@ from functools import partial
 import torch
 
 from bench.choices import follows
-from bench.planning import varied
-from bench.small import runs, shrunk
 from harness.count.flops import count_flops
-from harness.count.ideal import compare_ideal
+from harness.count.ideal import IDEAL, compare_ideal
 from harness.device.runtime import device_kind
-from harness.plan.build import Plan
+from harness.plan.build import Plan, varied
+from harness.plan.small import of_mechanism, runs, shrunk
 from variants.conformance import Finding, agree, check, finding_of, learns
 
-ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
 LONG = 70
 """Keys from which learned spans of several lengths are computed apart: widths come in steps of 64."""
 
@@ -43,12 +41,6 @@ def gate(plan: Plan) -> list[Finding]:
     return [
         finding for finding in findings(shrunk(of_mechanism(plan, device_kind(plan.runtime)))) if not finding.passed
     ]
-
-
-def of_mechanism(plan: Plan, kind: str) -> Plan:
-    """The plan as the contract is checked, on a CPU: in plain PyTorch where it is to run on a device of another ``kind``,
-    whose kernels are not the CPU's."""
-    return plan if kind == "cpu" else varied(plan, runtime=ON_CPU)
 
 
 def named_kind(device: str) -> str:
@@ -92,7 +84,7 @@ def ideal_beside_executed(plan: Plan) -> Finding:
         torch.manual_seed(0)
         return compare_ideal(plan.make_model(), span=plan.model.span)
 
-    return finding_of("ideal FLOPs are at most the executed ones, and at least half", compared)
+    return finding_of(IDEAL, compared)
 
 
 def needed_at_most_executed(plan: Plan) -> Finding:

@@ -22,6 +22,7 @@ def main(cfg: DictConfig) -> None:
     from harness import source
     from harness.cache import append_whole
     from harness.device import runtime
+    from harness.loop.futures import MOST_NATS, NOT_CAUSAL
     from harness.loop.settle import settled
     from harness.loop.train_state import backend_of
     from harness.plan.build import streamed_context
@@ -49,7 +50,8 @@ def main(cfg: DictConfig) -> None:
     if asked["context"] is None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
     row = {"kind": "evaluation", "format": FORMAT, "split": cfg.split, "protocol": protocol}
-    row |= _score(model, split[:limit], device, protocol)
+    row |= _score(model, split[:limit], device, protocol, look=saved["seed"])
+    row["check"] = NOT_CAUSAL if row["future_nats"] > MOST_NATS else saved.get("check")
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
     row |= {
         "trained_source": saved["source"],
@@ -64,16 +66,18 @@ def main(cfg: DictConfig) -> None:
     print(f"appended to {path / EVALUATIONS}")
 
 
-def _score(model, split, device, protocol: dict) -> dict:
+def _score(model, split, device, protocol: dict, *, look: int) -> dict:
     """Bits per byte of the stream, of windows, and by context."""
     from harness.loop.step import score_context, score_stream, score_windows
 
     segment, cut = protocol["segment"], {key: protocol[key] for key in ("streams", "segment", "context")}
-    score = score_stream(model, split, runtime=device, collect_stats=True, **cut)
+    score = score_stream(model, split, runtime=device, collect_stats=True, look=look, **cut)
+    apart = score_windows(model, split, runtime=device, look=look)
     return {
         "bits_per_byte": score.bits_per_byte,
         "nats_per_byte": score.bits_per_byte * math.log(2),
-        "windows_bits_per_byte": score_windows(model, split, runtime=device).bits_per_byte,
+        "windows_bits_per_byte": apart.bits_per_byte,
+        "future_nats": max(score.future_nats, apart.future_nats),
         "context_curve": score_context(model, split, runtime=device, longest=2 * protocol["span"], segment=segment),
         "bytes": len(score.nats),
         "block_nats": score.blocks(),
@@ -82,6 +86,7 @@ def _score(model, split, device, protocol: dict) -> dict:
 
 
 def _show(row: dict, path: Path) -> None:
+    from harness.loop.futures import NOT_CAUSAL
     from harness.record.closing_table import WINDOWS
     from harness.record.figures import draw_context
 
@@ -94,6 +99,8 @@ def _show(row: dict, path: Path) -> None:
     for point in row["context_curve"]:
         context = f"{point['from_bytes']:>5} to {point['to_bytes']:>5} bytes of context"
         print(f"  {point['bits_per_byte']:.4f} with {context}")
+    if row["check"] == NOT_CAUSAL:
+        print(f"  NOT CAUSAL: what comes after a byte changes its prediction by {row['future_nats']:.2g} nats")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
     print(f"drawn in {draw_context(row['context_curve'], path=path / 'context.png', label=label)}")

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import mean
 
-from bench.planning import varied
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device import runtime
 from harness.device.first_use import Choice
 from harness.loop.settle import chosen, settled
 from harness.loop.train_state import TrainState
-from harness.plan.build import Plan
+from harness.plan.build import Plan, varied
 from harness.record.table import Cell, Column, Table, words
 
 PLAIN = {"backend": "plain", "precision": "float32", "compile": False}

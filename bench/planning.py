@@ -5,6 +5,7 @@ what ``train.py`` would run with the same words.
 """
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -39,8 +40,14 @@ def own_keys(cfg: DictConfig, *names: str) -> dict:
     return {name: values[name] for name in names}
 
 
-def recompose(verb: str, *overrides: str, own: tuple[str, ...]) -> DictConfig:
-    """The training part of what the user typed with ``overrides`` after it; inside a command of Hydra's only."""
+def recompose(verb: str, *overrides: str, own: tuple[str, ...], leave: tuple[str, ...] = ()) -> DictConfig:
+    """The training part of what the user typed with ``overrides`` after it; inside a command of Hydra's only.
+
+    Args:
+        verb: whose configuration it is.
+        own: keys of the verb alone.
+        leave: typed keys that the verb has not.
+    """
     from hydra import compose
     from hydra.core.hydra_config import HydraConfig
 
@@ -48,7 +55,8 @@ def recompose(verb: str, *overrides: str, own: tuple[str, ...]) -> DictConfig:
     for word in overrides:
         check_word(word, what=f"words of {verb}")
     search = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]  # compose() knows its words only
-    cfg = compose(verb, overrides=[*search, *typed.task, *overrides])
+    words = [word for word in typed.task if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in leave]
+    cfg = compose(verb, overrides=[*search, *words, *overrides])
     own_keys(cfg, *own)
     return cfg
 
@@ -57,12 +65,6 @@ def bench_plan(cfg: DictConfig) -> Plan:
     """The plan of a training configuration, checked whole, with what ``auto`` means here; ValueError names key, value and
     what is allowed."""
     return planned(cfg, **hydra_facts())
-
-
-def varied(plan: Plan, **sections: dict) -> Plan:
-    """The plan of the same configuration with other keys in some sections."""
-    config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
-    return plan_run(OmegaConf.create(config), trusted=plan.trust)
 
 
 def typed_command(verb: str) -> str:

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.choices import follows
-from bench.small import shrunk
 from harness.plan.build import plan_run
+from harness.plan.small import shrunk
 from tests import toys
 from tests.composing import compose_config
 from tests.promises import Gate, Sums

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.conformance import fast_backend, findings
-from bench.small import shrunk
+from harness.plan.small import shrunk
 from tests.offered import Offered
 from tests.test_check import toy
 from variants.kernels import window_cpu

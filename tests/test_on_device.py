@@ -12,9 +12,9 @@ from bench.conformance import gate, passed
 from bench.cost_worker import Subject
 from bench.cost_worker import Task as CostTask
 from bench.on_device import learns_alike, proofs
-from bench.planning import varied
 from harness.device.first_use import Choice, Verdict
 from harness.loop.settle import settled
+from harness.plan.build import varied
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, plan

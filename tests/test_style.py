@@ -39,7 +39,7 @@ ARROWS = {
         "harness.failures",
         "harness.hashing",
     },
-    "harness/loop": {"harness", "variants.contract"},
+    "harness/loop": {"harness", "variants.contract", "variants.conformance"},
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "windtunnel": {"windtunnel", "bench", "harness", "torch"},

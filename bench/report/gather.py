@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.rows import ROWS, refusal
-from harness.record.rows import EVALUATIONS, FAILED, LARGEST_RECORD, RECORD, look_at, parse_object, read_file
+from harness.record.rows import (
+    EVALUATIONS,
+    FAILED,
+    LARGEST_RECORD,
+    RECORD,
+    UNCOMPARED,
+    look_at,
+    parse_object,
+    read_file,
+)
 from harness.record.rows import SUMMARY as SUMMARY_FILE
 from harness.record.shapes import VERBS, misfit, shape_of_run_row, shapes, shown
 
@@ -192,6 +201,7 @@ def _read_run(folder: Path, found: Found) -> None:
     if summary is not None:
         unfit = misfit(summary, shape=shapes()["failed" if failed else "summary"])
         reason = unfit or (_mixed(summary, rows[0]) if traced else None)
+        reason = reason or (f"{summary['check']}: not compared" if summary.get("check") in UNCOMPARED else None)
     _refuse(folder / RECORD, reasons, found)
     _refuse(folder / SUMMARY_FILE, [reason] if reason else [], found)
     if reason or not (traced or failed):

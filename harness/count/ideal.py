@@ -11,6 +11,8 @@ from harness.model import LanguageModel
 from variants.contract import Sublayer
 
 HALF = 0.5
+IDEAL = "ideal FLOPs are at most the executed ones, and at least half"
+"""The promise."""
 
 
 def compare_ideal(model: LanguageModel, *, span: int) -> tuple[list[str], str]:

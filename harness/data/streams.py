@@ -5,7 +5,7 @@ and i + 1. Everything is a pure function of the split, an integer position and t
 one integer and every variant reads the same bytes in the same order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,22 @@ _RING, _WINDOW = 1, 2  # first key of the hash, so that the two kinds of draws a
 
 Segment = tuple[Tensor, Tensor, Tensor]
 """Inputs int64 ``[L, T]``, targets int64 ``[L, T]``, and mask bool ``[L, T]``: which of the pairs are to be scored."""
+
+
+class Batches:
+    """Segments in their order, each made when its turn comes; how many there are is known before."""
+
+    def __init__(self, make: Callable[[int], Segment], firsts: range):
+        self._made, self._number = map(make, firsts), len(firsts)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[Segment]:
+        return self._made
+
+    def __next__(self) -> Segment:
+        return next(self._made)
 
 
 class Streams:
@@ -111,9 +127,7 @@ def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> 
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
-def segments(
-    split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
-) -> Iterator[Segment]:
+def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE) -> Batches:
     """All pairs of ``split [n]`` once: L streams in step, T pairs at a time, state carried from each to the next.
 
     Every segment is ``[L, T]``, the last as wide as what is left. A stream's first ``context`` pairs, but for the first
@@ -137,7 +151,7 @@ def segments(
         inputs, targets, mask = _pairs(split, index, end)
         return inputs, targets, mask & (index >= first)
 
-    return map(one, range(0, longest, segment))
+    return Batches(one, range(0, longest, segment))
 
 
 def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
@@ -155,7 +169,7 @@ def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple
 
 def samples(
     split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
-) -> Iterator[Segment]:
+) -> Batches:
     """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time.
 
     A stream's first ``context`` pairs have a false mask.
@@ -173,12 +187,12 @@ def samples(
         inputs, targets, mask = _pairs(split, begin + index, end)
         return inputs, targets, mask & (index >= context)
 
-    return map(one, range(0, longest, segment))
+    return Batches(one, range(0, longest, segment))
 
 
 def windows(
     split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, part: tuple[int, int] = WHOLE
-) -> Iterator[Segment]:
+) -> Batches:
     """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``.
 
     A window scores its last ``stride`` pairs, so that each prediction sees more than ``window - stride`` and at most
@@ -208,7 +222,7 @@ def windows(
         inputs, targets, mask = _pairs(split, number * stride + place, end)
         return inputs, targets, mask & ((place >= window - stride) | (number == 0))
 
-    return map(segment, firsts[share(len(firsts), part)])
+    return Batches(segment, firsts[share(len(firsts), part)])
 
 
 def _pairs(split: Tensor, index: Tensor, end: Tensor) -> Segment:

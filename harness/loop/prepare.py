@@ -16,6 +16,7 @@ from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.device import choice, runtime
 from harness.device.processes import SINGLE, ProcessGroup
+from harness.loop.admission import admission
 from harness.loop.run import Run, recording
 from harness.loop.settle import settled
 from harness.loop.train_state import TrainState
@@ -41,6 +42,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     place = processes.on_main(lambda: locate(plan, data_digest=corpus.sha256))
     if place.summary:
         return Run(plan, place, None, command=command, processes=processes)
+    plan = dataclasses.replace(plan, admission=processes.on_main(lambda: admission(plan)))
     known = {"variant": plan.variant, "seed": plan.seed, "command": command}
     with ExitStack() as held, recording(plan, place, known, processes):
         with processes.fail_together():

@@ -21,6 +21,7 @@ from harness.device.runtime import StopSignal
 from harness.device.units import gathered, taken_out
 from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
 from harness.loop import summary
+from harness.loop.futures import NOT_CAUSAL
 from harness.loop.progress import ProgressBar
 from harness.loop.train_state import TrainState
 from harness.optim.budget import Spent
@@ -301,6 +302,9 @@ class Run:
             row = summary.final_score(training, split, found)
             self.append(row)
             score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
+            if row["check"] == NOT_CAUSAL:
+                told = f"what comes after a byte changes its prediction by {row['future_nats']:.2g} nats"
+                progress.print(f"final {split}: NOT CAUSAL: {told}; no table compares this run")
             progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
         found["memory"]["inference_peak_bytes"] = self._peak.read().across(self._processes.largest).bytes
         found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,15 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.count.memory import gradient_bytes
-from harness.data.streams import samples, segments, share, whole_context, windows
+from harness.data.streams import Batches, samples, segments, share, whole_context, windows
 from harness.device.runtime import Runtime
 from harness.device.units import Units
+from harness.loop.futures import Futures
 from harness.loop.kept_whole import kept_whole
-from harness.model import LanguageModel, add_stats
+from harness.model import LanguageModel, ModelOut, add_stats
 from harness.optim.optimizers import Optimizers
 from variants.contract import State, cat_streams, map_state
 
 BLOCK_BYTES = 10_000
+WINDOWS = (8, 1024)
+"""Windows at a time, and bytes of each, of the score without state."""
 
 
 class Trainer:
@@ -111,10 +115,15 @@ class Trainer:
 
 
 class Score(NamedTuple):
-    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``, and summed statistics."""
+    """Nats of each scored (input, target) pair in the split's order, float32 ``[pairs]``, and summed statistics.
+
+    ``future_nats`` is by how much, on average, a pair's nats depend on bytes after it, where that was looked for: rounding, or
+    it saw them.
+    """
 
     nats: Tensor
     stats: dict[str, dict[str, Tensor]]
+    future_nats: float = 0.0
 
     @property
     def bits_per_byte(self) -> float:
@@ -138,6 +147,7 @@ def score_stream(
     segment: int,
     context: int = 0,
     collect_stats: bool = False,
+    look: int | None = None,
 ) -> Score:
     """Score every pair of ``split`` (uint8 ``[n]``) once, streamed with carried state.
 
@@ -147,21 +157,29 @@ def score_stream(
         streams, segment, context: how the split is cut, and how many bytes each stream reads unscored before its own,
             in whole segments and as far as ``whole_context`` allows; part of the number.
         collect_stats: also collect the sublayers' statistics, from where all streams are scored.
+        look: a seed, to find ``future_nats`` as well.
     """
     pairs, processes = len(split) - 1, runtime.processes
     context = whole_context(context, n_pairs=max(pairs, 0), streams=streams, segment=segment)
     cut = {"streams": streams, "segment": segment, "context": context}
     own = share(streams, processes.shard)
     batches = segments(split, **cut, part=processes.shard) if own.start < own.stop else ()
-    return _streamed(model, batches, runtime, stats_from=context // segment if collect_stats else None)
+    futures = _futures(model, look, batches, rows=streams, first=context // segment)
+    return _streamed(model, batches, runtime, stats_from=context // segment if collect_stats else None, futures=futures)
 
 
-def _summed(nats: list[Tensor], stats: dict, runtime: Runtime) -> Score:
-    """All processes' nats in order, and their statistics together."""
+def _futures(model: LanguageModel, seed: int | None, batches: Batches, **how: int) -> Futures | None:
+    return None if seed is None else Futures(seed, batches, vocabulary=model.head.out_features, **how)
+
+
+def _summed(nats: list[Tensor], stats: dict, runtime: Runtime, futures: Futures | None = None) -> Score:
+    """All processes' nats in order, their statistics together, and how much a change of later bytes did."""
     own, processes = torch.cat(nats) if nats else torch.empty(0), runtime.processes
     if processes.world_size > 1:
         stats = {name: {key: value.cpu() for key, value in found.items()} for name, found in stats.items()}
-    return Score(torch.cat(processes.gather(own)), functools.reduce(add_stats, processes.gather_values(stats)))
+    change = torch.cat(processes.gather(futures.changes)) if futures else torch.empty(0)
+    change = change.mean().item() if len(change) else 0.0
+    return Score(torch.cat(processes.gather(own)), functools.reduce(add_stats, processes.gather_values(stats)), change)
 
 
 def score_samples(
@@ -175,21 +193,27 @@ def score_samples(
     return _streamed(model, batches, runtime, stats_from=context // segment)
 
 
-def _streamed(model: LanguageModel, batches: Iterable, runtime: Runtime, *, stats_from: int | None) -> Score:
+def _streamed(
+    model: LanguageModel, batches: Iterable, runtime: Runtime, *, stats_from: int | None, futures: Futures | None = None
+) -> Score:
     """The score of streams whose segments are ``batches``, in the order of the streams."""
     nats, masks, stats = [], [], {}
-    for part_nats, mask, new in _scored(model, batches, runtime, stats_from=stats_from):
+    for part_nats, mask, new in _scored(model, batches, runtime, stats_from=stats_from, futures=futures):
         nats.append(part_nats)
         masks.append(mask)
         stats = add_stats(stats, new)
-    return _summed([torch.cat(nats, dim=1)[torch.cat(masks, dim=1)]] if nats else [], stats, runtime)
+    return _summed([torch.cat(nats, dim=1)[torch.cat(masks, dim=1)]] if nats else [], stats, runtime, futures)
 
 
-def score_windows(model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = 8) -> Score:
-    """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``window 1024, stride 512``."""
-    own = windows(split, batch=batch, part=runtime.processes.shard)
-    nats = [nats[mask] for nats, mask, _ in _scored(model, own, runtime, carry=False)]
-    return _summed(nats, {}, runtime)
+def score_windows(
+    model: LanguageModel, split: Tensor, *, runtime: Runtime, batch: int = WINDOWS[0], look: int | None = None
+) -> Score:
+    """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``window 1024, stride 512``;
+    ``look`` as ``score_stream`` has it."""
+    own = windows(split, window=WINDOWS[1], batch=batch, part=runtime.processes.shard)
+    futures = _futures(model, look, own, rows=batch * runtime.processes.world_size)
+    nats = [nats[mask] for nats, mask, _ in _scored(model, own, runtime, carry=False, futures=futures)]
+    return _summed(nats, {}, runtime, futures)
 
 
 def score_context(
@@ -222,17 +246,31 @@ def score_context(
 
 @torch.no_grad()
 def _scored(
-    model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, stats_from: int | None = None
+    model: LanguageModel,
+    batches: Iterable,
+    runtime: Runtime,
+    *,
+    carry: bool = True,
+    stats_from: int | None = None,
+    futures: Futures | None = None,
 ):
     """Yields nats ``[L, T]`` and mask on the CPU, and statistics of each batch from number ``stats_from`` on."""
     model.eval()
     state, forward = None, runtime.forward(model)
+
+    def predict(inputs: Tensor, targets: Tensor, *, wanted: bool) -> tuple[Tensor, ModelOut]:
+        inputs, targets = runtime.send(inputs, targets)
+        with runtime.autocast():
+            out = forward(inputs, state if carry else None, collect_stats=wanted)
+        nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
+        return nats.float().cpu(), out
+
     with runtime.processes.apart():
-        for number, (*pair, mask) in enumerate(batches):
+        for number, (inputs, targets, mask) in enumerate(batches):
             wanted = stats_from is not None and number >= stats_from
-            inputs, targets = runtime.send(*pair)
-            with runtime.autocast():
-                out = forward(inputs, state if carry else None, collect_stats=wanted)
-            nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
+            nats, out = predict(inputs, targets, wanted=wanted)
+            if futures is not None:
+                again = partial(predict, targets=targets, wanted=wanted)
+                futures.look(number, inputs, mask, nats, lambda changed, again=again: again(changed)[0])
             state = out.state
-            yield nats.float().cpu(), mask, out.stats
+            yield nats, mask, out.stats

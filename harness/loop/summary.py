@@ -5,6 +5,7 @@ from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
+from harness.loop.futures import MOST_NATS, NOT_CAUSAL
 from harness.loop.step import score_windows
 from harness.loop.train_state import TrainState
 from harness.model import NUMERICS
@@ -64,6 +65,7 @@ def identity(training: TrainState, whose: Identity, *, command: str) -> dict:
         "backend": training.backend,
         "evaluation_backend": training.evaluation_backend,
         "backend_choice": plan.backend_choice,
+        "check": plan.admission,
     }
 
 
@@ -109,11 +111,12 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
 def final_score(training: TrainState, split: str, found: dict) -> dict:
     """Score a split as ``eval`` says, with the weights the model has now: into the summary ``found``, and as a row."""
     plan, part = training.plan, training.reported(split)
-    score = training.score(part)
+    score = training.score(part, look=plan.seed)
     bits, metrics = {"bits_per_byte": score.bits_per_byte}, training.model.metrics(score.stats)
     if plan.eval.windows:
         with training.trainer.units.gathered():
-            bits["windows_bits_per_byte"] = score_windows(training.model, part, runtime=training.runtime).bits_per_byte
+            apart = score_windows(training.model, part, runtime=training.runtime, look=plan.seed)
+        bits["windows_bits_per_byte"] = apart.bits_per_byte
     if copies := training.corpus.copied_from(part):
         far = {str(distance): score.bits_of(where) for distance, where in copies.items()}
         bits["bits_per_copy"] = far  # of the bytes that are a copy from so far back
@@ -122,8 +125,16 @@ def final_score(training: TrainState, split: str, found: dict) -> dict:
     found["capped"] |= capped
     # A second of work for each MB.
     found["compressors"][split] = corpora.compressed_bits(part) if training.runtime.processes.is_main else {}
+    change = max(score.future_nats, apart.future_nats if plan.eval.windows else 0.0)
+    found["check"] = NOT_CAUSAL if change > MOST_NATS else found["check"]
     row = {"kind": split, **training.place(), "final": True, **bits, "capped_bytes": capped.get(split)}
-    return row | {"protocol": plan.protocol(), "block_nats": score.blocks(), "metrics": metrics}
+    return row | {
+        "check": found["check"],
+        "future_nats": change,
+        "protocol": plan.protocol(),
+        "block_nats": score.blocks(),
+        "metrics": metrics,
+    }
 
 
 def spans(metrics: dict) -> dict | None:

@@ -206,11 +206,11 @@ class TrainState:
         clock |= {"compile_seconds": self.compile_seconds}
         return place | {"training_flops": self.spent.flops, "clock": clock}
 
-    def score(self, part: Tensor) -> Score:
-        """Stream some bytes, uint8 ``[n]``, through the model as ``eval`` says."""
+    def score(self, part: Tensor, *, look: int | None = None) -> Score:
+        """Stream some bytes, uint8 ``[n]``, through the model as ``eval`` says; ``look`` as ``score_stream`` has it."""
         how = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         with self.trainer.units.gathered():
-            return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, **how)
+            return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, look=look, **how)
 
     def reported(self, split: str) -> Tensor:
         """The bytes of a split that are scored at the end."""

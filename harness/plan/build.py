@@ -35,7 +35,7 @@ PLAIN = {
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
 SECTIONS += ("checkpoint", "start")
 PURPOSES = ("result", "tune")
-SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust")
+SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust", "check")
 
 MOST_LAYERS = 10_000
 """Each is listed before any is built: a file that says a trillion must not fill the memory."""
@@ -49,7 +49,7 @@ class Plan:
 
     ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
     keyword arguments of ``harness.data.corpora.load``; ``point`` is where a trial's keys lie between the ends of their space;
-    ``backend_choice`` is how ``runtime.backend`` was settled, where it was.
+    ``backend_choice`` is how ``runtime.backend`` was settled, where it was; ``admission`` is whether the mechanism was checked.
     """
 
     config: dict
@@ -78,7 +78,9 @@ class Plan:
     size: str | None
     sweeping: bool
     beside_others: bool
+    check: bool
     backend_choice: dict | None = None
+    admission: str | None = None
 
     def make_model(self) -> LanguageModel:
         """The model, initialised by torch's generator. ValueError where sizes do not fit together."""
@@ -151,6 +153,7 @@ def plan_run(
         outputs=Path(checked(config["outputs"], str, key="outputs")),
         force=checked(config["force"], bool, key="force"),
         reuse=checked(config["reuse"], str, key="reuse"),
+        check=checked(config["check"], bool, key="check"),
         trust=trust,
         size=size,
         sweeping=sweeping,
@@ -170,6 +173,12 @@ def plan_run(
     return plan
 
 
+def varied(plan: Plan, **sections: dict) -> Plan:
+    """The plan of the same configuration with other keys in some sections."""
+    config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
+    return plan_run(OmegaConf.create(config), trusted=plan.trust)
+
+
 def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | None]:
     """The configuration at its trial as a plain dictionary that has every section, and nothing else; and the trial's point."""
     if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
@@ -177,6 +186,7 @@ def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | 
             "sweep: what was chosen is a sweep of W&B, which Hydra cannot run; "
             "give the file to W&B: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
         )
+    cfg = OmegaConf.merge({"check": True}, cfg)  # which runs of before, and verbs that train nothing, do not say
     check_keys({key: None for key in cfg if key != "hydra"}, SECTIONS + SINGLES, key="")
     cfg, point = take_trial(cfg, typed=typed)
     try:

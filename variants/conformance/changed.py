@@ -58,10 +58,10 @@ def causality(subject: Subject, *, mode: str) -> Verdict:
 
 def reach(subject: Subject) -> Verdict:
     """Whole, and cut in the middle, where a state might carry more than a segment shows."""
-    reaches = _reaches(subject.declared)
-    known = {name: n for name, n in reaches.items() if n + BEYOND <= LONGEST}
+    bytes_back = reaches(subject.declared)
+    known = {name: n for name, n in bytes_back.items() if n + BEYOND <= LONGEST}
     if not known:
-        return [], "no sublayer declares an end of its reach" + _too_far(reaches)
+        return [], "no sublayer declares an end of its reach" + _too_far(bytes_back)
     length = max(subject.length, max(known.values()) + BEYOND)
     for cuts in ((), (length // 2,)):
         found, case = (
@@ -75,7 +75,7 @@ def reach(subject: Subject) -> Verdict:
             if breaks := [line + end for line in found.moved(case, name, distance > most)]:
                 return breaks, ""
     told = ", ".join(f"{name} {most}" for name, most in known.items())
-    return [], f"{_told(found, length)} changed in turn; bytes back: {told}{_too_far(reaches)}"
+    return [], f"{_told(found, length)} changed in turn; bytes back: {told}{_too_far(bytes_back)}"
 
 
 def maps(subject: Subject) -> Verdict:
@@ -107,15 +107,15 @@ def _of_a_map(name: str, own: Inspection, changed: Changed, length: int) -> Iter
         yield f"{name}: byte {at} takes {size:.2g} of byte {key}, which moves nothing that it gives"
 
 
-def _reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
+def reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
     """Bytes back that each output may depend on: what reaches so far may be made of what reached before it."""
     own = [math.inf if (n := sublayer.reach()) is None else n for sublayer in sublayers.values()]
     total = list(accumulate(own))
     return dict(zip([*sublayers, "logits"], [*total, *total[-1:]], strict=True))
 
 
-def _too_far(reaches: Mapping[str, float]) -> str:
-    far = [f"{name} {most}" for name, most in reaches.items() if LONGEST < most + BEYOND < math.inf]
+def _too_far(bytes_back: Mapping[str, float]) -> str:
+    far = [f"{name} {most}" for name, most in bytes_back.items() if LONGEST < most + BEYOND < math.inf]
     return f"; too far to look at: {', '.join(far)}" if far else ""
 
 

@@ -3,19 +3,21 @@
 small: {attention: {block: 4}, model: {span: 12}}      # in a variant's YAML: keywords of sublayers, and keys of model
 """
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from bench.planning import varied
-from harness.plan.build import Plan
+from harness.plan.build import Plan, varied
 from harness.plan.instantiate import resolve
 from harness.plan.layers import KEYS
 from harness.plan.settings import ModelSettings, parse
 from variants.contract import Sublayer
 
 HEADS, HEAD_WIDTH = 2, 16
+ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
 SPANS = (13, 64)
 """Odd and prime, or for mechanisms that want a multiple of something."""
 
@@ -76,19 +78,41 @@ def shrunk(plan: Plan) -> Plan:
     Other keywords of sublayers (an explicit ``d_head``) stay as they are, so one that was interpolated from
     ``model.d_model`` needs all the width asked for.
     """
-    own = with_small(plan)
-    sized = _small(plan).get("model", {})
+    own, sized = with_small(plan), _small(plan).get("model", {})
+    return _narrowed(own, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sized)
+
+
+def narrow(plan: Plan) -> Plan:
+    """The plan with few layers and small width, and all else as in the run: its span too, and nothing of ``small``.
+
+    All its layers are there where keywords of sublayers fit no other number of them, such as a list with one for each.
+    """
+    return _narrowed(plan, spans=(plan.model.span,), layers=(_kinds(plan), [tuple(layer) for layer in plan.layers]))
+
+
+def of_mechanism(plan: Plan, kind: str) -> Plan:
+    """The plan as the contract is checked, on a CPU: in plain PyTorch where it is to run on a device of another ``kind``,
+    whose kernels are not the CPU's."""
+    return plan if kind == "cpu" else varied(plan, runtime=ON_CPU)
+
+
+def _kinds(plan: Plan) -> list[tuple[str, ...]]:
     kinds = list(dict.fromkeys(tuple(layer) for layer in plan.layers))
-    layers = kinds * 2 if len(kinds) == 1 and len(plan.layers) > 1 else kinds
-    variant = {"layers": list(layers[0]), "at": {i: list(names) for i, names in enumerate(layers)}}
+    return kinds * 2 if len(kinds) == 1 and len(plan.layers) > 1 else kinds
+
+
+def _narrowed(
+    plan: Plan, *, spans: Sequence[int], layers: Sequence[Sequence], model: Mapping = MappingProxyType({})
+) -> Plan:
+    """The first of these sizes with which a model runs, else the last; ``model``: keys that go before them."""
     asked = plan.model
     widths = [(HEADS, HEADS * HEAD_WIDTH), (asked.heads, asked.heads * HEAD_WIDTH), (asked.heads, asked.d_model)]
-    for span in (*SPANS, asked.span):
-        for heads, d_model in widths:
-            model = {"heads": heads, "d_model": d_model, "span": span} | sized | {"layers": len(layers)}
-            small = varied(own, variant=variant, model=model)
-            if runs(small):
-                return small
+    for span, chosen, (heads, d_model) in itertools.product(spans, layers, widths):
+        variant = {"layers": list(chosen[0]), "at": {i: list(names) for i, names in enumerate(chosen)}}
+        sizes = {"heads": heads, "d_model": d_model, "span": span} | dict(model) | {"layers": len(chosen)}
+        small = varied(plan, variant=variant, model=sizes)
+        if runs(small):
+            return small
     return small
 
 

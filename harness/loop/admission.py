@@ -1,0 +1,78 @@
+"""Admission of a mechanism, before its first step: one that is not as shipped must keep the contract at the run's sizes.
+
+Shipped is a mechanism whose files are all in ``variants/conformance/shipped.json`` with their digests, which
+``python -m bench.shipped`` writes. Any other is checked once: a pass is remembered for its source, these sizes and torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+
+from harness import source
+from harness.cache import cache_folder, sha256_of, write_whole
+from harness.count.ideal import IDEAL, compare_ideal
+from harness.device.runtime import device_kind
+from harness.failures import StorageFailure
+from harness.loop.step import WINDOWS
+from harness.plan.build import Plan
+from harness.plan.small import narrow, of_mechanism, shrunk
+from variants.conformance import BEFORE_TRAINING, Finding, check, finding_of
+from variants.conformance.sizes import at_sizes, sizes_of
+
+CONFORMANCE = source.ROOT / "variants" / "conformance"
+SHIPPED = CONFORMANCE / "shipped.json"
+SECTIONS = ("variant", "model", "position", "batch", "eval")
+"""Of the configuration, what a pass is of."""
+
+
+def admission(plan: Plan) -> str:
+    """``shipped``, ``passed``, or ``unchecked`` with ``check=false``; ValueError with the first promise that is broken."""
+    listed, files = (
+        json.loads(SHIPPED.read_text(encoding="utf-8")),
+        source.mechanism_files(plan.config, trust=plan.trust),
+    )
+    if all(listed.get(name) == sha256_of(path) for name, path in files):
+        return "shipped"
+    if not plan.check:
+        print("check=false: the mechanism is not checked, so that no table compares this run", flush=True)
+        return "unchecked"
+    passed = cache_folder() / "checked" / _identity(plan)
+    if not passed.exists():
+        print("check: the mechanism is not one of the shipped; checking it at the sizes of this run, once", flush=True)
+        for finding in findings(plan):
+            if not finding.passed:
+                raise ValueError(
+                    f"variant={plan.variant}: {finding.promise}: {finding.detail}; check=false trains anyway and marks the "
+                    'row "unchecked"'
+                )
+        with suppress(StorageFailure):  # then it is checked again
+            write_whole(passed, b"")
+    return "passed"
+
+
+def findings(plan: Plan) -> Iterator[Finding]:
+    """The promises that are looked at before training: at the run's sizes, and at small ones."""
+    yield from findings_at_sizes(plan)
+    small = shrunk(of_mechanism(plan, device_kind(plan.runtime)))
+    span, streams = small.model.span, tuple({17, plan.batch.streams, plan.eval.streams})
+    own = {"span": span, "vocabulary": plan.data["vocabulary"], "checks": BEFORE_TRAINING, "streams": streams}
+    yield from check(small.make_model, **own)
+    yield finding_of(IDEAL, lambda: compare_ideal(small.make_model(), span=span))
+
+
+def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
+    """Promises at the plan's own segments, streams and span, in a narrow network."""
+    own, e, b = narrow(of_mechanism(plan, device_kind(plan.runtime))), plan.eval, plan.batch
+    sizes = sizes_of(batch=(b.streams, b.segment), carry=b.carry, score=(e.streams, e.segment), windows=WINDOWS)
+    yield from at_sizes(own.make_model, sizes, span=plan.model.span, vocabulary=plan.data["vocabulary"])
+
+
+def _identity(plan: Plan) -> str:
+    """Digest of all that a pass depends on."""
+    judges = [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))]
+    own = [source.digest_of_mechanisms(plan.config, trust=plan.trust), *judges, torch.__version__, plan.runtime.backend]
+    own += [device_kind(plan.runtime), plan.data["vocabulary"], *(plan.config[name] for name in SECTIONS)]
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()

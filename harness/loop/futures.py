@@ -1,0 +1,52 @@
+"""Futures: places of a score whose later bytes are replaced, to see whether the trained model itself saw them."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from harness.data.streams import Batches
+from harness.hashing import integer_hash
+
+PLACES = 64
+NOT_CAUSAL = "not causal"
+MOST_NATS = 0.02
+"""Mean absolute change of a pair's nats above which a row is not causal; a causal model's is its rounding."""
+_BATCH, _PLACE = 3, 4  # first key of the hash, so that draws are unrelated to those of streams
+
+
+class Futures:
+    """64 places drawn by a seed, one in each stream of some batches, which are predicted again in their shape and from their
+    state, with other bytes after the place.
+
+    Args:
+        first: number of the first batch in which all streams are scored.
+        rows: streams, or windows, of a batch, in all processes together.
+        vocabulary: V.
+    """
+
+    def __init__(self, seed: int, batches: Batches, *, rows: int, vocabulary: int, first: int = 0):
+        self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]
+        draws = integer_hash(_BATCH, seed, range(-(-PLACES // rows)))
+        scored = range(len(batches))[first:] or range(len(batches))
+        self.chosen = Counter(scored[int(draw) % len(scored)] for draw in draws) if scored else Counter()
+
+    def look(self, number: int, inputs: Tensor, mask: Tensor, nats: Tensor, again: Callable[[Tensor], Tensor]) -> None:
+        """Compare ``nats [L, T]`` of batch ``number`` with what ``again`` gives for other ``inputs``; all on the CPU."""
+        for turn in range(self.chosen[number]):
+            draws = integer_hash(_PLACE, self.seed, number, turn, range(len(inputs)))
+            scored = [row.nonzero().flatten() for row in mask[:, :-1]]  # after the last byte there is none to replace
+            at = torch.tensor(
+                [one[int(draw) % len(one)] if len(one) else -1 for one, draw in zip(scored, draws, strict=True)]
+            )
+            later = torch.arange(inputs.shape[1]) > at[:, None]
+            other = (inputs + self.vocabulary // 2) % self.vocabulary
+            rows = (at >= 0).nonzero().flatten()
+            change = again(torch.where(later, other, inputs)) - nats
+            self._changes.append(change[rows, at[rows]].abs())
+
+    @property
+    def changes(self) -> Tensor:
+        """By how much each place's nats changed, ``[n]``."""
+        return torch.cat(self._changes)

@@ -1,0 +1,118 @@
+"""What is wrong at the sizes of a run gets no score: before the first step, in ``bench.check``, and after the last score."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.shipped import listing
+from harness.loop.admission import SHIPPED
+from tests.command import MADE, TINY, Ended, call, run_folders, train
+from tests.command import empty_folder as here  # noqa: F401 - a fixture
+
+YAML = "toy: {{_target_: tests.sized_toys.{cls}, _partial_: true}}\nname: mine\nlayers: [toy]\nat: {{}}\ngroups: {{}}\n"
+SIZES = ("batch.segment=128", "eval.segment=128", "eval.bytes=600", "position=none")
+WORDS = ("-cd", "my_conf", "trust=[tests.sized_toys]", "variant=mine")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+def toy(here: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
+    """Words that train it in two seconds."""
+    (here / "my_conf" / "variant").mkdir(parents=True, exist_ok=True)
+    (here / "my_conf" / "variant" / "mine.yaml").write_text(YAML.format(cls=cls), encoding="utf-8")
+    return (*WORDS, *TINY, *MADE, *SIZES)
+
+
+def check(*words: str) -> Ended:
+    return call("bench/check.py", *words, "model.cache=kv", "model.attend_self=true")
+
+
+REFUSED = {
+    "NextInWholeBlocks": "evaluation does not see the future at the sizes of the run: eval, 2 x 128 bytes, all from byte",
+    "ForgetsAShift": "evaluation does not see the future at the sizes of the run: eval, 2 x 341 bytes, all from byte",
+    "ShortWindow": "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 bytes, all up to byte",
+    "MixesBeyondEight": "streams do not mix in large batches",
+    "CutInBlocks": "segments do not matter at the sizes of the run: eval, 2 x 128 bytes cut at ",
+}
+
+
+@pytest.mark.parametrize("cls", REFUSED)
+def test_what_is_wrong_at_the_sizes_of_the_run_is_refused(here, cls):  # noqa: F811
+    words = (*toy(here, cls), *(("eval.segment=512",) if cls == "ForgetsAShift" else ()))
+    ended = train(*words)
+    assert ended.code == 2 and f"variant=mine: {REFUSED[cls]}" in ended.err, ended
+    assert 'check=false trains anyway and marks the row "unchecked"' in ended.err and not (here / "outputs").exists()
+    assert "checking it at the sizes of this run, once" in ended.out
+    ended = check(*words)
+    lines = [line for line in ended.out.splitlines() if line.startswith("FAIL")]
+    assert ended.code == 1 and any(line.startswith(f"FAIL  {REFUSED[cls]}") for line in lines), ended
+
+
+def test_only_the_sizes_of_the_run_show_it(here):  # noqa: F811
+    words = toy(here, "LeaksInTwoHundred")
+    assert train(*words).code == 0
+    for size in ("batch", "eval"):
+        ended = train(*words, f"{size}.segment=200")
+        assert ended.code == 2 and "does not see the future at the sizes of the run" in ended.err
+
+
+def test_a_pass_is_remembered(here, monkeypatch):  # noqa: F811
+    words = toy(here, "LeaksInTwoHundred")
+    assert "checking it" in train(*words).out
+    again = train(*words, "seed=1")
+    assert again.code == 0 and "checking it" not in again.out
+    assert "checking it" in train(*words, "eval.segment=64").out
+    monkeypatch.setattr("torch.__version__", "0.0")
+    assert "checking it" in train(*words, "seed=2").out
+
+
+def summaries(here: Path) -> list[dict]:  # noqa: F811
+    return [json.loads((run / "summary.json").read_text()) for run in run_folders(here / "outputs")]
+
+
+def test_unchecked_trains_and_is_compared_with_nothing(here):  # noqa: F811
+    words = toy(here, "NextInWholeBlocks")
+    ended = train(*words, "check=false")
+    assert ended.code == 0 and "not checked" in ended.out, ended
+    (summary,) = summaries(here)
+    assert summary["check"] == "not causal" and "NOT CAUSAL" in ended.out
+    ended = train(*toy(here, "LeaksInTwoHundred"), "check=false", "seed=1")
+    assert sorted(own["check"] for own in summaries(here)) == ["not causal", "unchecked"]
+    ended = train(*TINY, *MADE, *SIZES, "variant=mhsa")
+    assert "shipped" in {own["check"] for own in summaries(here)} and "mine" not in ended.out
+    report = call("bench/report/__main__.py", "outputs")
+    assert (
+        "unchecked: not compared" in report.out + report.err and "not causal: not compared" in report.out + report.err
+    )
+    assert "checking it" in train(*words, "seed=1").out  # the unchecked run is not returned for it
+
+
+def test_a_model_that_is_wrong_after_training_is_not_causal(here):  # noqa: F811
+    wide = ("model.d_model=64", "eval.windows=true", "eval.test=true", "optim.lr=0.05")
+    ended = train(*toy(here, "LeaksWhenWide"), *wide)
+    assert ended.code == 0 and "final valid: NOT CAUSAL: what comes after a byte changes" in ended.out, ended
+    (summary,) = summaries(here)
+    (run,) = run_folders(here / "outputs")
+    rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    assert summary["check"] == "not causal"
+    assert [row["check"] for row in rows if row.get("final")] == ["not causal"] * 2 and rows[0]["check"] == "passed"
+    ended = call("bench/evaluate.py", f"run={run}", "split=test", "trust=[tests.sized_toys]", "runtime.device=cpu")
+    assert ended.code == 0 and "NOT CAUSAL" in ended.out, ended
+    assert json.loads((run / "evaluations.jsonl").read_text())["check"] == "not causal"
+
+
+def test_a_causal_model_does_not_move(here):  # noqa: F811
+    ended = train(*TINY, *MADE, *SIZES, "variant=mhsa", "eval.windows=true", "eval.bytes=4000", "optim.lr=0.05")
+    assert ended.code == 0
+    (run,) = run_folders(here / "outputs")
+    (row,) = [row for row in map(json.loads, (run / "record.jsonl").read_text().splitlines()) if row.get("final")]
+    assert row["future_nats"] < 1e-5 and row["check"] == "shipped"
+
+
+def test_the_list_of_shipped_mechanisms_is_of_now():
+    """``python -m bench.shipped`` rewrites it, after all variants have passed."""
+    assert json.loads(SHIPPED.read_text(encoding="utf-8")) == listing()
