@@ -212,6 +212,8 @@ def test_code_is_the_same_where_golden_numbers_pin_it(changes, same):
     one = make_summary(**PINNED) | {key: value for key, value in changes.items() if key == "budget"}
     other = make_summary(**PINNED) | changes
     assert same_numbers(one, other) == same_numbers(other, one) == same
+    unpinned = {"numerics": {"variant": None, "shared": 1}}
+    assert not same_numbers(make_summary(**unpinned), make_summary(**unpinned, source="bb"))
 
 
 def test_the_split_is_part_of_the_protocol_and_older_rows_have_the_default():
