@@ -9,7 +9,7 @@ from harness.model import Layers
 from harness.plan.instantiate import resolve
 from variants.contract import LayerContext, Sublayer
 
-KEYS = ("name", "layers", "at", "groups", "small")
+KEYS = ("name", "layers", "at", "groups", "lr_scale", "small")
 """Keys of a variant that are no sublayers."""
 
 
