@@ -19,6 +19,9 @@ from variants.contract import Inspection, LayerContext, NeededFlops, Position, S
 
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
+NUMERICS = 1
+"""Number of the shared code (model, optimizers, data order, scoring): raised when a golden number of it moves on purpose."""
+
 
 class ModelOut(NamedTuple):
     """What one segment gives.

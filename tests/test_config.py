@@ -286,6 +286,19 @@ def test_names_that_a_layer_cannot_have_are_refused(name):
         plan_layers(node, n_layers=1, trust=())
 
 
+@pytest.mark.parametrize("numerics", [0, -1, 1.0, True, "1"])
+def test_numerics_is_an_integer_from_1(numerics):
+    node = {"layers": ["feed_forward"], "feed_forward": read("sublayer/feed_forward"), "numerics": numerics}
+    with pytest.raises(ValueError, match=rf"variant\.numerics={numerics}: must be an integer from 1, or null"):
+        plan_layers(node, n_layers=1, trust=())
+
+
+@pytest.mark.parametrize("numerics", [{}, {"numerics": None}, {"numerics": 2}])
+def test_a_variant_need_not_say_its_numerics(numerics):
+    node = {"layers": ["feed_forward"], "feed_forward": read("sublayer/feed_forward")}
+    assert len(plan_layers(node | numerics, n_layers=2, trust=())) == 2
+
+
 def test_a_node_inherited_under_another_class_leaks_its_keywords(tmp_path):
     (tmp_path / "sublayer").mkdir()
     leaking = "defaults: [mhsa]\n_target_: variants.feed_forward.FeedForward\n"

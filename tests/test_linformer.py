@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.count.flops import count_flops
 from tests.attention_case import DOUBLE, B, Case, D, assert_near, assert_same, covering, gradients, run, starts
 from tests.reference.linformer import linformer as reference
+from variants.blocks import highest
 from variants.contract import cat_streams
 from variants.kernels import window_cpu
 from variants.linformer import Linformer
@@ -260,6 +261,16 @@ def test_a_choice_of_all_by_an_index_of_nothing_is_no_choice_and_the_index_learn
     few = replace(case, top_k=1).build()
     found = gradients(few(case.whole()).y, [few.index_query.weight, few.index_key.weight])
     assert all(g.abs().max() > 1e-6 for g in found)
+
+
+@pytest.mark.parametrize("number", [1, 3, 9])
+def test_of_equal_summaries_the_first_are_read(number):
+    scores = torch.randn(200, 9, generator=torch.Generator().manual_seed(number)).round()
+    scores[:50, 4], scores[50:100, :7] = -torch.inf, -torch.inf
+    first = scores.sort(dim=-1, descending=True, stable=True).indices[:, :number]
+    assert torch.equal(highest(scores, number), torch.zeros(200, 9, dtype=torch.bool).scatter(-1, first, True))
+    scores[:, 5] = torch.nan
+    assert highest(scores, number)[:, 5].all()  # so that it shows
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

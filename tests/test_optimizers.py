@@ -116,7 +116,6 @@ def test_muon_is_torchs(precision, dtype, tolerance, monkeypatch):
     """Torch's own multiplies in bfloat16 only: where ours does not, it is kept from rounding."""
     if precision != "bfloat16":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-        monkeypatch.setattr("harness.optim.muon._has_amx", lambda: False)
     torch.manual_seed(5)
     shapes = [(16, 16), (48, 16), (16, 48), (16, 16), (48, 16)]
     start = [torch.randn(shape, dtype=dtype) * 0.1 for shape in shapes]
@@ -151,6 +150,15 @@ def test_muon_precision_is_what_the_key_says():
     like = torch.zeros(1)
     assert product_dtype("float32", like=like) == torch.float32
     assert product_dtype("bfloat16", like=like) == torch.bfloat16
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_muon_multiplies_float64_in_float64_on_every_machine(amx, monkeypatch):
+    monkeypatch.setattr("harness.optim.muon._has_amx", lambda: amx)
+    found = [
+        product_dtype("auto", like=torch.zeros(1, dtype=t)) for t in (torch.float64, torch.float32, torch.bfloat16)
+    ]
+    assert found == [torch.float64, *[torch.bfloat16 if amx else torch.float32] * 2]
 
 
 def test_a_rate_that_an_optimizer_refuses_is_told_with_its_group():

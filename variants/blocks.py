@@ -92,3 +92,11 @@ class Blocks:
         """Summaries in sight of a warm query, and of these read, the means over phases."""
         seen = [self.seen(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)]
         return sum(seen) / self.ratio, sum(map(self.chosen, seen)) / self.ratio
+
+
+def highest(scores: Tensor, number: int) -> Tensor:
+    """Which of each row ``[.., G]`` are the ``number`` highest, bool, and what is NaN. Of equal ones the first: ``topk`` would
+    leave that open."""
+    last = scores.topk(number, dim=-1).values[..., -1:]
+    above, equal = ~(scores <= last), scores == last
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= number - above.sum(-1, keepdim=True)))

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from variants import backends
-from variants.blocks import Blocks
+from variants.blocks import Blocks, highest
 from variants.compressor import Compressor
 from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
 from variants.kernels.window import pairs
@@ -209,8 +209,8 @@ class Linformer(Sublayer):
             return far
         index = blocks.chunked(self.index_query(x)) @ index.mT * self.d_index**-0.5  # [B, n, Q, G]
         seen = seen.expand(len(x), -1, -1, -1)
-        best = index.detach().masked_fill(~seen, -torch.inf).topk(blocks.chosen(index.shape[-1]), dim=-1).indices
-        return far._replace(visible=seen & torch.zeros_like(seen).scatter(-1, best, True), added=index)
+        best = highest(index.detach().masked_fill(~seen, -torch.inf), blocks.chosen(index.shape[-1]))
+        return far._replace(visible=seen & best, added=index)
 
     def _attend(self, q: Tensor, near: Near, far: Far) -> Tensor:
         """What the heads give, ``[B, T, H K]``."""

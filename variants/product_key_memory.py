@@ -42,7 +42,8 @@ def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
 
 
 def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly; ties go either way.
+    """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly; of equal ones the lower slots,
+    unless it is infinity or rounding that makes them equal.
 
     Args:
         scores: ``[2, ..., C]``, of the two halves.
@@ -50,13 +51,19 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
         pairs: ``candidate_pairs`` of the same sizes, on the same device.
 
     Returns:
-        i and j, int64 ``[2, ..., top_k]``, in no particular order, and their sums ``[..., top_k]``. No gradient.
+        i and j, int64 ``[2, ..., top_k]``, best first, and their sums ``[..., top_k]``. No gradient.
     """
-    best, at = scores.detach().topk(min(top_k, scores.shape[-1]))
+    best, at = scores.detach().sort(
+        dim=-1, descending=True, stable=True
+    )  # topk leaves open which of equal ones it takes
     ranks = pairs.view(2, *(1,) * (scores.dim() - 2), -1).expand(*scores.shape[:-1], -1)  # [2, ..., P]
+    i, j = halves = at.gather(-1, ranks)
+    by_slot = (i * scores.shape[-1] + j).argsort(dim=-1)
     # Low-precision scores are added in float32: rounded once more, other sums could seem best.
-    sums, winners = at_least_float32(best.gather(-1, ranks)).sum(0).topk(top_k, sorted=False)
-    return at.gather(-1, ranks.gather(-1, winners.expand(2, *winners.shape))), sums
+    sums = at_least_float32(best.gather(-1, ranks)).sum(0).gather(-1, by_slot)
+    sums, winners = (part[..., :top_k] for part in sums.sort(dim=-1, descending=True, stable=True))
+    winners = by_slot.gather(-1, winners)
+    return halves.gather(-1, winners.expand(2, *winners.shape)), sums
 
 
 class _Choose(torch.autograd.Function):

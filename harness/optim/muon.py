@@ -55,12 +55,12 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
     """The dtype of the products under ``precision`` for parameters such as ``like``.
 
-    ``auto`` is bfloat16 where the hardware has matrix units for it (CUDA, and processors with AMX tiles, where a step
-    over 24 small matrices took 0.4 of its time in float32), and elsewhere the parameters' own, at least float32.
+    ``auto`` is float64 for float64. For narrower ones it is bfloat16 where the hardware has matrix units for it (CUDA, and
+    processors with AMX tiles, where a step over 24 small matrices took 0.4 of its time in float32), and elsewhere float32.
     """
     if precision != "auto":
         return getattr(torch, precision)
-    if like.is_cuda or (like.device.type == "cpu" and _has_amx()):
+    if like.dtype != torch.float64 and (like.is_cuda or (like.device.type == "cpu" and _has_amx())):
         return torch.bfloat16
     return torch.promote_types(like.dtype, torch.float32)
 

@@ -9,8 +9,8 @@ from harness.model import Layers
 from harness.plan.instantiate import resolve
 from variants.contract import LayerContext, Sublayer
 
-KEYS = ("name", "layers", "at", "groups", "lr_scale", "small")
-"""Keys of a variant that are no sublayers."""
+KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
+"""Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file pins it."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
@@ -22,6 +22,11 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
     Raises:
         ValueError: naming the key, the value and what is allowed.
     """
+    numerics = variant.get("numerics")
+    if numerics is not None and (type(numerics) is not int or numerics < 1):
+        raise ValueError(
+            f"variant.numerics={numerics}: must be an integer from 1, or null: no golden file pins its numbers"
+        )
     makes = _sublayers(variant, trust)
 
     def chosen(names: object, key: str) -> dict[str, Callable[[LayerContext], Sublayer]]:

@@ -2,12 +2,13 @@
 //
 // Scores are taken as integers of the same order, in which the k-th best is found by halving an interval and counting,
 // without a branch that depends on a score; the k best of a half are sorted by counting who is better; then only pairs of
-// ranks i * j <= k can win. Of equal scores the first places are taken.
+// ranks i * j <= k can win. Of equal scores the first places are taken, of equal sums the lower slots.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 namespace {
@@ -32,9 +33,10 @@ template <> struct Order<double> {
   typedef int64_t Keys __attribute__((vector_size(BYTES), aligned(8), may_alias));
 };
 
-// Integers that compare as the numbers do; NaN is above all.
+// Integers that compare as the numbers do, both zeros alike; NaN is above all.
 template <class T> typename Order<T>::Key ordered(T x) {
   if (x != x) return std::numeric_limits<typename Order<T>::Key>::max();
+  x += 0;  // of -0 makes 0
   typename Order<T>::Key bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits < 0 ? bits ^ std::numeric_limits<typename Order<T>::Key>::max() : bits;
@@ -46,7 +48,7 @@ template <class T> struct Finder {
   using Keys = typename Order<T>::Keys;
   static constexpr int64_t LANES = BYTES / sizeof(T);
   std::vector<Key> keys, chosen;
-  std::vector<int64_t> places, sorted;
+  std::vector<int64_t> places, sorted, tied;
 
   int64_t whole = 0;  // of keys, with the lowest behind them
 
@@ -58,8 +60,9 @@ template <class T> struct Finder {
     return sum;
   }
 
-  // ``places`` of the k best of ``size`` scores, in the order of the places; ``chosen`` are their keys.
-  void find(const T* scores, int64_t size, int64_t k) {
+  // ``places`` of the k best of ``size`` scores, in the order of the places; ``chosen`` are their keys. Of those that equal the
+  // k-th best, the places of lower ``numbers`` are taken.
+  void find(const T* scores, const int64_t* numbers, int64_t size, int64_t k) {
     whole = (size + LANES - 1) / LANES * LANES;
     keys.assign(whole, std::numeric_limits<Key>::min());
     for (int64_t i = 0; i < size; ++i) keys[i] = ordered(scores[i]);
@@ -74,12 +77,15 @@ template <class T> struct Finder {
         high = middle - 1;
     }
     places.resize(size + 1), chosen.resize(whole + LANES);
-    int64_t spare = count - k, taken = 0;  // of those that equal low, so many too many: the last
-    for (int64_t i = size; i-- > 0;) {
-      const bool dropped = spare > 0 && keys[i] == low;
-      spare -= dropped;
-      if (dropped) keys[i] = std::numeric_limits<Key>::min();
+    if (count > k) {
+      tied.clear();
+      for (int64_t i = 0; i < size; ++i)
+        if (keys[i] == low) tied.push_back(i);
+      const auto spare = tied.end() - (count - k);
+      std::nth_element(tied.begin(), spare, tied.end(), [&](int64_t a, int64_t b) { return numbers[a] < numbers[b]; });
+      for (auto i = spare; i != tied.end(); ++i) keys[*i] = std::numeric_limits<Key>::min();
     }
+    int64_t taken = 0;
     for (int64_t i = 0; i < size; ++i) {
       places[taken] = i, chosen[taken] = keys[i];
       taken += keys[i] >= low;
@@ -106,22 +112,27 @@ void search(const T* scores, int64_t* slots, T* sums, int64_t heads, int64_t que
   for (int64_t i = 0; i < ranks; ++i)
     for (int64_t j = 0; j < ranks && (i + 1) * (j + 1) <= k; ++j) first.push_back(i), second.push_back(j);
   const int64_t pairs = first.size();
+  std::vector<int64_t> places(size);
+  std::iota(places.begin(), places.end(), 0);
 #pragma omp parallel num_threads(threads)
   {
     Finder<T> rows, columns, winners;
     std::vector<T> added(pairs);
+    std::vector<int64_t> pair_slots(pairs);
 #pragma omp for
     for (int64_t n = 0; n < queries; ++n)
       for (int64_t h = 0; h < heads; ++h) {
         const T *one = scores + (2 * h * queries + n) * size, *two = one + queries * size;
-        rows.find(one, size, ranks), rows.sort(ranks);
-        columns.find(two, size, ranks), columns.sort(ranks);
-        for (int64_t p = 0; p < pairs; ++p) added[p] = one[rows.sorted[first[p]]] + two[columns.sorted[second[p]]];
-        winners.find(added.data(), pairs, k);
+        rows.find(one, places.data(), size, ranks), rows.sort(ranks);
+        columns.find(two, places.data(), size, ranks), columns.sort(ranks);
+        for (int64_t p = 0; p < pairs; ++p) {
+          const int64_t row = rows.sorted[first[p]], column = columns.sorted[second[p]];
+          added[p] = one[row] + two[column], pair_slots[p] = row * size + column;
+        }
+        winners.find(added.data(), pair_slots.data(), pairs, k);
         for (int64_t i = 0; i < k; ++i) {
           const int64_t p = winners.places[i], at = (n * heads + h) * k + i;
-          slots[at] = rows.sorted[first[p]] * size + columns.sorted[second[p]];
-          sums[at] = added[p];
+          slots[at] = pair_slots[p], sums[at] = added[p];
         }
       }
   }
