@@ -22,7 +22,7 @@ from bench import CONF
 from harness.cache import append_whole, locked
 from harness.compose.cli import run_command
 from harness.failures import BUG, Diverged
-from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, plain
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, plain, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, REPLAYS = "adaptive_span", ("replayed_spans", "uniform_span")
@@ -111,11 +111,11 @@ class Runner:
         code, run = self.child("train.py", *words), folder / "latest"
         if code in RECORDED and (run / SUMMARY).exists():
             line = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
-            line["record"] = [row for row in _rows(run / RECORD) if row["kind"] != "train"]
+            line["record"] = [row for row in read_rows(run / RECORD) if row["kind"] != "train"]
             if cell.context and not code:
                 asked = (f"run={run.resolve()}", "split=test", "runtime.threads=1", "runtime.device=cpu")
                 code = self.child("-m", "bench.evaluate", *asked)
-                line["evaluation"] = None if code else _rows(run / EVALUATIONS)[-1]
+                line["evaluation"] = None if code else read_rows(run / EVALUATIONS)[-1]
         if code not in RECORDED or not (run / SUMMARY).exists():
             raise ValueError(f"ended with {code}, see {self.outputs / 'log.txt'}: is left for another try")
         with locked(self.outputs / cell.file.name):
@@ -134,10 +134,6 @@ class Runner:
         code = process.wait()
         self.children.remove(process)
         return code
-
-
-def _rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _take_core(cores: list[int]) -> None:

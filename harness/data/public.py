@@ -40,8 +40,7 @@ class Known:
     n_bytes: int
     sha256: str | None = None
     alphabet: bytes | None = None
-    part_of: str | None = None
-    """The known corpus whose first bytes these are."""
+    part_of: str | None = None  # the known corpus whose first bytes these are
 
     def complaint(self, content: np.ndarray | bytearray) -> str | None:
         """What shows that ``content`` is not this corpus, or None."""
