@@ -28,6 +28,7 @@ COMMANDS |= {"export": ("run=somewhere", "out=b")}
 COMMANDS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
 COMMANDS |= {"score": ("nats=losses.npy", "name=theirs")}
 VERBS = ("check", "cost", "dashboard", "features", "fit", "peers")
+COMMANDS |= {"evidence": ("stage=a",)}
 COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
 ON_GPU = ("runtime/gpu", "sweep/leaderboard", "sweep/smoke")
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
@@ -243,6 +244,11 @@ BAD = [
     ("+variant.groups.x={lr_scale:1}", "variant.groups.x.match", "given"),
     ("+variant.groups.x={match:'*',rate:1}", "variant.groups.x.rate", "lr_scale"),
     ("+variant.groups.x={match:'*',optimizer:adam}", "variant.groups.x.optimizer=adam", "_target_"),
+    # rates of a variant
+    ("variant.lr_scale=3", "variant.lr_scale=3", "muon"),
+    ("++variant.lr_scale.muon=-1", "variant.lr_scale.muon=-1", "above 0"),
+    ("++variant.lr_scale.adamw=fast", "variant.lr_scale.adamw='fast'", "number"),
+    ("optim.lr=fast", "optim.lr='fast'", "number"),
     # parts of a sublayer
     ("variant.attention.span=3", "variant.attention.span=3", "part", "null"),
     ("variant.attention.span={ramp:3}", "variant.attention.span={'ramp': 3}", "part"),
@@ -260,6 +266,18 @@ def test_mistakes_are_refused_by_key_value_and_what_is_allowed(case):
         corpora.load(**made.data)
     for fragment in fragments:
         assert fragment in explain(caught.value)
+
+
+def test_a_variants_factor_multiplies_the_rate_of_the_optimizer_that_it_names():
+    def rates(*words):
+        made = plan(*TINY, *words)
+        return {row["name"]: row["lr"] for row in made.make_optimizers(made.make_model()).describe()}
+
+    factors = "++variant.lr_scale={muon:2,adamw:0.5}"
+    assert rates(factors) == pytest.approx({"default": 0.006, "matrices": 0.006 * 13.3})
+    assert rates(factors, "optim=adamw", "optim.lr=0.01") == pytest.approx({"default": 0.005})
+    assert rates(factors, "optim=adagrad") == rates("optim=adagrad", "variant.lr_scale=null") == {"default": 0.07}
+    assert rates("variant=local", "++variant.lr_scale.muon=2")["default"] == pytest.approx(0.006)
 
 
 @pytest.mark.parametrize("name", RESERVED)

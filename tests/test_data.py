@@ -9,11 +9,13 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from harness.data import sources as corpus_module
+from harness.data.byte_counts import order_bits
 from harness.data.corpora import KNOWN, NAMES, compressed_bits, load
 from harness.data.public import Known
 
@@ -306,31 +308,100 @@ def test_no_warning_about_memory_that_torch_may_not_write():
 
 def test_compressors_are_remembered_by_content(cache, monkeypatch):
     split = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
-    bits = compressed_bits(split)
+    train = split[:5000]
+    bits = compressed_bits(split, train=train)
     expected = {
         "gzip": len(gzip.compress(TEXT, 9)),
         "bzip2": len(bz2.compress(TEXT, 9)),
         "xz": len(lzma.compress(TEXT, preset=9 | lzma.PRESET_EXTREME)),
     }
-    assert bits == pytest.approx({name: 8 * n / len(TEXT) for name, n in expected.items()})
+    counted = order_bits(train.numpy(), split.numpy())
+    assert bits == pytest.approx({name: 8 * n / len(TEXT) for name, n in expected.items()} | counted)
     (kept,) = (cache / "compressed").iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(corpus_module.lzma, "compress", None)
-        assert compressed_bits(split) == bits
-        with pytest.raises(TypeError):
-            compressed_bits(split[1:])
+        assert compressed_bits(split, train=train) == bits
+        for other in ({"split": split[1:], "train": train}, {"split": split, "train": train[1:]}):
+            with pytest.raises(TypeError):
+                compressed_bits(**other)
     kept.write_bytes(b"{half a fi")
-    assert compressed_bits(split) == bits
+    assert compressed_bits(split, train=train) == bits
 
 
 def test_compressors_without_a_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", written(tmp_path, "a_file_not_a_folder", b""))
-    assert compressed_bits(torch.zeros(1000, dtype=torch.uint8))["gzip"] < 1
+    zeros = torch.zeros(1000, dtype=torch.uint8)
+    assert compressed_bits(zeros, train=zeros)["gzip"] < 1
+
+
+def witten_bell(train: bytes, context: bytes, byte: int) -> float:
+    """The probability of a byte after a context, by the formula and nothing else."""
+    lower = witten_bell(train, context[1:], byte) if context else 1 / 256
+    places = [at for at in range(len(context), len(train)) if train[at - len(context) : at] == context]
+    followers = [train[at] for at in places]
+    kinds = len(set(followers))
+    return (followers.count(byte) + kinds * lower) / (len(followers) + kinds) if followers else lower
+
+
+@pytest.mark.parametrize("train", [b"abracadabra" * 3 + bytes(range(250, 256)), bytes(np.arange(90) ** 2 % 5 + 60)])
+def test_byte_counts_are_those_of_the_formula(train):
+    content = b"abrakadabra abcd" + bytes(np.arange(40) ** 3 % 7 + 60) + b"\xff\xfe\x00"
+    bits = order_bits(np.frombuffer(train, np.uint8), np.frombuffer(content, np.uint8))
+    assert list(bits) == ["order-2", "order-3", "order-5"]
+    for name, found in bits.items():
+        order = int(name[-1])
+        chances = [witten_bell(train, content[max(0, at - order) : at], byte) for at, byte in enumerate(content)]
+        assert found == pytest.approx(-np.log2(chances).mean(), rel=1e-12)
+    assert order_bits(np.frombuffer(train[:5], np.uint8), np.frombuffer(content, np.uint8)) == {}
 
 
 def test_first_four_megabytes_of_enwik8(enwik8_4m):
     corpus = load("file", path=str(enwik8_4m))
+    assert corpus.name == "enwik8_4m"
     assert corpus.sha256 == "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
     assert [len(split) for split in corpus.splits.values()] == [3_600_000, 200_000, 200_000]
-    bits = compressed_bits(corpus.splits["valid"])
-    assert {name: round(value, 2) for name, value in bits.items()} == {"gzip": 3.04, "xz": 2.71, "bzip2": 2.58}
+    bits = compressed_bits(corpus.splits["valid"], train=corpus.splits["train"])
+    rounded = {name: round(value, 2) for name, value in bits.items()}
+    assert {name: rounded[name] for name in ("gzip", "xz", "bzip2")} == {"gzip": 3.04, "xz": 2.71, "bzip2": 2.58}
+
+
+def test_the_part_of_enwik8_is_the_same_from_its_file_and_from_a_longer_one(tmp_path, monkeypatch, cache):
+    """Known corpora in small: ``long``, and ``part``, its first 1,000 bytes."""
+    corpora = {"long": Known(url="nowhere", n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())}
+    digest = hashlib.sha256(TEXT[:1000]).hexdigest()
+    corpora["part"] = Known(url="nowhere", n_bytes=1000, sha256=digest, part_of="long")
+    for name, known in corpora.items():
+        monkeypatch.setitem(KNOWN, name, known)
+    monkeypatch.setattr("harness.data.corpora.NAMES", (*NAMES, *corpora))
+    written(cache, "long", TEXT)
+    alone, longer = (written(tmp_path, f"{name}.txt", TEXT[:n]) for name, n in (("alone", 1000), ("longer", None)))
+    ways = [{"name": "part"}, {"name": "part", "path": alone}, {"name": "part", "path": longer}]
+    ways += [
+        {"name": "file", "path": alone},
+        *({"name": name, "path": longer, "first_bytes": 1000} for name in ("file", "long")),
+    ]
+    for keywords in ways:
+        corpus = load(**keywords, split=[0.85, 0.05, 0.1])
+        assert whole(corpus) == TEXT[:1000]
+        assert corpus.provenance() == {"name": "part", "bytes": 1000, "sha256": digest}
+        assert [len(split) for split in corpus.splits.values()] == [850, 50, 100]
+    with pytest.raises(ValueError, match=r"data\.path=.* is not part: it has 999 bytes, not 1,000"):
+        load("part", path=written(tmp_path, "short", TEXT[:999]))
+    with pytest.raises(ValueError, match=r"data\.path=.* is not part: its SHA-256 is"):
+        load("part", path=written(tmp_path, "other", TEXT[1:1001]))
+    with pytest.raises(ValueError, match=r"data\.first_bytes=1001: allowed is at most 1000"):
+        load("part", first_bytes=1001)
+    assert load("long", first_bytes=500).label().startswith("long, first 500 bytes (500 bytes, sha256 ")
+
+
+def test_enwik8_4m_has_its_own_shares(enwik8_4m):
+    node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "data" / "enwik8_4m.yaml"))
+    assert (node["split"], node["fallback"]) == ([0.85, 0.05, 0.1], None)
+    corpus = load(**node | {"path": str(enwik8_4m)})
+    assert [len(split) for split in corpus.splits.values()] == [3_400_000, 200_000, 400_000]
+    bits = order_bits(*(corpus.splits[name].numpy() for name in ("train", "test")))
+    assert {name: round(value, 3) for name, value in bits.items()} == {
+        "order-2": 3.214,
+        "order-3": 2.758,
+        "order-5": 2.511,
+    }

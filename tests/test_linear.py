@@ -203,9 +203,11 @@ def test_heads_have_a_width():
         build(Case(d_head=0))
 
 
-def test_default_is_alibi_and_all_the_way_back():
-    found = plan("variant=linear", "data=recall")
-    assert found.config["position"]["_target_"] == "variants.position.Alibi"
+def test_the_papers_has_no_decay_and_all_go_the_way_back():
+    schemes = {"linear": "NoPosition", "linear_decay": "Alibi", "performer": "NoPosition", "performer_decay": "Alibi"}
+    for variant, scheme in schemes.items():
+        found = plan(f"variant={variant}", "data=recall")
+        assert found.config["position"]["_target_"] == f"variants.position.{scheme}"
     attention = build(Case())
     assert attention.reach() is None
     assert attention.honours.span is False

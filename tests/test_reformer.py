@@ -192,6 +192,15 @@ def test_rotations_are_the_models_own():
     assert not torch.equal(layers[0].rotations, layers[1].rotations)
 
 
+@pytest.mark.parametrize(("span", "buckets"), [(512, 8), (4096, 64), (64, 2), (16, 2), (447, 6)])
+def test_buckets_follow_the_span_and_stay_what_they_were(span, buckets):
+    layer = build(span=span, buckets=None, bucket_keys=64)
+    assert layer.buckets == 2 * layer.rotations.shape[-1] == buckets
+    layer.set_span(span // 4)
+    assert layer.buckets == buckets
+    assert build(span=span, buckets=6, bucket_keys=64).buckets == 6
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

@@ -13,7 +13,7 @@ from harness.plan.build import plan_run
 from harness.plan.space import Choice, Interval
 from tests.composing import CONF, TINY, compose_config, one_step, plan, recall, small
 
-VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+VARIANTS = sorted({path.stem for path in (CONF / "space").glob("*.yaml")} - {"rate"})  # controls have none of their own
 TUNE = ("purpose=tune",)
 SPACE = {
     "optim.lr": {"low": 0.001, "high": 0.1, "scale": "log"},
@@ -68,7 +68,7 @@ def test_values_lie_between_the_ends_and_reach_them():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_has_a_space_whose_points_train(variant):
+def test_every_mechanism_has_a_space_whose_points_train(variant):
     corpus, keys, long = recall(), [], ["model.span=256"] if small(variant) else []  # its sizes fit no shorter window
     for trial in range(3):
         made = plan(f"variant={variant}", *TINY, *long, *TUNE, f"trial={trial}", "optim=adamw")

@@ -53,7 +53,7 @@ class Performer(CarriedSums):
     """Attention by random features whose mean is that of a softmax.
 
     Args:
-        features: m, random features of a head; None for 2 K.
+        features: m, random features of a head; None for round(K ln K), the order of the paper's theorem 4.
         The others are those of ``CarriedSums``.
     """
 
@@ -70,7 +70,7 @@ class Performer(CarriedSums):
         super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
         if features is not None and features < 1:
             raise ValueError(f"features={features}: must be at least 1, or null")
-        self.features = features or 2 * self.d_head
+        self.features = features or max(1, round(self.d_head * math.log(self.d_head)))
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]
         self.register_buffer("directions", torch.stack(rows))  # W: [H, m, K]
 

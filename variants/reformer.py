@@ -53,7 +53,8 @@ class Reformer(Sublayer):
 
     Args:
         context: heads, span, cache, positions and dropout of the run.
-        buckets: 2b, even; with two, the sign of one number.
+        buckets: 2b, even; with two, the sign of one number. None for 2 round(S / (2 w)), at least 2: w keys of a full window
+            in each. It stays what it was when built, whatever span is set later.
         rounds: of hashing.
         bucket_keys: w, how many keys of its bucket a query meets in a round at most.
         d_head: head width K, or None for D / H.
@@ -67,7 +68,7 @@ class Reformer(Sublayer):
         self,
         context: LayerContext,
         *,
-        buckets: int,
+        buckets: int | None,
         rounds: int,
         bucket_keys: int,
         d_head: int | None = None,
@@ -75,11 +76,12 @@ class Reformer(Sublayer):
         zero_init: bool = False,
     ):
         super().__init__()
-        if buckets < 2 or buckets % 2:
-            raise ValueError(f"buckets={buckets}: allowed are even integers from 2")
         for key, value in {"rounds": rounds, "bucket_keys": bucket_keys}.items():
             if value < 1:
                 raise ValueError(f"{key}={value}: allowed are integers from 1")
+        buckets = max(2, 2 * round(context.span / bucket_keys / 2)) if buckets is None else buckets
+        if buckets < 2 or buckets % 2:
+            raise ValueError(f"buckets={buckets}: allowed are even integers from 2, or null")
         self.heads, self.d_head = context.heads, context.head_width(d_head)
         self.rounds, self.buckets, self.bucket_keys = rounds, buckets, bucket_keys
         inner = self.heads * self.d_head

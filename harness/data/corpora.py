@@ -1,7 +1,7 @@
 """Corpora: the bytes that a run reads, proven by their digest, the one entry to all corpora.
 
     corpus = load("enwik8", fallback="stdlib")
-    python -m harness.data [enwik8|text8]        # fetch it now, say where it is and what its digest is
+    python -m harness.data [enwik8|enwik8_4m|text8]        # fetch it now, say where it is and what its digest is
 
 Raw bytes, cut 90/5/5 in order into train, valid and test. What a corpus is called, how long it is and its SHA-256 are
 always those of the bytes that were really read, before any vocabulary is applied, so that a number can never
@@ -32,7 +32,7 @@ MADE = {"stdlib": read_stdlib, "recall": recall_stream, "synthetic_text": synthe
 """What is read from no file of the user's."""
 OPTIONS = {"bytes": ("recall", "synthetic_text"), "distances": ("recall",), "seed": ("recall", "synthetic_text")}
 """Keys that only some corpora have."""
-NAMES = ("enwik8", "text8", "file", *MADE)
+NAMES = (*KNOWN, "file", *MADE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +102,7 @@ def load(
     vocabulary: int = 256,
     drop_newlines: bool = False,
     split: Sequence[float] = (0.9, 0.05, 0.05),
+    first_bytes: int | None = None,
     bytes: int | None = None,
     distances: Sequence[int] | None = None,
     seed: int | None = None,
@@ -109,11 +110,12 @@ def load(
     """Read a corpus; the keywords are the keys of ``conf/data/*.yaml``.
 
     Args:
-        path: a file or folder on disk; needed by ``file``, an alternative to the cache for ``enwik8`` and ``text8``.
-        fallback: ``stdlib`` or None: what to read if ``enwik8`` or ``text8`` can be neither found nor fetched.
+        path: a file or folder on disk; needed by ``file``, an alternative to the cache for corpora that can be fetched.
+        fallback: ``stdlib`` or None: what to read if a corpus can be neither found nor fetched.
         vocabulary: 256 keeps byte values; a smaller V numbers the values that occur in their order.
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
         split: shares of train, valid and test, each above 0, 1 in sum.
+        first_bytes: read so many bytes of the corpus, and no more; None for all.
         bytes, distances, seed: of what is made: `harness.data.recall`, `harness.data.synthetic_text`.
 
     Raises:
@@ -135,7 +137,12 @@ def load(
         name = f"file:{_harmless(Path(path).expanduser().resolve().name)}"
     else:
         content = MADE[name](**{"n_bytes" if key == "bytes" else key: value for key, value in made.items()})
+    if first_bytes is not None:
+        if first_bytes > len(content):
+            raise ValueError(f"data.first_bytes={first_bytes}: allowed is at most {len(content)}, which {name} has")
+        content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
     found = digest(content)
+    name = next((one for one, known in KNOWN.items() if known.sha256 == found), name)
     if fallback_from:
         print(
             f"data: {fallback_from.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
@@ -166,12 +173,12 @@ def _check(name: str, path: str | None, sha256: str | None, *, fallback, vocabul
         if value is not None and (type(value) is not str or not value):
             raise ValueError(f"data.{key}={value!r}: allowed is text, in quotes if it looks like a number, or null")
     if path is not None and name in MADE:
-        raise ValueError(f"data.path={path!r}: allowed for data=enwik8, text8 and file; {name} reads no file")
+        raise ValueError(f"data.path={path!r}: allowed for data={', '.join(KNOWN)} and file; {name} reads no file")
     if name == "file" and path is None:
         raise ValueError("data.path=null: data=file needs data.path=FILE, or a folder")
     if fallback not in (None, "stdlib") or (fallback and name not in KNOWN):
         raise ValueError(
-            f"data.fallback={fallback!r} with data={name}: allowed is null, for enwik8 and text8 also stdlib"
+            f"data.fallback={fallback!r} with data={name}: allowed is null, for {', '.join(KNOWN)} also stdlib"
         )
     if type(vocabulary) is not int or not 1 <= vocabulary <= 256:
         raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
@@ -181,10 +188,11 @@ def _check(name: str, path: str | None, sha256: str | None, *, fallback, vocabul
 
 def _read_known(name: str, path: str | None, fallback: str | None) -> tuple[np.ndarray, str | None]:
     """The bytes of a known corpus and None, or those of the fallback and the reason for it."""
-    remedy = "data=file reads any file"
+    remedy, known = "data=file reads any file", KNOWN[name]
+    whole = known.part_of or name
     if path is None:
         try:
-            path = str(fetch(name))
+            path = str(fetch(whole))
         except OSError as error:
             if fallback:
                 return read_stdlib(), str(error)
@@ -194,7 +202,9 @@ def _read_known(name: str, path: str | None, fallback: str | None) -> tuple[np.n
             ) from error
         remedy = "remove it, and it will be downloaded again"
     content = read_path(path)
-    if complaint := KNOWN[name].complaint(content):
+    if known.part_of and len(content) == KNOWN[whole].n_bytes:
+        content = content[: known.n_bytes]
+    if complaint := known.complaint(content):
         raise ValueError(f"data.path={path!r} is not {name}: {complaint}; {remedy}")
     return content, None
 
@@ -258,5 +268,5 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{cache_folder() / name}\n{len(content):,} bytes, sha256 {digest(content)}")
+    print(f"{cache_folder() / (KNOWN[name].part_of or name)}\n{len(content):,} bytes, sha256 {digest(content)}")
     return 0

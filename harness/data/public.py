@@ -40,6 +40,7 @@ class Known:
     n_bytes: int
     sha256: str | None = None
     alphabet: bytes | None = None
+    part_of: str | None = None  # the known corpus whose first bytes these are
 
     def complaint(self, content: np.ndarray | bytearray) -> str | None:
         """What shows that ``content`` is not this corpus, or None."""
@@ -57,6 +58,12 @@ KNOWN = {
         url="http://mattmahoney.net/dc/enwik8.zip",
         n_bytes=100_000_000,
         sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+    ),
+    "enwik8_4m": Known(
+        url="http://mattmahoney.net/dc/enwik8.zip",
+        n_bytes=4_000_000,
+        sha256="9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37",
+        part_of="enwik8",
     ),
     "text8": Known(
         url="http://mattmahoney.net/dc/text8.zip",

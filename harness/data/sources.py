@@ -23,6 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from harness.cache import cache_folder, forget_left, write_whole
+from harness.data.byte_counts import order_bits
 
 LARGE_BYTES = 64 * 2**20
 """From this size a plain file is mapped instead of read, and an unpacked one is kept in the user's cache."""
@@ -194,13 +195,13 @@ def distinct_values(content: np.ndarray | bytearray) -> list[int]:
     return np.flatnonzero(counts).tolist()
 
 
-def compressed_bits(split: Tensor) -> dict[str, float]:
-    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``.
+def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
+    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``.
 
-    Remembered by digest in the user's cache, because xz needs seconds for 5 MB; worked out anew where that fails.
+    Remembered by digest in the user's cache, because they need seconds for 5 MB; worked out anew where that fails.
     """
     content = split.numpy().tobytes()
-    remembered = cache_folder() / "compressed" / f"{digest(content)}.json"
+    remembered = cache_folder() / "compressed" / f"{digest(content)}-{digest(train.numpy())}.json"
     with suppress(OSError, ValueError):
         return json.loads(remembered.read_bytes())
     packed = {
@@ -209,6 +210,7 @@ def compressed_bits(split: Tensor) -> dict[str, float]:
         "xz": lzma.compress(content, preset=9 | lzma.PRESET_EXTREME),
     }
     bits = {name: 8 * len(small) / len(content) for name, small in packed.items()}
+    bits |= order_bits(train.numpy(), split.numpy())
     with suppress(OSError):  # only speed is lost
         forget_left(remembered.parent)
         write_whole(remembered, json.dumps(bits).encode())

@@ -123,8 +123,10 @@ def final_score(training: TrainState, split: str, found: dict) -> dict:
     capped = {split: len(part)} if training.capped(split) else {}
     found |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
     found["capped"] |= capped
-    # A second of work for each MB.
-    found["compressors"][split] = corpora.compressed_bits(part) if training.runtime.processes.is_main else {}
+    train = training.corpus.splits["train"]  # a second of work for each MB
+    found["compressors"][split] = (
+        corpora.compressed_bits(part, train=train) if training.runtime.processes.is_main else {}
+    )
     change = max(score.future_nats, apart.future_nats if plan.eval.windows else 0.0)
     found["check"] = NOT_CAUSAL if change > MOST_NATS else found["check"]
     row = {"kind": split, **training.place(), "final": True, **bits, "capped_bytes": capped.get(split)}

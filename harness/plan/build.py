@@ -12,7 +12,7 @@ from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
 from harness.model import LanguageModel, Layers
-from harness.optim.budget import UNITS, Budget, Schedule
+from harness.optim.budget import UNITS, Budget, Schedule, check_number
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
 from harness.plan import settings
@@ -142,7 +142,7 @@ def plan_run(
         variant=checked(config["variant"].get("name"), str, key="variant.name"),
         layers=plan_layers(config["variant"], n_layers=n_layers, trust=trust),
         scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
-        optim=_optim(config["optim"], trust),
+        optim=_optim(config["optim"], trust, lr_scale=config["variant"].get("lr_scale")),
         groups=plan_groups(config["variant"].get("groups"), trust=trust),
         budget=Budget(**config["budget"], default_bytes=default_bytes),
         data=vars(parse(settings.DataSettings, config["data"], key="data")),
@@ -219,8 +219,17 @@ def _trust(names: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
-    check_keys(node, ("lr", "default", "matrices", "clip", "schedule", "skip_nonfinite"), key="optim")
+def _optim(node: Mapping[str, object], trust: tuple[str, ...], *, lr_scale: object) -> dict:
+    """``optim`` checked, its rate times what the variant's ``lr_scale`` has for ``optim.name``: 1 where that has nothing."""
+    check_keys(
+        {"name": None, **node}, ("name", "lr", "default", "matrices", "clip", "schedule", "skip_nonfinite"), key="optim"
+    )
+    if not isinstance(lr_scale or {}, Mapping):
+        raise ValueError(f"variant.lr_scale={lr_scale}: must be factors of optim.lr by optimizer, e.g. {{muon: 2.0}}")
+    for name, factor in (lr_scale or {}).items():
+        check_number(f"variant.lr_scale.{name}", factor)
+    check_number("optim.lr", node["lr"])
+    lr = node["lr"] * (lr_scale or {}).get(node.get("name"), 1.0)
     matrices = node["matrices"]
     if matrices is not None:
         check_keys(matrices, ("lr_scale", "optimizer"), key="optim.matrices")
@@ -229,7 +238,8 @@ def _optim(node: Mapping[str, object], trust: tuple[str, ...]) -> dict:
     default = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
     schedule = parse(Schedule, node["schedule"], key="optim.schedule")
     skip = checked(node["skip_nonfinite"], bool, key="optim.skip_nonfinite")
-    return {**node, "default": default, "matrices": matrices, "schedule": schedule, "skip_nonfinite": skip}
+    own = {"lr": lr, "default": default, "matrices": matrices, "schedule": schedule, "skip_nonfinite": skip}
+    return {**node, **own}
 
 
 def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:

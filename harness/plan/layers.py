@@ -9,7 +9,7 @@ from harness.model import Layers
 from harness.plan.instantiate import resolve
 from variants.contract import LayerContext, Sublayer
 
-KEYS = ("name", "numerics", "layers", "at", "groups", "small")
+KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
 """Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file pins it."""
 
 

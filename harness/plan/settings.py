@@ -47,6 +47,7 @@ class DataSettings:
     vocabulary: int
     drop_newlines: bool
     split: list
+    first_bytes: int | None
     bytes: int | None
     distances: list | None
     seed: int | None
@@ -111,7 +112,7 @@ class RecordSettings:
 
 POSITIVE = {
     *("d_model", "layers", "heads", "span", "embedding_std", "default_bytes", "streams", "segment", "accumulate"),
-    *("every_seconds", "every_steps", "keep", "threads", "bytes", "choice_bytes"),
+    *("every_seconds", "every_steps", "keep", "threads", "bytes", "first_bytes", "choice_bytes"),
     *("rounds", "seconds", "memory_limit_gib"),
 }
 SHARES = {"dropout", "embedding_dropout", "every"}

@@ -16,6 +16,7 @@ from harness.record.rows import GROUND, UNSAID, held_equal, same_numbers, tree_o
 from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
+COMPRESSORS |= {f"order-{order}": f"counts of order {order}" for order in (2, 3, 5)}
 SPLITS = ("valid", "test")
 WINDOWS = "window 1024, stride 512"
 """What a score without carried state is called."""

@@ -1,0 +1,176 @@
+"""Evidence: the runs of one stage of the front page, each on a core of its own: ``python -m bench.evidence stage=b path=FILE``.
+
+``conf/evidence.yaml`` says which cells a stage has: points of a sweep's grid, and spans replayed from ``adaptive_span`` of the
+same seed. A finished or failed run becomes one line of ``<rows>/<table>.jsonl``: its cell, its summary and its record without
+train rows. A cell that has a line is skipped on any machine, and a run that was interrupted goes on in its folder.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from bench import CONF
+from harness.cache import append_whole, locked
+from harness.compose.cli import run_command
+from harness.failures import BUG, Diverged
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, plain, read_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE, REPLAYS = "adaptive_span", ("replayed_spans", "uniform_span")
+"""Whose spans are replayed, and by which variants: as they are, or all equal to their mean."""
+RECORDED = (0, BUG, Diverged.exit_code)
+"""Exit codes of runs that count; after any other the cell is tried again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A run: its words, the file of its line, and whether it is also scored by the bytes seen."""
+
+    words: tuple[str, ...]
+    file: Path
+    context: bool
+
+    @property
+    def source(self) -> tuple[str, ...] | None:
+        """Words of the run whose spans this one takes."""
+        swapped = (f"variant={SOURCE}" if word.startswith("variant=") else word for word in self.words)
+        return tuple(swapped) if any(f"variant={name}" in self.words for name in REPLAYS) else None
+
+    def line(self, words: tuple[str, ...]) -> dict | None:
+        """What the file has for a cell of these words."""
+        lines = map(json.loads, self.file.read_text().splitlines() if self.file.exists() else [])
+        return next((line for line in lines if tuple(line["cell"]) == words), None)
+
+
+def sweep_params(sweep: str) -> dict[str, object]:
+    """The grid of a file of ``conf/sweep``, with that of a sweep that it begins with."""
+    read = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
+    begin = [name for name in read["defaults"] if isinstance(name, str)]
+    return {key: value for name in begin for key, value in sweep_params(name).items()} | read["hydra"]["sweeper"][
+        "params"
+    ]
+
+
+def cells(grids: list[dict], *, words: list[str], rows: Path) -> list[Cell]:
+    """All points of a stage's grids, seeds outermost; cells that take spans stand after those that have them."""
+    found = []
+    for grid in grids:
+        params = sweep_params(grid["sweep"]) | grid.get("params", {})
+        keys, file = sorted(params, key=lambda key: key != "seed"), rows / f"{grid.get('table', grid['sweep'])}.jsonl"
+        for values in product(*(str(params[key]).split(",") for key in keys)):
+            point = (f"{key}={value}" for key, value in zip(keys, values, strict=True))
+            own = (f"sweep={grid['sweep']}", *point, *words)
+            found.append(Cell(words=own, file=file, context=grid.get("context", False)))
+    return found
+
+
+def span_word(line: dict | None, *, mean: bool) -> str:
+    """Spans of a run's line as the word that replays them; ValueError if it has none."""
+    metrics = (line or {}).get("summary", {}).get("valid_metrics") or {}
+    layers = {int(key.split(".")[1]): spans for key, spans in metrics.items() if key.endswith(".span")}
+    if not layers:
+        raise ValueError(f"{SOURCE} of this seed has no row with spans to replay")
+    average = sum(map(sum, layers.values())) / sum(map(len, layers.values()))
+    spans = [[round(average if mean else span, 4) for span in layers[layer]] for layer in sorted(layers)]
+    return f"variant.attention.span.spans={json.dumps(spans, separators=(',', ':'))}"
+
+
+@dataclass
+class Runner:
+    """Runs cells, each in a child that has the core of the thread which waits for it.
+
+    Attributes:
+        outputs: of the run folders, one folder a cell.
+        path: ``data.path`` of the runs that read enwik8.
+        futures: of cells by their words, in the order in which they begin.
+        children: that are running.
+    """
+
+    outputs: Path
+    path: str | None
+    futures: dict[tuple[str, ...], Future] = field(default_factory=dict)
+    children: list[subprocess.Popen] = field(default_factory=list)
+
+    def run(self, cell: Cell) -> None:
+        """Train, score, and write the line; ValueError if the cell is left without one."""
+        if cell.source in self.futures:
+            wait([self.futures[cell.source]])
+        folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
+        words = [*cell.words, f"outputs={folder}"]
+        words += [f"data.path={self.path}"] if self.path and "sweep=recall" not in words else []
+        words += [span_word(cell.line(cell.source), mean="variant=uniform_span" in words)] if cell.source else []
+        code, run = self.child("train.py", *words), folder / "latest"
+        if code in RECORDED and (run / SUMMARY).exists():
+            line = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
+            line["record"] = [row for row in read_rows(run / RECORD) if row["kind"] != "train"]
+            if cell.context and not code:
+                asked = (f"run={run.resolve()}", "split=test", "runtime.threads=1", "runtime.device=cpu")
+                code = self.child("-m", "bench.evaluate", *asked)
+                line["evaluation"] = None if code else read_rows(run / EVALUATIONS)[-1]
+        if code not in RECORDED or not (run / SUMMARY).exists():
+            raise ValueError(f"ended with {code}, see {self.outputs / 'log.txt'}: is left for another try")
+        with locked(self.outputs / cell.file.name):
+            if not cell.line(cell.words):
+                append_whole(cell.file, json.dumps(plain(line), allow_nan=False).encode() + b"\n")
+        print(f"{' '.join(cell.words)}: {line['summary']['status']}", flush=True)
+
+    def child(self, *words: str) -> int:
+        """The exit code of a Python process."""
+        own = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with (self.outputs / "log.txt").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *words], cwd=ROOT, env=own, stdout=log, stderr=log, start_new_session=True
+            )
+        self.children.append(process)
+        code = process.wait()
+        self.children.remove(process)
+        return code
+
+
+def _take_core(cores: list[int]) -> None:
+    """Give the calling thread, and so its children, a core; they step back for whatever else runs."""
+    os.sched_setaffinity(0, {cores.pop()})
+    os.nice(10)
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="evidence")
+def main(cfg: DictConfig) -> None:
+    """Run what is left of a stage. Raises ValueError for cells that have no row then."""
+    if cfg.stage not in cfg.stages:
+        raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
+    grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
+    every = cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve())
+    left = [cell for cell in every if not cell.line(cell.words)]
+    print(f"stage {cfg.stage}: {len(every)} cells, {len(every) - len(left)} have a row", flush=True)
+    if cfg.list:
+        print("\n".join(" ".join(cell.words) for cell in left))
+        return
+    runner = Runner(outputs=Path(cfg.outputs).resolve(), path=cfg.path and str(Path(cfg.path).resolve()))
+    runner.outputs.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cores = sorted(os.sched_getaffinity(0))[: cfg.workers]
+    pool = ThreadPoolExecutor(len(cores), initializer=_take_core, initargs=(cores,))
+    try:
+        for cell in left:
+            runner.futures[cell.words] = pool.submit(runner.run, cell)
+        wait(runner.futures.values())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(runner.children):
+            process.terminate()  # a run saves what it has
+    errors = {words: future.exception() for words, future in runner.futures.items() if future.exception()}
+    if errors:
+        raise ValueError("\n".join(f"{' '.join(words)}: {error}" for words, error in errors.items()))
+
+
+if __name__ == "__main__":
+    run_command(main)

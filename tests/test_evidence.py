@@ -1,0 +1,100 @@
+"""The driver of the front page's runs: which cells a stage has, what is skipped, and whose spans are replayed."""
+
+import json
+
+import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from bench.evidence import Cell, Runner, cells, span_word, sweep_params
+from tests.composing import CONF, compose_config, plan
+
+STAGES = OmegaConf.to_container(compose_config("stage=a", name="evidence").stages, resolve=True)
+
+
+def line(words, spans, *, status="finished") -> dict:
+    metrics = {f"layers.{n}.attention.span": own for n, own in enumerate(spans)} | {"layers.0.attention.keys": [1.0]}
+    return {"cell": words, "summary": {"status": status, "valid_metrics": metrics}}
+
+
+def test_stages_have_the_cells_of_their_grids(tmp_path):
+    found = {name: cells(grids, words=[], rows=tmp_path) for name, grids in STAGES.items()}
+    assert {name: len(own) for name, own in found.items()} == {
+        "a": 63,
+        "b": 24,
+        "c": 18,
+        "d": 52,
+        "e": 24,
+        "recall": 72,
+    }
+    assert all(len({cell.words for cell in own}) == len(own) for own in found.values())
+    assert not {cell.words for cell in found["d"]} & {cell.words for cell in (*found["b"], *found["c"])}
+    assert {cell.file.name for cell in found["e"]} == {"front_page_10mb.jsonl"}
+    for own in found.values():  # a run that waits for another's spans begins after it
+        order = [cell.words for cell in own]
+        assert all(order.index(cell.source) < order.index(cell.words) for cell in own if cell.source)
+
+
+@pytest.mark.parametrize("name", ["rates", "front_page", "recall"])
+def test_sweeps_and_stages_are_of_one_protocol_and_arithmetic(name, tmp_path):
+    words = [f"{key}={value}" for key, value in sweep_params(name).items()]
+    jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
+    typed = {frozenset(job) for job in jobs}
+    staged = {frozenset(cell.words[1:]) for grids in STAGES.values() for cell in cells(grids, words=[], rows=tmp_path)}
+    assert typed <= staged, "what the sweep's command runs is what the driver runs"
+    for job in jobs[:: len(jobs) // 3]:
+        made = plan(f"sweep={name}", *job)
+        assert (made.runtime.precision, made.runtime.threads, made.eval.bytes) == ("float32", 1, None)
+        assert made.config["optim"]["matrices"]["optimizer"]["precision"] == "float32"
+        assert (made.purpose, made.eval.test) == (("tune", False) if name == "rates" else ("result", True))
+        assert made.data["name"] == ("recall" if name == "recall" else "enwik8_4m")
+
+
+def test_spans_are_replayed_by_layer_or_as_their_mean():
+    spans = [[0.0, 3.00004]] + [[4.0, 5.0]] * 10  # of 11 layers: as text, layer 10 would come before layer 2
+    word = span_word(line([], spans), mean=False)
+    assert json.loads(word.partition("=")[2]) == [[0.0, 3.0], *spans[1:]]
+    assert json.loads(span_word(line([], spans), mean=True).partition("=")[2]) == [[4.2273, 4.2273]] * 11
+    for nothing in (None, line([], [], status="diverged")):
+        with pytest.raises(ValueError, match="adaptive_span of this seed has no row with spans to replay"):
+            span_word(nothing, mean=True)
+
+
+def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path, monkeypatch):
+    words = ("sweep=front_page", "seed=3", "variant=uniform_span")
+    cell = Cell(words=words, file=tmp_path / "rows" / "front_page.jsonl", context=False)
+    runner, typed, code = Runner(outputs=tmp_path, path="corpus"), [], 0
+
+    def child(*given):
+        typed.append(given)
+        (folder := tmp_path / "front_page-3-uniform_span" / "latest").mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text(json.dumps({"status": "diverged" if code else "finished"}))
+        (folder / "record.jsonl").write_text('{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n')
+        return code
+
+    monkeypatch.setattr(runner, "child", child)
+    with pytest.raises(ValueError, match="no row with spans"):
+        runner.run(cell)
+    cell.file.parent.mkdir()
+    lines = [
+        line(("sweep=front_page", f"seed={seed}", "variant=adaptive_span"), [[float(seed)] * 2]) for seed in (2, 3)
+    ]
+    cell.file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    code = 4  # the disk is full
+    with pytest.raises(ValueError, match="ended with 4"):
+        runner.run(cell)
+    assert cell.line(words) is None
+    code = 3
+    runner.run(cell)
+    runner.run(cell)
+    assert "variant.attention.span.spans=[[3.0,3.0]]" in typed[-1] and "data.path=corpus" in typed[-1]
+    assert cell.line(words)["summary"] == {"status": "diverged"}
+    assert cell.line(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
+    assert len(cell.file.read_text().splitlines()) == 3
+
+
+def test_variants_of_the_sweeps_are_there():
+    named = set(OmegaConf.load(CONF / "sweep" / "front_page.yaml").hydra.sweeper.params.variant.split(","))
+    named |= set(STAGES["b"][0]["params"]["variant"].split(","))
+    assert named <= {path.stem for path in (CONF / "variant").glob("*.yaml")}
