@@ -76,13 +76,14 @@ def main(cfg: DictConfig) -> None:
             )
     runtime = Runtime(device=CPU, precision=eager(plan).runtime.precision, compile=False)
     row = provenance(plan, kind="fit", corpus=corpora.load(**plan.data), runtime=runtime, command=typed_command("fit"))
+    verified = kind == "cpu" and plan.runtime.compile is not True
     row |= {
-        "device": f"{name}, predicted",
+        "device": f"{name}, {'predicted' if verified else 'not verified'}",
         "device_kind": kind,
         **prediction,
         "device_memory_bytes": limit_bytes,
         "measured_peak_bytes": None,
-        "verified": kind == "cpu" and plan.runtime.compile is not True,
+        "verified": verified,
         "largest": largest,
     }
     (table,) = fit_tables([file.append(row)])
