@@ -136,15 +136,7 @@ def fit_row(*, variant: str = "mhsa", **changes) -> dict:
         "split": split,
         "measured_peak_bytes": None,
         "largest": {"streams": 1024, "span": None},  # None: not asked for
-        "roofline": {
-            "name": "H200",
-            "peak_flops_per_s": 989e12,
-            "bytes_per_s": 4.8e12,
-            "train_ms": 1.0,
-            "exchange_ms": 0.0,
-        },
-        "shard": "none",
-        "sent": {},
+        "verified": True,
     }
     return identity("fit", variant=variant) | found | changes
 

@@ -80,15 +80,17 @@ def test_a_gpu_takes_bfloat16_that_is_not_emulated_and_compiles_with_triton(real
 
 
 @pytest.mark.parametrize(("of", "precision", "compiled"), [(FAST, "bfloat16", True), (SLOW, "float32", False)])
-def test_auto_is_settled_by_what_the_device_can_do(of, precision, compiled):
+def test_auto_is_settled_by_what_the_device_can_do(of, precision, compiled, monkeypatch):
+    monkeypatch.setattr(choice, "abilities", lambda device: of)
     settings = plan(*AUTO).runtime
-    found = choice.settled(settings, of=lambda device: of)
+    found = choice.settled(settings)
     assert (found.precision, found.compile) == (precision, compiled)
     assert dataclasses.replace(found, precision="auto", compile="auto") == settings, "nothing else"
-    typed = plan("runtime.precision=float32", "runtime.compile=false").runtime
-    assert choice.settled(typed, of=lambda device: pytest.fail("asked")) == typed
     half = plan("runtime.precision=float32", "runtime.compile=auto").runtime
-    assert choice.settled(half, of=lambda device: of).precision == "float32"
+    assert choice.settled(half).precision == "float32"
+    monkeypatch.setattr(choice, "abilities", lambda device: pytest.fail("asked"))
+    typed = plan("runtime.precision=float32", "runtime.compile=false").runtime
+    assert choice.settled(typed) == typed
 
 
 def test_a_wrong_word_is_named():

@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from bench.cost_worker import full_state
-from bench.fake_step import predict
 from harness.count.flops import count_flops, forward_flops_per_byte
-from harness.device.runtime import start
 from tests import kernel_products
 from tests.composing import TINY, plan
 from variants.kernels import fused, window_cpu
@@ -68,31 +65,6 @@ def test_the_kernel_with_gradients(rows, past, shift, width, old, vectors):
 
     assert count_flops(attend).total == forward
     assert count_flops(lambda: attend().sum().backward(), gradients=True).total == forward + backward
-
-
-@pytest.mark.cpu_kernel
-@pytest.mark.parametrize("words", [(), ("variant=all_attention", "position=relative", "model.attend_self=false")])
-def test_what_a_kernel_is_expected_to_do_without_data(words):
-    """``bench.fit`` asks before there are values: long windows, where little is rounded up."""
-    given = (
-        "model.layers=1",
-        "batch.streams=2",
-        "batch.carry=true",
-        "model.cache=hidden",
-        "runtime.device=cpu",
-        "runtime.precision=float32",
-        *words,
-    )
-    planned = plan("optim=adamw", *given)
-    model = planned.make_model()
-    inputs = torch.zeros(2, planned.batch.segment, dtype=torch.int64)
-    state = full_state(model, inputs, span=planned.model.span, where=start(planned.runtime))
-
-    def step():
-        model.train()(inputs, state).logits.sum().backward()
-
-    expected = sum(work.flops * calls for work, calls in predict(planned).work.items())
-    assert expected == pytest.approx(count_flops(step, gradients=True).total, rel=0.1)
 
 
 def test_the_backward_of_the_plain_path_is_twice_the_forward():

@@ -19,8 +19,8 @@ from bench.agreement import AgreementSettings
 from bench.baselines.settings import PeerSettings
 from bench.check import OWN as CHECK_KEYS
 from bench.cost import CostSettings
-from bench.fake_step import build
 from bench.fit import OWN as FIT_KEYS
+from bench.fit import build
 from bench.planning import own_keys
 from harness.plan.build import Plan, plan_run
 from harness.plan.settings import parse

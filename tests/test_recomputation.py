@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bench.fake_step import predict
+from bench.fit import predict
 from bench.rows import ground
 from harness.count.flops import count_flops
 from tests.bench_rows import cost_row
@@ -93,11 +93,14 @@ def test_memory_is_less():
     words = (*TINY[:-2], *CARRY, "runtime.backend=plain", "batch.streams=16", "batch.segment=64", "model.span=128")
     peaks = {}
     for how, layers in itertools.product(("none", "layers"), (2, 4)):
-        peaks[how, layers] = predict(plan(*words, f"model.layers={layers}", f"runtime.checkpoint={how}"), kind="cpu")
+        peaks[how, layers] = predict(
+            plan(*words, f"model.layers={layers}", f"runtime.checkpoint={how}", "runtime.device=cpu")
+        )
     # Two layers more: their inputs, and what they have whether or not (weights and moments, the old state and the new).
-    more = {how: peaks[how, 4].peak_bytes - peaks[how, 2].peak_bytes for how in ("none", "layers")}
+    key = "predicted_peak_bytes"
+    more = {how: peaks[how, 4][key] - peaks[how, 2][key] for how in ("none", "layers")}
     kept = {
-        name: peaks["none", 4].split[name] - peaks["none", 2].split[name]
+        name: peaks["none", 4]["split"][name] - peaks["none", 2]["split"][name]
         for name in ("parameters", "optimizer", "state")
     }
     assert more["layers"] == pytest.approx(2 * 16 * 64 * 32 * 4 + sum(kept.values()) + kept["state"], rel=0.01)

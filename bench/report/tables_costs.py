@@ -58,11 +58,9 @@ CAUSES = {
     "parameters": "Weights and buffers.",
     "gradients": "Those that are there at the peak.",
     "optimizer": "Moments, momentum, sums.",
-    "state": "The streams' past, carried in.",
-    "activations": "What the backward pass keeps.",
+    "state": "The bytes that are read, and the streams' past, carried in.",
+    "activations": "What the forward pass makes.",
     "temporary": "All else alive at the peak.",
-    "library": "Workspaces of cuBLAS.",
-    "exchange": "What collective operations are given, and what they make: gathered parameters, buckets.",
 }
 
 
@@ -119,25 +117,6 @@ def _error(row: dict) -> Cell:
 def _fits(row: dict) -> Cell:
     predicted, held = row.get("predicted_peak_bytes"), row.get("device_memory_bytes")
     return NOTHING if held is None or predicted is None else text("yes" if predicted <= held else "no")
-
-
-def _bound_per_second(row: dict) -> Cell:
-    least_ms = max(number(row, "roofline", name) or 0 for name in ("train_ms", "exchange_ms"))
-    return whole(row["streams"] * row["segment"] / least_ms * 1000 if least_ms else None)
-
-
-def _sent(row: dict) -> Cell:
-    sent = row.get("sent") or {}
-    return mib(sum(sent.values())) if sent else NOTHING
-
-
-def _efficiency(row: dict) -> Cell:
-    """Of the processes' time the share in which they compute, if they exchange apart, and if they do so meanwhile."""
-    computing, exchanging = (number(row, "roofline", name) for name in ("train_ms", "exchange_ms"))
-    if not computing or not exchanging:
-        return NOTHING
-    least, most = (100 * computing / all_ms for all_ms in (computing + exchanging, max(computing, exchanging)))
-    return Cell(text=f"{least:.0f} to {most:.0f}", value=least)
 
 
 def _guessed(cell: Callable[[dict], Cell]) -> Callable[[dict], Cell]:
@@ -214,8 +193,7 @@ PARTS = (
     Column("optimizer, MiB", "State of the optimizers.", _at(mib, "memory", "optimizer_bytes")),
     Column("left behind, KiB/step", "What every further step keeps: more than noise is a leak.", _left_behind),
 )
-EXCHANGE = "Least time of that between these devices, eight to a machine unless said otherwise."
-EFFICIENCY = "Share of the time in which a process computes: exchanging afterwards, and as far as possible meanwhile."
+VERIFIED = "Predictions of code that is not compiled, on a CPU, were held to measured peaks."
 SIZES = (
     *WHAT,
     Column("streams", "", _at(whole, "streams")),
@@ -224,6 +202,7 @@ SIZES = (
     Column("predicted peak, MiB", "Of a training step (MiB = 2^20 bytes).", _at(mib, "predicted_peak_bytes")),
     Column("measured peak, MiB", "Where it could be measured.", _at(mib, "measured_peak_bytes")),
     Column("error, %", "Predicted less measured, of measured.", _error),
+    words("trust", VERIFIED, lambda row: {True: "within 10%", False: "not verified"}.get(row.get("verified"))),
 )
 LIMITS = (
     Column("device memory, MiB", "What has to hold the peak.", _at(mib, "device_memory_bytes")),
@@ -232,14 +211,6 @@ LIMITS = (
         "most streams", "The largest batch that fits at this span; sought to 2^20.", _at(whole, "largest", "streams")
     ),
     Column("longest span", "The longest that fits at these streams; sought to 2^20.", _at(whole, "largest", "span")),
-    words("roofline", "Device whose peaks bound the time.", lambda row: (row.get("roofline") or {}).get("name")),
-    Column("peak, TFLOP/s", "Dense, at this precision.", _at(percent, "roofline", "peak_flops_per_s", scale=1e-12)),
-    Column("bandwidth, GB/s", "10^9 bytes from its memory.", _at(whole, "roofline", "bytes_per_s", scale=1e-9)),
-    Column("bound, ms", "Least time of a step at those peaks.", _at(partial(fixed, digits=3), "roofline", "train_ms")),
-    Column("sent, MiB", "By each process to others in a step, as a ring does it.", _sent),
-    Column("exchange, ms", EXCHANGE, _at(partial(fixed, digits=3), "roofline", "exchange_ms")),
-    Column("efficiency, %", EFFICIENCY, _efficiency),
-    Column("bound, bytes/s", "Most bytes of training at those peaks, by all processes.", _bound_per_second),
 )
 ON_TERMINAL = ("variant", "backend", "freed memory", "spans", "length, bytes", "step, ms", "step, n", "of the peak, %")
 ON_TERMINAL += ("in evaluation", "evaluate, ms", "evaluate, n", "one byte, ms", "one byte, n", "training peak, MiB")
@@ -294,13 +265,10 @@ def fit_tables(rows: Sequence[dict]) -> list[Table]:
 
 
 def _predictions(rows: list[dict], *, index: int) -> Table:
-    named = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "warm")
-    labelled, notes = _labelled(rows, named=(*named, "largest", "roofline"), without=OF_A_PREDICTION)
+    named = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "verified")
+    labelled, notes = _labelled(rows, named=(*named, "largest"), without=OF_A_PREDICTION)
     causes = dict.fromkeys(cause for row in labelled for cause in row.get("split") or {})
     split = [Column(f"{cause}, MiB", CAUSES.get(cause, ""), _at(mib, "split", cause)) for cause in causes]
-    growing = [row["label"] for row in labelled if row.get("warm") is False]
-    if growing:
-        notes.append(f"The carried state had not stopped growing, so a longer run needs more: {listed(growing)}.")
     caption = (
         f"Predicted for {ground_words(rows[-1])}; spans as they start. Data: {data_words([rows[-1]])}. "
         f"The rows differ in: {differences(labelled, without=OF_A_PREDICTION)}."

@@ -1,7 +1,6 @@
 """Choice of the device that a configuration names, and of what ``auto`` means there: precision and compilation."""
 
 import dataclasses
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -86,16 +85,13 @@ def abilities(name: str) -> Abilities:
     return Abilities(kind, bfloat16, compiles=kind == "cuda" and find_spec("triton") is not None)
 
 
-def settled(settings: RuntimeSettings, *, of: Callable[[str], Abilities] | None = None) -> RuntimeSettings:
+def settled(settings: RuntimeSettings) -> RuntimeSettings:
     """The same with a word in place of each ``auto`` but the device's, which may be any GPU of its kind.
 
     Precision: bfloat16 where the device multiplies it. Compilation: on CUDA.
-
-    Args:
-        of: what a device can do; None to ask torch.
     """
     if "auto" not in (settings.precision, settings.compile):
         return settings
-    found = (of or abilities)(settings.device)
+    found = abilities(settings.device)
     means = {"precision": "bfloat16" if found.bfloat16 else "float32", "compile": found.compiles}
     return dataclasses.replace(settings, **{k: v for k, v in means.items() if getattr(settings, k) == "auto"})
