@@ -7,7 +7,6 @@ without its script the page still shows everything, in the order given.
 
 import base64
 import hashlib
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -59,24 +58,17 @@ def write_page(
         script=_file("page.js"),
         contents="\n".join(f'<li><a href="#{name.lower()}">{name}</a>{links}</li>' for name, links, _ in parts),
         sections="\n".join(section(name, inside) for name, _, inside in parts),
-        data="",
     )
     write_whole(path, page.encode("utf-8", "replace"))  # a row of JSON may hold half a surrogate pair
     return path
 
 
-def framed(*, title: str, style: str, script: str, contents: str, sections: str, data: str) -> str:
+def framed(*, title: str, style: str, script: str, contents: str, sections: str) -> str:
     """A page whose policy runs this script and nothing else; but for the title, what is given is HTML."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     inside = {"style": style, "script": script, "script_digest": digest}
-    inside |= {"contents": contents, "sections": sections, "facts": data}
+    inside |= {"contents": contents, "sections": sections}
     return Template(_file("page.html")).substitute(title=escape(title), **inside)
-
-
-def held(value: object, *, name: str) -> str:
-    """A block of data, which no browser runs: no tag begins inside, and none ends it."""
-    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _file(name: str) -> str:
