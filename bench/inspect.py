@@ -2,7 +2,7 @@
 
 Writes figures into the run folder: ``inspect_attention.png``, maps of every layer and head over the first bytes of a
 text that begins cold; ``inspect_spans.png``, how far back each head looks; ``inspect_loss.png``, bits per byte by
-position in a cold window. The text is of the run's own valid, without the bytes that chose the weights, unless ``text`` names one.
+position in a cold window. The text is of the run's own valid, without the bytes that chose the weights, or ``text``.
 """
 
 import math

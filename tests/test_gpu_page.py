@@ -16,11 +16,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from bench.agreement import AgreementSettings
-from bench.baselines.settings import PeerSettings
 from bench.check import OWN as CHECK_KEYS
 from bench.cost import CostSettings
 from bench.fake_step import build
 from bench.fit import OWN as FIT_KEYS
+from bench.peers import PeerSettings
 from bench.planning import own_keys
 from harness.plan.build import Plan, plan_run
 from harness.plan.settings import parse

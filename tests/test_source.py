@@ -28,7 +28,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
         "variants/deep/inside.json",
         "harness/loop/step.py",
     )
-    files += ("bench/cost.py", "bench/baselines/rounds.py", "bench/report/page.css", "bench/results/one/rows.jsonl")
+    files += ("bench/cost.py", "bench/inner/rounds.py", "bench/report/page.css", "bench/results/one/rows.jsonl")
     for name in files:
         write(tmp_path / name, f"# {name}\n")
     monkeypatch.setattr(source, "ROOT", tmp_path)
@@ -69,7 +69,7 @@ def test_what_measures_counts_for_rows_of_bench(checkout, new_process):
 
     own, measuring = both()
     assert own != measuring
-    for name, changes in {"cost.py": True, "baselines/rounds.py": True, "report/page.css": False}.items():
+    for name, changes in {"cost.py": True, "inner/rounds.py": True, "report/page.css": False}.items():
         write(checkout / "bench" / name, "edited")
         now, measuring_now = both()
         assert now == own and (measuring_now != measuring) == changes, name

@@ -43,7 +43,6 @@ ARROWS = {
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "windtunnel": {"windtunnel", "bench", "harness", "torch"},
-    "bench/baselines": {"bench", "harness", "variants.contract"},
     "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
     "bench/dashboards": {"bench.CONF"},
     "train.py": {"harness", "hydra", "omegaconf"},
@@ -162,9 +161,6 @@ def test_bench_knows_no_mechanism_by_name():
     variants = "|".join(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
     named = re.compile(rf"(?<![\w-])({variants})(?![\w-])")  # as a word: other packages' names may contain one
     files = [path for path in PRODUCT if path.is_relative_to(ROOT / "bench")]
-    files.remove(
-        ROOT / "bench" / "baselines" / "packages.py"
-    )  # packages are often called as the mechanism that they have
     assert not [f"{path}: {found[0]}" for path in files if (found := named.search(path.read_text(encoding="utf-8")))]
 
 
