@@ -1,8 +1,8 @@
 """Arithmetic coding in whole numbers: symbols in, bytes out, and back.
 
-Each symbol takes its share of what those before it left of the interval from 0 to 1. Shares are frequencies out of 2^24, so
-that a symbol of frequency f costs 24 - log2(f) bits. With at least 48 bits of the interval's width in hand, rounding loses
-less than 2^-23 bits a symbol.
+Each symbol takes its share of what those before it left of the interval from 0 to 1. Shares are frequencies out of 2^24,
+so that a symbol of frequency f costs 24 - log2(f) bits. With at least 48 bits of the interval's width in hand, rounding
+loses less than 2^-23 bits a symbol.
 """
 
 from collections.abc import Sequence
@@ -97,8 +97,8 @@ class Decoder:
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Whole numbers, each at least 1 and ``TOTAL`` in sum, for ``probabilities`` (float64 ``[S, V]``): int64 ``[S, V + 1]``. The
-    likeliest symbol gets what rounding down leaves; the last column is ``escape``, which may be 0."""
+    """Whole numbers, each at least 1 and ``TOTAL`` in sum, for ``probabilities`` (float64 ``[S, V]``): int64
+    ``[S, V + 1]``. The likeliest symbol gets what rounding down leaves; the last column is ``escape``, or 0."""
     free = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * free).long()
     left = TOTAL - escape - counts.sum(dim=1, keepdim=True)

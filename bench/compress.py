@@ -1,9 +1,9 @@
 """A file coded by a run's own probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
 
-``bench.decompress`` gets it back: probabilities that do not sum to 1 make it longer than the score says. Streams run side
-by side, and the model reads one byte of each at a time: encoder and decoder make equal forward passes in equal order, and
-get equal probabilities, bit for bit, on one machine. What could move a last bit is in the header, and a decoder that
-differs in it is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
+``bench.decompress`` gets it back: probabilities that do not sum to 1 make it longer than the score says. Streams run
+side by side, and the model reads a byte of each at a time: encoder and decoder make equal forward passes in equal
+order, and get equal probabilities, bit for bit, on one machine. What could move a last bit is in the header, and a
+decoder that differs in it is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
 """
 
 import json

@@ -1,9 +1,8 @@
 """One entry of ``bench.peers`` in a process of its own: a variant of ours, the reference model, or a package's.
 
-Every entry gets the same bytes in the same order and takes whole training steps: forward, loss, backward, optimizer. Ours
-take the trainer's own step, and what carries a state begins with a full one. Rates are 0: the optimizer does all its work,
-and spans stay where they were put. Packages (``pip install -e .[peers]``) are built as their documentation says, without
-dropout.
+Every entry gets the same bytes in the same order and takes whole training steps: forward, loss, backward, optimizer.
+Ours take the trainer's own step, and what carries a state begins with a full one. Rates are 0: the optimizer does all
+its work, and spans stay where they were put. Packages are built as their documentation says, without dropout.
 """
 
 from dataclasses import dataclass
@@ -45,8 +44,8 @@ class Task:
 
 class ReferenceModel(nn.Module):
     """The least transformer that a competent user writes in PyTorch: pre-norm, ``scaled_dot_product_attention``, a GELU
-    feed-forward of four times the width, learned positions, no biases but those of the norms. It sees the segment, and has
-    2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters.
+    feed-forward of four times the width, learned positions, no biases but those of the norms. It sees the segment and
+    has 2 V D + T D + layers (12 D^2 + 4 D) + 2 D parameters.
     """
 
     def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, longest: int):
@@ -110,8 +109,8 @@ def version(package: str) -> str | None:
 
 
 class Worker:
-    """What a cell is asked: ``weigh`` first, then ``round`` by round. Weights are shaken, ours and packages' alike: networks
-    start in part at zero, where hardware is quicker."""
+    """What a cell is asked: ``weigh`` first, then ``round`` by round. Weights are shaken, ours and packages' alike:
+    networks start in part at zero, where hardware is quicker."""
 
     def __init__(self, task: Task):
         self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)

@@ -22,7 +22,7 @@ from harness.cache import sha256_of
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("train.py", "variants", "harness")
 MEASURING = ("bench",)
-READERS = ("results", "report", "dashboards")
+READERS = ("results", "report")
 """Folders of bench that measure nothing."""
 
 

@@ -44,7 +44,6 @@ ARROWS = {
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "windtunnel": {"windtunnel", "bench", "harness", "torch"},
     "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
-    "bench/dashboards": {"bench.CONF"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }
 OURS = {"variants", "harness", "bench", "windtunnel", "tests", "train", "conf"}
