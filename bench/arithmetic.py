@@ -1,8 +1,8 @@
 """Arithmetic coding in whole numbers: symbols in, bytes out, and back.
 
-Each symbol takes its share of what those before it left of the interval from 0 to 1. Shares are frequencies out of 2^24,
-so that a symbol of frequency f costs 24 - log2(f) bits. With at least 48 bits of the interval's width in hand, rounding
-loses less than 2^-23 bits a symbol.
+Each symbol takes its share of what those before it left of the interval from 0 to 1. Shares are frequencies out of
+2^24, so that a symbol of frequency f costs 24 - log2(f) bits. With at least 48 bits of the interval's width in hand,
+rounding loses less than 2^-23 bits a symbol.
 """
 
 from collections.abc import Sequence

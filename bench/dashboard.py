@@ -29,8 +29,8 @@ def main(cfg: DictConfig) -> None:
         reason = f"WANDB_MODE={offline}" if offline else "no API key is configured"
         raise ValueError(
             f"{reason}, so nothing is saved in W&B. For a workspace there: wandb login, wandb sync (the run's last "
-            f"line says of what), then python -m bench.dashboard entity={entity or 'YOU'} project={project}. For a page "
-            "without a server: python -m bench.report"
+            f"line says of what), then python -m bench.dashboard entity={entity or 'YOU'} project={project}. For a "
+            "page without a server: python -m bench.report"
         )
     sections = OmegaConf.to_container(cfg.sections)
     try:
