@@ -2,9 +2,9 @@
 
 ``lineup=packages``: our variants, a minimal PyTorch transformer (``reference_model``) and x-transformers: the same
 bytes in the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried state,
-AdamW. ``lineup=spans``: does cost follow what heads see? Spans in steady state beside the reference model. ``lineup=layer``:
-a product-key memory alone, the package's and ours. Where the reference model has less than 0.97 of x-transformers' speed,
-shares of it are void. Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
+AdamW. ``lineup=spans``: does cost follow what heads see? Spans in steady state beside the reference model.
+``lineup=layer``: a product-key memory alone, the package's and ours. Where the reference model has less than 0.97 of
+x-transformers' speed, shares of it are void. Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
 import json
