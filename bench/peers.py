@@ -4,7 +4,9 @@
 bytes in the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried state,
 AdamW. ``lineup=spans``: does cost follow what heads see? Spans in steady state beside the reference model.
 ``lineup=layer``: a product-key memory alone, the package's and ours. Where the reference model has less than 0.97 of
-x-transformers' speed, shares of it are void. Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
+x-transformers' speed, shares of it are void.
+
+Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
 import json
