@@ -1,21 +1,24 @@
 """Arithmetic coding in whole numbers: symbols in, bytes out, and back.
 
-Each symbol takes its share of what those before it left of the interval from 0 to 1. Shares are frequencies out of 2^24, so
-that a symbol of frequency f costs 24 - log2(f) bits. With at least 48 bits of the interval's width in hand, rounding loses
-less than 2^-23 bits a symbol.
+Each symbol takes its share of what those before it left of the interval from 0 to 1. Shares are frequencies out of
+2^24, so that a symbol of frequency f costs 24 - log2(f) bits. With at least 48 bits of the interval's width in hand,
+rounding loses less than 2^-23 bits a symbol.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
 
 BITS = 24
-TOTAL = 1 << BITS
-"""The sum of all symbols' frequencies."""
+TOTAL = 1 << BITS  # the sum of all symbols' frequencies
+ESCAPE = (
+    1 << 12
+)  # frequency of what precedes a byte that the vocabulary lacks: 12 bits, and 0.0004 for every other byte
 _WORD = 64
-_NARROW = 1 << 48
-"""Below this width another byte is settled."""
+_NARROW = 1 << 48  # below this width another byte is settled
 
 
 class Coder(Protocol):
@@ -91,3 +94,13 @@ class Decoder:
 
     def _read(self) -> None:
         self._above = (self._above << 8) | next(self._rest, 0)
+
+
+def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
+    """Whole numbers, each at least 1 and ``TOTAL`` in sum, for ``probabilities`` (float64 ``[S, V]``): int64
+    ``[S, V + 1]``. The likeliest symbol gets what rounding down leaves; the last column is ``escape``, or 0."""
+    free = TOTAL - escape - probabilities.shape[1]
+    counts = 1 + (probabilities * free).long()
+    left = TOTAL - escape - counts.sum(dim=1, keepdim=True)
+    counts.scatter_add_(1, counts.argmax(dim=1, keepdim=True), left)
+    return F.pad(counts, (0, 1), value=escape)

@@ -70,7 +70,7 @@ LEGEND = """\
   both sides. `as timed`: kept by the process on both sides, as it was while the ratio was measured. It is to be half of what
   the papers' published code takes, or 0.7 of the package's peak.
 - Parameters, FLOPs per byte (forward and backward, counted) and optimizer: ours / the opponent's. `-` was not recorded.
-- `reference_model`: a minimal PyTorch transformer with fused attention, `bench/baselines/reference_model.py`. It sees
+- `reference_model`: a minimal PyTorch transformer with fused attention, `bench/peer_workers.py`. It sees
   one block of bytes and carries no past. `x-transformers`: the package, with flash attention and rotary positions.
   `product-key-memory`: the package's layer, `adam` as its documentation has it. `all open`: every head open to the longest
   span, the second ratio's opponent: a fixed window of that length. `bare loop`: the same steps without the trainer around
@@ -230,7 +230,7 @@ def tables(root: Path) -> dict[Path, list[dict]]:
                 raise ValueError(f"{path}:{line}: {reason}")
         found[path.relative_to(root)] = rows
     if not found:
-        raise ValueError(f"{ROWS}: there is no such file; python -m bench.peers lineup=targets rows=FILE makes one")
+        raise ValueError(f"{ROWS}: there is no such file")
     return found
 
 

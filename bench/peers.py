@@ -1,72 +1,251 @@
 """Entries that do the same job, timed in turn: ``python -m bench.peers model=small context=512``.
 
-``lineup=packages``: our variants beside the packages that a user would otherwise install, all with the same bytes in
-the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried state, AdamW.
-``lineup=layer``: a product-key memory alone, the package's and ours. ``lineup=attention``: attention alone, several packages'
-and ours, and what sees later bytes is named. ``lineup=targets`` and ``targets_cuda``: does cost
-follow what the mechanisms need? The cases of a fixed workload in steady state, each with what it must reach;
-``only=[mixed,pkm_256]`` takes some of them.
-
-Whole training steps are timed, with weights that are shaken, because hardware is quicker on zeros. On a CPU every entry
-is there twice: freed memory is kept by the process, or returned to the system; a ratio is of equal settings, that of a
-case of ``keep``. Before that gradients and causality of each entry are checked, and ours must keep the contract; what
-fails is shown with the reason, and not timed. ``baselines/packages.py`` says what the peers are. Speeds beside a
-reference model that reaches less than 0.97 of x-transformers in the same run are void.
+``lineup=packages``: our variants, a minimal PyTorch transformer (``reference_model``) and x-transformers: the same
+bytes in the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried state,
+AdamW. ``lineup=spans``: does cost follow what heads see? Spans in steady state beside the reference model.
+``lineup=layer``: a product-key memory alone, the package's and ours. Where the reference model has less than 0.97 of
+x-transformers' speed, shares of it are void.
 
 Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
 """
 
+import json
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from pathlib import Path
+from statistics import median
 
 import hydra
 from omegaconf import DictConfig
 
 from bench import CONF
+from bench.turns import MOST_MS, Asked, in_turn, load_meter
 from harness.compose.cli import run_command
+
+EACH, FAIR = "<each>", 0.97
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings:
+    """``conf/peers.yaml`` says what they mean."""
+
+    rows: str | None
+    rounds: int
+    seconds: float
+    batches: int
+    context: int | None
+    variants: list | None
+    sizes: dict
+    comparisons: list
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSettings:
+    """Who is timed in turn with whom."""
+
+    job: str  # what all train, for the table
+    reference: str  # the entry that all are compared with
+    entries: dict  # by name: EntrySettings
+    variants: list | None = None  # entries that need no more than their name
+    words: str = ""  # of a training run, for all entries; later ones win
+    each: list | None = None  # the comparison is repeated with each of these in place of <each>
+    layer: str | None = None  # the sublayer, as its variant calls it, that is measured alone; null for the whole model
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntrySettings:
+    """An entry."""
+
+    peer: str | None = None  # null for a variant of ours
+    words: str = ""  # after the comparison's
+    spans: list | None = None  # bytes that each head of a layer sees, or one number for all; null: as they start
+
+
+@dataclass(kw_only=True)
+class Entry(Asked):
+    """An entry, and what became of it."""
+
+    task: object  # peer_workers.Task
+    job: str
+    package: str
+    package_version: str | None
+    identity: dict  # provenance of its row
+    facts: dict = field(default_factory=dict)  # of weigh
+    rounds: list[list[float]] = field(default_factory=list)  # milliseconds of each step, by round
+    load: dict | None = None  # what others took of the machine while the rounds went on
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
 def main(cfg: DictConfig) -> None:
-    from bench.baselines.cases import rows_of
-    from bench.baselines.lineup import FREE, PeerSettings, make_comparisons, typed_words
-    from bench.baselines.rounds import compete
     from bench.planning import own_keys
     from bench.progress import Steps
-    from bench.report.tables_peers import peer_tables, speed_tables
+    from bench.report.tables_peers import peer_tables
     from bench.rows import RowFile
     from harness.plan.settings import parse
     from harness.record.table import print_table
 
     settings = parse(PeerSettings, own_keys(cfg, *PeerSettings.__dataclass_fields__), key="")
     file = RowFile(Path(cfg.outputs), verb="peers", path=None if settings.rows is None else Path(settings.rows))
-    judged = {word.partition("=")[0] for word in typed_words()} <= set(FREE)
+    comparisons = [(one, make_entries(one, batches=settings.batches)) for one in comparison_settings(settings)]
     shown, interrupted = [], False
-    with tempfile.TemporaryDirectory() as scratch:
-        comparisons = make_comparisons(settings, scratch=scratch)
-        with Steps(_steps(comparisons, rounds=settings.rounds)) as progress:
-            for comparison in comparisons:
-                rounds = settings.rounds * comparison.longer
-                try:
-                    compete(comparison.entries, rounds=rounds, seconds=settings.seconds, progress=progress)
-                except KeyboardInterrupt:
-                    interrupted = True
-                shown += [file.append(row) for row in rows_of(comparison, judged=judged, planned_rounds=rounds)]
-                if interrupted:
-                    break
-    found = [row | {"read_from": str(file.path.parent)} for row in shown]
-    for kind, tables in (("peers", peer_tables), ("speed", speed_tables)):
-        for table in tables([row for row in found if row["kind"] == kind]):
-            print_table(table)
+    with Steps(sum((1 + settings.rounds) * len(entries) for _, entries in comparisons)) as progress:
+        for comparison, entries in comparisons:
+            try:
+                compete(entries, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
+            except KeyboardInterrupt:
+                interrupted = True
+            shown += map(file.append, rows_of(entries, comparison.reference, planned_rounds=settings.rounds))
+            if interrupted:
+                break
+    for table in peer_tables([row | {"read_from": str(file.path.parent)} for row in shown]):
+        print_table(table)
     print(f"rows: {file.path}" if shown else "nothing was measured")
     if interrupted:
         sys.exit(130)
 
 
-def _steps(comparisons, *, rounds: int) -> int:
-    """Of progress."""
-    return sum(1 + rounds * one.longer * entry.timed for one in comparisons for entry in one.entries)
+def comparison_settings(settings: PeerSettings) -> Iterator[ComparisonSettings]:
+    """Every comparison of the configuration; ValueError naming the key."""
+    for number, node in enumerate(settings.comparisons):
+        for each in (node.get("each") if isinstance(node, dict) else None) or [None]:
+            values = json.loads(json.dumps(node).replace(EACH, str(each)))
+            comparison = _parsed(ComparisonSettings, values, key=f"comparisons.{number}")
+            for name in comparison.variants or []:
+                comparison.entries[name] = {"words": f"variant={name}"}
+            for name, entry in comparison.entries.items():
+                comparison.entries[name] = _parsed(EntrySettings, entry, key=f"comparisons.{number}.{name}")
+            if comparison.reference not in comparison.entries:
+                known = ", ".join(comparison.entries)
+                raise ValueError(f"comparisons.{number}.reference={comparison.reference}: allowed are {known}")
+            yield comparison
+
+
+def _parsed(cls: type, node: object, *, key: str):
+    """As ``parse``, but what has a default may be left out."""
+    from harness.plan.settings import check_keys, parse
+
+    defaults = {own.name: own.default for own in fields(cls) if own.default is not MISSING}
+    if not isinstance(node, dict):
+        check_keys(node, defaults, key=key)
+    return parse(cls, defaults | node, key=key)
+
+
+def make_entries(comparison: ComparisonSettings, *, batches: int) -> list[Entry]:
+    """Entries that have not begun, each with the provenance of its row; ValueError naming the key."""
+    import torch
+
+    from bench.peer_workers import PACKAGES, Task, version
+    from bench.planning import bench_plan, provenance, recompose, typed_command
+    from harness.data import corpora
+    from harness.data.streams import Streams
+    from harness.device import runtime
+    from harness.record import folder
+
+    load, entries = cache(lambda data: corpora.load(**json.loads(data))), []
+    for name, asked in comparison.entries.items():
+        words = (*comparison.words.split(), *asked.words.split())
+        plan = bench_plan(recompose("peers", *words, own=tuple(PeerSettings.__dataclass_fields__)))
+        m, b, corpus = plan.model, plan.batch, load(json.dumps(plan.data))
+        streams = Streams(corpus.splits["train"], streams=b.streams, segment=b.segment, seed=plan.seed, carry=False)
+        pairs = [streams.batch(position) for position in range(batches)]
+        pairs = torch.stack([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in pairs]).byte()
+        where = runtime.start(plan.runtime)
+        identity = provenance(plan, kind="peers", corpus=corpus, runtime=where, command=typed_command("peers"))
+        package, spans = "attention-windtunnel", asked.spans
+        if asked.peer is None:
+            plan.make_model()  # complains before anything runs
+        else:
+            if asked.peer not in PACKAGES:
+                raise ValueError(f"peer={asked.peer}: there is no such peer; allowed are {', '.join(PACKAGES)}")
+            package = PACKAGES[asked.peer]
+            config = identity["config"] | {"variant": {"name": name, "package": package}}
+            identity |= {"variant": name, "config": config, "config_hash": folder.config_hash(config)}
+        if spans is not None:
+            spans = tuple(spans * m.heads if len(spans) == 1 else spans)
+            if len(spans) != m.heads or not all(isinstance(z, int) and 0 <= z <= m.span for z in spans):
+                raise ValueError(f"spans={asked.spans}: must be {m.heads} integers from 0 to {m.span}, one a head")
+        task = {"config": plan.config, "trusted": plan.trust, "batches": pairs, "layer": comparison.layer}
+        task = Task(**task, peer=asked.peer, spans=spans)
+        about = {"package": package, "package_version": version(package), "identity": identity}
+        entries.append(Entry(name=name, job=comparison.job, task=task, **about))
+    return entries
+
+
+def compete(entries: list[Entry], *, rounds: int, seconds: float, progress) -> None:
+    """Weigh and time all entries; what happens to each is written into it, also if this is interrupted."""
+    from bench.peer_workers import Worker
+    from bench.worker import Cell
+    from harness.record.cells import busy_words
+
+    with ExitStack() as stack:
+        for entry in entries:
+            progress.doing(f"{entry.name}: memory")
+            entry.cell = stack.enter_context(Cell(Worker, entry.task))
+            entry.facts = entry.ask("weigh") or {}
+            progress.print(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "ready"))
+            progress.advance(1 + rounds if entry.status else 1)
+        how = {"rounds": rounds, "progress": progress, "spent_ms": spent_ms}
+        meter = load_meter(entries[0].identity)
+        try:
+            for entry, times_ms in in_turn(entries, "round", seconds, **how):
+                entry.rounds += [times_ms] if times_ms else []
+                progress.advance()
+        finally:
+            load = meter.read()
+            for entry in entries:
+                entry.load = load
+    if words := busy_words(load):
+        progress.print(words)
+
+
+def rows_of(entries: list[Entry], reference: str, *, planned_rounds: int) -> Iterator[dict]:
+    """A row for every entry that has failed or been timed."""
+    from bench.measure import percentiles
+    from bench.peer_workers import REFERENCE, TRANSFORMERS
+
+    named = {entry.name: entry for entry in entries}
+    check = ratios(named[REFERENCE], named[TRANSFORMERS]) if {REFERENCE, TRANSFORMERS} <= {*named} else []
+    void = None
+    if check and median(check) < FAIR:
+        void = f"the reference model reaches only {median(check):.3f} of {TRANSFORMERS} in this run; {FAIR} is needed"
+    for entry in (entry for entry in entries if entry.status or entry.rounds):
+        b, measured, shares = entry.identity["config"]["batch"], not entry.status, ratios(entry, named[reference])
+        step = percentiles([ms for own in entry.rounds for ms in own]).as_dict() if measured else None
+        per_step = b["streams"] * b["segment"]
+        yield entry.identity | {
+            "name": entry.name, "job": entry.job, "package": entry.package, "package_version": entry.package_version,
+            "streams": b["streams"], "segment": b["segment"], "relative_to": reference,
+            "status": entry.status or "measured", "reason": entry.reason, "load": entry.load,
+            "void": void if reference == REFERENCE else None,
+            "reference_in_check": median(check) if check else None,
+            "reference_in_check_range": [min(check), max(check)] if check else None,
+            "rounds": len(entry.rounds),
+            "interrupted": measured and len(entry.rounds) < planned_rounds and spent_ms(entry) < MOST_MS,
+            "backend": entry.facts.get("backend", "plain"), "parameters": entry.facts.get("parameters"),
+            "memory": entry.facts.get("memory") if measured else None,
+            "time": {"train_ms": step} if measured else None,
+            "bytes_per_second": per_step / step["p50"] * 1000 if measured else None,
+            "relative_to_reference": median(shares) if measured and shares else None,
+            "relative_range": [min(shares), max(shares)] if measured and shares else None,
+        }  # fmt: skip
+
+
+def spent_ms(entry: Entry) -> float:
+    """In steps that were timed."""
+    return sum(map(sum, entry.rounds))
+
+
+def ratios(entry: Entry, reference: Entry) -> list[float]:
+    """Speed of an entry in that of its reference, by position, in each round that both have."""
+
+    def per_byte(one: Entry) -> list[float]:
+        b = one.identity["config"]["batch"]
+        return [median(ms) / (b["streams"] * b["segment"]) for ms in one.rounds]
+
+    return [b / a for a, b in zip(per_byte(entry), per_byte(reference), strict=False)]  # an interrupted round has fewer
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ OURS = re.compile(r"(variants|harness|bench)(\.\w+)*|train")
 """Modules that are ours, by name."""
 MEASURING = "bench"
 LEFT_OUT = re.compile(
-    r"harness/(compose/|record/(?!checkpoint|shard)|loop/progress\.py)|variants/conformance/|bench/(results|report|dashboards)/"
+    r"harness/(compose/|record/(?!checkpoint|shard)|loop/progress\.py)|variants/conformance/|bench/(results|report)/"
 )
 """Files of ours that a run may load and that change no number: what composes it, records it but for checkpoints, shows its
 progress, checks its mechanism; and what only reads the rows of ``bench``. What they import is not followed."""

@@ -142,7 +142,7 @@ def fit_row(*, variant: str = "mhsa", **changes) -> dict:
 
 
 def speed_row(*, case: str = "fixed", ratio: float = 0.5, **changes) -> dict:
-    """One case of ``bench.peers lineup=targets``."""
+    """One case of the speed targets that committed rows have."""
     found = {
         "case": case,
         "position": "rotary",

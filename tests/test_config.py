@@ -26,9 +26,8 @@ COMMANDS = {"train": TINY, "bench": TINY}
 COMMANDS |= dict.fromkeys(("evaluate", "inspect", "sample"), ("run=somewhere",))
 COMMANDS |= {"export": ("run=somewhere", "out=b")}
 COMMANDS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
-COMMANDS |= {"score": ("nats=losses.npy", "name=theirs")}
-VERBS = ("check", "cost", "dashboard", "features", "fit", "peers")
 COMMANDS |= {"evidence": ("stage=a",)}
+VERBS = ("check", "cost", "dashboard", "fit", "peers")
 COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
 ON_GPU = ("runtime/gpu", "sweep/leaderboard", "sweep/smoke")
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]

@@ -7,14 +7,23 @@ from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
 import pytest
+import wandb_workspaces.workspaces as ws
+import yaml
 
-from bench.dashboards import panels
-from bench.dashboards.panels import OF_CONFIG, OVER_THE_RUN, SECTIONS, pattern_of
+from bench.dashboard import OF_CONFIG, pattern_of, workspace
 from harness.record.rows import read_rows
 from harness.record.wandb_rows import numbers
 from tests.command import call, empty_folder  # noqa: F401 - a fixture
+from tests.composing import CONF
 
-PLAIN = {"entity": "me", "project": "mine"}
+OVER_THE_RUN = ("curve", "histogram")
+"""Kinds whose metrics are in rows; those of the others are in a run's summary, or are keys of its configuration."""
+CONFIGURED = yaml.safe_load((CONF / "dashboard.yaml").read_text(encoding="utf-8"))["sections"]
+ABSENT = {"y": [], "x": None}
+SECTIONS = [
+    SimpleNamespace(title=section["title"], panels=[SimpleNamespace(**ABSENT | panel) for panel in section["panels"]])
+    for section in CONFIGURED
+]
 
 
 NOT_SHOWN = {
@@ -120,26 +129,15 @@ def test_a_star_is_a_sublayer_and_not_the_pool_of_all():
 
 
 def test_the_workspace_has_every_section_panel_and_metric():
-    spec = json.loads(panels.workspace(**PLAIN, name="A title")._to_model().model_dump_json(by_alias=True))["spec"]
+    made = workspace(CONFIGURED, entity="me", project="mine", name="A title")
+    assert (made.entity, made.project, made.name) == ("me", "mine", "A title")
+    spec = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]
     sections = spec["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
     for section, made in zip(SECTIONS, sections, strict=True):
         assert len(made["panels"]) == len(section.panels)
         for panel, drawn in zip(section.panels, made["panels"], strict=True):
             check_panel(panel, drawn)
-
-
-def test_the_report_has_the_same_panels_with_a_text():
-    report = panels.report(**PLAIN, name="A title")
-    assert (report.entity, report.project, report.title) == ("me", "mine", "A title")
-    grids = [block for block in report.blocks if type(block).__name__ == "PanelGrid"]
-    texts = [block.text for block in report.blocks if type(block).__name__ == "P"]
-    for section, grid in zip(SECTIONS, grids, strict=True):
-        assert section.about in texts
-        for panel, made in zip(section.panels, grid.panels, strict=True):
-            check_panel(panel, json.loads(made._to_model().model_dump_json(by_alias=True)))
-        corners = {(made.layout.x, made.layout.y) for made in grid.panels}
-        assert len(corners) == len(grid.panels), "none covers another"
 
 
 def check_panel(panel, drawn: dict) -> None:
@@ -174,22 +172,21 @@ def test_without_a_key_the_command_says_what_to_type(here, monkeypatch):
     assert not list(here.iterdir())
 
 
-def test_with_a_key_it_saves_both_and_says_why_not(here, monkeypatch):
+def test_with_a_key_it_saves_and_says_why_not(here, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setattr("wandb.login", lambda **asked: True)
     saved = []
-    for kind in (panels.ws.Workspace, panels.wr.Report):
-        monkeypatch.setattr(kind, "save", lambda made: saved.append((made.entity, made.project)))
-        monkeypatch.setattr(kind, "url", "https://example.org/here")
+    monkeypatch.setattr(ws.Workspace, "save", lambda made: saved.append((made.entity, made.project)))
+    monkeypatch.setattr(ws.Workspace, "url", "https://example.org/here")
     words = ("entity=me", "project=p")
     ended = dashboard(*words)
-    assert (ended.code, ended.err, saved) == (0, "", [("me", "p")] * 2)
-    assert ended.out.splitlines() == ["workspace: https://example.org/here", "report: https://example.org/here"]
+    assert (ended.code, ended.err, saved) == (0, "", [("me", "p")])
+    assert ended.out.splitlines() == ["workspace: https://example.org/here"]
 
     def refuse(made):
         raise ConnectionError("nobody\nthere")
 
-    monkeypatch.setattr(panels.ws.Workspace, "save", refuse)
+    monkeypatch.setattr(ws.Workspace, "save", refuse)
     ended = dashboard(*words)
     assert ended.code == 2 and "entity=me project=p: W&B refused (ConnectionError: nobody there)" in ended.err
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import windtunnel
-from bench import coded_file, exported, planning
+from bench import compress, exported, planning
 from bench.weights import shake_
 from harness.loop.sampling import numbers_of
 from tests.command import MADE, ROOT, call, run_folders, train
@@ -189,9 +189,9 @@ def test_every_door_goes_through_one_function_that_believes_nothing(tmp_path, mo
         raise ValueError(f"{key}={path}: the one door")
 
     monkeypatch.chdir(tmp_path)
-    header = dict.fromkeys((*coded_file.FILE, *coded_file.CONDITIONS), "") | {"bytes": 1, "streams": 1}
-    (tmp_path / "coded").write_bytes(coded_file.pack(header, b""))
-    for module in (planning, coded_file):
+    header = dict.fromkeys((*compress.FILE, *compress.CONDITIONS), "") | {"bytes": 1, "streams": 1}
+    (tmp_path / "coded").write_bytes(compress.pack(header, b""))
+    for module in (planning, compress):
         monkeypatch.setattr(module, "open_trained", refuse)
     for name, words in DOORS.items():
         script = f"bench/{name}/__main__.py" if (ROOT / "bench" / name).is_dir() else f"bench/{name}.py"

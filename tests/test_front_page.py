@@ -13,7 +13,6 @@ from bench import front_page
 from bench.front_page import BEGIN, END, MISSED, REACHED, lines_changed, written
 from tests.bench_rows import speed_row, write_run, write_trial
 from tests.report_of import change
-from tests.test_speed import lineup
 
 ROOT = front_page.ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,14 +63,8 @@ def test_no_speed_is_claimed_elsewhere_in_the_readme():
     assert not CLAIM.findall(README.replace(README.partition(BEGIN)[2].partition(END)[0], ""))
 
 
-def test_no_case_is_missing_among_the_rows():
-    cases = [(case.name, position) for comparison, cases in lineup("targets") for case, position, _ in cases]
-    for path, rows in front_page.tables(ROOT).items():
-        if rows[0]["device_kind"] == "cpu":
-            asked = {
-                pair for pair in cases if "opponent" in rows[0] or not pair[0].endswith("_adam")
-            }  # older rows lack these
-            assert len(asked) > 14 and asked <= {(row["case"], row["position"]) for row in rows}, path
+def test_every_row_is_of_the_commit_that_is_named():
+    for rows in front_page.tables(ROOT).values():
         for row in rows:
             assert row["commit"][:8] in BLOCK and {row["reached"], row["peak_reached"]} <= {True, False, None}
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import bench.on_device
-from bench.baselines.entry_workers import OurModel, Task
 from bench.conformance import gate, passed
 from bench.cost_worker import Subject
 from bench.cost_worker import Task as CostTask
 from bench.on_device import learns_alike, proofs
+from bench.peer_workers import Task, Worker
 from harness.device.first_use import Choice, Verdict
 from harness.loop.settle import settled
 from harness.plan.build import varied
@@ -20,7 +20,6 @@ from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, plan
 from tests.runs import restored  # noqa: F401 - a fixture
 from variants.conformance import Finding
-from variants.kernels import fused
 
 SMALL = (
     *TINY,
@@ -161,7 +160,7 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
             raise ValueError("runtime.backend=kernel: asked for by name; kernel failed")
         return a_choice(RIGHT, WRONG)
 
-    for module in ("bench.cost_worker", "bench.baselines.entry_workers"):
+    for module in ("bench.cost_worker", "bench.peer_workers"):
         monkeypatch.setattr(f"{module}.settled", partial(settled, choosing=choosing))
     same = {"trusted": (), "warm": False, "weights": None, "span": 16, "spans": "initial", "command": ""}
     subject = Subject(CostTask(config=made.config, **same))
@@ -169,27 +168,12 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
     facts = subject.facts()
     assert facts["backend"] == "fused" and facts["backend_choice"]["backend"] == "fused"
     batches = torch.zeros(2, 2, 17, dtype=torch.uint8)
-    worker = OurModel(Task(config=made.config, trusted=(), batches=batches))
-    assert worker.backend() == "fused"
+    worker = Worker(Task(config=made.config, trusted=(), batches=batches))
+    assert worker.backend == "fused"
     named = varied(made, runtime={"backend": "kernel"}).config
     for refused in (
         lambda: Subject(CostTask(config=named, **same)),
-        lambda: OurModel(Task(config=named, trusted=(), batches=batches)),
+        lambda: Worker(Task(config=named, trusted=(), batches=batches)),
     ):
         with pytest.raises(ValueError, match="kernel failed"):
             refused()
-
-
-def test_a_kernel_without_float64_is_proved_beside_its_model_in_plain_pytorch(monkeypatch):
-    inner = fused.attend
-
-    def single(q, *arguments, **same):
-        if q.dtype != torch.float32:
-            raise ValueError(f"{q.dtype}: the kernel takes torch.float32")
-        return inner(q, *arguments, **same)
-
-    monkeypatch.setattr(fused, "attend", single)
-    made = plan("variant=adaptive_span", *SMALL, "runtime.backend=fused")
-    checks = OurModel(Task(config=made.config, trusted=(), batches=torch.arange(68).view(2, 2, 17).byte())).prove()
-    assert checks["gradients"].endswith("the kernel takes torch.float32; in plain PyTorch ok)"), checks
-    assert checks["causal"].startswith("ok (float32 only")

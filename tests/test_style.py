@@ -43,10 +43,7 @@ ARROWS = {
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "windtunnel": {"windtunnel", "bench", "harness", "torch"},
-    "bench/baselines": {"bench", "harness", "variants.contract"},
     "bench/report": {"bench.report", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
-    "bench/inspect": {"bench", "harness", "variants.contract"},
-    "bench/dashboards": {"bench.CONF"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }
 OURS = {"variants", "harness", "bench", "windtunnel", "tests", "train", "conf"}
@@ -130,7 +127,9 @@ def test_no_module_and_no_room_is_in_a_circle():
     """Verbs of bench are one room, what they share is another."""
     between = arrows()
     verbs = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
-    assert len(verbs) > 5 and not {(one, other) for one in verbs for other in between[one] & verbs}
+    across = {(one, other) for one in verbs for other in between[one] & verbs}
+    assert len(verbs) > 5 and across == {("bench.decompress", "bench.compress")}  # one file, two commands
+    verbs |= {"bench.coded_file", "bench.coding"}  # names of it that tests import
 
     def room_of(module: str) -> str:
         if module in verbs:
@@ -162,9 +161,6 @@ def test_bench_knows_no_mechanism_by_name():
     variants = "|".join(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
     named = re.compile(rf"(?<![\w-])({variants})(?![\w-])")  # as a word: other packages' names may contain one
     files = [path for path in PRODUCT if path.is_relative_to(ROOT / "bench")]
-    files.remove(
-        ROOT / "bench" / "baselines" / "packages.py"
-    )  # packages are often called as the mechanism that they have
     assert not [f"{path}: {found[0]}" for path in files if (found := named.search(path.read_text(encoding="utf-8")))]
 
 

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from bench.baselines.entries import first_batches
-from bench.baselines.entry_workers import EntryWorker, OurModel, PeerModel, Task
-from bench.baselines.layers import OurLayer, PeerLayer
-from bench.baselines.packages import INSTALL, LAYERS, MEMORY_PACKAGE, PACKAGES, Memory, Sizes, version
 from bench.cost_worker import Subject
 from bench.cost_worker import Task as CostTask
+from bench.peer_workers import INSTALL, MEMORY, PACKAGES, Task, Worker, version
 from bench.weights import LEARNED, learned_spans, place_spans, shake_, spans_of
 from harness.data import corpora
 from harness.plan.build import Plan
@@ -31,9 +28,6 @@ SMALL += (
     "data=synthetic_text",
     "data.bytes=40000",
 )
-MEMORY = Memory(half_keys=32, top_k=4, heads=2, d_query=8)
-SIZES = Sizes(vocabulary=256, d_model=32, layers=2, heads=2, context=64, persistent=8, window=16, memory=MEMORY)
-PEERS = [name for name, peer in PACKAGES.items() if peer.device is None]
 
 
 def made(variant: str, *words: str) -> Plan:
@@ -65,11 +59,12 @@ def subject(variant: str, *words: str, spans: str = "learned") -> Subject:
 
 def task(variant: str, *words: str, **more) -> Task:
     own = made(variant, *words)
-    batches = first_batches(own, corpora.load(**own.data), number=3)
+    train, b = corpora.load(**own.data).splits["train"], own.batch
+    batches = train[: 3 * b.streams * (b.segment + 1)].view(3, b.streams, b.segment + 1)
     return Task(config=own.config, trusted=(), batches=batches, **more)
 
 
-def weighed(worker: EntryWorker) -> EntryWorker:
+def weighed(worker: Worker) -> Worker:
     worker.weigh()
     return worker
 
@@ -83,30 +78,29 @@ def test_every_parameter_gets_a_gradient_in_the_step_that_bench_cost_times(varia
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_and_in_the_step_of_an_entry_of_ours(variant):
-    worker = weighed(OurModel(task(variant)))
+    worker = weighed(Worker(task(variant)))
     assert not without_gradient(worker.model, worker.train)
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", [name for name in PACKAGES if name != MEMORY])
 def test_and_in_that_of_a_package(name):
-    need(version(PACKAGES[name].package), f"{PACKAGES[name].package}: {INSTALL}")
-    worker = weighed(PeerModel(task("mhsa", peer=PACKAGES[name], sizes=SIZES)))
+    need(version(PACKAGES[name]), f"{PACKAGES[name]}: {INSTALL}")
+    worker = weighed(Worker(task("mhsa", peer=name)))
     assert not without_gradient(worker.model, worker.train)
 
 
 def test_and_in_that_of_a_layer_alone():
     layer = {"layer": "memory"}
     small = ("variant.memory.half_keys=32", "variant.memory.top_k=4")
-    worker = weighed(OurLayer(task("product_key_memory", *small, **layer)))
+    worker = weighed(Worker(task("product_key_memory", *small, **layer)))
     assert not without_gradient(worker.model, worker.train)
-    name = MEMORY_PACKAGE
-    need(version(name), f"{name}: {INSTALL}")
-    worker = weighed(PeerLayer(task("product_key_memory", peer=LAYERS[name], sizes=SIZES, **layer)))
+    need(version(MEMORY), f"{MEMORY}: {INSTALL}")
+    worker = weighed(Worker(task("product_key_memory", *small, peer=MEMORY, **layer)))
     assert not without_gradient(worker.model, worker.train)
 
 
 def test_without_shaking_most_parameters_get_none():
-    found = OurModel(task("adaptive_span"))
+    found = Worker(task("adaptive_span"))
     assert len(without_gradient(found.model, found.train)) > 20
 
 

@@ -12,12 +12,11 @@ BENCH = (
     "decompress",
     "evaluate",
     "export",
-    "features",
     "fit",
     "inspect",
     "peers",
 )
-BENCH += ("report", "sample", "score")
+BENCH += ("report", "sample")
 USAGE = f"""usage: windtunnel COMMAND [KEY=VALUE ...], or COMMAND --help
 
 train     a run, or with -m a sweep

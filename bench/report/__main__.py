@@ -1,7 +1,5 @@
 """Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
 
-``--diff A B`` only says in what two runs differ: configuration, code, data and machine.
-
 Reads run folders and rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, sorts what may be compared into tables, and
 writes each as Markdown and CSV, each figure as PNG and SVG, all of it as ``report.md``, and one ``index.html`` that
 opens from disk. What may not be shown is named with its reason. Needs neither torch nor W&B nor a server.
@@ -13,9 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from bench.report.claims import claim_line
 from bench.report.comparison import arms, by, comparable, is_tuning
-from bench.report.diff import diff_lines, facts_by_run
 from bench.report.gather import Found, gather
 from bench.report.tables_costs import cost_tables, fit_tables
 from bench.report.tables_pairs import Contrast, named
@@ -43,9 +39,6 @@ def main(words: Sequence[str] | None = None) -> int:
     folders = [Path(folder) for folder in asked.folders]
     typed = shlex.join(["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)])
     try:
-        if asked.diff:
-            print("\n".join(diff_lines(folders, names=asked.diff)))
-            return 0
         found = gather(folders)
         _must_have_rows(found)
         swept, contrast = picks(found.runs, found.failed_runs), asked.contrast and tuple(asked.contrast)
@@ -95,7 +88,6 @@ def write_report(
         write_whole(out / "report.md", _encoded(_whole_markdown(tables, drawings, notes=notes, commands=commands)))
         yield f"{out / 'report.md'}: all tables and figures"
         parts = {"tables": tables, "drawings": drawings, "notes": notes, "commands": commands}
-        parts["facts"] = facts_by_run(found.runs)
         write_page(out / "index.html", title=TITLE, **parts)
         yield f"{out / 'index.html'}: the same as a page"
         _forget_older(out, written=written)
@@ -128,12 +120,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("A", "B"),
         help="the one difference that was named in advance, A less B: rows of tables; it is not corrected for the others",
     )
-    parser.add_argument(
-        "--diff",
-        nargs=2,
-        metavar=("A", "B"),
-        help="only say in what two runs differ: folders, names or their beginnings",
-    )
     return parser
 
 
@@ -149,19 +135,17 @@ def _check(contrast: Contrast | None, found: Found) -> None:
 
 
 def _must_have_rows(found: Found) -> None:
-    if found.runs or found.costs or found.peers or found.fits or found.speeds or found.claims:
+    if found.runs or found.costs or found.peers or found.fits or found.speeds:
         return
     raise ValueError("nothing to report; " + "; ".join(_left_out(found)))
 
 
 def _notes(found: Found) -> list[str]:
     verbs = {"cost": found.costs, "peers": [*found.peers, *found.speeds], "fit": found.fits}
-    verbs["score"] = found.claims
     read = [count_of(len(found.runs), "finished run")] if found.runs else []
     read += [f"{count_of(len(rows), 'row')} of bench.{verb}" for verb, rows in verbs.items() if rows]
     notes = [f"Read from {count_of(found.files, 'file')}: {', '.join(read)}."]
-    said = [*map(claim_line, found.claims), *_left_out(found)]
-    return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in said), LIMITATIONS]
+    return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in _left_out(found)), LIMITATIONS]
 
 
 def _to_type(swept: Sequence[Sequence[Pick]]) -> list[str]:
@@ -178,9 +162,7 @@ def _left_out(found: Found) -> list[str]:
 
 def _commands(found: Found, *, command: str) -> list[str]:
     made = [run.provenance["command"] for run in found.runs]
-    made += [
-        row["command"] for rows in (found.costs, found.peers, found.fits, found.speeds, found.claims) for row in rows
-    ]
+    made += [row["command"] for rows in (found.costs, found.peers, found.fits, found.speeds) for row in rows]
     return list(dict.fromkeys([*made, command]))
 
 

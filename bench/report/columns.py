@@ -1,7 +1,6 @@
 """Columns of runs, each stated once, over ``Means``: what the runs of one row reached and cost."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from bench.report.comparison import Arm, busy_notes, number, other_in_evaluation
 from bench.report.gather import RunRow
@@ -205,7 +204,6 @@ def table_of_arms(
     *,
     heads: Heads,
     columns: Sequence[Column],
-    folder: Callable[[Arm, object], Path] | None = lambda arm, of: of.runs[-1].folder,
     more: Sequence[Sequence[Cell]] = (),
     **about,
 ) -> Table:
@@ -213,7 +211,6 @@ def table_of_arms(
 
     Args:
         rows: arms with what the columns' cells are made of: ``Means``, or what has ``runs``.
-        folder: the run folder of a row; None where rows are no runs.
         more: rows below, of as many cells.
         about: name, title, caption, notes.
     """
@@ -222,5 +219,4 @@ def table_of_arms(
     if any(cell.text.endswith(f" {BUSY}") for row in cells for cell in row):
         about["notes"] = [*about["notes"], *busy_notes(run for _, of in rows for run in of.runs)]
     columns, cells = keep_filled(columns, [*cells, *more])
-    folders = tuple(folder(arm, of) for arm, of in rows) + (None,) * len(more) if folder else ()
-    return Table(columns=columns, rows=cells, runs=folders, **about | {"notes": tuple(about["notes"])})
+    return Table(columns=columns, rows=cells, **about | {"notes": tuple(about["notes"])})

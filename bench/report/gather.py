@@ -64,7 +64,7 @@ class Found:
 
     Attributes:
         runs: finished ones, the oldest first.
-        costs, peers, fits, speeds, claims: rows of each verb in the order they were measured, as far as the folders' names tell;
+        costs, peers, fits, speeds: rows of each verb in the order they were measured, as far as the folders' names tell;
             ``read_from`` is the folder of one call.
         refused: ``path: why``, of what is not shown.
         unfinished: ``path: status``, of runs that have not ended.
@@ -83,7 +83,6 @@ class Found:
     failed: list[str] = field(default_factory=list)
     failed_runs: list[RunRow] = field(default_factory=list)
     speeds: list[dict] = field(default_factory=list)
-    claims: list[dict] = field(default_factory=list)
     files: int = 0
     test_scores: Counter[str] = field(default_factory=Counter)
 
@@ -118,26 +117,6 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def run_folders(folders: Sequence[Path]) -> list[Path]:
-    """Folders with a run's record, found as ``gather`` finds them; nothing in them is read."""
-    found = [path for folder in folders if folder.is_dir() for path in _files(folder) if path.name == RECORD]
-    return list({os.path.realpath(path): path.parent for path in found}.values())
-
-
-def provenance_of(folder: Path) -> dict:
-    """The first row of a run's record.
-
-    Raises:
-        ValueError: it is not there, or no row that may be shown.
-    """
-    path = folder / RECORD
-    row, wrong = look_at(path, first_line=True)
-    wrong = wrong or (refusal(row) or misfit(row, shape=shape_of_run_row(row)) if row else None)
-    if wrong or not row or row["kind"] != "provenance":
-        raise ValueError(f"{path}: line 1: {wrong or 'no provenance'}")
-    return row
-
-
 def _files(folder: Path) -> Iterator[Path]:
     """Files of rows, one for each run folder; links to folders are not followed, so ``latest`` does not count twice."""
     for here, inner, names in os.walk(folder):
@@ -168,7 +147,6 @@ def _rows(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list
 def _read_rows(path: Path, found: Found) -> None:
     """One verb's rows, each by its kind."""
     places = {"cost": found.costs, "peers": found.peers, "fit": found.fits, "speed": found.speeds}
-    places["claimed"] = found.claims
     rows, reasons = _rows(path, wrong=lambda row, number: refusal(row) or _bench_misfit(row))
     for row in rows:
         places[row["kind"]].append(row | {"read_from": str(path.parent)})

@@ -95,56 +95,6 @@ for (const article of document.querySelectorAll("article.drawing")) {
   show(article.querySelector(".svg"), { href });
 }
 
-// Two rows that name runs may be picked; in what the two differ then stands below, whatever table they are in.
-const facts = document.querySelector("#facts");
-if (facts) comparable(JSON.parse(facts.textContent), document.querySelector("#diff"));
-
-function comparable(runs, panel) {
-  const picked = []; // boxes, the oldest first
-  const cell = (name, text) => Object.assign(document.createElement(name), { textContent: text });
-  const row = (name, texts) => {
-    const made = document.createElement("tr");
-    made.append(...texts.map((text) => cell(name, text)));
-    return made;
-  };
-  const drop = (box) => {
-    box.checked = false;
-    picked.splice(picked.indexOf(box), 1);
-  };
-  const apply = () => {
-    panel.hidden = !picked.length;
-    panel.querySelector(".scroll").hidden = picked.length < 2;
-    const [a, b] = picked.map((box) => runs[box.closest("tr").dataset.run]);
-    if (!b) {
-      panel.querySelector("output").textContent = a ? `Pick another row to compare with ${a.name}` : "";
-      return;
-    }
-    const keys = [...new Set([...Object.keys(a.facts), ...Object.keys(b.facts)])];
-    const differing = keys.filter((key) => a.facts[key] !== b.facts[key]);
-    const shown = (side, key) => (Object.hasOwn(side.facts, key) ? side.facts[key] : "not there");
-    panel.querySelector("thead").replaceChildren(row("th", ["key", a.name, b.name]));
-    panel.querySelector("tbody").replaceChildren(...differing.map((key) => row("td", [key, shown(a, key), shown(b, key)])));
-    const count = differing.length === 1 ? "1 key differs" : `${differing.length || "No"} keys differ`;
-    panel.querySelector("output").textContent = `${count} between ${a.name} and ${b.name}`;
-  };
-  document.querySelectorAll("tr[data-run]").forEach((line) => {
-    const title = `Compare the configuration of ${runs[line.dataset.run].name} with another row's`;
-    const box = Object.assign(document.createElement("input"), { type: "checkbox", className: "pick", title, autocomplete: "off" });
-    box.setAttribute("aria-label", title);
-    box.addEventListener("change", () => {
-      if (box.checked) picked.push(box);
-      else drop(box);
-      if (picked.length > 2) drop(picked[0]);
-      apply();
-    });
-    line.cells[0].prepend(box);
-  });
-  panel.querySelector("button").onclick = () => {
-    [...picked].forEach(drop);
-    apply();
-  };
-}
-
 const commands = document.querySelector("#commands");
 if (commands) {
   const [code, said] = [commands.querySelector("code"), commands.querySelector("output")];

@@ -7,10 +7,9 @@ without its script the page still shows everything, in the order given.
 
 import base64
 import hashlib
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -33,7 +32,6 @@ def write_page(
     drawings: list[Drawing],
     notes: list[str],
     commands: list[str],
-    facts: Mapping[Path, Mapping[str, str]] | None = None,
 ) -> Path:
     """Write the page; equal content gives an equal file.
 
@@ -43,15 +41,12 @@ def write_page(
         tables, drawings: in the order shown; names of tables differ, and so do those of drawings.
         notes: what the reader should know of the whole, such as rows that were refused; one paragraph each.
         commands: what was typed to make what is shown.
-        facts: of each run folder that rows name, what may tell it from others: the page shows in what any two differ.
 
     Returns:
         ``path``.
     """
-    facts = facts or {}
-    places = {folder: place for place, folder in enumerate(facts)}
     parts = [
-        ("Tables", _contents("table", tables), [_table(table, places=places) for table in tables]),
+        ("Tables", _contents("table", tables), [_table(table) for table in tables]),
         ("Figures", _contents("figure", drawings), [_drawing(drawing) for drawing in drawings]),
         ("Notes", "", [f"<p>{escape(note)}</p>" for note in notes]),
         ("Commands", "", [_commands(commands)] if commands else []),
@@ -63,24 +58,17 @@ def write_page(
         script=_file("page.js"),
         contents="\n".join(f'<li><a href="#{name.lower()}">{name}</a>{links}</li>' for name, links, _ in parts),
         sections="\n".join(section(name, inside) for name, _, inside in parts),
-        data=_facts(facts) if len(facts) > 1 else "",
     )
     write_whole(path, page.encode("utf-8", "replace"))  # a row of JSON may hold half a surrogate pair
     return path
 
 
-def framed(*, title: str, style: str, script: str, contents: str, sections: str, data: str) -> str:
+def framed(*, title: str, style: str, script: str, contents: str, sections: str) -> str:
     """A page whose policy runs this script and nothing else; but for the title, what is given is HTML."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     inside = {"style": style, "script": script, "script_digest": digest}
-    inside |= {"contents": contents, "sections": sections, "facts": data}
+    inside |= {"contents": contents, "sections": sections}
     return Template(_file("page.html")).substitute(title=escape(title), **inside)
-
-
-def held(value: object, *, name: str) -> str:
-    """A block of data, which no browser runs: no tag begins inside, and none ends it."""
-    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _file(name: str) -> str:
@@ -107,23 +95,10 @@ def _contents(kind: str, shown: Sequence[Table | Drawing]) -> str:
     return f"<ul>\n{links}\n</ul>"
 
 
-def _facts(facts: Mapping[Path, Mapping[str, str]]) -> str:
-    """What tells runs apart, and where the differences of two are shown."""
-    names = [folder.name for folder in facts]
-    shown = [str(folder) if names.count(folder.name) > 1 else folder.name for folder in facts]
-    runs = [{"name": name, "facts": dict(own)} for name, own in zip(shown, facts.values(), strict=True)]
-    return f"""<section id="diff" aria-labelledby="diff-title" tabindex="-1" hidden>
-<p class="tools"><output id="diff-title"></output><button type="button">Close</button></p>
-<div class="scroll" tabindex="0" role="region" aria-labelledby="diff-title"><table><thead></thead><tbody></tbody></table></div>
-</section>
-{held(runs, name="facts")}"""
-
-
-def _table(table: Table, *, places: Mapping[Path, int]) -> str:
+def _table(table: Table) -> str:
     place = _place("table", table.name)
     heads = "\n".join(_heading(column, f"{place}-{i}") for i, column in enumerate(table.columns))
-    named = table.runs or (None,) * len(table.rows)
-    rows = "\n".join(_row(row, table.columns, run=places.get(run)) for row, run in zip(table.rows, named, strict=True))
+    rows = "\n".join(_row(row, table.columns) for row in table.rows)
     csv, search = _inside("text/csv;charset=utf-8", to_csv(table).encode("utf-8", "replace")), ""
     if len(table.rows) >= FILTER_FROM:
         search = '<label hidden>Filter rows <input type="search" autocomplete="off" spellcheck="false"></label>'
@@ -151,11 +126,10 @@ def _heading(column: Column, place: str) -> str:
     return f'<th scope="col"{number}><button type="button"{explained}>{escape(column.heading)}</button></th>'
 
 
-def _row(row: Sequence[Cell], columns: Sequence[Column], *, run: int | None) -> str:
-    """The first cell says what the row is; ``run`` is the place among facts of the run that it shows or averages."""
+def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
+    """The first cell says what the row is."""
     first, *others = (_cell(cell, column) for cell, column in zip(row, columns, strict=True))
-    named = "" if run is None else f' data-run="{run}"'
-    return f'<tr{named}><th scope="row"{first}</th>{"".join(f"<td{cell}</td>" for cell in others)}</tr>'
+    return f'<tr><th scope="row"{first}</th>{"".join(f"<td{cell}</td>" for cell in others)}</tr>'
 
 
 def _cell(cell: Cell, column: Column) -> str:

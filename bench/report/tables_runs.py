@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.report.claims import claimed_rows, claimed_words, claims_beside
 from bench.report.columns import (
     BACKEND,
     COSTS,
@@ -77,7 +76,6 @@ class Group:
         notes: for each table of these runs.
         title: their data and budget.
         caption: what is held equal and in what they differ.
-        claims: on the same bytes.
     """
 
     runs: list[RunRow]
@@ -86,10 +84,9 @@ class Group:
     notes: list[str]
     title: str
     caption: str
-    claims: list[dict]
 
     @classmethod
-    def of(cls, runs: list[RunRow], *, claims: Sequence[dict] = ()) -> "Group":
+    def of(cls, runs: list[RunRow]) -> "Group":
         rows, row, found = [run.row for run in runs], runs[-1].row, arms(runs)
         mark, of_source = marks(runs)
         notes = [*capped_words(rows), *of_source, *numbered_notes(found)]
@@ -97,8 +94,8 @@ class Group:
         notes += _without_bits(found)
         tuning = "Tuning runs, no results: " if is_tuning(row) else ""
         title = f"{tuning}{row['data']['name']}, {budget_words(row['budget'])} of training"
-        caption, beside = _caption(rows, n_arms=len(found)), claims_beside(row, claims)
-        return cls(runs=runs, arms=found, mark=mark, notes=notes, title=title, caption=caption, claims=beside)
+        caption = _caption(rows, n_arms=len(found))
+        return cls(runs=runs, arms=found, mark=mark, notes=notes, title=title, caption=caption)
 
 
 def run_tables(found: Found, *, swept: Sequence[Sequence[Pick]], contrast: Contrast | None = None) -> list[Table]:
@@ -121,7 +118,7 @@ def run_tables(found: Found, *, swept: Sequence[Sequence[Pick]], contrast: Contr
         tuned = any(id(run) in trials for run in same)  # its rates have tables of their own
         told = test_scores_words(found.test_scores, same[-1].row)
         about = {"index": index, "said": said, "told": told, "picked": every, "contrast": contrast}
-        tables = [] if tuned or not clean else _means(Group.of(clean, claims=found.claims), **about)
+        tables = [] if tuned or not clean else _means(Group.of(clean), **about)
         (of_sweeps if tuned else results).extend([*tables, _seeds(group, index=index, said=said)])
     return results + of_sweeps
 
@@ -152,7 +149,7 @@ def _means(
         heads = Heads(found, mark=group.mark, by_label=True)
         rows = [(arm, Means(own)) for arm, own in rows]
         about["notes"] = marks(group.runs)[1]
-        tables.append(table_of_arms(rows, heads=heads, columns=(SEEDS, *COSTS), folder=None, **about))
+        tables.append(table_of_arms(rows, heads=heads, columns=(SEEDS, *COSTS), **about))
     return tables
 
 
@@ -163,7 +160,6 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
         (arm.label, (run.summary.get("flops_per_byte") or {}).get("unknown")) for arm in found for run in arm.members
     )
     notes = [*notes, *([unknown] if unknown else []), *_older_of_one_seed(found), *_unequal_seeds(found)]
-    notes += claimed_words(group.claims)
     if not alone:
         told = ground_differences(rows) or "source"
         notes.append(f"Time and memory stand in tables of their own, because these runs differ in {told}.")
@@ -173,7 +169,7 @@ def _main(group: Group, *, notes: list[str], index: int, alone: bool) -> Table:
         [(arm, Means(arm.newest_of_each_seed)) for arm in found],
         heads=heads,
         columns=columns,
-        more=[*compressor_rows(row, **beside), *claimed_rows(group.claims, **beside)],
+        more=list(compressor_rows(row, **beside)),
         name=f"runs-{index}",
         title=group.title,
         caption=group.caption + (f" Time and memory: {ground_words(row)}." if alone else ""),

@@ -121,10 +121,7 @@ def _tables(found: list[Pick], *, index: int) -> list[Table]:
     picked = {"name": f"picked-{index}", "title": f"Picked trials: {title}", "caption": caption, "notes": of_source}
     tried = {"name": f"tuning-{index}", "title": f"Trials: {title}", "caption": caption, "notes": of_source}
     rows = [(pick.setting.arm, (pick, trial)) for pick in found for trial in pick.setting.numbers]
-    points = table_of_arms(
-        rows, heads=heads, columns=POINTS, folder=lambda arm, of: of[0].setting.any_run(of[1]).folder, **tried
-    )
-    return [_picked(found, heads, **picked), points]
+    return [_picked(found, heads, **picked), table_of_arms(rows, heads=heads, columns=POINTS, **tried)]
 
 
 def _sweep(run: RunRow) -> str | None:
@@ -150,7 +147,6 @@ def _picked(found: list[Pick], heads: Heads, *, caption: str, notes: Sequence[st
         rows,
         heads=heads,
         columns=PICKED,
-        folder=lambda arm, of: of.pick.setting.newest.folder,
         caption=caption + (f" Seconds: {ground_words(runs[0].row)}." if one_ground else ""),
         notes=[*to_type, *notes, *of_picks, *unequal],
         **about,
@@ -210,14 +206,9 @@ def unequal_tuning(found: Sequence[Pick]) -> list[str]:
 
 
 def _pick_notes(pick: Pick) -> list[str]:
-    """Ends of the space, trials that are missing or failed, and results of tuning seeds."""
-    label, choice, setting = pick.setting.arm.label, pick.choice, pick.setting
+    """Trials that are missing or failed, and results of tuning seeds."""
+    label, setting = pick.setting.arm.label, pick.setting
     notes = []
-    for key, end in choice.edges.items() if choice else ():
-        further = "lower" if end == "low" else "higher"
-        notes.append(
-            f"{label}: {key} is near the {end} end of its range, so the best may be {further}: widen the space."
-        )
     for trial in setting.numbers:
         for seed in setting.seeds:
             if seed not in setting.trials[trial]:

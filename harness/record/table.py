@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -64,7 +63,6 @@ class Table:
     caption: the protocol, what is held equal, and what the rows differ in.
     rows: one cell a column.
     notes: marks explained, rows left out and why.
-    runs: a run folder for each row, the newest of those it is the mean of, or None; nothing where rows are no runs.
     styles: how a terminal shows each row, ``bold``, ``dim``, ``dim strike`` or nothing.
     """
 
@@ -74,7 +72,6 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
-    runs: tuple[Path | None, ...] = ()
     styles: tuple[str, ...] = ()
 
 

@@ -1,1 +1,0 @@
-"""The panels of the W&B dashboard."""

@@ -1,0 +1,139 @@
+"""See what a trained run looks at: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
+
+Writes figures into the run folder: ``inspect_attention.png``, maps of every layer and head over the first bytes of a
+text that begins cold; ``inspect_spans.png``, how far back each head looks; ``inspect_loss.png``, bits per byte by
+position in a cold window. The text is of the run's own valid, without the bytes that chose the weights, or ``text``.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import hydra
+import numpy as np
+from matplotlib.colors import PowerNorm
+from omegaconf import DictConfig
+
+from bench import CONF
+from harness.cache import written_whole
+from harness.compose.cli import run_command
+from harness.record.drawing import GREY, INK, layer_names, panels
+from variants.contract import Inspection
+
+MAX_CELLS = 12 * 16 * 256**2  # weights in one figure
+REACHES = ((0.5, "o", "#0072B2", "half"), (0.9, "^", "#D55E00", "nine tenths"))  # colours of Okabe and Ito
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="inspect")
+def main(cfg: DictConfig) -> None:
+    import torch  # late, as everything slow
+
+    from bench.planning import open_trained
+    from harness.device import runtime
+    from harness.loop.sampling import numbers_of
+    from harness.loop.settle import settled
+    from harness.loop.step import score_context
+    from harness.plan.settings import checked
+    from harness.record.figures import draw_context
+
+    folder, text = Path(cfg.run), checked(cfg.text, str | None, key="text")
+    length, score = (checked(cfg[key], int, key=key) for key in ("bytes", "score"))
+    for key, value in (("bytes", length), ("score", score)):
+        if value < 2:
+            raise ValueError(f"{key}={value}: must be at least 2")
+    trained = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    device = runtime.start(trained.plan.runtime)
+    trained = trained._replace(plan=settled(trained.plan, device))
+    plan, model = trained.plan, trained.model().to(device.device).eval()
+    if text is None:
+        corpus = trained.corpus()
+        name, symbols = f"valid of {corpus.name}", corpus.symbols
+        tokens = corpus.reported("valid", choice_bytes=plan.eval.choice_bytes)
+    else:
+        is_file, symbols = os.path.isfile(text), trained.symbols()
+        name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
+        tokens = numbers_of(content, symbols, key="text").to(torch.uint8)
+    if len(tokens) < 2:
+        raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
+    passage, tokens = tokens[:length], tokens[:score]
+    _, seen = model.inspect(passage[None].long().to(device.device))
+    maps = {layer: one.weights[0].float().cpu().numpy() for layer, one in seen.items() if one.weights is not None}
+    if (cells := sum(own.size for own in maps.values())) > MAX_CELLS:
+        most = math.isqrt(MAX_CELLS * len(passage) ** 2 // cells)
+        raise ValueError(f"bytes={length}: allowed is {most} or less for so many heads")
+    run, about = f"{trained.saved['variant']}, seed {trained.saved['seed']}", f"{name}, {len(passage)} bytes"
+    if maps:
+        words = bytes(symbols[token] for token in passage[:90].tolist()).decode("utf-8", "backslashreplace")
+        words = "".join(letter if letter.isprintable() else " " for letter in words).replace("$", r"\$")
+        draw_attention(maps, folder / "inspect_attention.png", title=run, subtitle=f"{about}: {words}")
+        draw_reach(maps, seen, folder / "inspect_spans.png", title=run, subtitle=about)
+    curve = score_context(model, tokens, runtime=device, longest=2 * plan.model.span, segment=plan.eval.segment)
+    label = f"Loss by position, {run}: {name}, {len(tokens):,} bytes in windows that begin cold"
+    draw_context(curve, path=folder / "inspect_loss.png", label=label)
+    for layer in [layer for layer, part in model.sublayers() if part.honours is not None and layer not in maps]:
+        print(f"{layer} gives no map: its mechanism does not say what each byte takes of each")
+    print(f"{folder}: inspect_loss.png{', inspect_attention.png, inspect_spans.png' if maps else ''}")
+
+
+def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, subtitle: str) -> None:
+    """Maps ``[H, T, T]`` of every layer: a row of panels a layer, a panel a head."""
+    heads = max(map(len, maps.values()))
+    side = min(max(1.3, 9.0 / heads), 3.2)
+    size = {"width": max(6.5, side * heads + 1.3), "height": side * len(maps) + 1.4}
+    figure, axes = panels(len(maps), heads, title=f"What each byte looks at: {title}", subtitle=subtitle, **size)
+    shade = PowerNorm(0.5, vmin=0, vmax=max(np.quantile(own, 0.999) for own in maps.values()))
+    for row, (layer, own) in enumerate(zip(layer_names(maps), maps.values(), strict=True)):
+        for head, ax in enumerate(axes[row * heads : (row + 1) * heads]):
+            ax.set_visible(head < len(own))
+            if head < len(own):
+                weights = np.where(np.tri(own.shape[1], dtype=bool), own[head], np.nan)
+                image = ax.imshow(weights, cmap="magma_r", norm=shade, interpolation="nearest")
+            ax.grid(visible=False)
+            ax.tick_params(labelsize=7, length=2)
+            ax.set_title(f"head {head}" if row == 0 else "", fontsize=9)
+            ax.set_ylabel(f"layer {layer}", fontsize=9)
+            ax.label_outer()
+    figure.colorbar(
+        image, ax=axes, shrink=min(1.0, 4 / size["height"]), label="weight, shaded by its root", extend="max"
+    )
+    figure.supxlabel("byte that is looked at; rows are the bytes that look", fontsize=9, color=INK)
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
+
+
+def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], path: Path, **titles: str) -> None:
+    """How far back half and nine tenths of each head's attention lie, and the end of its soft mask where it has one."""
+    titles |= {"title": f"How far heads look back: {titles['title']}"}
+    figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
+    for place, (layer, own) in enumerate(maps.items()):
+        across = place + (np.arange(len(own)) + 0.5) / len(own) * 0.8 - 0.4
+        for share, marker, colour, words in REACHES:
+            label = f"{words} of its attention" if place == 0 else None
+            ax.plot(across, reach(own, share), marker, color=colour, markersize=4.5, label=label)
+        if (mask := seen[layer].mask) is not None:
+            ends = (mask > 0).sum(dim=1).cpu().numpy()
+            ax.hlines(ends, across - 0.3 / len(own), across + 0.3 / len(own), color=GREY, linewidth=2)
+    if any(seen[layer].mask is not None for layer in maps):
+        ax.plot([], [], color=GREY, linewidth=2, label="end of its soft mask")
+    ax.set_yscale("symlog", base=2, linthresh=1, linscale=0.5)
+    ax.set_ylim(0, 1.3 * max(1, ax.get_ylim()[1]))
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    ax.set_xticks(range(len(maps)), layer_names(maps))
+    ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
+
+
+def reach(maps: np.ndarray, share: float) -> np.ndarray:
+    """Distance within which so much of the mass of maps ``[H, T, T]`` lies, of queries of the second half: ``[H]``."""
+    length = maps.shape[-1]
+    distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
+    mass = np.stack([np.bincount(distance, own[length // 2 :].ravel(), minlength=length) for own in maps])
+    total = mass.cumsum(axis=1)
+    return (total >= share * total[:, -1:]).argmax(axis=1)
+
+
+if __name__ == "__main__":
+    run_command(main)
