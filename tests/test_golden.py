@@ -83,7 +83,7 @@ def test_who_moves_a_number_is_told_file_key_both_numbers_and_what_to_do(monkeyp
 
 
 def _measured(backend: str, *, loss: float) -> dict:
-    return {"executed_flops_per_byte": {backend: 7.0}, "adamw": {"losses": [1.0, loss]}}
+    return {"state_bytes": {backend: 8}, "executed_flops_per_byte": {backend: 7.0}, "adamw": {"losses": [1.0, loss]}}
 
 
 def test_a_missing_number_is_a_difference():

@@ -156,7 +156,7 @@ def measure(case: str, *, backend: str) -> dict | None:
             flops = forward_flops_per_byte(run.model, segment=run.stream.segment)
             found = {
                 "parameters": sum(p.numel() for p in run.model.parameters()),
-                "state_bytes": flops.state_bytes,
+                "state_bytes": {backend: flops.state_bytes},
                 "executed_flops_per_byte": {backend: flops.per_byte},
                 "ideal_flops_per_byte": run.model.ideal_flops(),
             }

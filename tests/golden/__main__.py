@@ -27,7 +27,8 @@ def _one(case: str, backends: Sequence[str], *, checking: bool) -> list[str]:
         return [explained(case, moved)] if moved else []
     file = {"numerics": numerics(case)} | {key: old[key] for key in ("tolerance", "why") if key in old}
     file |= by_backend["plain"]
-    file["executed_flops_per_byte"] = {n: f["executed_flops_per_byte"][n] for n, f in by_backend.items()}
+    for key in ("state_bytes", "executed_flops_per_byte"):
+        file[key] = {name: found[key][name] for name, found in by_backend.items()}
     path_of(case).write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
     print("written", case)
     return [explained(case, moved)] if (moved := differences(file, by_backend.get("kernel", {}))) else []
