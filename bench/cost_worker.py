@@ -170,7 +170,7 @@ class Subject:
                 "executed_per_byte": warm.per_byte,
                 "ideal_per_byte": self.model.ideal_flops(),
                 "training_per_byte": needed.training,
-                "charged_thrice": self.model.charged_thrice(),
+                "flops_estimated_3x": self.model.flops_estimated_3x(),
                 "step": step.total,
                 "optimizer": update.total,
                 "unknown": step.unknown,

@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     device = runtime.start(plan.runtime)
     corpus = opened.corpus()
     model = opened._replace(plan=settled(plan, device)).model(span=protocol["span"]).to(device.device)
-    split = corpus.reported(cfg.split, choice_bytes=protocol["choice_bytes"])
+    split = corpus.reported(cfg.split, selection_bytes=protocol["selection_bytes"])
     protocol["bytes"] = limit if limit is not None and limit < len(split) else None
     if asked["context"] is None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)

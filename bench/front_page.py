@@ -282,8 +282,8 @@ def _line(row: dict) -> list[str]:
 
 def _ratio(row: dict) -> str:
     value, second, judged = row["ratio"], row["second"], row["reached"]
-    if value is None or row["void"]:
-        return row["void"] or row["reason"]
+    if value is None or row["invalid"]:
+        return row["invalid"] or row["reason"]
     said = _held(
         f"{value:.3f}{_around(row.get('ratio_range'))}",
         value,

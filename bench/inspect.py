@@ -49,7 +49,7 @@ def main(cfg: DictConfig) -> None:
     if text is None:
         corpus = trained.corpus()
         name, symbols = f"valid of {corpus.name}", corpus.symbols
-        tokens = corpus.reported("valid", choice_bytes=plan.eval.choice_bytes)
+        tokens = corpus.reported("valid", selection_bytes=plan.eval.selection_bytes)
     else:
         is_file, symbols = os.path.isfile(text), trained.symbols()
         name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))

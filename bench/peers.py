@@ -1,9 +1,9 @@
 """Entries that do the same job, timed in turn: ``python -m bench.peers model=small context=512``.
 
-``lineup=packages``: our variants, a minimal PyTorch transformer (``reference_model``) and x-transformers: the same
+``comparison=packages``: our variants, a minimal PyTorch transformer (``reference_model``) and x-transformers: the same
 bytes in the same order, width, layers, heads, context, streams, threads and precision, no dropout, no carried state,
-AdamW. ``lineup=spans``: does cost follow what heads see? Spans in steady state beside the reference model.
-``lineup=layer``: a product-key memory alone, the package's and ours. Where the reference model has less than 0.97 of
+AdamW. ``comparison=spans``: does cost follow what heads see? Spans in steady state beside the reference model.
+``comparison=layer``: a product-key memory alone, the package's and ours. Where the reference model has less than 0.97 of
 x-transformers' speed, shares of it are void.
 
 Rows are added to ``rows=FILE``, or go to ``outputs/bench/<time>-peers/rows.jsonl``.
@@ -219,7 +219,7 @@ def rows_of(entries: list[Entry], reference: str, *, planned_rounds: int) -> Ite
             "name": entry.name, "job": entry.job, "package": entry.package, "package_version": entry.package_version,
             "streams": b["streams"], "segment": b["segment"], "relative_to": reference,
             "status": entry.status or "measured", "reason": entry.reason, "load": entry.load,
-            "void": void if reference == REFERENCE else None,
+            "invalid": void if reference == REFERENCE else None,
             "reference_in_check": median(check) if check else None,
             "reference_in_check_range": [min(check), max(check)] if check else None,
             "rounds": len(entry.rounds),

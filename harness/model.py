@@ -238,7 +238,7 @@ class LanguageModel(nn.Module):
             found.append(NeededFlops.of_products(sublayer.ideal_flops()) if said is None else said)
         return NeededFlops(*map(sum, zip(*found, strict=True)))
 
-    def charged_thrice(self) -> list[str]:
+    def flops_estimated_3x(self) -> list[str]:
         """Names of the sublayers that do not say what a training step needs."""
         return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 

@@ -7,7 +7,7 @@ from harness.record.rows import FORMAT
 
 GIB = 2**30
 DATA = {"name": "file", "bytes": 4_000_000, "sha256": "ab" * 32}
-PROTOCOL = {"streams": 8, "segment": 512, "span": 512, "context": 2048, "bytes": None, "choice_bytes": 100_000}
+PROTOCOL = {"streams": 8, "segment": 512, "span": 512, "context": 2048, "bytes": None, "selection_bytes": 100_000}
 PROTOCOL |= {"vocabulary": 256, "drop_newlines": False}
 WHERE = {
     "device": "A made-up CPU",
@@ -66,7 +66,7 @@ def cost_row(
             "executed_per_byte": 2.9e6,  # forward, warm
             "ideal_per_byte": 2.7e6,
             "training_per_byte": 7.5e6,  # needed by that step
-            "charged_thrice": [],  # sublayers that do not say what they need
+            "flops_estimated_3x": [],  # sublayers that do not say what they need
             "step": 3 * 2.9e6 * length,  # counted in the very training step, forward and backward
             "optimizer": 1.2e7,
             "unknown": {"_softmax": 4, "mul": 20},
@@ -110,7 +110,7 @@ def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.
         "time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)},
         "memory": {"train_peak_bytes": 2 * 10**8, "approximate": True},
         "relative_to_reference": tokens_per_second / 10_000.0,
-        "void": None,  # or why the whole table is void
+        "invalid": None,  # or why the whole table is void
         "backend": "plain",
         "allocator": "keep",
     }
@@ -160,7 +160,7 @@ def speed_row(*, case: str = "fixed", ratio: float = 0.5, **changes) -> dict:
         "timed_peak": {"bytes": 5 * 10**8, "limit_bytes": 6 * 10**8, "reached": True},
         "status": "measured",
         "reason": None,
-        "void": None,
+        "invalid": None,
     }
     return identity("speed", variant="mhsa") | found | changes
 
@@ -219,7 +219,7 @@ def write_run(
         },
         "flops_per_byte": {"executed": 2.95e6, "ideal": 2.69e6, "unknown": {"mul": 3}, "warm": True},
         "training_flops": 20 * 8e11,
-        "charged_thrice": [],
+        "flops_estimated_3x": [],
         "memory": {
             "peak_bytes": 340 * 2**20,
             "inference_peak_bytes": 90 * 2**20,

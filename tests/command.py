@@ -20,7 +20,7 @@ TINY = (
     *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=32", "batch.streams=2", "batch.segment=32"),
     *(
         "budget.steps=3",
-        "eval.choice_bytes=200",
+        "eval.selection_bytes=200",
         "eval.bytes=300",
         "eval.segment=32",
         "eval.streams=2",

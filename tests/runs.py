@@ -33,7 +33,7 @@ SMALL = (
         "record.every_steps=2",
         "record.figures=false",
     ),
-    *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.choice_bytes=200", "eval.bytes=400"),
+    *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.selection_bytes=200", "eval.bytes=400"),
     *("eval.windows=false", "eval.test=true", "checkpoint.every_seconds=null"),
 )
 MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")

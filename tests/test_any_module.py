@@ -138,7 +138,7 @@ def test_a_package_trains_by_yaml_alone(here, layers):  # noqa: F811
     own = (32 + 1) * 24 + (24 + 1) * 32
     assert summary["parameters"]["by_sublayer"]["layers.1.mixer"] == own
     # Only matrices are known, so it is charged for what they take, thrice, and the number says so.
-    assert summary["charged_thrice"] == ["layers.0.mixer", "layers.1.mixer"] and "about" in ended.out
+    assert summary["flops_estimated_3x"] == ["layers.0.mixer", "layers.1.mixer"] and "about" in ended.out
     assert summary["flops_per_byte"]["ideal"] == 2 * (2 * 2 * 32 * 24 + 32 * 256)
 
 

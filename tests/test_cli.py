@@ -87,7 +87,7 @@ MISTAKES = {
     ("reuse=all",): ("reuse=all", "source, config"),
     ("trust=[no_such_module]",): ("trust=no_such_module", "No module named", "PYTHONPATH"),
     ("trust=[abc]",): ("trust=abc", "source file"),
-    ("start.run=nowhere",): ("start.run=nowhere",),
+    ("init_from.run=nowhere",): ("init_from.run=nowhere",),
 }
 
 
@@ -205,7 +205,7 @@ def test_a_sweep_goes_on_in_the_folder_of_a_single_run(here, monkeypatch):
 
 
 def test_what_cannot_change_a_number_is_not_hashed():
-    config = {"data": {"name": "enwik8", "fallback": "stdlib"}, "start": {"run": None}, "seed": 0, "outputs": "a"}
+    config = {"data": {"name": "enwik8", "fallback": "stdlib"}, "init_from": {"run": None}, "seed": 0, "outputs": "a"}
     same = config | {"data": {"name": "enwik8", "fallback": None}, "outputs": "b"}
     assert config_hash(same) == config_hash(config) != config_hash(config | {"seed": 1})
     assert config_hash(config | {"data": {"name": "text8", "fallback": "stdlib"}}) != config_hash(config)

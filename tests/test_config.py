@@ -21,7 +21,7 @@ from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
 # Hydra's own groups and those of bench.peers are composed where they are used, W&B does not read its sweeps as Hydra does.
-FILES = [file for file in FILES if not file.startswith(("hydra/", "lineup/", "sweep/wandb_"))]
+FILES = [file for file in FILES if not file.startswith(("hydra/", "comparison/", "sweep/wandb_"))]
 COMMANDS = {"train": TINY, "bench": TINY}
 COMMANDS |= dict.fromkeys(("evaluate", "inspect", "sample"), ("run=somewhere",))
 COMMANDS |= {"export": ("run=somewhere", "out=b")}
@@ -76,7 +76,7 @@ def test_every_command_composes_and_those_that_train_take_a_step(corpus):
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_composes_builds_and_takes_a_step(file, corpus):
-    tiny = [*TINY, "start.run=somewhere"] if file.endswith("_finetune") else TINY
+    tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else TINY
     if file in ON_GPU:
         tiny = [*tiny, "runtime.compile=false", "runtime.backend=auto"]
     if "product_key_memory_12" in file:
@@ -193,7 +193,7 @@ BAD = [
     ("~position", "position: must be given"),
     ("~model.heads", "model.heads: must be given"),
     ("seed=???", "seed=???: must be given"),
-    ("start.take=everything", "start.run=null", "start.take=weights"),
+    ("init_from.restore=everything", "init_from.run=null", "init_from.restore=weights"),
     # types and ranges
     ("model.heads=abc", "model.heads=abc", "int"),
     ("model.heads=2.5", "model.heads=2.5", "int"),

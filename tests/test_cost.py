@@ -106,10 +106,10 @@ def test_costs_are_there_and_in_order(side_by_side):
 
 
 def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
-    """By default: each round takes a call of ``bench.cost``, and two of ``bench.peers``, whose lineups have keys of their own."""
+    """By default: each round takes a call of ``bench.cost``, and two of ``bench.peers``, each with keys of its own."""
     assert compose_config(name="cost").rounds >= LEAST_CALLS
-    for lineup in CONF.glob("lineup/*.yaml"):
-        assert 2 * compose_config(f"lineup={lineup.stem}", name="peers").rounds >= LEAST_CALLS, lineup
+    for comparison in CONF.glob("comparison/*.yaml"):
+        assert 2 * compose_config(f"comparison={comparison.stem}", name="peers").rounds >= LEAST_CALLS, comparison
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_the_runs_own_cut_gives_the_runs_own_score(taken_away, tmp_path):
     summary = json.loads((taken_away[0] / "summary.json").read_text())
     protocol = summary["protocol"]
     corpus = corpora.load("recall", bytes=60000)
-    split = corpus.reported("valid", choice_bytes=protocol["choice_bytes"], limit=protocol["bytes"])
+    split = corpus.reported("valid", selection_bytes=protocol["selection_bytes"], limit=protocol["bytes"])
     text = bytes(corpus.symbols[number] for number in split.tolist())
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     threads = torch.get_num_threads()
@@ -203,7 +203,7 @@ def test_every_door_goes_through_one_function_that_believes_nothing(tmp_path, mo
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_comes_back_from_its_folder_to_the_last_bit(variant, tmp_path):
-    start = ("start.run=nowhere",) if variant == "replayed_spans" else ()
+    start = ("init_from.run=nowhere",) if variant == "replayed_spans" else ()
     made = plan(f"variant={variant}", *TINY, *small(variant), *start)
     torch.manual_seed(0)
     model = made.make_model().eval()

@@ -50,7 +50,7 @@ def test_a_view_names_what_is_equal_by_which_knob_and_what_is_not(tmp_path, budg
 
 def test_training_flops_are_marked_where_a_mechanism_does_not_say(tmp_path):
     write_run(tmp_path, training_flops=2e13)
-    write_run(tmp_path, variant="mine", training_flops=1e13, charged_thrice=["layers.0.mine"])
+    write_run(tmp_path, variant="mine", training_flops=1e13, flops_estimated_3x=["layers.0.mine"])
     view = tables(tmp_path)["equal-bytes-1"]
     assert sorted(column(view, "training, GFLOPs")) == ["20,000", "~10,000"]
     told = "Training FLOPs of mine: a mechanism does not say what it needs and is charged 3 x ideal."

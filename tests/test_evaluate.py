@@ -76,7 +76,7 @@ def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
         "span": 16,
         "bytes": None,
         "context": 32,
-        "choice_bytes": 200,
+        "selection_bytes": 200,
         "vocabulary": 256,
         "drop_newlines": False,
     }
@@ -116,7 +116,7 @@ def test_spans_that_grew_are_scored_over_all_of_their_keys(tmp_path):
     best["model"]["layers.0.attention.sublayer.span.fraction"].fill_(0.7)
     checkpoint.save_best(job.folder.path, best)
     job.training.take_weights(best["model"])
-    expected = job.training.score(job.training.corpus.reported("valid", choice_bytes=200)).bits_per_byte
+    expected = job.training.score(job.training.corpus.reported("valid", selection_bytes=200)).bits_per_byte
     assert evaluated(job.folder.path)["bits_per_byte"] == expected
 
 

@@ -70,7 +70,7 @@ def test_a_run_folder_of_another_format_is_refused_by_one_message(here):
     older(here / "old")
     small = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
     for ended in (
-        train(*MADE, "start.run=old"),
+        train(*MADE, "init_from.run=old"),
         call("bench/evaluate.py", "run=old", *small),
         call("bench/cost.py", "checkpoint=old", "lengths=[16]", *small),
     ):

@@ -173,7 +173,7 @@ def test_a_peak_is_shown_in_both_settings_of_the_allocator(tmp_path):
 
 
 def test_what_is_not_known_or_void_or_failed_is_no_number(tmp_path):
-    slow = ROW | {"void": "the reference model is slow", "ratio": 0.987}
+    slow = ROW | {"invalid": "the reference model is slow", "ratio": 0.987}
     page = page_of(tmp_path, ROW, slow, ROW | {"ratio": None, "reason": "x: a | b"})
     assert page.count("| - | - | - |") == 3 and "| the reference model is slow |" in page and "0.987" not in page
     assert r"| x: a \| b |" in page

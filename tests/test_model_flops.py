@@ -66,7 +66,7 @@ def test_the_report_has_a_column_of_it_where_a_peak_is_known():
     table, *_ = cost_tables([known, unknown])
     place = [column.heading for column in table.columns].index("of the peak, %")
     assert sorted(row[place].text for row in table.rows) == ["", "40.4"]
-    guessed = known | {"flops": known["flops"] | {"charged_thrice": ["layers.0.mine"]}}
+    guessed = known | {"flops": known["flops"] | {"flops_estimated_3x": ["layers.0.mine"]}}
     table, *_ = cost_tables([guessed])
     cells = dict(zip([column.heading for column in table.columns], table.rows[0], strict=True))
     assert cells["of the peak, %"].text == "~40.4" and cells["needed in training, MFLOP/byte"].text == "~7.50"

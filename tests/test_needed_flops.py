@@ -176,10 +176,10 @@ def test_how_much_the_rule_of_three_overcharges(span, segment, carried, ratio):
 def test_who_does_not_say_is_charged_three_forwards_and_named():
     context = LayerContext(d_model=D, layer=0, n_layers=1, heads=1, span=4, scheme=Rotary)
     model = LanguageModel([{"gate": Gate, "again": Gate}], lambda layer: context, vocabulary=11)
-    assert model.charged_thrice() == ["layers.0.gate", "layers.0.again"]
+    assert model.flops_estimated_3x() == ["layers.0.gate", "layers.0.again"]
     forward = model.ideal_flops()
     assert model.needed_flops(7, carried=3) == NeededFlops(forward, 2 * forward)
-    assert build(*KINDS.values()).charged_thrice() == []
+    assert build(*KINDS.values()).flops_estimated_3x() == []
 
 
 # Runs

@@ -26,7 +26,7 @@ SMALL = (
     "data=recall",
     "data.bytes=20000",
     "budget.steps=4",
-    "eval.choice_bytes=400",
+    "eval.selection_bytes=400",
     "eval.bytes=400",
     "optim=adamw",
 )

@@ -1,4 +1,4 @@
-"""``python -m bench.peers``: the reference model, turns and ratios, void tables, and what a user sees."""
+"""``python -m bench.peers``: the reference model, turns and ratios, invalid tables, and what a user sees."""
 
 import json
 from statistics import median
@@ -90,13 +90,15 @@ def test_speeds_are_compared_within_a_round():
     assert all(row["interrupted"] for row in rows_of(slow_then_quick, REFERENCE, planned_rounds=4))
 
 
-@pytest.mark.parametrize(("ms", "void"), [(10.0, False), (10.4, True)])
-def test_a_slow_reference_model_makes_the_table_void(ms, void):
+@pytest.mark.parametrize(("ms", "invalid"), [(10.0, False), (10.4, True)])
+def test_a_slow_reference_model_makes_the_table_void(ms, invalid):
     entries = [entry(REFERENCE, ms), entry(TRANSFORMERS, 10.0), entry("mine", 5.0)]
     rows = [row | {"read_from": "x"} for row in rows_of(entries, REFERENCE, planned_rounds=1)]
-    assert [bool(row["void"]) for row in rows] == [void] * 3
+    assert [bool(row["invalid"]) for row in rows] == [invalid] * 3
     (table,) = peer_tables(rows)
-    assert table.title.startswith("VOID") == void and any(note.startswith("VOID: ") for note in table.notes) == void
+    assert (
+        table.title.startswith("VOID") == invalid and any(note.startswith("VOID: ") for note in table.notes) == invalid
+    )
 
 
 def test_entries_take_turns_and_what_fails_has_a_row(monkeypatch):
@@ -130,7 +132,7 @@ def test_entries_take_turns_and_what_fails_has_a_row(monkeypatch):
     [
         (("context=16", "variants=[mhsa,adaptive_span]"), [REFERENCE, TRANSFORMERS, "mhsa", "adaptive_span"]),
         (
-            ("lineup=layer", "sizes.half_keys=[32]", "batch.segment=32"),
+            ("comparison=layer", "sizes.half_keys=[32]", "batch.segment=32"),
             ["product-key-memory 32^2", "product_key_memory 32^2"],
         ),
     ],
@@ -170,7 +172,7 @@ def test_spans_stay_where_they_are_put_and_the_state_is_full(restored):  # noqa:
         (("rounds=0",), "rounds=0: must be above 0"),
         (("comparisons.0.reference=nobody",), "comparisons.0.reference=nobody: allowed are reference_model"),
         (("comparisons.0.entries.x-transformers.peer=gone",), "peer=gone: there is no such peer"),
-        (("lineup=spans", "sizes.spans=[1,2,3]"), r"spans=[1, 2, 3]: must be 2 integers from 0 to 1024"),
+        (("comparison=spans", "sizes.spans=[1,2,3]"), r"spans=[1, 2, 3]: must be 2 integers from 0 to 1024"),
         (("+comparisons.0.odd=1",), "odd"),
         (("variants=[none_such]",), "none_such"),
     ],

@@ -257,7 +257,7 @@ def test_a_caption_names_whose_training_flops_are_a_guess(tmp_path, figures):
     said, guessed = runs(tmp_path, seeds=(0,), variants=("mhsa", "mine"))
     (drawing,) = of(draw_all(found(runs=[said, guessed])), "curves")
     assert "does not say" not in drawing.caption
-    (drawing,) = of(draw_all(found(runs=[said, changed(guessed, charged_thrice=["layers.0.mine"])])), "curves")
+    (drawing,) = of(draw_all(found(runs=[said, changed(guessed, flops_estimated_3x=["layers.0.mine"])])), "curves")
     assert drawing.caption.endswith("FLOPs of mine: a mechanism does not say what it needs and is charged 3 x ideal.")
 
 
@@ -352,7 +352,9 @@ def test_peers_that_failed_have_their_reason_and_void_tables_are_printed_over(fi
     assert "failed: $ not causal" in words and "3.00 M parameters" in words and "VOID" not in words
     widths = sorted(bar.get_width() for bar in figures[drawing.name].axes[0].patches)
     assert widths == [0.5, 1.0]
-    (drawing,) = of(draw_all(found(peers=[peer | {"void": "too slow a reference model"} for peer in peers])), "peers")
+    (drawing,) = of(
+        draw_all(found(peers=[peer | {"invalid": "too slow a reference model"} for peer in peers])), "peers"
+    )
     assert "VOID" in texts(figures[drawing.name]) and "too slow a reference model" in drawing.caption
 
 

@@ -17,7 +17,7 @@ from variants.position import Relative
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 FINETUNES = [name for name in RECIPES if name.endswith("_finetune")]
 TRAININGS = [name for name in RECIPES if name not in FINETUNES]
-START = "start.run=somewhere"
+START = "init_from.run=somewhere"
 
 V = 205
 FLAGS = (
@@ -174,11 +174,11 @@ def test_the_end_of_a_run_is_more_steps_at_a_tenth_of_the_rate(name, steps):
         for recipe in (name.removesuffix("_finetune"), name)
     )
     assert {key: value for key, value in after.items() if before[key] != value} == {
-        "start.take": "everything",
+        "init_from.restore": "everything",
         "optim.lr": pytest.approx(before["optim.lr"] / 10),
         "budget.steps": before["budget.steps"] + steps,
     }
-    with pytest.raises(ValueError, match="start.run=null"):
+    with pytest.raises(ValueError, match="init_from.run=null"):
         plan(f"recipe={name}")
 
 

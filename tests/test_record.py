@@ -155,9 +155,9 @@ def test_closing_table_has_the_numbers_and_marks():
 
 
 def test_training_flops_are_about_so_many_where_a_sublayer_does_not_say():
-    said = printed_table(make_summary(training_flops=12_950_000_000_000, charged_thrice=[]))
+    said = printed_table(make_summary(training_flops=12_950_000_000_000, flops_estimated_3x=[]))
     assert re.search(r"training FLOPs +12\.9T needed *\n", said)
-    guessed = printed_table(make_summary(training_flops=12_950_000_000_000, charged_thrice=["layers.0.mine"] * 4))
+    guessed = printed_table(make_summary(training_flops=12_950_000_000_000, flops_estimated_3x=["layers.0.mine"] * 4))
     assert "about 12.9T needed (3 x forward in 4 sublayers)" in guessed
 
 

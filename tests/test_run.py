@@ -313,6 +313,6 @@ def test_the_purpose_is_part_of_what_a_run_is():
 def test_a_split_too_short_for_its_streams_ends_before_training(key):
     with pytest.raises(ValueError, match="eval.streams=3"):
         make_job(key)
-    with pytest.raises(ValueError, match="eval.choice_bytes=1: leaves less than a pair"):
-        make_job("eval.choice_bytes=1")
+    with pytest.raises(ValueError, match="eval.selection_bytes=1: leaves less than a pair"):
+        make_job("eval.selection_bytes=1")
     assert not Path("outputs").exists()

@@ -18,7 +18,7 @@ PROMPT = torch.randint(256, (29,), generator=torch.Generator().manual_seed(0))
 
 def network(variant: str, *words: str):
     sizes = ("model.span=24", *small(variant)) if variant != "longformer" else ("model.span=32",)
-    start = ("start.run=nowhere",) if variant == "replayed_spans" else ()
+    start = ("init_from.run=nowhere",) if variant == "replayed_spans" else ()
     torch.manual_seed(0)
     model = plan(f"variant={variant}", *TINY, *sizes, *start, *words).make_model().double()
     shake_(model, spans=True)

@@ -30,7 +30,13 @@ def six_steps(tmp_path_factory) -> Path:
 def test_a_larger_budget_goes_on_with_everything():
     start, before = whole_run("variant=mhsa", *CARRY, "budget.steps=6")
     extended = make_job(
-        *("variant=mhsa", *CARRY, "budget.steps=10", f"start.run={start.folder.path}", "start.take=everything")
+        *(
+            "variant=mhsa",
+            *CARRY,
+            "budget.steps=10",
+            f"init_from.run={start.folder.path}",
+            "init_from.restore=everything",
+        )
     )
     assert extended.training.spent.steps == 6 and extended.training.spent.bytes == before["bytes_seen"]
     assert extended.training.spent.flops == before["training_flops"]
@@ -48,7 +54,7 @@ def test_everything_is_the_run_that_had_the_larger_budget_from_the_start(here, m
     given = ("variant=mhsa", *CARRY, *DROPOUT, "optim=adagrad", "optim.schedule.warmup_steps=4", "eval.every=0")
     whole, summary = whole_run(*given, "budget.steps=10")
     start, _ = whole_run(*given, "budget.steps=6")
-    take = (f"start.run={start.folder.path}", "start.take=everything")
+    take = (f"init_from.run={start.folder.path}", "init_from.restore=everything")
     extended, again = whole_run(*given, *take, "budget.steps=10")
     weights = [checkpoint.load(checkpoint.newest(job.folder.path))["model"] for job in (whole, extended)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -57,7 +63,7 @@ def test_everything_is_the_run_that_had_the_larger_budget_from_the_start(here, m
 
 def test_everything_takes_moments_and_the_new_runs_rates():
     start, _ = whole_run("optim=adamw", "budget.steps=6")
-    given = ("budget.steps=9", f"start.run={start.folder.path}", "start.take=everything")
+    given = ("budget.steps=9", f"init_from.run={start.folder.path}", "init_from.restore=everything")
     run = make_job("optim=adamw", *given, "optim.lr=0.0003", "optim.default.weight_decay=0.5").training
     assert run.optimizers.optimizers["default"].param_groups[0]["weight_decay"] == 0.5
     run.step()
@@ -66,7 +72,7 @@ def test_everything_takes_moments_and_the_new_runs_rates():
 
 
 def test_weights_begin_a_new_schedule(six_steps):
-    run = make_job("budget.steps=4", "optim.lr=0.001", f"start.run={six_steps}", "model.dropout=0.1").training
+    run = make_job("budget.steps=4", "optim.lr=0.001", f"init_from.run={six_steps}", "model.dropout=0.1").training
     theirs = checkpoint.load(checkpoint.newest(six_steps))["model"]
     assert all(torch.equal(p, theirs[name]) for name, p in run.model.state_dict().items())
     assert run.spent.steps == 0 and run.optimizers.steps == 0 and run.state is None
@@ -74,7 +80,7 @@ def test_weights_begin_a_new_schedule(six_steps):
 
 
 def test_a_run_that_began_from_another_resumes_as_any(six_steps, here, monkeypatch):
-    given = ("budget.steps=7", f"start.run={six_steps}")
+    given = ("budget.steps=7", f"init_from.run={six_steps}")
     whole, _ = whole_run(*given)
     elsewhere(here, monkeypatch)
     stop(make_job(*given), step=3)
@@ -87,38 +93,38 @@ def test_a_run_that_began_from_another_resumes_as_any(six_steps, here, monkeypat
     [
         (
             ("model.d_model=24",),
-            "start.run=.*its model is another one, embedding.weight is .256, 16. of torch.float32 there",
+            "init_from.run=.*its model is another one, embedding.weight is .256, 16. of torch.float32 there",
         ),
-        (("model.layers=1",), "start.run=.*and absent here"),
-        (("variant=all_attention",), "start.run=.*its model is another one"),
-        (("model.heads=4",), "start.run=.*model.heads was 2, is 4"),  # shapes alone do not tell
-        (("position=alibi",), "start.run=.*position._target_ was variants.position.Rotary, is"),
-        (("start.take=everything", "model.layers=1"), "start.run=.*model.layers was 2, is 1"),
-        (("start.take=everything", "batch.streams=2"), "start.run=.*batch.streams was 4, is 2"),
-        (("start.take=everything", "seed=1"), "start.run=.*seed was 0, is 1"),
-        (("start.take=everything", "data.bytes=30000"), "start.run=.*data.sha256 was"),
-        (("start.take=everything", "optim=adamw"), "start.run=.*optim matrices was"),
-        (("start.take=everything", "optim=adagrad"), "start.run=.*optim default was"),
-        (("start.take=everything", "budget.steps=6"), "budget.steps=6: start.run=.* has spent 6 already"),
-        (("start.run=nowhere",), "start.run=nowhere: must be a run folder that has a checkpoint"),
-        (("start.take=half",), "start.take=half: allowed are weights, everything"),
+        (("model.layers=1",), "init_from.run=.*and absent here"),
+        (("variant=all_attention",), "init_from.run=.*its model is another one"),
+        (("model.heads=4",), "init_from.run=.*model.heads was 2, is 4"),  # shapes alone do not tell
+        (("position=alibi",), "init_from.run=.*position._target_ was variants.position.Rotary, is"),
+        (("init_from.restore=everything", "model.layers=1"), "init_from.run=.*model.layers was 2, is 1"),
+        (("init_from.restore=everything", "batch.streams=2"), "init_from.run=.*batch.streams was 4, is 2"),
+        (("init_from.restore=everything", "seed=1"), "init_from.run=.*seed was 0, is 1"),
+        (("init_from.restore=everything", "data.bytes=30000"), "init_from.run=.*data.sha256 was"),
+        (("init_from.restore=everything", "optim=adamw"), "init_from.run=.*optim matrices was"),
+        (("init_from.restore=everything", "optim=adagrad"), "init_from.run=.*optim default was"),
+        (("init_from.restore=everything", "budget.steps=6"), "budget.steps=6: init_from.run=.* has spent 6 already"),
+        (("init_from.run=nowhere",), "init_from.run=nowhere: must be a run folder that has a checkpoint"),
+        (("init_from.restore=half",), "init_from.restore=half: allowed are weights, everything"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_nothing(six_steps, overrides, words):
     with pytest.raises(ValueError, match=words):
-        make_job("budget.steps=8", f"start.run={six_steps}", *overrides)
+        make_job("budget.steps=8", f"init_from.run={six_steps}", *overrides)
     assert not Path("outputs").exists()
 
 
 def test_a_link_that_moves_on_is_refused(six_steps):
     link = six_steps.parent / "latest"
-    with pytest.raises(ValueError, match="start.run=.*latest: must be a run folder .* no link"):
-        make_job("budget.steps=8", f"start.run={link}")
+    with pytest.raises(ValueError, match="init_from.run=.*latest: must be a run folder .* no link"):
+        make_job("budget.steps=8", f"init_from.run={link}")
 
 
 def test_a_run_to_start_from_counts_by_its_checkpoint_not_by_its_path():
     start, _ = whole_run("budget.steps=6", "outputs=first")
-    given = ("budget.steps=4", f"start.run={start.folder.path}")
+    given = ("budget.steps=4", f"init_from.run={start.folder.path}")
     name = make_job(*given).folder.path.name
     assert make_job(*given).folder.path.name == name
     whole_run("budget.steps=6", "outputs=first", "force=true")  # its checkpoint is another file now

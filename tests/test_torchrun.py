@@ -49,7 +49,7 @@ REFUSED = {
     ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
     ("model.widht=3",): ("model.widht=3", "d_model"),
     ("outputs=held",): ("outputs=held", "is held by somebody"),
-    ("start.run=nowhere",): ("start.run=nowhere",),
+    ("init_from.run=nowhere",): ("init_from.run=nowhere",),
     ("data=file", "data.path=second"): ("data.path='second'",),
 }
 

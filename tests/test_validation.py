@@ -25,13 +25,13 @@ def validations(job) -> list[dict]:
     return [row for row in rows_of(job) if row["kind"] == "valid" and not row.get("final")]
 
 
-@pytest.mark.parametrize(("choice_bytes", "apart"), [(200, 200), (499, 499), (5000, 500), (None, 500)])
-def test_what_chooses_the_weights_is_in_no_reported_score(choice_bytes, apart):
-    given = f"eval.choice_bytes={'null' if choice_bytes is None else choice_bytes}"
+@pytest.mark.parametrize(("selection_bytes", "apart"), [(200, 200), (499, 499), (5000, 500), (None, 500)])
+def test_what_chooses_the_weights_is_in_no_reported_score(selection_bytes, apart):
+    given = f"eval.selection_bytes={'null' if selection_bytes is None else selection_bytes}"
     run = make_run(given, "eval.bytes=null")
     valid = run.corpus.splits["valid"]
     assert len(valid) == 1000 and torch.equal(run.reported("valid"), valid[: 1000 - apart])
-    assert torch.equal(run.corpus.choosing(choice_bytes), valid[1000 - apart :])
+    assert torch.equal(run.corpus.choosing(selection_bytes), valid[1000 - apart :])
     assert torch.equal(run.reported("test"), run.corpus.splits["test"]) and not run.capped("valid")
     capped = make_run(given, "eval.bytes=499")
     assert len(capped.reported("valid")) == 499 and capped.capped("valid") and capped.capped("test")
@@ -45,14 +45,16 @@ def test_a_validation_scores_a_tenth_of_what_was_trained_and_all_score_the_same_
     assert len(job.training.corpus.splits["valid"]) - 200 > 400 and summary["capped"]["valid"] == 400
 
 
-@pytest.mark.parametrize(("words", "size"), [("eval.bytes=30", 27), ("eval.choice_bytes=20", 18)])
+@pytest.mark.parametrize(("words", "size"), [("eval.bytes=30", 27), ("eval.selection_bytes=20", 18)])
 def test_other_limits_of_a_validation(words, size):
     job, _ = whole_run("budget.steps=40", "eval.every=0.2", words)
     assert {row["capped_bytes"] for row in validations(job)} == {size}
 
 
 def test_a_validation_scores_what_stands_behind_a_full_window():
-    run = make_run("budget.steps=600", "eval.every=0.5", "eval.choice_bytes=null", "eval.segment=16", "model.span=60")
+    run = make_run(
+        "budget.steps=600", "eval.every=0.5", "eval.selection_bytes=null", "eval.segment=16", "model.span=60"
+    )
     while run.spent.bytes < 4990:
         run.step()
     found, (own, context), part = run.validate(), (133, 64), run.corpus.choosing(None).long()
@@ -84,7 +86,9 @@ def test_an_interrupted_run_validates_where_a_whole_one_does(here, monkeypatch):
 
 def test_more_budget_begins_its_own_validations(here):
     first, _ = whole_run("budget.steps=8", "outputs=first")
-    more = make_job("budget.steps=16", f"start.run={first.folder.path}", "start.take=everything", "outputs=more")
+    more = make_job(
+        "budget.steps=16", f"init_from.run={first.folder.path}", "init_from.restore=everything", "outputs=more"
+    )
     run_job(more)
     assert [row["bytes_seen"] for row in validations(more)] == [12 * 64, 16 * 64]
     assert {row["capped_bytes"] for row in validations(more)} == {24}

@@ -6,7 +6,7 @@ that is trained so does as well as the one that learned them, the windows were w
 With whole spans and ``ramp: 1`` the edges are hard: a span of z shows the z + 1 nearest keys.
 
 The buffer has the name that the learned parameter has. So the spans may also come from a finished run of an adaptive
-span, with its other weights: ``variant=replayed_spans start.run=FOLDER``. Spans that are given stay what they are there, too.
+span, with its other weights: ``variant=replayed_spans init_from.run=FOLDER``. Spans that are given stay what they are there, too.
 """
 
 import torch

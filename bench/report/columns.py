@@ -177,14 +177,14 @@ COSTS = (
 )
 
 
-def charged_thrice(runs: Sequence[RunRow]) -> bool:
+def flops_estimated_3x(runs: Sequence[RunRow]) -> bool:
     """Whether training FLOPs of any of these runs are in part three times a forward."""
-    return any(run.summary.get("charged_thrice") for run in runs)
+    return any(run.summary.get("flops_estimated_3x") for run in runs)
 
 
 def _gflops(of: Means) -> Cell:
     flops = of("training_flops")
-    about = "~" if charged_thrice(of.runs) else ""
+    about = "~" if flops_estimated_3x(of.runs) else ""
     return text(None) if flops is None else Cell(text=about + significant(flops / 1e9), value=flops / 1e9)
 
 
@@ -194,7 +194,7 @@ GFLOPS = Column("training, GFLOPs", NEEDED, _gflops)
 
 def thrice_notes(arms: Sequence[Arm]) -> list[str]:
     """Whose training FLOPs are in part a guess."""
-    labels = [arm.label for arm in arms if charged_thrice(arm.newest_of_each_seed)]
+    labels = [arm.label for arm in arms if flops_estimated_3x(arm.newest_of_each_seed)]
     told = f"Training FLOPs of {listed(labels)}: a mechanism does not say what it needs and is charged 3 x ideal."
     return [told] if labels else []
 

@@ -52,14 +52,14 @@ def draw_peers(peers: list[dict], *, look: dict[str, Look]) -> list[Drawing]:
             row["streams"],
             row["segment"],
             row["data"]["sha256"],
-            str(row.get("void")),
+            str(row.get("invalid")),
         )
 
     return [_peers(rows, look=look, name=f"peers-{tag(found)}") for found, rows in grouped(peers, key=same).items()]
 
 
 def _peers(rows: list[dict], *, look: dict[str, Look], name: str) -> Drawing:
-    first, void = rows[0], rows[0].get("void")
+    first, void = rows[0], rows[0].get("invalid")
     title = f"Training speed of peers: {first['job']}"
     subtitle = f"{machine_words(first)}; {first['streams']} x {first['segment']} bytes a step\n{data_words(rows)}"
     rows = sorted(rows, key=lambda row: (number(row, "relative_to_reference") or 0.0, row["name"]))

@@ -123,7 +123,7 @@ def _guessed(cell: Callable[[dict], Cell]) -> Callable[[dict], Cell]:
     """The cell with ``~`` before it where a mechanism does not say what training needs."""
 
     def marked(row: dict) -> Cell:
-        found, guessed = cell(row), (row.get("flops") or {}).get("charged_thrice")
+        found, guessed = cell(row), (row.get("flops") or {}).get("flops_estimated_3x")
         return replace(found, text=f"~{found.text}") if guessed and found.text else found
 
     return marked

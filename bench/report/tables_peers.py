@@ -38,12 +38,12 @@ def _of(key: str, make: Callable[..., Cell]) -> Callable[[dict], Cell]:
 
 def _valid(key: str) -> Callable[[dict], Cell]:
     """The same for a ratio, which a void row has none of."""
-    return lambda row: text(VOID) if row.get("void") and row.get(key) is not None else fixed(row.get(key), digits=3)
+    return lambda row: text(VOID) if row.get("invalid") and row.get(key) is not None else fixed(row.get(key), digits=3)
 
 
 def _range(key: str) -> Callable[[dict], Cell]:
     """From the least to the greatest of the rounds' ratios."""
-    return lambda row: spread(None if row.get("void") else row.get(key))
+    return lambda row: spread(None if row.get("invalid") else row.get(key))
 
 
 def _name(key: str) -> Callable[[dict], str | None]:
@@ -77,7 +77,7 @@ def _checks(row: dict) -> Cell:
 
 
 def _reached(row: dict) -> Cell:
-    said = None if row.get("void") else row.get("reached")
+    said = None if row.get("invalid") else row.get("reached")
     return text(None if said is None else "yes" if said else "missed")
 
 
@@ -110,7 +110,7 @@ PEERS = (
     Column("checks", CHECKS, _checks, number=False),
 )
 SPEEDS = (
-    words("case", "As conf/lineup names it.", _name("case")),
+    words("case", "As conf/comparison names it.", _name("case")),
     words("position", "", lambda row: row.get("position")),
     words("cache", "", lambda row: row.get("cache")),
     words("backend", CODE, lambda row: row.get("backend")),
@@ -135,7 +135,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
     """A table for each call of the verb, job and reference model, the fastest first; calls are never mixed."""
     tables = []
     for index, same in enumerate(_together(rows, "job", "streams", "segment", "relative_to"), start=1):
-        row, void = same[-1], {freed_words(row): row["void"] for row in same if row.get("void")}
+        row, void = same[-1], {freed_words(row): row["invalid"] for row in same if row.get("invalid")}
         same.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         about = (
@@ -143,7 +143,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
             "streams, segment, threads, precision and data, not parameters. The rows differ in who wrote the code"
         )
         title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}"
-        shown = [row | {"void": void.get(freed_words(row))} for row in same]
+        shown = [row | {"invalid": void.get(freed_words(row))} for row in same]
         tables.append(_table(shown, PEERS, name=f"peers-{index}", title=title, about=about + against))
     return tables
 
@@ -179,7 +179,9 @@ def _table(rows: list[dict], columns: tuple[Column, ...], *, name: str, title: s
         title=f"{title}, {row['device']}, {row['precision']}",
         caption=f"{ground_words(row)}. Data: {data_words([row])}. {about}. {one_call}.",
         notes=tuple(_notes(rows)),
-        styles=tuple("dim" if row["status"] != "measured" else "dim strike" if row.get("void") else "" for row in rows),
+        styles=tuple(
+            "dim" if row["status"] != "measured" else "dim strike" if row.get("invalid") else "" for row in rows
+        ),
     )
 
 
@@ -192,8 +194,8 @@ def _label(row: dict) -> str:
 def _notes(rows: list[dict]) -> list[str]:
     """What is true of the rows."""
     measured = [row for row in rows if row["status"] == "measured"]
-    valid = [row for row in measured if not row.get("void")]
-    notes = [f"{VOID}: {reason}." for reason in dict.fromkeys(row["void"] for row in rows if row.get("void"))]
+    valid = [row for row in measured if not row.get("invalid")]
+    notes = [f"{VOID}: {reason}." for reason in dict.fromkeys(row["invalid"] for row in rows if row.get("invalid"))]
     notes += [
         f"{_label(row)}: {row['status']} ({row.get('reason') or 'no reason given'})."
         for row in rows

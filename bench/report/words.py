@@ -32,7 +32,7 @@ def protocol_words(rows: Sequence[dict]) -> str:
     protocol, spans = rows[-1]["protocol"], sorted({row["protocol"]["span"] for row in rows})
     span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
     part = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
-    chosen, contexts = protocol["choice_bytes"], sorted({row["protocol"]["context"] for row in rows})
+    chosen, contexts = protocol["selection_bytes"], sorted({row["protocol"]["context"] for row in rows})
     apart = f"the last {chosen:,} bytes of valid (at most half)" if chosen else "the second half of valid"
     context = " to ".join(f"{n_bytes:,}" for n_bytes in dict.fromkeys((contexts[0], contexts[-1])))
     return (

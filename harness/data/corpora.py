@@ -60,20 +60,20 @@ class Corpus:
     distances: tuple[int, ...] = ()
     fallback_from: str | None = None
 
-    def reported(self, split: str, *, choice_bytes: int | None, limit: int | None = None) -> Tensor:
+    def reported(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
         """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the ones
         that choose the weights."""
         whole = self.splits[split]
-        apart = self._choosing(choice_bytes) if split == "valid" else 0
+        apart = self._choosing(selection_bytes) if split == "valid" else 0
         return whole[: len(whole) - apart][:limit]
 
-    def choosing(self, choice_bytes: int | None) -> Tensor:
-        """The bytes of valid that choose the weights: the last ``choice_bytes``, at most half of it (None: half)."""
-        return self.splits["valid"][len(self.splits["valid"]) - self._choosing(choice_bytes) :]
+    def choosing(self, selection_bytes: int | None) -> Tensor:
+        """The bytes of valid that choose the weights: the last ``selection_bytes``, at most half of it (None: half)."""
+        return self.splits["valid"][len(self.splits["valid"]) - self._choosing(selection_bytes) :]
 
-    def _choosing(self, choice_bytes: int | None) -> int:
+    def _choosing(self, selection_bytes: int | None) -> int:
         half = len(self.splits["valid"]) // 2
-        return half if choice_bytes is None else min(choice_bytes, half)
+        return half if selection_bytes is None else min(selection_bytes, half)
 
     def copied_from(self, part: Tensor) -> dict[int, Tensor]:
         """By each of ``distances``: which targets of a part of a split, uint8 ``[n]``, are such copies, bool ``[n - 1]``."""

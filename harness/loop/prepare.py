@@ -101,24 +101,24 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
 
 
 def begin_from(training: TrainState) -> None:
-    """``start.run``: another run's weights with a new schedule, or everything with a larger budget.
+    """``init_from.run``: another run's weights with a new schedule, or everything with a larger budget.
 
     Rates, decays and clips are this run's own; moments and sums are the other's. The first process reads it for all.
 
     Raises:
-        ValueError: naming ``start.run``, what differs and what is allowed.
+        ValueError: naming ``init_from.run``, what differs and what is allowed.
     """
-    start, processes = training.plan.start, training.runtime.processes
-    if start.run is None:
+    init_from, processes = training.plan.init_from, training.runtime.processes
+    if init_from.run is None:
         return
-    content, theirs = processes.on_main(lambda: _read_start(start.run))
+    content, theirs = processes.on_main(lambda: _read_start(init_from.run))
     content = shards.put_back(content, training.trainer.units.empty)
     with processes.fail_together():
         try:
             _take(training, content, theirs)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ValueError(
-                f"start.run={start.run}: its checkpoint or its {RECORD} is not what this code wrote "
+                f"init_from.run={init_from.run}: its checkpoint or its {RECORD} is not what this code wrote "
                 f"({type(error).__name__}: {error}); allowed is the folder of a run"
             ) from error
 
@@ -127,22 +127,22 @@ def _read_start(path: str) -> tuple[dict, dict]:
     """The newest checkpoint of a run folder, and its provenance."""
     place = Path(path)
     if checkpoint.newest(place) is None or place.is_symlink():  # a link such as outputs/latest is soon another run
-        raise ValueError(f"start.run={path}: must be a run folder that has a checkpoint, and no link to one")
-    theirs = read_provenance(place, key="start.run")
+        raise ValueError(f"init_from.run={path}: must be a run folder that has a checkpoint, and no link to one")
+    theirs = read_provenance(place, key="init_from.run")
     return checkpoint.load_newest(place, identity_of(theirs)), theirs
 
 
 def _take(training: TrainState, content: dict, theirs: dict) -> None:
-    start, plan = training.plan.start, training.plan
-    if start.take == "weights":
+    init_from, plan = training.plan.init_from, training.plan
+    if init_from.restore == "weights":
         training.take_weights(content["model"])
         _must_agree(plan, _model_facts(theirs["config"]), _model_facts(plan.config))
         return
     unit = plan.budget.unit
     if content["spent"][unit] >= plan.budget.amount:
         raise ValueError(
-            f"budget.{unit}={plan.budget.amount}: start.run={start.run} has spent {content['spent'][unit]} already; "
-            "allowed with start.take=everything is more"
+            f"budget.{unit}={plan.budget.amount}: init_from.run={init_from.run} has spent {content['spent'][unit]} already; "
+            "allowed with init_from.restore=everything is more"
         )
     now = {
         "config": plan.config,
@@ -179,5 +179,7 @@ def _must_agree(plan: Plan, theirs: dict[str, object], own: dict[str, object]) -
         f"{key} was {theirs.get(key)}, is {own.get(key)}" for key in own | theirs if theirs.get(key) != own.get(key)
     ]
     if differ:
-        start = plan.start
-        raise ValueError(f"start.run={start.run}: cannot be taken up with start.take={start.take}: {'; '.join(differ)}")
+        init_from = plan.init_from
+        raise ValueError(
+            f"init_from.run={init_from.run}: cannot be taken up with init_from.restore={init_from.restore}: {'; '.join(differ)}"
+        )

@@ -94,7 +94,7 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
             "warm": executed.warm,
         },
         "training_flops": training.spent.flops,
-        "charged_thrice": training.model.charged_thrice(),
+        "flops_estimated_3x": training.model.flops_estimated_3x(),
         "unreached": training.optimizers.unreached(),
         "memory": {
             "peak_bytes": peak.bytes,

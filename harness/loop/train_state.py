@@ -215,11 +215,11 @@ class TrainState:
     def reported(self, split: str) -> Tensor:
         """The bytes of a split that are scored at the end."""
         e = self.plan.eval
-        return self.corpus.reported(split, choice_bytes=e.choice_bytes, limit=e.bytes)
+        return self.corpus.reported(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
     def capped(self, split: str) -> bool:
         """Whether ``eval.bytes`` leaves out some of what a split would report."""
-        whole = self.corpus.reported(split, choice_bytes=self.plan.eval.choice_bytes)
+        whole = self.corpus.reported(split, selection_bytes=self.plan.eval.selection_bytes)
         return len(self.reported(split)) < len(whole)
 
     @property
@@ -253,23 +253,24 @@ class TrainState:
         streams, context = sample_cut(size, streams=e.streams, segment=e.segment, context=self.plan.model.span)
         cut = {"pairs": size, "streams": streams, "segment": e.segment, "context": context}
         with self.trainer.units.gathered():
-            score = score_samples(self.model, self.corpus.choosing(e.choice_bytes), runtime=self.runtime, **cut)
+            score = score_samples(self.model, self.corpus.choosing(e.selection_bytes), runtime=self.runtime, **cut)
         self.validated = Validated(bytes=self.spent.bytes, fraction=self.fraction, size=size)
         return score
 
     def _most_validated(self) -> int:
         """Pairs that a validation may read, however much was trained."""
         e = self.plan.eval
-        return min(len(self.corpus.choosing(e.choice_bytes)), e.bytes or math.inf) - 1
+        return min(len(self.corpus.choosing(e.selection_bytes)), e.bytes or math.inf) - 1
 
     def _check_scoring(self) -> None:
         """ValueError, before the first step, if a split is too short for ``eval.streams``, or for what chooses."""
         for split in self.splits:
             score_streams(len(self.reported(split)) - 1, self.plan.eval.streams)
         e = self.plan.eval
-        if len(self.corpus.choosing(e.choice_bytes)) < 2:
+        if len(self.corpus.choosing(e.selection_bytes)) < 2:
             raise ValueError(
-                f"eval.choice_bytes={e.choice_bytes}: leaves less than a pair of valid's {len(self.corpus.splits['valid'])} "
+                f"eval.selection_bytes={e.selection_bytes}: leaves less than a pair of "
+                f"valid's {len(self.corpus.splits['valid'])} "
                 "bytes to choose the weights by; allowed are 2 or more, or null, of a valid split of 4 or more"
             )
 
@@ -347,7 +348,7 @@ class TrainState:
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """The parameters of another run; ValueError if the models differ."""
-        load_weights(self.model, weights, what=f"start.run={self.plan.start.run}")
+        load_weights(self.model, weights, what=f"init_from.run={self.plan.init_from.run}")
 
 
 def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str) -> None:

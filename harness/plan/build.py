@@ -28,12 +28,12 @@ PLAIN = {
     "batch": settings.BatchSettings,
     "eval": settings.EvalSettings,
     "checkpoint": settings.CheckpointSettings,
-    "start": settings.StartSettings,
+    "init_from": settings.InitFromSettings,
     "runtime": settings.RuntimeSettings,
     "record": settings.RecordSettings,
 }
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
-SECTIONS += ("checkpoint", "start")
+SECTIONS += ("checkpoint", "init_from")
 PURPOSES = ("result", "tune")
 SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust", "check")
 
@@ -62,7 +62,7 @@ class Plan:
     batch: settings.BatchSettings
     eval: settings.EvalSettings
     checkpoint: settings.CheckpointSettings
-    start: settings.StartSettings
+    init_from: settings.InitFromSettings
     runtime: settings.RuntimeSettings
     budget: Budget
     data: dict
@@ -97,7 +97,7 @@ class Plan:
         """How bits per byte are scored: part of the number."""
         e = self.eval
         how = {"streams": e.streams, "segment": e.segment, "span": self.model.span, "bytes": e.bytes}
-        how |= {"context": streamed_context(self.model.span, self.model.layers), "choice_bytes": e.choice_bytes}
+        how |= {"context": streamed_context(self.model.span, self.model.layers), "selection_bytes": e.selection_bytes}
         return how | {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
 
 
@@ -160,8 +160,10 @@ def plan_run(
         beside_others=beside_others,
         **plain,
     )
-    if plan.start.take == "everything" and plan.start.run is None:
-        raise ValueError("start.run=null: start.take=everything needs a run's folder; without one start.take=weights")
+    if plan.init_from.restore == "everything" and plan.init_from.run is None:
+        raise ValueError(
+            "init_from.run=null: init_from.restore=everything needs a run's folder; without one init_from.restore=weights"
+        )
     if plan.purpose not in PURPOSES:
         raise ValueError(f"purpose={plan.purpose}: allowed are {', '.join(PURPOSES)}")
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):

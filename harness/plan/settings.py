@@ -59,7 +59,7 @@ class EvalSettings:
     streams: int
     segment: int
     bytes: int | None
-    choice_bytes: int | None
+    selection_bytes: int | None
     windows: bool
     test: bool
 
@@ -72,9 +72,9 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartSettings:
+class InitFromSettings:
     run: str | None
-    take: str = field(metadata={"allowed": ("weights", "everything")})
+    restore: str = field(metadata={"allowed": ("weights", "everything")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class RecordSettings:
 
 POSITIVE = {
     *("d_model", "layers", "heads", "span", "embedding_std", "default_bytes", "streams", "segment", "accumulate"),
-    *("every_seconds", "every_steps", "keep", "threads", "bytes", "first_bytes", "choice_bytes"),
+    *("every_seconds", "every_steps", "keep", "threads", "bytes", "first_bytes", "selection_bytes"),
     *("rounds", "seconds", "memory_limit_gib"),
 }
 SHARES = {"dropout", "embedding_dropout", "every"}

@@ -113,7 +113,7 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
             f"{_executed(summary)} executed, {_short(flops.get('ideal'))} ideal (forward)",
         )
     if summary.get("training_flops") is not None:
-        thrice = len(summary.get("charged_thrice") or [])
+        thrice = len(summary.get("flops_estimated_3x") or [])
         about, how = ("about ", f" (3 x forward in {cells.count_of(thrice, 'sublayer')})") if thrice else ("", "")
         yield "training FLOPs", f"{about}{_short(summary['training_flops'])} needed{how}"
     if memory:

@@ -42,10 +42,10 @@ def config_hash(config: Mapping[str, object]) -> str:
     """
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
     kept["data"] = {key: value for key, value in kept["data"].items() if key != "fallback"}  # null in a sweep's job
-    start = kept["start"]
+    start = kept["init_from"]
     newest = None if start["run"] is None else checkpoint.newest(Path(start["run"]))
     if newest is not None:
-        kept["start"] = start | {"run": sha256_of(newest)}
+        kept["init_from"] = start | {"run": sha256_of(newest)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

@@ -223,7 +223,7 @@ def test_a_pipe_of_that_name_is_not_waited_for_in_a_run_to_begin_from(died, link
     if linked:
         pipe.symlink_to(died / "pipe")
     with pytest.raises(ValueError, match=r"step-000000010\.pt: must be a file"):
-        make_job(*GIVEN, "seed=5", f"start.run={died}")
+        make_job(*GIVEN, "seed=5", f"init_from.run={died}")
 
 
 def test_what_was_passed_over_takes_no_place_among_the_newest(tmp_path):
@@ -263,16 +263,16 @@ def test_another_seeds_is_refused(died, other, name):
 
 
 def test_a_run_that_begins_from_another_takes_it_and_not_a_third_ones(died, other):
-    begun = make_job(*GIVEN, "seed=5", f"start.run={died}").training
+    begun = make_job(*GIVEN, "seed=5", f"init_from.run={died}").training
     assert torch.equal(begun.model.state_dict()["head.weight"], checkpoint.load(died / NEWEST)["model"]["head.weight"])
     shutil.copy(checkpoint.newest(other), died / NEWEST)
     with pytest.raises(ValueError, match=r"step-000000009\.pt is of another run: seed was 5, is 0"):
-        make_job(*GIVEN, "seed=5", f"start.run={died}")
+        make_job(*GIVEN, "seed=5", f"init_from.run={died}")
 
 
 def test_a_run_to_begin_from_gives_its_last_good_one_with_one_warning(died, capsys):
     flipped(died / NEWEST)
-    begun = make_job(*GIVEN, "seed=5", f"start.run={died}").training
+    begun = make_job(*GIVEN, "seed=5", f"init_from.run={died}").training
     assert torch.equal(begun.model.state_dict()["head.weight"], checkpoint.load(died / BEFORE)["model"]["head.weight"])
     assert capsys.readouterr().err.count("WARNING") == 1
 
@@ -355,4 +355,4 @@ def test_weights_of_another_type_are_refused(died):
     content["model"]["head.weight"] = content["model"]["head.weight"].double()
     checkpoint.save(died, content, step=9, keep=2)
     with pytest.raises(ValueError, match=r"start\.run=.*head\.weight is .* of torch\.float64 there and .*float32 here"):
-        make_job(*GIVEN, "seed=5", f"start.run={died}")
+        make_job(*GIVEN, "seed=5", f"init_from.run={died}")

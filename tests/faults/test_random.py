@@ -62,7 +62,7 @@ ODD_KEYS += (
     "record.every_steps",
     "variant.layers",
     "variant.attention",
-    "start.run",
+    "init_from.run",
     "outputs",
     *SOUND,
 )

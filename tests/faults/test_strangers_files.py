@@ -133,8 +133,8 @@ def test_a_primary_file_of_a_stranger_names_no_package(here):
 @pytest.mark.parametrize("word", ["+trust=[stranger]", "hydra.searchpath=[pkg://stranger]"])
 def test_words_of_a_comparison_are_nobodys(here, word):
     comparison = {"job": "x", "reference": "reference_model", "words": word, "entries": {"reference_model": {}}}
-    write(here, {"lineup/evil.yaml": GLOBAL + yaml.safe_dump({"comparisons": [comparison]})})
-    ended = call("bench/peers.py", "-cd", "conf", "lineup=evil", *MADE, *TINY)
+    write(here, {"comparison/evil.yaml": GLOBAL + yaml.safe_dump({"comparisons": [comparison]})})
+    ended = call("bench/peers.py", "-cd", "conf", "comparison=evil", *MADE, *TINY)
     assert not (here / "PWNED").exists() and "PWNED" not in ended.err
     assert ended.code == 2 and f"words of peers: {word}: " in ended.err and "command line alone" in ended.err, ended
 

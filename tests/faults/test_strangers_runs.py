@@ -1,5 +1,5 @@
 """A stranger's run folder runs nothing, and a folder of nonsense is one message: ``bench.evaluate``, ``compress``,
-``decompress``, ``cost checkpoint=`` and ``start.run`` open it."""
+``decompress``, ``cost checkpoint=`` and ``init_from.run`` open it."""
 
 import json
 import os
@@ -199,15 +199,15 @@ def test_a_hostile_record_is_one_message(run, attack):
             node = node[name]
         node[last] = WRONG[attack]
         (run / RECORD).write_text(json.dumps(row) + "\n", encoding="utf-8")
-    for key in ("run", "start.run"):
+    for key in ("run", "init_from.run"):
         with pytest.raises(ValueError, match=f"{key}=.*{RUN}: {RECORD}.*{'' if attack in RECORDS else attack}"):
             read_provenance(run, key=key)
 
 
-@pytest.mark.attack("start.run: hostile folders")
+@pytest.mark.attack("init_from.run: hostile folders")
 @pytest.mark.parametrize("take", ["weights", "everything"])
 def test_a_start_from_a_run_of_nonsense_is_one_message(run, take, monkeypatch, attempt):
-    theirs, job = read_provenance(run, key="start.run"), make_job("variant=mhsa", "budget.steps=4", "outputs=mine")
+    theirs, job = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "budget.steps=4", "outputs=mine")
     newest = prepare.checkpoint.newest(run)
     good = prepare.checkpoint.load(newest)
     assert good["spent"]["steps"] == 2
@@ -218,20 +218,20 @@ def test_a_start_from_a_run_of_nonsense_is_one_message(run, take, monkeypatch, a
             {key: value for key, value in good.items() if key != name} for name in ("spent", "state", "random")
         ]
     training = job.training
-    start = type(training.plan.start)(run=str(run), take=take)
+    start = type(training.plan.init_from)(run=str(run), take=take)
     training.plan = prepare.dataclasses.replace(training.plan, start=start)
     for content in contents:
         attempt()
         monkeypatch.setattr(prepare, "_read_start", lambda path, content=content: (dict(content), theirs))
-        with pytest.raises(ValueError, match="start.run="):
+        with pytest.raises(ValueError, match="init_from.run="):
             prepare.begin_from(training)
 
 
-@pytest.mark.attack("start.run: hostile folders")
+@pytest.mark.attack("init_from.run: hostile folders")
 def test_a_start_from_a_hostile_record_is_one_message(run):
     (run / RECORD).write_bytes(RECORDS["deep"])
-    with pytest.raises(ValueError, match=f"start.run={RUN}: {RECORD}"):
-        make_job("variant=mhsa", "budget.steps=4", f"start.run={RUN}", "outputs=mine")
+    with pytest.raises(ValueError, match=f"init_from.run={RUN}: {RECORD}"):
+        make_job("variant=mhsa", "budget.steps=4", f"init_from.run={RUN}", "outputs=mine")
 
 
 @pytest.mark.parametrize("name", [EVALUATIONS, "context.png"])

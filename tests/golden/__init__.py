@@ -59,7 +59,13 @@ SIZES += (
     "data.distances=[3,5,14,17]",
     "data.seed=1",
 )
-SIZES += ("data.split=[0.5,0.4,0.1]", "eval.streams=3", "eval.segment=19", "eval.choice_bytes=20", "runtime.device=cpu")
+SIZES += (
+    "data.split=[0.5,0.4,0.1]",
+    "eval.streams=3",
+    "eval.segment=19",
+    "eval.selection_bytes=20",
+    "runtime.device=cpu",
+)
 SIZES += ("runtime.precision=float32", "runtime.threads=1", "runtime.compile=false")
 SPANS = ("variant.attention.span.ramp=4", "variant.attention.span.loss_weight=0.01")
 MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
@@ -67,11 +73,12 @@ PERSISTENT = ("variant.attention.persistent.number=5",)
 OWN = {
     "adaptive_span": SPANS,
     "adaptive_span_memory": SPANS + MEMORY,
-    "all_attention": SPANS + PERSISTENT,
+    **dict.fromkeys(("all_attention", "all_attention_6", "all_attention_10"), SPANS + PERSISTENT),
     "all_attention_fixed": PERSISTENT,
     "dynamic_span": SPANS,
     "product_key_memory": MEMORY,
     "replayed_spans": (SPANS[0], "variant.attention.span.spans=[[5,9],[2,16]]"),
+    "uniform_span": (SPANS[0], "variant.attention.span.spans=[[7,7],[7,7]]"),
 }
 """Words of a variant beside what its file has under ``small``."""
 
@@ -101,7 +108,9 @@ def _composed(case: str, optim: str) -> DictConfig:
     variant, words = CASES[case]
     sizes = ((variant_file(variant).get("small") or {}).get("model") or {}).items()
     words = (*SIZES, f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes), *words)
-    return compose_config(*words, *OWN.get(variant, ()), f"optim={optim}", f"optim.lr={RATES[optim]}")
+    return compose_config(
+        *words, *OWN.get(variant, ()), f"optim={optim}", f"optim.lr={RATES[optim]}", "++variant.lr_scale=null"
+    )
 
 
 def _corpus(**words: object) -> Corpus:
