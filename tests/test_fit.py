@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from bench import fit
 from bench.fit import predict
@@ -17,7 +16,6 @@ from tests.command import ROOT, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import CONF, TINY, plan, small
 
 GIB, MIB = 2**30, 2**20
-DEVICES = OmegaConf.to_container(OmegaConf.load(CONF / "fit.yaml").devices)
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 HANGS_SECONDS = 600
 
@@ -83,11 +81,9 @@ def measured_bytes() -> dict[str, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark can be lowered on Linux only")
 @pytest.mark.parametrize("case", CASES)
 def test_prediction_is_what_is_measured(case, measured_bytes):
-    found, measured = predict(plan(*CASES[case])), measured_bytes[case]
-    predicted = found["predicted_peak_bytes"]
+    predicted, measured = predict(plan(*CASES[case]))["predicted_peak_bytes"], measured_bytes[case]
     assert measured > 100 * MIB
     assert predicted == pytest.approx(measured, rel=0.1)
-    assert sum(found["split"].values()) == predicted
     print(f"{case}: {predicted / MIB:.1f} predicted, {measured / MIB:.1f} MiB measured")
 
 
@@ -116,7 +112,6 @@ def test_spans_grow_the_peak_and_streams_scale_it():
     one, two, three = (peak(streams=streams) for streams in (10, 20, 30))
     assert three - two == pytest.approx(two - one, rel=0.02)
     assert peak(span=64) > peak()
-    assert predict(own, segment=32)["segment"] == 32
 
 
 def test_learned_spans_are_projected_and_can_be_put():
