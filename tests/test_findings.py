@@ -45,12 +45,20 @@ class Frees(Gate):
 @pytest.mark.parametrize(
     ("broken", "promise", "line"),
     [
-        (LeaksInEvaluation, promises.FUTURE_EVAL, rf"eval, byte 1 changed: {PLACE}"),
-        (toys.PeeksInTraining, promises.FUTURE_TRAIN, rf"train, byte 1 changed: {PLACE}"),
+        (
+            LeaksInEvaluation,
+            promises.FUTURE_EVAL,
+            rf"eval, 15 x 15 bytes without a past, all from byte 1 on changed: {PLACE}",
+        ),
+        (
+            toys.PeeksInTraining,
+            promises.FUTURE_TRAIN,
+            rf"train, 15 x 15 bytes .*, all from byte 1 on changed: {PLACE}",
+        ),
         (toys.Mixes, promises.STREAMS, rf"eval, stream 0 changed: {PLACE}"),
         (MixesInTraining, promises.STREAMS, rf"train, stream 0 changed: {PLACE}"),
-        (toys.Forgets, promises.SEGMENTS, rf"eval, cut at 1: {PLACE}"),
-        (toys.ForgetsInTraining, promises.SINGLE, rf"train, first and last 6 bytes one at a time: {PLACE}"),
+        (toys.Forgets, promises.SEGMENTS, rf"eval, 3 x 15 bytes without a past cut at 1: {PLACE}"),
+        (toys.ForgetsInTraining, promises.SEGMENTS, rf"train, 3 x 15 bytes without a past cut at 1: {PLACE}"),
         (Attention, promises.FAR, rf"eval, float64: {PLACE}"),
         (toys.IgnoresThePast, promises.INFLUENCE, r"eval, byte 2 changed: .* byte 3 did not"),
         (

@@ -19,8 +19,8 @@ from harness.failures import StorageFailure
 from harness.loop.step import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import narrow, of_mechanism, shrunk
-from variants.conformance import BEFORE_TRAINING, Finding, check, finding_of
-from variants.conformance.sizes import at_sizes, sizes_of
+from variants.conformance import BEFORE_TRAINING, Finding, at_sizes, check, finding_of
+from variants.conformance.sizes import sizes_of
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"

@@ -22,8 +22,8 @@ Outputs = dict[str, Tensor]
 class Subject:
     """The model that is checked, and what it is fed.
 
-    ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended; ``kept``
-    is what several promises look at. ``streams``: numbers of streams that large batches have.
+    ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended.
+    ``streams``: numbers of streams that large batches have.
     """
 
     make_model: Callable[[], nn.Module]
@@ -31,7 +31,6 @@ class Subject:
     vocabulary: int
     streams: tuple[int, ...] = (17,)
     during: list[str] = field(default_factory=list)
-    kept: dict = field(default_factory=dict)
 
     @cached_property
     def declared(self) -> dict[str, Sublayer]:
@@ -47,6 +46,11 @@ class Subject:
     def length(self) -> int:
         """Bytes a stream: more than two windows, and than six periods."""
         return max(2 * self.span, 6 * self.period) + 5
+
+    @property
+    def apart(self) -> bool:
+        """Whether streams promise not to mix."""
+        return "streams_apart" not in self.limits()
 
     def limits(self) -> frozenset[str]:
         """What the model's sublayers say they cannot promise."""
@@ -85,11 +89,10 @@ class Subject:
         The third is a context in which nothing is drawn: one that does nothing, which is quick, where none is needed.
         """
         yield "eval", self.build(), nullcontext
-        if "still" not in self.kept:
-            self.kept["still"] = self._still()
-        if self.kept["still"] is not None:
-            yield "train", self.build().train(), self.kept["still"]
+        if self._still is not None:
+            yield "train", self.build().train(), self._still
 
+    @cached_property
     def _still(self) -> Callable[[], AbstractContextManager] | None:
         """In what training draws nothing; None if it does even without dropout."""
         model, tokens = self.build().train(), self.bytes()

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.conformance.changed import LONGEST
 from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, open_, run
+from variants.conformance.sizes import LONGEST
 from variants.contract import Sublayer, map_state
 
 STEP = 1e-7

@@ -15,7 +15,7 @@ looked for in every sublayer's output, in order of execution, and then in the lo
 
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.conformance import forward, numbers, parameters
+from variants.conformance import forward, numbers, parameters, sizes
 from variants.conformance.fixture import Subject, Verdict, gradients_of, run
 from variants.conformance.forward import equal_backends
+from variants.conformance.sizes import Size
 
 Check = tuple[str, str | None, Callable[[Subject], Verdict]]
 BEFORE_TRAINING: tuple[Check, ...] = numbers.CHECKS
 """Those that ``train.py`` runs, at small sizes, before the first step of a mechanism that is not shipped."""
-CHECKS = (*forward.CHECKS, *parameters.CHECKS, *BEFORE_TRAINING)
+CHECKS = (*sizes.CHECKS, *forward.CHECKS, *parameters.CHECKS, *BEFORE_TRAINING)
 """Promise, the limit that excuses it, and its check."""
 
 
@@ -77,6 +78,20 @@ def check(
         return
     for promise, limit, function in checks:
         yield finding_of(promise, function, subject, limit=limit if limit in limits else None)
+
+
+def at_sizes(
+    make_model: Callable[[], nn.Module], shapes: Sequence[Size], *, span: int, vocabulary: int = 256
+) -> Iterator[Finding]:
+    """Check causality, reach and segment cuts at some sizes, one finding a promise, in float64; not what a limit excuses.
+
+    Args:
+        make_model, span, vocabulary: as :func:`check` has them; the model is narrow, its span is the run's.
+    """
+    subject = Subject(make_model, span, vocabulary)
+    for promise, limit, function in sizes.CHECKS:
+        if limit not in subject.limits():
+            yield finding_of(f"{promise} at the sizes of the run", partial(function, sizes=shapes), subject)
 
 
 def agree(
