@@ -1,6 +1,6 @@
 """The contract on a plan: ``variants/conformance/suite.py``, and the promises that need the harness to be seen.
 
-A plan as it was asked for is too large to be checked, so ``shrunk`` makes a small one of the same kind from its
+A plan as it was asked for is too large to be checked, so ``harness.plan.small`` makes a small one of the same kind from its
 configuration: every kind of layer, the same position scheme, cache, ``attend_self``, norms, dropout and backend.
 """
 
@@ -11,36 +11,13 @@ import torch
 
 from bench.choices import follows
 from harness.count.flops import count_flops
-from harness.count.ideal import IDEAL, compare_ideal
-from harness.device.runtime import device_kind
+from harness.loop.admission import ideal_beside_executed
 from harness.plan.build import Plan, varied
-from harness.plan.small import of_mechanism, runs, shrunk
+from harness.plan.small import runs
 from variants.conformance import Finding, agree, check, finding_of, learns
 
 LONG = 70
 """Keys from which learned spans of several lengths are computed apart: widths come in steps of 64."""
-
-
-def passed(plan: Plan) -> None:
-    """Refuse to measure a variant that breaks the contract: ValueError naming it and the first breaks."""
-    broken = gate(plan)
-    if broken:
-        first = "; ".join(f"{finding.promise}: {finding.detail}" for finding in broken[:2])
-        more = f"; and {len(broken) - 2} more" if len(broken) > 2 else ""
-        raise ValueError(
-            f"variant={plan.variant}: breaks the contract, so it is not measured: {first}{more}; "
-            f"all of it says python -m bench.check variant={plan.variant}"
-        )
-
-
-def gate(plan: Plan) -> list[Finding]:
-    """The promises that a plan breaks at small sizes, in a second or two; ValueError if its backend cannot run.
-
-    On another device than the CPU, its code is held to plain's by ``settled``, where it runs.
-    """
-    return [
-        finding for finding in findings(shrunk(of_mechanism(plan, device_kind(plan.runtime)))) if not finding.passed
-    ]
 
 
 def named_kind(device: str) -> str:
@@ -75,16 +52,6 @@ def fast_backend(plan: Plan) -> str | None:
         return None
     backends = {s.backend(torch.device("cpu"), training=training) for s in sublayers for training in (False, True)}
     return "+".join(sorted(backends - {"plain"})) or None
-
-
-def ideal_beside_executed(plan: Plan) -> Finding:
-    """What a mechanism says it needs is no more than what its code executes, in warm state, nor much less."""
-
-    def compared() -> tuple[list[str], str]:
-        torch.manual_seed(0)
-        return compare_ideal(plan.make_model(), span=plan.model.span)
-
-    return finding_of(IDEAL, compared)
 
 
 def needed_at_most_executed(plan: Plan) -> Finding:

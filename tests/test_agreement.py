@@ -21,6 +21,7 @@ def check(*words: str) -> Ended:
 def kept(monkeypatch):
     """The contract is not what is tested."""
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
+    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
 
 
 def of_device(ended: Ended) -> list[str]:

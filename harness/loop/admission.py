@@ -30,11 +30,8 @@ SECTIONS = ("variant", "model", "position", "batch", "eval")
 
 def admission(plan: Plan) -> str:
     """``shipped``, ``passed``, or ``unchecked`` with ``check=false``; ValueError with the first promise that is broken."""
-    listed, files = (
-        json.loads(SHIPPED.read_text(encoding="utf-8")),
-        source.mechanism_files(plan.config, trust=plan.trust),
-    )
-    if all(listed.get(name) == sha256_of(path) for name, path in files):
+    listed = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    if all(listed.get(name) == sha256_of(path) for name, path in source.mechanism_files(plan.config, trust=plan.trust)):
         return "shipped"
     if not plan.check:
         print("check=false: the mechanism is not checked, so that no table compares this run", flush=True)
@@ -60,7 +57,12 @@ def findings(plan: Plan) -> Iterator[Finding]:
     span, streams = small.model.span, tuple({17, plan.batch.streams, plan.eval.streams})
     own = {"span": span, "vocabulary": plan.data["vocabulary"], "checks": BEFORE_TRAINING, "streams": streams}
     yield from check(small.make_model, **own)
-    yield finding_of(IDEAL, lambda: compare_ideal(small.make_model(), span=span))
+    yield ideal_beside_executed(small)
+
+
+def ideal_beside_executed(plan: Plan) -> Finding:
+    """What a mechanism says it needs is no more than what its code executes, in warm state, nor much less."""
+    return finding_of(IDEAL, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
