@@ -3,23 +3,17 @@
 A small model of the variant (with what its YAML has under ``small``) is built from the same configuration as a training run,
 once for every position scheme on Hydra's search path, both caches, and ``attend_self`` true and false. Where a fast backend
 runs, it is compared with the plain one each time, and the plain one is checked whole in every other combination: it meets
-each pair of choices.
-
-Causality, reach and segment cuts are then checked once more, at the sizes that ``train.py`` takes with the same words.
+each pair of choices. Causality, reach and segment cuts are then checked at the sizes that ``train.py`` takes with the same words.
 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
-One line a combination, then one a broken promise, and one a refusal, each with the combinations in which it is so;
-``verbose=true`` shows the promises that are kept, too.
+One line a combination, then one a broken promise, and one a refusal, each with the combinations in which it is so. What is
+refused with a ValueError when the model is built is no break; where all is, the command was a mistake (exit code 2). A
+ValueError later is a break. Exit code 1 if a promise is broken.
 
-What the variant, the scheme or the backend refuses with a ValueError when the model is built is no break; where all is
-refused, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a promise is broken.
-
-``runtime.device=cuda``, or any device that is no CPU, adds what the device computes: every candidate's proof and time, as a
-run has it before its first step; logits and the gradient of every parameter, on its backends and in its precisions, beside
-plain PyTorch in float64 on the CPU, which ``agree.run=true`` does on a CPU, too; and last, whether a short training in the
-fast mode ends where plain float32 does. The contract is then checked in plain PyTorch: the CPU's kernels are not the device's.
+``runtime.device=cuda``, or any device that is no CPU, adds what the device computes, see ``bench/on_device.py``; the contract is
+then checked in plain PyTorch: the CPU's kernels are not the device's.
 """
 
 import itertools
@@ -119,11 +113,9 @@ def where(some: Collection[Combination], among: Collection[Combination]) -> str:
         return str(*some)
     own, every = ([list(dict.fromkeys(values)) for values in zip(*these, strict=True)] for these in (some, among))
     fewer = {i: values for i, values in enumerate(own) if len(values) < len(every[i])}
-    if sum(all(c[i] in values for i, values in fewer.items()) for c in among) == len(some):
-        told = " ".join(f"{Combination._fields[i]}={','.join(values)}" for i, values in fewer.items())
-    else:
-        rest = len(some) - SHOWN
-        told = "; ".join(map(str, [*some][:SHOWN])) + f"; and {rest} more" * (rest > 0)
+    told = " ".join(f"{Combination._fields[i]}={','.join(values)}" for i, values in fewer.items())
+    if sum(all(c[i] in values for i, values in fewer.items()) for c in among) > len(some):
+        told = "; ".join(map(str, [*some][:SHOWN])) + f"; and {len(some) - SHOWN} more" * (len(some) > SHOWN)
     return f"{len(some)} of {len(among)} combinations: {told}"
 
 

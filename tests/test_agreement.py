@@ -36,7 +36,7 @@ def test_variants_agree_and_what_cannot_run_is_refused(here, kept):  # noqa: F81
     assert [line.split()[0] for line in cases] == ["pass", "pass", "pass", "refused"]
     assert cases[1].startswith("pass  rotary, kv, fused, float32, eager: ") and "at most 0.001" in cases[1]
     assert "adaptive_span: agrees with float64 on cpu in 2 of 2 cases\n" in ended.out
-    assert ended.out.endswith("dynamic_span: agrees with float64 on cpu in 1 of 1 cases, 1 refused\n")
+    assert "dynamic_span: agrees with float64 on cpu in 1 of 1 cases, 1 refused\n" in ended.out
 
 
 @pytest.mark.parametrize("wrong", [1.0, 1.1])

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from bench.conformance import findings
+from harness.plan.small import shrunk
 from tests.attention_case import (
     DOUBLE,
     SCHEMES,

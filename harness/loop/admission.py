@@ -20,7 +20,7 @@ from harness.loop.step import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import narrow, of_mechanism, shrunk
 from variants.conformance import BEFORE_TRAINING, Finding, at_sizes, check, finding_of
-from variants.conformance.sizes import sizes_of
+from variants.conformance.sizes import Size
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
@@ -68,13 +68,20 @@ def ideal_beside_executed(plan: Plan) -> Finding:
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
     """Promises at the plan's own segments, streams and span, in a narrow network."""
     own, e, b = narrow(of_mechanism(plan, device_kind(plan.runtime))), plan.eval, plan.batch
-    sizes = sizes_of(batch=(b.streams, b.segment), carry=b.carry, score=(e.streams, e.segment), windows=WINDOWS)
-    yield from at_sizes(own.make_model, sizes, span=plan.model.span, vocabulary=plan.data["vocabulary"])
+    third = e.segment // 3
+    ragged = max(1, e.segment - third) - (e.segment > 3 and third % 2 == e.segment % 2)  # an odd end of a split
+    sizes = [Size("train", b.streams, b.segment, b.carry), Size("eval", b.streams, b.segment, True)]
+    sizes += [Size("eval", e.streams, segment, True) for segment in (e.segment, ragged)] + [
+        Size("eval", *WINDOWS, False)
+    ]
+    shapes = tuple(dict.fromkeys(sizes))
+    yield from at_sizes(own.make_model, shapes, span=plan.model.span, vocabulary=plan.data["vocabulary"])
 
 
 def _identity(plan: Plan) -> str:
     """Digest of all that a pass depends on."""
     judges = [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))]
-    own = [source.digest_of_mechanisms(plan.config, trust=plan.trust), *judges, torch.__version__, plan.runtime.backend]
+    files = source.mechanism_files(plan.config, trust=plan.trust)
+    own = [source.digest_of(files), *judges, torch.__version__, plan.runtime.backend]
     own += [device_kind(plan.runtime), plan.data["vocabulary"], *(plan.config[name] for name in SECTIONS)]
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from variants.conformance.fixture import NoDropout, Outputs, Subject, Verdict, differs, pick, run
 from variants.contract import State, Sublayer, map_state
@@ -35,14 +36,13 @@ LONGEST = 1000
 
 
 class Size(NamedTuple):
-    """A shape in which a model is called: ``train`` or ``eval``, streams, segment, whether state is carried, whether it is
-    what is left at the end of a split, and whether it is small, so that every byte is looked at."""
+    """A shape in which a model is called: ``train`` or ``eval``, streams, segment, whether state is carried, and whether it is
+    small, so that every byte is looked at."""
 
     mode: str
     streams: int
     segment: int
     carry: bool
-    ragged: bool = False
     small: bool = False
 
     def __str__(self) -> str:
@@ -62,20 +62,6 @@ class Size(NamedTuple):
         places = [length - 1, block, *powers[:3], block - 1, 1, length - block, 2 * length // 3 + 1]
         places += [power + 1 - 2 * (i % 2) for i, power in enumerate(powers)] + powers
         return [place for place in dict.fromkeys(places) if 0 < place < length] or [0]
-
-
-def sizes_of(*, batch: tuple[int, int], carry: bool, score: tuple[int, int], windows: tuple[int, int]) -> list[Size]:
-    """Shapes of a run, each once: its batch in both modes, its score with a ragged last segment, its windows.
-
-    Args:
-        batch, score, windows: streams and bytes of a segment.
-        carry: whether training carries state.
-    """
-    streams, segment = score
-    ragged = max(1, segment - segment // 3) - (segment > 3 and segment // 3 % 2 == segment % 2)  # odd
-    sizes = [Size("train", *batch, carry), Size("eval", *batch, True), Size("eval", streams, segment, True)]
-    sizes += [Size("eval", streams, ragged, True, ragged=True), Size("eval", *windows, False)]
-    return list(dict.fromkeys(sizes))
 
 
 def _small(subject: Subject) -> list[Size]:
@@ -101,7 +87,7 @@ def causality(subject: Subject, *, mode: str, sizes: Sequence[Size] = ()) -> Ver
 def reach(subject: Subject, *, sizes: Sequence[Size] = ()) -> Verdict:
     """All bytes up to p are changed, those of the state too; nothing after p + reach may move."""
     known, told, seen = reaches(subject.declared), [], set()
-    for size in (size for size in sizes or _small(subject) if size.mode == "eval" and not size.ragged):
+    for size in (size for size in sizes or _small(subject) if size.mode == "eval"):
         length = LONGEST if size.small and size.carry else size.segment * (MOST_SEGMENTS if size.carry else 1)
         near = {name: int(most) for name, most in known.items() if most + 1 < length}
         if not near:
@@ -131,7 +117,7 @@ def segments(subject: Subject, *, sizes: Sequence[Size] = ()) -> Verdict:
     small = [size._replace(streams=3) for size in _small(subject) if not size.carry]
     for mode, model, still in subject.modes():
         for size in sizes or small:
-            if size.mode != mode or size.segment < 3 or size.ragged or not (size.small or size.carry):
+            if size.mode != mode or size.segment < 3 or not (size.small or size.carry):
                 continue
             with still():
                 fed = _Fed(subject, size, model=model)
@@ -174,22 +160,24 @@ class _Fed:
         self.places = size.places(subject.period)
         self.still = NoDropout if size.mode == "train" and model is None else nullcontext
         past = -(-subject.span // size.segment) * size.segment if size.carry else 0
-        streams = min(size.streams, _streams_that_fit(self.model, size, past=past))
+        with _Largest() as largest:  # that one stream makes
+            self._read(torch.zeros(1, past + size.segment, dtype=torch.int64), None)
+        streams = min(size.streams, max(1, MOST_BYTES // (ALIVE * largest.bytes)))
         self.fewer = f" of {streams} streams, for memory's sake" if streams < size.streams else ""
         tokens = subject.bytes(length=past + number * size.segment, streams=streams, seed=2)
         self.tokens, self.other = tokens[:, past:], subject.other(tokens[:, past:])
-        self.past = [self._warm(bytes_) for bytes_ in (tokens[:, :past], subject.other(tokens[:, :past]))]
+        self.past = [self._read(some, None)[1] for some in (tokens[:, :past], subject.other(tokens[:, :past]))]
 
-    def _warm(self, tokens: Tensor) -> State:
-        cuts = tuple(range(self.size.segment, tokens.shape[1], self.size.segment))
+    def _read(self, tokens: Tensor, state: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
+        if not tokens.numel():
+            return {}, state
+        cuts = tuple(range(self.size.segment, tokens.shape[1], self.size.segment)) if cuts is None else cuts
         with self.still():
-            return run(self.model, tokens, cuts=cuts)[1] if tokens.numel() else None
+            return run(self.model, tokens, cuts=cuts, state=map_state(torch.clone, state))
 
     def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None, other_past: bool = False) -> Outputs:
         """Outputs over ``tokens``, in segments of the size or cut otherwise."""
-        cuts = tuple(range(self.size.segment, tokens.shape[1], self.size.segment)) if cuts is None else cuts
-        with self.still():
-            return run(self.model, tokens, cuts=cuts, state=map_state(torch.clone, self.past[other_past]))[0]
+        return self._read(tokens, self.past[other_past], cuts)[0]
 
     def moved(
         self,
@@ -239,19 +227,9 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, Tensor):
-                self.bytes = max(self.bytes, tensor.numel() * tensor.element_size())
+        tensors = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
+        self.bytes = max(self.bytes, *(tensor.numel() * tensor.element_size() for tensor in tensors), 1)
         return made
-
-
-def _streams_that_fit(model: nn.Module, size: Size, *, past: int) -> int:
-    """Streams that one forward pass may have, warm, by the largest tensor that one of them makes."""
-    state = None
-    for tokens in torch.zeros(1, past + size.segment, dtype=torch.int64).split(size.segment, dim=1):
-        with _Largest() as largest:
-            _, state = run(model, tokens, state=state)
-    return max(1, MOST_BYTES // (ALIVE * largest.bytes))
 
 
 CHECKS = (
