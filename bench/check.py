@@ -155,16 +155,15 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combina
 
 
 def own_sizes(combination: Combination) -> "list[Finding]":
-    """What the plan that ``train.py`` makes of the typed words promises at its own sizes, once for all combinations: in what
-    it has by default, or in this combination where that is refused."""
+    """What the plan that ``train.py`` makes of the typed words promises at its sizes; in this combination where it is refused."""
     from bench.planning import bench_plan, recompose
     from harness.loop.admission import findings_at_sizes
 
-    position, cache, attend_self, _ = combination
-    words = (f"position={position}", f"model.cache={cache}", f"model.attend_self={attend_self}")
+    words = [f"position={combination.position}", f"model.cache={combination.cache}"]
     try:
         plan = bench_plan(recompose("train", own=(), leave=OWN))
     except MISTAKES:
+        words.append(f"model.attend_self={combination.attend_self}")
         plan = bench_plan(recompose("train", *words, own=(), leave=OWN))
     return list(findings_at_sizes(plan))
 

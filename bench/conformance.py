@@ -14,8 +14,11 @@ from harness.count.flops import count_flops
 from harness.loop.admission import ideal_beside_executed
 from harness.plan.build import Plan, varied
 from harness.plan.small import runs
-from variants.conformance import Finding, agree, check, finding_of, learns
+from variants.conformance import Finding, check, finding_of, learns
+from variants.conformance.fixture import Subject, Verdict
+from variants.conformance.forward import equal_backends
 
+NEEDED = "needed FLOPs are at most the executed ones"
 LONG = 70
 """Keys from which learned spans of several lengths are computed apart: widths come in steps of 64."""
 
@@ -31,7 +34,7 @@ def findings(plan: Plan) -> list[Finding]:
     found = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(found) > 1:
         backend = fast_backend(plan)
-        found += [ideal_beside_executed(plan), needed_at_most_executed(plan)]
+        found += [ideal_beside_executed(plan), finding_of(NEEDED, partial(needed_at_most_executed, plan))]
         found += [finding_of("a choice that is accepted is followed", partial(follows, plan))]
         found += [learns(plan.make_model, vocabulary=vocabulary)]
         found += [backends_agree(plan, backend)] if backend else []
@@ -54,35 +57,31 @@ def fast_backend(plan: Plan) -> str | None:
     return "+".join(sorted(backends - {"plain"})) or None
 
 
-def needed_at_most_executed(plan: Plan) -> Finding:
+def needed_at_most_executed(plan: Plan) -> Verdict:
     """What a mechanism says a training step needs is no more than what it executes, without a past and with one."""
-    segment = 2 * plan.model.span
-
-    def compared() -> tuple[list[str], str]:
-        torch.manual_seed(0)
-        model, lines, breaks = plan.make_model().train(), [], []
-        if silent := model.flops_estimated_3x():
-            return [], f"not said by {', '.join(silent)}"
-        tokens = torch.randint(plan.data["vocabulary"], (2, segment))
-        for carried, state in ((0, None), (segment, model(tokens).state)):
-            step = count_flops(lambda state=state: model(tokens, state).logits.sum().backward(), gradients=True)
-            needed, executed = model.needed_flops(segment, carried=carried).training, step.total / tokens.numel()
-            lines.append(f"train, {carried} bytes carried: {needed:,.0f} needed, {executed:,.0f} executed per byte")
-            breaks += lines[-1:] if needed > executed else []
-        return breaks, "; ".join(lines)
-
-    return finding_of("needed FLOPs are at most the executed ones", compared)
+    torch.manual_seed(0)
+    model, segment, lines, breaks = plan.make_model().train(), 2 * plan.model.span, [], []
+    if silent := model.flops_estimated_3x():
+        return [], f"not said by {', '.join(silent)}"
+    tokens = torch.randint(plan.data["vocabulary"], (2, segment))
+    for carried, state in ((0, None), (segment, model(tokens).state)):
+        step = count_flops(lambda state=state: model(tokens, state).logits.sum().backward(), gradients=True)
+        needed, executed = model.needed_flops(segment, carried=carried).training, step.total / tokens.numel()
+        lines.append(f"train, {carried} bytes carried: {needed:,.0f} needed, {executed:,.0f} executed per byte")
+        breaks += lines[-1:] if needed > executed else []
+    return breaks, "; ".join(lines)
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
     """The fast backend against the plain one, at the plan's span and, if that can be, where heads differ in width."""
-    own = plan.model.span
-    for span in (own, own * -(-LONG // own)):
+    asked = plan.model.span
+    for span in (asked, asked * -(-LONG // asked)):
         fast = varied(plan, model={"span": span})
-        if span != own and not runs(fast):
+        if span != asked and not runs(fast):
             break
         plain = varied(fast, runtime={"backend": "plain"})
-        found = agree(fast.make_model, plain.make_model, backend=backend, span=span, vocabulary=plan.data["vocabulary"])
+        subjects = (Subject(own.make_model, span, plan.data["vocabulary"]) for own in (fast, plain))
+        found = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
         finding = replace(found, detail=f"span {span}, {found.detail}")
         if not finding.passed:
             break

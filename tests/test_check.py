@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bench.check import UNSEEN, Combination, where
-from bench.conformance import findings, ideal_beside_executed, needed_at_most_executed
+from bench.conformance import NEEDED, findings, ideal_beside_executed, needed_at_most_executed
 from harness.count.ideal import excuses
 from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
@@ -55,11 +55,11 @@ class NeedsMuch(Gate):
 
 def test_a_step_that_needs_more_than_it_executes_is_caught():
     found = findings(shrunk(toy(NeedsMuch)))
-    assert [f for f in found if not f.passed] == [needed_at_most_executed(shrunk(toy(NeedsMuch)))]
-    detail = needed_at_most_executed(shrunk(toy(NeedsMuch))).detail
+    assert [f.promise for f in found if not f.passed] == [NEEDED]
+    _, detail = needed_at_most_executed(shrunk(toy(NeedsMuch)))
     told = r"train, 26 bytes carried: 6,000,\d+,\d+ needed, [\d,]+ executed per byte"
     assert re.fullmatch(told.replace("26", "0") + "; " + told, detail)
-    assert needed_at_most_executed(shrunk(toy(Gate))).detail == "not said by layers.0.toy, layers.1.toy"
+    assert needed_at_most_executed(shrunk(toy(Gate)))[1] == "not said by layers.0.toy, layers.1.toy"
 
 
 def test_more_flops_than_are_executed_is_caught():

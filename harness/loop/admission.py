@@ -19,8 +19,7 @@ from harness.failures import StorageFailure
 from harness.loop.step import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import narrow, of_mechanism, shrunk
-from variants.conformance import BEFORE_TRAINING, Finding, at_sizes, check, finding_of
-from variants.conformance.sizes import Size
+from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, finding_of
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
@@ -41,10 +40,8 @@ def admission(plan: Plan) -> str:
         print("check: the mechanism is not one of the shipped; checking it at the sizes of this run, once", flush=True)
         for finding in findings(plan):
             if not finding.passed:
-                raise ValueError(
-                    f"variant={plan.variant}: {finding.promise}: {finding.detail}; check=false trains anyway and marks the "
-                    'row "unchecked"'
-                )
+                beside = 'check=false trains anyway and marks the row "unchecked"'
+                raise ValueError(f"variant={plan.variant}: {finding.promise}: {finding.detail}; {beside}")
         with suppress(StorageFailure):  # then it is checked again
             write_whole(passed, b"")
     return "passed"
@@ -54,9 +51,8 @@ def findings(plan: Plan) -> Iterator[Finding]:
     """The promises that are looked at before training: at the run's sizes, and at small ones."""
     yield from findings_at_sizes(plan)
     small = shrunk(of_mechanism(plan, device_kind(plan.runtime)))
-    span, streams = small.model.span, tuple({17, plan.batch.streams, plan.eval.streams})
-    own = {"span": span, "vocabulary": plan.data["vocabulary"], "checks": BEFORE_TRAINING, "streams": streams}
-    yield from check(small.make_model, **own)
+    given = {"span": small.model.span, "vocabulary": plan.data["vocabulary"], "checks": BEFORE_TRAINING}
+    yield from check(small.make_model, **given, streams=tuple({17, plan.batch.streams, plan.eval.streams}))
     yield ideal_beside_executed(small)
 
 
@@ -74,8 +70,8 @@ def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
     sizes += [Size("eval", e.streams, segment, True) for segment in (e.segment, ragged)] + [
         Size("eval", *WINDOWS, False)
     ]
-    shapes = tuple(dict.fromkeys(sizes))
-    yield from at_sizes(own.make_model, shapes, span=plan.model.span, vocabulary=plan.data["vocabulary"])
+    given = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"], "checks": SIZED}
+    yield from check(own.make_model, **given, sizes=tuple(dict.fromkeys(sizes)))
 
 
 def _identity(plan: Plan) -> str:

@@ -6,17 +6,8 @@ work with.
 """
 
 from variants.conformance.fixture import gradients_of, move
-from variants.conformance.suite import BEFORE_TRAINING, CHECKS, Finding, agree, at_sizes, check, finding_of, learns
+from variants.conformance.sizes import SIZED, Size
+from variants.conformance.suite import BEFORE_TRAINING, CHECKS, Finding, check, finding_of, learns
 
-__all__ = [
-    "BEFORE_TRAINING",
-    "CHECKS",
-    "Finding",
-    "agree",
-    "at_sizes",
-    "check",
-    "finding_of",
-    "gradients_of",
-    "learns",
-    "move",
-]
+__all__ = ["BEFORE_TRAINING", "CHECKS", "SIZED", "Finding", "Size", "check", "finding_of", "gradients_of", "learns"]
+__all__ += ["move"]

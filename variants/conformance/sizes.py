@@ -7,7 +7,7 @@ bytes, is seen there. Streams are changed at places of their own, so that a forw
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
@@ -33,6 +33,10 @@ EVERY, ROWS = 128, 64
 """Places of a small stream, and about so many of a longer one; and copies that go into one forward."""
 LONGEST = 1000
 """Bytes of the longest small stream; who reaches farther is not looked at."""
+
+
+Where = Callable[[Tensor], Tensor]
+"""Places ``[B, 1]`` to bool ``[B, T]``."""
 
 
 class Size(NamedTuple):
@@ -71,23 +75,23 @@ def _small(subject: Subject) -> list[Size]:
     return [*sizes, Size("eval", min(streams, half), half, True, small=True)]
 
 
-def causality(subject: Subject, *, mode: str, sizes: Sequence[Size] = ()) -> Verdict:
+def causality(subject: Subject, *, mode: str) -> Verdict:
     """All bytes from p on are changed; nothing before p may move."""
     told = []
-    for size in (size for size in sizes or _small(subject) if size.mode == mode):
+    for size in (size for size in subject.sizes or _small(subject) if size.mode == mode):
         fed, byte = _Fed(subject, size), torch.arange(size.segment)
         silent = {name: lambda at, byte=byte: byte < at for name in [*subject.declared, "logits"]}
         case = f"{size}, all from byte {{at}} on changed"
-        if found := fed.moved(case, lambda at, byte=byte: byte >= at, silent):
+        if found := fed.moved(case, changed=lambda at, byte=byte: byte >= at, silent=silent):
             return [found[1]], ""
         told.append(f"{size} at {fed.looked_at} places{fed.fewer}")
     return [], "; ".join(told)
 
 
-def reach(subject: Subject, *, sizes: Sequence[Size] = ()) -> Verdict:
+def reach(subject: Subject) -> Verdict:
     """All bytes up to p are changed, those of the state too; nothing after p + reach may move."""
     known, told, seen = reaches(subject.declared), [], set()
-    for size in (size for size in sizes or _small(subject) if size.mode == "eval"):
+    for size in (size for size in subject.sizes or _small(subject) if size.mode == "eval"):
         length = LONGEST if size.small and size.carry else size.segment * (MOST_SEGMENTS if size.carry else 1)
         near = {name: int(most) for name, most in known.items() if most + 1 < length}
         if not near:
@@ -96,27 +100,25 @@ def reach(subject: Subject, *, sizes: Sequence[Size] = ()) -> Verdict:
         fed, byte = _Fed(subject, size, number=number), torch.arange(number * size.segment)
         silent = {name: lambda at, most=most, byte=byte: byte > at + most for name, most in near.items()}
         case = f"{size}, all up to byte {{at}} changed"
-        if found := fed.moved(case, lambda at, byte=byte: byte <= at, silent, other_past=True):
+        if found := fed.moved(case, changed=lambda at, byte=byte: byte <= at, silent=silent, other_past=True):
             name, line = found
             honest = near[name] or name not in subject.declared or subject.declared[name].honours is not None
             end = "" if honest else ": what sees a past declares honours and reach()"
             return [f"{line}, beyond its reach of {near[name]}{end}"], ""
         seen |= near.keys()
-        told.append(
-            f"{size} at {fed.looked_at} places{fed.fewer}: {', '.join(f'{n} {most}' for n, most in near.items())}"
-        )
-    told += [
-        f"too far to look at: {name} {most}" for name, most in known.items() if name not in seen and most < math.inf
-    ]
+        ends = ", ".join(f"{name} {most}" for name, most in near.items())
+        told.append(f"{size} at {fed.looked_at} places{fed.fewer}: {ends}")
+    far = [name for name, most in known.items() if name not in seen and most < math.inf]
+    told += [f"too far to look at: {', '.join(far)}"] if far else []
     return [], "; ".join(told) or "no sublayer declares an end of its reach"
 
 
-def segments(subject: Subject, *, sizes: Sequence[Size] = ()) -> Verdict:
+def segments(subject: Subject) -> Verdict:
     """The same bytes in whole segments and cut at ugly places; small ones also byte for byte, at the ends."""
     told = []
     small = [size._replace(streams=3) for size in _small(subject) if not size.carry]
     for mode, model, still in subject.modes():
-        for size in sizes or small:
+        for size in subject.sizes or small:
             if size.mode != mode or size.segment < 3 or not (size.small or size.carry):
                 continue
             with still():
@@ -180,18 +182,13 @@ class _Fed:
         return self._read(tokens, self.past[other_past], cuts)[0]
 
     def moved(
-        self,
-        case: str,
-        changed: Callable[[Tensor], Tensor],
-        silent: Mapping[str, Callable[[Tensor], Tensor]],
-        *,
-        other_past: bool = False,
+        self, case: str, *, changed: Where, silent: Mapping[str, Where], other_past: bool = False
     ) -> tuple[str, str] | None:
         """The first output that moves though it is ``silent``, and a line for it.
 
         Args:
             case: what is done, with ``{at}`` for the place.
-            changed, silent: ``[B, T]`` for places ``[B, 1]``: where bytes are others, and where each output may not move.
+            changed, silent: where bytes are others, and where each output may not move.
             other_past: whether what the streams continue is another, too; then no byte but the past's is one of the changes.
         """
         before = self.run(self.tokens)
@@ -204,7 +201,7 @@ class _Fed:
                     lines = differs(told, pick({name: before[name]}, one), pick({name: found}, one))
                     if lines and self.apart and len(at.unique()) > 1:  # another stream's change may have moved it
                         self.apart = False
-                        return self.moved(case, changed, silent, other_past=other_past)
+                        return self.moved(case, changed=changed, silent=silent, other_past=other_past)
                     if lines:
                         return name, lines[0]
         return None
@@ -232,7 +229,7 @@ class _Largest(TorchDispatchMode):
         return made
 
 
-CHECKS = (
+SIZED = (
     ("evaluation does not see the future", None, partial(causality, mode="eval")),
     ("training does not see the future", "causal_in_training", partial(causality, mode="train")),
     ("no byte beyond the declared reach matters", None, reach),
