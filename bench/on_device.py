@@ -69,24 +69,14 @@ class AgreementSettings:
 def settings_of(cfg: DictConfig) -> AgreementSettings | None:
     """What to compare on the device, or None; ValueError for a wrong key, or if the device is not there."""
     settings = parse(AgreementSettings, OmegaConf.to_container(cfg, resolve=True)["agree"], key="agree")
-    kind = conformance.named_kind(parse(RuntimeSettings, cfg.runtime, key="runtime").device)
-    if settings.run is False or (settings.run is None and kind == "cpu"):
-        return None
-    _kind(cfg)
-    return settings
+    name = parse(RuntimeSettings, cfg.runtime, key="runtime").device
+    asked = conformance.named_kind(name) != "cpu" if settings.run is None else settings.run
+    return settings if asked and _kind(cfg) else None
 
 
 def report(cfg: DictConfig, settings: AgreementSettings, *, given: set[str], own: tuple[str, ...]) -> bool:
-    """Print it, proofs and training on a device that is no CPU only; False where something fails.
-
-    Args:
-        cfg: of the command.
-        given: keys that were typed, which are not varied.
-        own: the command's keys, which no plan has.
-
-    Raises:
-        ValueError: every case of agreement is refused.
-    """
+    """Print it, proofs and training on a device that is no CPU only; False where something fails, and ValueError where every
+    case of agreement is refused. ``given`` are keys that were typed, and ``own`` those of the command, which no plan has."""
     name, device, failed = cfg.variant.name, cfg.runtime.device, 0
     elsewhere = conformance.named_kind(device) != "cpu"
 

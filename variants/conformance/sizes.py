@@ -151,10 +151,8 @@ def reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
 
 
 class _Fed:
-    """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and what they continue.
-
-    ``fewer`` says where memory allows fewer streams than were asked for; ``looked_at`` is how many places were.
-    """
+    """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and what they continue;
+    ``fewer`` says where memory allows fewer streams than were asked for, ``looked_at`` how many places were."""
 
     def __init__(self, subject: Subject, size: Size, *, number: int = 1, model: nn.Module | None = None):
         self.model = (model or subject.build()).train(size.mode == "train")
@@ -184,13 +182,8 @@ class _Fed:
     def moved(
         self, case: str, *, changed: Where, silent: Mapping[str, Where], other_past: bool = False
     ) -> tuple[str, str] | None:
-        """The first output that moves though it is ``silent``, and a line for it.
-
-        Args:
-            case: what is done, with ``{at}`` for the place.
-            changed, silent: where bytes are others, and where each output may not move.
-            other_past: whether what the streams continue is another, too; then no byte but the past's is one of the changes.
-        """
+        """The first output that moves where it is ``silent``, with a line for it, when bytes that are ``changed`` are others, or
+        the past alone; ``case`` is what is done, with ``{at}`` for the place, ``other_past`` whether the past is another, too."""
         before = self.run(self.tokens)
         for at in self._turns([-1, *self.places] if other_past else self.places):
             after = self.run(torch.where(changed(at), self.other, self.tokens), other_past=other_past)

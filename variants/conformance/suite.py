@@ -60,10 +60,9 @@ def check(
 
     Args:
         make_model: builds the model on the CPU, small, uncompiled, each time anew. The model is called as
-            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``,
-            ``.state`` (stream positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.stats``;
-            it has ``sublayers()``, ``project_()``, ``inspect(tokens)``, ``metrics(stats)`` and ``ideal_flops()``; its
-            sublayers are the contract's.
+            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``, ``.state`` (stream
+            positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.stats``; it has ``sublayers()``,
+            ``project_()``, ``inspect(tokens)``, ``metrics(stats)``, ``ideal_flops()``; its sublayers are the contract's.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
         checks: which promises; all.
