@@ -28,7 +28,7 @@ ALIVE = 6
 MOST_SEGMENTS = 8
 """Read on after the first change; who reaches farther than they are long is not looked at."""
 SECONDS, LEAST = 1.2, 6
-"""For the places of one size of the run; then no more are looked at, once so many were."""
+"""Of work for the places of one size of the run; then no more are looked at, once so many were."""
 EVERY, ROWS = 128, 64
 """Places of a small stream, and about so many of a longer one; and copies that go into one forward."""
 LONGEST = 1000
@@ -201,9 +201,9 @@ class _Fed:
 
     def _turns(self, places: list[int]) -> Iterator[Tensor]:
         """``[B, 1]``, the place of each stream, until all had their turn or time is up; of all one where they are not apart."""
-        streams, begun = len(self.tokens) if self.apart else 1, time.monotonic()
+        streams, begun = len(self.tokens) if self.apart else 1, time.thread_time()
         for first in range(0, len(places), streams):
-            if first >= LEAST and not self.size.small and time.monotonic() - begun > SECONDS:
+            if first >= LEAST and not self.size.small and time.thread_time() - begun > SECONDS:
                 return
             some = places[first : first + streams]
             self.looked_at = first + len(some)
