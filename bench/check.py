@@ -3,41 +3,33 @@
 A small model of the variant (with what its YAML has under ``small``) is built from the same configuration as a training run,
 once for every position scheme on Hydra's search path, both caches, and ``attend_self`` true and false. Where a fast backend
 runs, it is compared with the plain one each time, and the plain one is checked whole in every other combination: it meets
-each pair of choices.
-
-Causality, reach and segment cuts are then checked once more, at the sizes that ``train.py`` takes with the same words.
+each pair of choices. Causality, reach and segment cuts are then checked at the sizes that ``train.py`` takes with the same words.
 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
-One line a combination, then one a broken promise, and one a refusal, each with the combinations in which it is so;
-``verbose=true`` shows the promises that are kept, too.
+One line a combination, then one a broken promise, and one a refusal, each with the combinations in which it is so. What is
+refused with a ValueError when the model is built is no break; where all is, the command was a mistake (exit code 2). A
+ValueError later is a break. Exit code 1 if a promise is broken.
 
-What the variant, the scheme or the backend refuses with a ValueError when the model is built is no break; where all is
-refused, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a promise is broken.
-
-``runtime.device=cuda``, or any device that is no CPU, adds what the device computes: every candidate's proof and time, as a
-run has it before its first step; logits and the gradient of every parameter, on its backends and in its precisions, beside
-plain PyTorch in float64 on the CPU, which ``agree.run=true`` does on a CPU, too; and last, whether a short training in the
-fast mode ends where plain float32 does. The contract is then checked in plain PyTorch: the CPU's kernels are not the device's.
+``runtime.device=cuda``, or any device that is no CPU, adds what the device computes, see ``bench/on_device.py``; the contract is
+then checked in plain PyTorch: the CPU's kernels are not the device's.
 """
 
 import itertools
+import re
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from bench import CONF
-from bench.combinations import Combination, Lines, kind_of
 from harness.compose.cli import MISTAKES, explain, run_command
 
 if TYPE_CHECKING:  # torch and all that needs it is imported late, so that a wrong word is answered at once
-    from bench.agreement import AgreementSettings
     from harness.plan.build import Plan
     from variants.conformance import Finding
 
@@ -47,19 +39,37 @@ BROKEN: list[str] = []
 """Variants that broke a promise in this process: a sweep's other jobs run before it ends with exit code 1."""
 
 
+SHOWN = 3
+"""Combinations that are named one by one, where no choice tells them from the others."""
+
+
+class Combination(NamedTuple):
+    """Choices as they are typed; no ``backend`` where none was chosen, because the others are refused."""
+
+    position: str
+    cache: str
+    attend_self: str
+    backend: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, [self.position, self.cache, f"attend_self={self.attend_self}", self.backend]))
+
+
 @hydra.main(version_base="1.3", config_path=CONF, config_name="check")
 def main(cfg: DictConfig) -> None:
     from bench.conformance import findings
+    from bench.on_device import report, settings_of
     from harness.plan.settings import checked
 
     verbose, name = checked(cfg.verbose, bool, key="verbose"), cfg.variant.name
     given = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
-    settings = on_device(cfg)
-    shown, refused, checked_in, refused_in, broken = Lines(), Lines(), [], [], set()
+    settings = settings_of(cfg)
+    shown: dict[object, tuple[str, list[Combination]]] = {}  # a line with {where} in it, and where
+    refused, checked_in, broken = {}, [], set()
     for combination, plan in combinations(cfg, given=given):
         if isinstance(plan, Exception):
-            refused_in.append(combination)
-            refused.add(explain(plan), f"refused  {{where}}: {explain(plan)}", combination)
+            line = f"refused  {{where}}: {explain(plan)}"
+            refused.setdefault(line, (line, []))[1].append(combination)
             error = plan
             continue
         found = findings(plan)
@@ -68,31 +78,45 @@ def main(cfg: DictConfig) -> None:
         count = f"{len(breaks)} of {len(found)} promises broken" if breaks else f"{len(found)} promises"
         print(f"{'FAIL' if breaks else 'pass'}  {combination}: {count}", flush=True)
         for finding in found if verbose else breaks:
-            key = (finding.promise, finding.passed or kind_of(finding.detail))
-            shown.add(key, str(finding).replace(finding.promise, f"{finding.promise} ({{where}})", 1), combination)
+            key = finding.promise, finding.passed or re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", finding.detail)
+            line = str(finding).replace(finding.promise, f"{finding.promise} ({{where}})", 1)
+            shown.setdefault(key, (line, []))[1].append(combination)
         broken.update((combination, finding.promise) for finding in breaks)
     if not checked_in:
         raise error
-    tried = [combination._replace(backend="") for combination in checked_in]
     at_sizes = own_sizes(checked_in[0])
     breaks = [finding for finding in at_sizes if not finding.passed]
     print(f"{'FAIL' if breaks else 'pass'}  sizes of the run: {len(at_sizes)} promises", flush=True)
-    lines = [str(finding) for finding in (at_sizes if verbose else breaks)]
-    broken.update((None, finding.promise) for finding in breaks)
-    lines += [*shown.told(checked_in), *refused.told(dict.fromkeys([*tried, *refused_in]))]
-    print("\n".join(lines), end="\n" * bool(lines))
-    outcome, kept = "keeps the contract in", len(checked_in) - len({combination for combination, _ in broken} - {None})
-    if broken:
+    print(*(at_sizes if verbose else breaks), sep="\n", end="\n" * bool(verbose or breaks))
+    refused_in = [combination for _, own in refused.values() for combination in own]
+    tried = dict.fromkeys([*(combination._replace(backend="") for combination in checked_in), *refused_in])
+    for lines, among in ((shown, checked_in), (refused, tried)):
+        for line, own in lines.values():
+            print(line.replace("{where}", where(own, among), 1))
+    outcome, kept = "keeps the contract in", len(checked_in) - len({combination for combination, _ in broken})
+    if broken or breaks:
         BROKEN.append(name)
-        number = len({promise for _, promise in broken})
+        number = len({promise for _, promise in broken} | {finding.promise for finding in breaks})
         outcome = f"{number} promise{'s' * (number > 1)} broken; it keeps the contract in {kept} of"
     beside = f", {len(refused_in)} refused" if refused_in else ""
     print(f"{name}: {outcome} {len(checked_in)} combination{'s' * (len(checked_in) > 1)}{beside}")
-    if settings is not None:
-        prove(cfg, settings, given=given)
-        compare(cfg, settings, given=given)
-        train(cfg, settings, given=given)
+    if settings is not None and not report(cfg, settings, given=given, own=OWN):
+        BROKEN.append(name)
     print(UNSEEN)
+
+
+def where(some: Collection[Combination], among: Collection[Combination]) -> str:
+    """The choices that the combinations have in common and the others have not, in few words."""
+    if len(among) == len(some) > 1:
+        return f"all {len(among)} combinations"
+    if len(some) == 1:
+        return str(*some)
+    own, every = ([list(dict.fromkeys(values)) for values in zip(*these, strict=True)] for these in (some, among))
+    fewer = {i: values for i, values in enumerate(own) if len(values) < len(every[i])}
+    told = " ".join(f"{Combination._fields[i]}={','.join(values)}" for i, values in fewer.items())
+    if sum(all(c[i] in values for i, values in fewer.items()) for c in among) > len(some):
+        told = "; ".join(map(str, [*some][:SHOWN])) + f"; and {len(some) - SHOWN} more" * (len(some) > SHOWN)
+    return f"{len(some)} of {len(among)} combinations: {told}"
 
 
 def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combination, Plan | Exception]]":
@@ -131,17 +155,17 @@ def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combina
 
 
 def own_sizes(combination: Combination) -> "list[Finding]":
-    """What the plan that ``train.py`` makes of the typed words promises at its own sizes, once for all combinations: in what
-    it has by default, or in this combination where that is refused."""
+    """What the plan that ``train.py`` makes of the typed words promises at its sizes; in this combination where it is refused."""
     from bench.planning import bench_plan, recompose
     from harness.loop.admission import findings_at_sizes
 
-    position, cache, attend_self, _ = combination
-    words = (f"position={position}", f"model.cache={cache}", f"model.attend_self={attend_self}")
+    words = [f"position={combination.position}", f"model.cache={combination.cache}"]
     try:
-        return list(findings_at_sizes(bench_plan(recompose("train", own=(), leave=OWN))))
+        plan = bench_plan(recompose("train", own=(), leave=OWN))
     except MISTAKES:
-        return list(findings_at_sizes(bench_plan(recompose("train", *words, own=(), leave=OWN))))
+        words.append(f"model.attend_self={combination.attend_self}")
+        plan = bench_plan(recompose("train", *words, own=(), leave=OWN))
+    return list(findings_at_sizes(plan))
 
 
 def position_schemes() -> list[str]:
@@ -153,89 +177,6 @@ def position_schemes() -> list[str]:
     for source in HydraConfig.get().runtime.config_sources:
         path.append(source.provider, f"{source.schema}://{source.path}")
     return ConfigRepository(path).get_group_options("position")
-
-
-def on_device(cfg: DictConfig) -> "AgreementSettings | None":
-    """What to compare on the device, or None; ValueError for a wrong key, or if the device is not there."""
-    from bench.agreement import AgreementSettings
-    from bench.conformance import named_kind
-    from harness.device.runtime import device_kind
-    from harness.plan.settings import RuntimeSettings, parse
-
-    sections = OmegaConf.to_container(cfg, resolve=True)
-    settings = parse(AgreementSettings, sections["agree"], key="agree")
-    runtime = parse(RuntimeSettings, sections["runtime"], key="runtime")
-    if settings.run is False or (settings.run is None and named_kind(runtime.device) == "cpu"):
-        return None
-    device_kind(runtime)
-    return settings
-
-
-def prove(cfg: DictConfig, settings: "AgreementSettings", *, given: set[str]) -> None:
-    """Print every candidate's proof, on a device that is no CPU."""
-    from bench.conformance import named_kind
-
-    if named_kind(cfg.runtime.device) == "cpu":
-        return
-    from bench import on_device
-    from bench.planning import bench_plan
-    from harness.record.table import print_table
-
-    found = on_device.proofs(bench_plan(_sized(cfg, settings, given=given)))
-    if found is None:
-        print(f"{cfg.variant.name}: has no candidates beside plain PyTorch on {cfg.runtime.device}")
-        return
-    table, failed = found
-    print_table(table)
-    if failed:
-        BROKEN.append(cfg.variant.name)
-
-
-def train(cfg: DictConfig, settings: "AgreementSettings", *, given: set[str]) -> None:
-    """Print whether the fast mode learns what plain float32 does, on a device that is no CPU."""
-    from bench.conformance import named_kind
-
-    if named_kind(cfg.runtime.device) == "cpu":
-        return
-    from bench import on_device
-    from bench.planning import bench_plan
-
-    words = [f"budget.steps={settings.steps}"]
-    words += [] if "runtime.precision" in given else ["runtime.precision=bfloat16"]
-    good, said = on_device.learns_alike(bench_plan(_sized(cfg, settings, *words, given=given)), seeds=settings.seeds)
-    print(f"{'pass' if good else 'FAIL'}  {settings.steps} steps of training: {said}")
-    if not good:
-        BROKEN.append(cfg.variant.name)
-
-
-def _sized(cfg: DictConfig, settings: "AgreementSettings", *words: str, given: set[str]) -> DictConfig:
-    """What was typed, in its own sizes where they were typed, or else in those that are compared."""
-    from bench.agreement import sized
-    from bench.planning import recompose
-    from harness.device.runtime import device_kind
-    from harness.plan.settings import RuntimeSettings, parse
-
-    if any(key.partition(".")[0] in ("recipe", "model") for key in given - {"model.cache", "model.attend_self"}):
-        return recompose("check", *words, own=OWN)
-    kind = device_kind(parse(RuntimeSettings, cfg.runtime, key="runtime"))
-    return sized(settings, *words, kind=kind, own=OWN)
-
-
-def compare(cfg: DictConfig, settings: "AgreementSettings", *, given: set[str]) -> None:
-    """Print what the device computes, case by case."""
-    from bench.agreement import agreement
-
-    counts = Counter()
-    for label, outcome, detail in agreement(cfg, settings, given=given, own=OWN):
-        print(f"{outcome}  {label}: {detail}", flush=True)
-        counts[outcome] += 1
-    if set(counts) == {"refused"}:
-        raise ValueError(detail)
-    if counts["FAIL"]:
-        BROKEN.append(cfg.variant.name)
-    beside = f", {counts['refused']} refused" if counts["refused"] else ""
-    cases = f"{counts['pass']} of {counts['pass'] + counts['FAIL']} cases{beside}"
-    print(f"{cfg.variant.name}: agrees with float64 on {cfg.runtime.device} in {cases}")
 
 
 def command() -> None:

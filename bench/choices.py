@@ -4,9 +4,8 @@ Models of a plan that differ in one choice get the same weights, and their subla
 segments between which the weights move: past keys that were made once then differ from those that are made again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,25 +14,14 @@ from harness.model import LanguageModel
 from harness.plan.build import Plan
 from variants.conformance import move
 from variants.conformance.fixture import Outputs, Subject, Verdict, differs
-from variants.contract import Honours, Position
+from variants.contract import Position
 
 Weights = list[dict[str, Tensor]]
 """Parameters by name, in the first segment and in the second."""
 
 
-class Choice(NamedTuple):
-    """A key of the run.
-
-    Attributes:
-        own: what the plan has there.
-        others: plans that differ from it in this key alone, by what they have there.
-        followed: whether a sublayer that honours this changes with the key, or None where nothing is said.
-    """
-
-    key: str
-    own: object
-    others: dict[object, Plan]
-    followed: Callable[[Honours], bool | None] = lambda honours: True
+Choice = tuple[str, object, dict[object, Plan]]
+"""A key of the run, what the plan has there, and plans that differ from it in this key alone, by what they have there."""
 
 
 def follows(plan: Plan) -> Verdict:
@@ -44,20 +32,21 @@ def follows(plan: Plan) -> Verdict:
     x = torch.randn(2, subject.length, plan.model.d_model, dtype=torch.float64)
     weights = [_weights(model), _weights(move(model))]
     own = _answers(model, weights, x, held) if held else {}
-    for choice in _choices(plan) if held else ():
+    for key, mine, others in _choices(plan) if held else ():
         found, moved = {}, set()
-        says = {name: choice.followed(honours) for name, honours in held.items()}
-        for value, other in choice.others.items():
+        says = {name: key != "model.span" or honours.span for name, honours in held.items()}
+        for value, other in others.items():
             if (moved == set(held) and False not in says.values()) or (made := _made(other)) is None:
                 continue
             found[value] = y = _answers(made, weights, x, held)
             moved |= {name for name in held if differs("", {name: own[name]}, {name: y[name]})}
-        key = f"{choice.key}={','.join(sorted(map(_word, [choice.own, *found])))}"
+        values = [str(value).lower() for value in (mine, *found)]
+        told += [f"{key} ({', '.join(values)})"] if found else []
+        key += f"={','.join(sorted(values))}"
         if still := [name for name in held if found and says[name] is True and name not in moved]:
             breaks.append(f"the same comes out of {', '.join(still)} with {key}, which honours say it follows")
         if moves := [name for name in held if says[name] is False and name in moved]:
             breaks.append(f"not the same comes out of {', '.join(moves)} with {key}, which honours deny")
-        told += [f"{choice.key} ({', '.join(map(_word, [choice.own, *found]))})"] if found else []
     return breaks, ", ".join(told) or "there is no other for a sublayer that declares what it honours"
 
 
@@ -70,10 +59,10 @@ def _choices(plan: Plan) -> Iterator[Choice]:
     scheme = getattr(plan.scheme, "func", plan.scheme)
     if span > 1:  # the weight of a single key is 1, whatever it is
         if scheme.ways():
-            yield Choice("position", scheme.__name__.lower(), {"none": replace(plan, scheme=Position)})
-        yield Choice("model.cache", model.cache, changed("cache", *({"kv", "hidden"} - {model.cache})))
-    yield Choice("model.attend_self", model.attend_self, changed("attend_self", not model.attend_self))
-    yield Choice("model.span", span, changed("span", 2 * span, max(1, span // 2)), lambda honours: honours.span)
+            yield ("position", scheme.__name__.lower(), {"none": replace(plan, scheme=Position)})
+        yield ("model.cache", model.cache, changed("cache", *({"kv", "hidden"} - {model.cache})))
+    yield ("model.attend_self", model.attend_self, changed("attend_self", not model.attend_self))
+    yield ("model.span", span, changed("span", 2 * span, max(1, span // 2)))
 
 
 def _made(plan: Plan) -> LanguageModel | None:
@@ -109,8 +98,3 @@ def _load(model: LanguageModel, weights: dict[str, Tensor]) -> None:
             common = tuple(map(slice, map(min, zip(parameter.shape, weights[name].shape, strict=True))))
             parameter[common] = weights[name][common]
     model.project_()
-
-
-def _word(value: object) -> str:
-    """A value as it is typed."""
-    return str(value).lower()

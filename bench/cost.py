@@ -51,12 +51,15 @@ BESIDE_A_CHECKPOINT = (
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
 def main(cfg: DictConfig) -> None:
-    from bench.conformance import passed  # late, as everything slow, so that a wrong word is answered at once
-    from bench.measuring import STEPS, measure_together
+    from bench.measuring import (  # late, as everything slow, so that a wrong word is answered at once
+        STEPS,
+        measure_together,
+    )
     from bench.planning import bench_plan
     from bench.progress import Steps
     from bench.report.tables_costs import cost_tables, for_terminal
     from bench.rows import RowFile
+    from harness.loop.admission import admission
     from harness.record.table import print_table
 
     settings, configs, weights = _asked(cfg)
@@ -75,7 +78,7 @@ def main(cfg: DictConfig) -> None:
     with Steps(len(plans) + STEPS * sum(len(group) for group in groups)) as progress:
         for plan in plans:
             progress.doing(f"{plan.variant}: does it keep the contract?")
-            passed(plan)
+            admission(plan)
             progress.advance()
         for group in groups:
             for row in measure_together(group, settings=settings, progress=progress):

@@ -53,11 +53,8 @@ def main(cfg: DictConfig) -> None:
     row |= _score(model, split[:limit], device, protocol, look=saved["seed"])
     row["check"] = NOT_CAUSAL if row["future_nats"] > MOST_NATS else saved.get("check")
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
-    row |= {
-        "trained_source": saved["source"],
-        "source": source.digest(plan.config, trust=plan.trust),
-        "commit": source.commit(),
-    }
+    row |= {"trained_source": saved["source"], "commit": source.commit()}
+    row |= {"source": source.digest(plan.config, trust=plan.trust)}
     row |= {"measuring_source": source.digest(plan.config, trust=plan.trust, measuring=True)}
     row |= {"evaluation_backend": backend_of(model, device, training=False)}
     row |= {"weights_bytes_seen": opened.best["bytes"], **device.describe()}

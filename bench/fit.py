@@ -29,7 +29,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import CONF
-from bench.conformance import of_mechanism, passed
 from bench.cost_worker import full_state
 from bench.planning import own_keys, provenance, typed_command
 from bench.report.tables_costs import fit_tables, for_terminal
@@ -40,10 +39,12 @@ from harness.count.formulas import tensors_of
 from harness.data import corpora
 from harness.device import choice
 from harness.device.runtime import Runtime
+from harness.loop.admission import admission
 from harness.loop.step import Trainer
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.plan.settings import checked
+from harness.plan.small import of_mechanism
 from harness.record.table import print_table
 
 OWN = ("hardware", "device_memory", "largest", "spans", "devices")
@@ -64,7 +65,7 @@ def main(cfg: DictConfig) -> None:
     if not isinstance(names, list) or not set(names) <= {"streams", "span"}:
         raise ValueError(f"largest={own['largest']}: allowed are streams, span, [streams,span] and []")
     spans = checked(own["spans"], list | None, key="spans")
-    passed(of_mechanism(plan, kind))
+    admission(of_mechanism(plan, kind))
     file, prediction = RowFile(Path(cfg.outputs), verb="fit"), predict(plan, spans=spans)
     largest = {"streams": None, "span": None}
     for size in names if limit_bytes else ():

@@ -23,7 +23,6 @@ from harness.cache import sha256_of
 ROOT = Path(__file__).resolve().parent.parent
 OURS = re.compile(r"(variants|harness|bench)(\.\w+)*|train")
 """Modules that are ours, by name."""
-MEASURING = "bench"
 LEFT_OUT = re.compile(
     r"harness/(compose/|record/(?!checkpoint|shard)|loop/progress\.py)|variants/conformance/|bench/(results|report)/"
 )
@@ -44,24 +43,15 @@ def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = Fa
     Raises:
         ValueError: a trusted module has no source file, or a file was edited before this process had loaded it.
     """
-    files = dict(closure((*_targets(config), *_imported(trust))))
-    if measuring:
-        measure = [path for path in _tree(ROOT / MEASURING) if not LEFT_OUT.match(_name(path))]
-        modules = (_name(path).removesuffix(".py").replace("/", ".") for path in measure if path.suffix == ".py")
-        files |= dict(closure(modules)) | {_name(path): path for path in measure}
-    return _digest((*sorted(files.items()), *_files_of(trust)))
+    bench = dict(_all_of("bench")) if measuring else {}
+    modules = (name.removesuffix(".py").replace("/", ".") for name in bench)
+    files = dict(closure((*_targets(config), *_imported(trust), *modules))) | bench
+    return digest_of((*sorted(files.items()), *_files_of(trust)))
 
 
 def digest_of_tree(*, measuring: bool = False) -> str:
     """The same of all of ours that any run may use: where it is equal, times and memory of two variants are of one code."""
-    roots = ("train.py", "variants", "harness", *[MEASURING] * measuring)
-    files = sorted((_name(path), path) for root in roots for path in _tree(ROOT / root))
-    return _hash([file for file in files if not LEFT_OUT.match(file[0])])
-
-
-def digest_of_mechanisms(config: Mapping, *, trust: tuple[str, ...] = ()) -> str:
-    """The same of :func:`mechanism_files` alone: of what a mechanism computes, and on which device it was right."""
-    return _digest(mechanism_files(config, trust=trust))
+    return _hash(_all_of("train.py", "variants", "harness", *["bench"] * measuring))
 
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
@@ -93,6 +83,11 @@ def _closure(names: frozenset[str]) -> Files:
             waiting += (other for name in _imports(path, _first_read(path)) for other in _paths(name))
     beside = {file for path in reached for file in path.parent.glob(f"{path.stem}.*") if file.stem == path.stem}
     return tuple(sorted((_name(path), path) for path in beside if path.is_file()))
+
+
+def _all_of(*roots: str) -> Files:
+    files = sorted((_name(path), path) for root in roots for path in _tree(ROOT / root))
+    return tuple(file for file in files if not LEFT_OUT.match(file[0]))
 
 
 def _name(path: Path) -> str:
@@ -156,7 +151,8 @@ def _files_of(trust: tuple[str, ...]) -> Files:
     return tuple(file for module in trust for file in _trusted(module))
 
 
-def _digest(files: Files) -> str:
+def digest_of(files: Files) -> str:
+    """SHA-256 of these files' names and contents; ValueError where one was edited before this process had loaded it."""
     _check_loaded({path for _, path in files})
     return _hash(files)
 

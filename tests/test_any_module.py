@@ -17,10 +17,10 @@ from harness.plan.instantiate import resolve
 from tests.command import MADE, run_folders, train
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, compose_config
-from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, SINGLE, findings_of, model_of
+from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of
 from variants.any_module import AnyModule
-from variants.conformance.changed import reach
 from variants.conformance.fixture import Subject
+from variants.conformance.sizes import reach
 from variants.contract import Honours, LayerContext, Position, Sublayer
 
 PACKAGE = """import torch
@@ -309,7 +309,7 @@ def test_the_check_holds_a_module_to_what_is_said_of_it(layers):
         return {promise: finding.detail for promise, finding in found.items() if not finding.passed}
 
     assert not broken(("segments",))
-    assert broken(()).keys() == {SEGMENTS, SINGLE}
+    assert broken(()).keys() == {SEGMENTS}
     # Seeing the future is no limit that could be declared.
     assert broken(("segments",), causal=False).keys() == {FUTURE_EVAL, FUTURE_TRAIN}
 

@@ -1,9 +1,9 @@
-"""Gate: every variant of ours keeps the contract at the small sizes on which cost, fit and peers insist."""
+"""Gate: every variant of ours keeps the contract at small sizes."""
 
 import pytest
 
-from bench.conformance import gate
 from tests.composing import CONF, plan
+from tests.test_check import gate
 
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
 

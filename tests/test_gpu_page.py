@@ -15,11 +15,11 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from bench.agreement import AgreementSettings
 from bench.check import OWN as CHECK_KEYS
 from bench.cost import CostSettings
 from bench.fit import OWN as FIT_KEYS
 from bench.fit import build
+from bench.on_device import AgreementSettings
 from bench.peers import PeerSettings
 from bench.planning import own_keys
 from harness.plan.build import Plan, plan_run

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import bench.on_device
-from bench.conformance import gate, passed
 from bench.cost_worker import Subject
 from bench.cost_worker import Task as CostTask
 from bench.on_device import learns_alike, proofs
@@ -15,6 +14,7 @@ from bench.peer_workers import Task, Worker
 from harness.device.first_use import Choice, Verdict
 from harness.loop.settle import settled
 from harness.plan.build import varied
+from harness.plan.small import of_mechanism
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, plan
@@ -44,17 +44,17 @@ def a_choice(*verdicts: Verdict, late: bool = False) -> Choice:
     return Choice(backend=best, why=(f"{best} it is",), verdicts=found, step_ms=step_ms)
 
 
-def test_a_table_has_a_row_for_every_candidate_and_counts_the_failures():
-    table, failed = proofs(plan(*SMALL), choosing=lambda made, where: a_choice(RIGHT, WRONG))
-    assert failed == 1 and table.notes == ("fused it is",)
-    texts = [[cell.text for cell in row] for row in table.rows]
-    assert texts[0] == ["pass", "fused", "attention", RIGHT.case, "3.0e-06", "1.0e-04", "24", "7", "2.5"]
-    assert texts[1] == ["FAIL", "kernel", "attention", WRONG.said, "", "", "0", "120", ""]
+def test_every_candidate_has_a_line_and_failures_are_counted():
+    lines, failed = proofs(plan(*SMALL), choosing=lambda made, where: a_choice(RIGHT, WRONG))
+    assert failed == 1 and lines[2:] == ["fused it is"]
+    told = "300 queries: the value, errs 3.0e-06 of 1.0e-04, 24 cases in 7 s; 2.5 ms in all layers"
+    assert lines[0] == f"pass  proof of fused, attention: {told}"
+    assert lines[1].startswith(f"FAIL  proof of kernel, attention: {WRONG.said}, 0 cases in 120 s; does not run")
     _, failed = proofs(plan(*SMALL), choosing=lambda made, where: a_choice(RIGHT, RIGHT, late=True))
     assert failed == 1, "what does not run at the plan's shapes has failed"
     asked = []
-    assert proofs(plan(*SMALL, "runtime.backend=plain"), choosing=lambda made, where: asked.append(made)) is None
-    assert asked[0].runtime.backend == "auto"
+    (line,), failed = proofs(plan(*SMALL, "runtime.backend=plain"), choosing=lambda made, where: asked.append(made))
+    assert "has no candidates" in line and not failed and asked[0].runtime.backend == "auto"
 
 
 def test_a_fast_mode_that_learns_something_else_is_found():
@@ -87,6 +87,7 @@ def made_up(monkeypatch):
         monkeypatch.setattr(bench.on_device, "learns_alike", learning)
         monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
         monkeypatch.setattr("bench.conformance.named_kind", lambda device: "made up")
+        monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
         return asked
 
     return device
@@ -124,7 +125,7 @@ def test_the_command_fails_with_them(here, made_up, spoilt):  # noqa: F811
     ended = call("bench/check.py", *WORDS)
     assert ended.code == 1
     assert re.search(
-        {"a candidate": r"FAIL +kernel +attention +it hung", "training": "FAIL  3 steps"}[spoilt], ended.out
+        {"a candidate": "FAIL  proof of kernel, attention: it hung", "training": "FAIL  3 steps"}[spoilt], ended.out
     )
 
 
@@ -132,23 +133,18 @@ def test_on_a_cpu_nothing_is_proven_at_first_use(here, monkeypatch):  # noqa: F8
     monkeypatch.setattr(bench.on_device, "proofs", None)
     monkeypatch.setattr(bench.on_device, "learns_alike", None)
     monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
+    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
     assert call("bench/check.py", *WORDS, "agree.run=true").code == 0
 
 
 # Cost and peers.
 
 
-def test_the_contract_of_what_runs_elsewhere_is_checked_in_plain_pytorch(monkeypatch):
-    seen = []
-    monkeypatch.setattr("bench.conformance.findings", lambda made: seen.append(made) or [])
-    monkeypatch.setattr("bench.conformance.device_kind", lambda runtime: "cuda")
+def test_the_contract_of_what_runs_elsewhere_is_checked_in_plain_pytorch():
     asked = plan("variant=mhsa", "runtime.device=cuda", "runtime.backend=kernel", "runtime.precision=bfloat16")
-    passed(asked)
-    (checked,) = seen
-    assert (checked.runtime.backend, checked.runtime.device, checked.runtime.precision) == ("plain", "cpu", "float32")
-    monkeypatch.setattr("bench.conformance.device_kind", lambda runtime: "cpu")
-    gate(plan("variant=mhsa", "runtime.backend=fused"))
-    assert seen[1].runtime.backend == "fused"
+    made = of_mechanism(asked, "cuda").runtime
+    assert (made.backend, made.device, made.precision) == ("plain", "cpu", "float32")
+    assert of_mechanism(asked, "cpu") is asked
 
 
 def test_what_is_measured_obeys_the_proof(monkeypatch):

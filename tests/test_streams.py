@@ -211,7 +211,7 @@ def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, strid
 
 
 def test_default_windows():
-    (inputs, _, mask) = next(windows(ramp(5000)))
+    (inputs, _, mask) = next(iter(windows(ramp(5000))))
     assert inputs.shape == (9, 1024)
     assert mask.sum(dim=1).tolist() == [1024] + [512] * 7 + [4999 - 1024 - 7 * 512]
 

@@ -50,7 +50,5 @@ def compare_ideal(model: LanguageModel, *, span: int) -> tuple[list[str], str]:
 
 def excuses(model: LanguageModel) -> list[str]:
     """What the sublayers say that may have ideal FLOPs below half of the executed ones, for a run's row."""
-    found = {name: s.ideal_share for name, s in model.sublayers()}
-    return [
-        f"{name}: from {least:.2g} of the executed FLOPs, {why}" for name, (least, why) in found.items() if least < HALF
-    ]
+    shares = [(name, *sublayer.ideal_share) for name, sublayer in model.sublayers()]
+    return [f"{name}: from {least:.2g} of the executed FLOPs, {why}" for name, least, why in shares if least < HALF]

@@ -25,16 +25,13 @@ class Batches:
     """Segments in their order, each made when its turn comes; how many there are is known before."""
 
     def __init__(self, make: Callable[[int], Segment], firsts: range):
-        self._made, self._number = map(make, firsts), len(firsts)
+        self._make, self._firsts = make, firsts
 
     def __len__(self) -> int:
-        return self._number
+        return len(self._firsts)
 
     def __iter__(self) -> Iterator[Segment]:
-        return self._made
-
-    def __next__(self) -> Segment:
-        return next(self._made)
+        return map(self._make, self._firsts)
 
 
 class Streams:

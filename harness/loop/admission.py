@@ -19,8 +19,7 @@ from harness.failures import StorageFailure
 from harness.loop.step import WINDOWS
 from harness.plan.build import Plan
 from harness.plan.small import narrow, of_mechanism, shrunk
-from variants.conformance import BEFORE_TRAINING, Finding, check, finding_of
-from variants.conformance.sizes import at_sizes, sizes_of
+from variants.conformance import BEFORE_TRAINING, SIZED, Finding, Size, check, finding_of
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
@@ -30,11 +29,8 @@ SECTIONS = ("variant", "model", "position", "batch", "eval")
 
 def admission(plan: Plan) -> str:
     """``shipped``, ``passed``, or ``unchecked`` with ``check=false``; ValueError with the first promise that is broken."""
-    listed, files = (
-        json.loads(SHIPPED.read_text(encoding="utf-8")),
-        source.mechanism_files(plan.config, trust=plan.trust),
-    )
-    if all(listed.get(name) == sha256_of(path) for name, path in files):
+    listed = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    if all(listed.get(name) == sha256_of(path) for name, path in source.mechanism_files(plan.config, trust=plan.trust)):
         return "shipped"
     if not plan.check:
         print("check=false: the mechanism is not checked, so that no table compares this run", flush=True)
@@ -44,10 +40,8 @@ def admission(plan: Plan) -> str:
         print("check: the mechanism is not one of the shipped; checking it at the sizes of this run, once", flush=True)
         for finding in findings(plan):
             if not finding.passed:
-                raise ValueError(
-                    f"variant={plan.variant}: {finding.promise}: {finding.detail}; check=false trains anyway and marks the "
-                    'row "unchecked"'
-                )
+                beside = 'check=false trains anyway and marks the row "unchecked"'
+                raise ValueError(f"variant={plan.variant}: {finding.promise}: {finding.detail}; {beside}")
         with suppress(StorageFailure):  # then it is checked again
             write_whole(passed, b"")
     return "passed"
@@ -57,22 +51,33 @@ def findings(plan: Plan) -> Iterator[Finding]:
     """The promises that are looked at before training: at the run's sizes, and at small ones."""
     yield from findings_at_sizes(plan)
     small = shrunk(of_mechanism(plan, device_kind(plan.runtime)))
-    span, streams = small.model.span, tuple({17, plan.batch.streams, plan.eval.streams})
-    own = {"span": span, "vocabulary": plan.data["vocabulary"], "checks": BEFORE_TRAINING, "streams": streams}
-    yield from check(small.make_model, **own)
-    yield finding_of(IDEAL, lambda: compare_ideal(small.make_model(), span=span))
+    given = {"span": small.model.span, "vocabulary": plan.data["vocabulary"], "checks": BEFORE_TRAINING}
+    yield from check(small.make_model, **given, streams=tuple({17, plan.batch.streams, plan.eval.streams}))
+    yield ideal_beside_executed(small)
+
+
+def ideal_beside_executed(plan: Plan) -> Finding:
+    """What a mechanism says it needs is no more than what its code executes, in warm state, nor much less."""
+    return finding_of(IDEAL, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
 def findings_at_sizes(plan: Plan) -> Iterator[Finding]:
     """Promises at the plan's own segments, streams and span, in a narrow network."""
     own, e, b = narrow(of_mechanism(plan, device_kind(plan.runtime))), plan.eval, plan.batch
-    sizes = sizes_of(batch=(b.streams, b.segment), carry=b.carry, score=(e.streams, e.segment), windows=WINDOWS)
-    yield from at_sizes(own.make_model, sizes, span=plan.model.span, vocabulary=plan.data["vocabulary"])
+    third = e.segment // 3
+    ragged = max(1, e.segment - third) - (e.segment > 3 and third % 2 == e.segment % 2)  # an odd end of a split
+    sizes = [Size("train", b.streams, b.segment, b.carry), Size("eval", b.streams, b.segment, True)]
+    sizes += [Size("eval", e.streams, segment, True) for segment in (e.segment, ragged)] + [
+        Size("eval", *WINDOWS, False)
+    ]
+    given = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"], "checks": SIZED}
+    yield from check(own.make_model, **given, sizes=tuple(dict.fromkeys(sizes)))
 
 
 def _identity(plan: Plan) -> str:
     """Digest of all that a pass depends on."""
     judges = [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))]
-    own = [source.digest_of_mechanisms(plan.config, trust=plan.trust), *judges, torch.__version__, plan.runtime.backend]
+    files = source.mechanism_files(plan.config, trust=plan.trust)
+    own = [source.digest_of(files), *judges, torch.__version__, plan.runtime.backend]
     own += [device_kind(plan.runtime), plan.data["vocabulary"], *(plan.config[name] for name in SECTIONS)]
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()

@@ -1,12 +1,11 @@
 """Futures: places of a score whose later bytes are replaced, to see whether the trained model itself saw them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 import torch
 from torch import Tensor
 
-from harness.data.streams import Batches
 from harness.hashing import integer_hash
 
 PLACES = 64
@@ -21,30 +20,28 @@ class Futures:
     state, with other bytes after the place.
 
     Args:
-        first: number of the first batch in which all streams are scored.
+        seed: None for no places.
         rows: streams, or windows, of a batch, in all processes together.
         vocabulary: V.
+        first: number of the first batch in which all streams are scored.
     """
 
-    def __init__(self, seed: int, batches: Batches, *, rows: int, vocabulary: int, first: int = 0):
+    def __init__(self, seed: int | None, batches: Sized, *, rows: int, vocabulary: int, first: int = 0):
         self.seed, self.vocabulary, self._changes = seed, vocabulary, [torch.empty(0)]
-        draws = integer_hash(_BATCH, seed, range(-(-PLACES // rows)))
         scored = range(len(batches))[first:] or range(len(batches))
-        self.chosen = Counter(scored[int(draw) % len(scored)] for draw in draws) if scored else Counter()
+        draws = integer_hash(_BATCH, seed, range(-(-PLACES // rows))) if scored and seed is not None else ()
+        self.chosen = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
-    def look(self, number: int, inputs: Tensor, mask: Tensor, nats: Tensor, again: Callable[[Tensor], Tensor]) -> None:
-        """Compare ``nats [L, T]`` of batch ``number`` with what ``again`` gives for other ``inputs``; all on the CPU."""
+    def look(self, number: int, inputs: Tensor, mask: Tensor, nats: Tensor, again: Callable[[Tensor], tuple]) -> None:
+        """Compare ``nats [L, T]`` of batch ``number`` with the first that ``again`` gives for other ``inputs``, on the CPU."""
         for turn in range(self.chosen[number]):
             draws = integer_hash(_PLACE, self.seed, number, turn, range(len(inputs)))
             scored = [row.nonzero().flatten() for row in mask[:, :-1]]  # after the last byte there is none to replace
-            at = torch.tensor(
-                [one[int(draw) % len(one)] if len(one) else -1 for one, draw in zip(scored, draws, strict=True)]
-            )
-            later = torch.arange(inputs.shape[1]) > at[:, None]
+            at = [int(one[int(draw) % len(one)]) if len(one) else -1 for one, draw in zip(scored, draws, strict=True)]
+            later = torch.arange(inputs.shape[1]) > torch.tensor(at)[:, None]
             other = (inputs + self.vocabulary // 2) % self.vocabulary
-            rows = (at >= 0).nonzero().flatten()
-            change = again(torch.where(later, other, inputs)) - nats
-            self._changes.append(change[rows, at[rows]].abs())
+            change = (again(torch.where(later, other, inputs))[0] - nats).abs()
+            self._changes.append(torch.tensor([change[row, place] for row, place in enumerate(at) if place >= 0]))
 
     @property
     def changes(self) -> Tensor:

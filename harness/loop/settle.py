@@ -119,7 +119,7 @@ def device_facts(plan: Plan, where: Runtime) -> dict[str, object]:
         | {"capability": torch.cuda.get_device_capability(where.device) if accelerator else None}
         | {"products": products()}
         | {"environment": {name: os.environ[name] for name in VARIABLES if name in os.environ}}
-        | {"source": source.digest_of_mechanisms(plan.config, trust=plan.trust)}
+        | {"source": source.digest_of(source.mechanism_files(plan.config, trust=plan.trust))}
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.count.memory import gradient_bytes
-from harness.data.streams import Batches, samples, segments, share, whole_context, windows
+from harness.data.streams import samples, segments, share, whole_context, windows
 from harness.device.runtime import Runtime
 from harness.device.units import Units
 from harness.loop.futures import Futures
@@ -164,12 +164,8 @@ def score_stream(
     cut = {"streams": streams, "segment": segment, "context": context}
     own = share(streams, processes.shard)
     batches = segments(split, **cut, part=processes.shard) if own.start < own.stop else ()
-    futures = _futures(model, look, batches, rows=streams, first=context // segment)
+    futures = Futures(look, batches, rows=streams, vocabulary=model.head.out_features, first=context // segment)
     return _streamed(model, batches, runtime, stats_from=context // segment if collect_stats else None, futures=futures)
-
-
-def _futures(model: LanguageModel, seed: int | None, batches: Batches, **how: int) -> Futures | None:
-    return None if seed is None else Futures(seed, batches, vocabulary=model.head.out_features, **how)
 
 
 def _summed(nats: list[Tensor], stats: dict, runtime: Runtime, futures: Futures | None = None) -> Score:
@@ -177,9 +173,9 @@ def _summed(nats: list[Tensor], stats: dict, runtime: Runtime, futures: Futures 
     own, processes = torch.cat(nats) if nats else torch.empty(0), runtime.processes
     if processes.world_size > 1:
         stats = {name: {key: value.cpu() for key, value in found.items()} for name, found in stats.items()}
-    change = torch.cat(processes.gather(futures.changes)) if futures else torch.empty(0)
-    change = change.mean().item() if len(change) else 0.0
-    return Score(torch.cat(processes.gather(own)), functools.reduce(add_stats, processes.gather_values(stats)), change)
+    stats = functools.reduce(add_stats, processes.gather_values(stats))
+    changes = torch.cat(processes.gather(futures.changes if futures else torch.empty(0)))
+    return Score(torch.cat(processes.gather(own)), stats, changes.mean().item() if len(changes) else 0.0)
 
 
 def score_samples(
@@ -211,7 +207,8 @@ def score_windows(
     """Score every pair once in windows of 1024 bytes, stride 512, without state: the column ``window 1024, stride 512``;
     ``look`` as ``score_stream`` has it."""
     own = windows(split, window=WINDOWS[1], batch=batch, part=runtime.processes.shard)
-    futures = _futures(model, look, own, rows=batch * runtime.processes.world_size)
+    rows = batch * runtime.processes.world_size
+    futures = Futures(look, own, rows=rows, vocabulary=model.head.out_features)
     nats = [nats[mask] for nats, mask, _ in _scored(model, own, runtime, carry=False, futures=futures)]
     return _summed(nats, {}, runtime, futures)
 
@@ -258,7 +255,7 @@ def _scored(
     model.eval()
     state, forward = None, runtime.forward(model)
 
-    def predict(inputs: Tensor, targets: Tensor, *, wanted: bool) -> tuple[Tensor, ModelOut]:
+    def predict(targets: Tensor, wanted: bool, inputs: Tensor) -> tuple[Tensor, ModelOut]:
         inputs, targets = runtime.send(inputs, targets)
         with runtime.autocast():
             out = forward(inputs, state if carry else None, collect_stats=wanted)
@@ -268,9 +265,9 @@ def _scored(
     with runtime.processes.apart():
         for number, (inputs, targets, mask) in enumerate(batches):
             wanted = stats_from is not None and number >= stats_from
-            nats, out = predict(inputs, targets, wanted=wanted)
+            again = partial(predict, targets, wanted)
+            nats, out = again(inputs)
             if futures is not None:
-                again = partial(predict, targets=targets, wanted=wanted)
-                futures.look(number, inputs, mask, nats, lambda changed, again=again: again(changed)[0])
+                futures.look(number, inputs, mask, nats, again)
             state = out.state
             yield nats, mask, out.stats

@@ -1,6 +1,7 @@
 """Summary of a run: its identity before the first step, its costs and final scores after the last."""
 
 from harness.count.flops import forward_flops_per_byte
+from harness.count.ideal import excuses
 from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
 from harness.data import corpora
 from harness.data.corpora import Corpus
@@ -93,6 +94,7 @@ def costs(training: TrainState, *, peak: Peak) -> dict:
             "unknown": executed.unknown,
             "warm": executed.warm,
         },
+        "ideal_excuses": excuses(training.model),
         "training_flops": training.spent.flops,
         "flops_estimated_3x": training.model.flops_estimated_3x(),
         "unreached": training.optimizers.unreached(),

@@ -281,9 +281,8 @@ def held_equal(row: Mapping) -> dict[str, object]:
 def numbers_of(row: Mapping) -> dict[str, object]:
     """What stands for the code of a row where bits per byte are pooled: its ``numerics`` where golden numbers pin both parts,
     else its ``source``; that, too, where a budget of seconds makes more of faster code."""
-    numerics = row.get("numerics") or {}
-    pinned = numerics.get("variant") is not None and "seconds" not in (row.get("budget") or {})
-    return {"numerics": numerics} if pinned else {"source": row.get("source")}
+    numerics, timed = row.get("numerics") or {}, "seconds" in (row.get("budget") or {})
+    return {"source": row.get("source")} if timed or numerics.get("variant") is None else {"numerics": numerics}
 
 
 def same_numbers(one: Mapping, other: Mapping) -> bool:

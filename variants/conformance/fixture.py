@@ -22,16 +22,16 @@ Outputs = dict[str, Tensor]
 class Subject:
     """The model that is checked, and what it is fed.
 
-    ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended; ``kept``
-    is what several promises look at. ``streams``: numbers of streams that large batches have.
+    ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended.
+    ``streams``: numbers of streams that large batches have; ``sizes``: a run's, or none for small ones.
     """
 
     make_model: Callable[[], nn.Module]
     span: int
     vocabulary: int
     streams: tuple[int, ...] = (17,)
+    sizes: tuple = ()
     during: list[str] = field(default_factory=list)
-    kept: dict = field(default_factory=dict)
 
     @cached_property
     def declared(self) -> dict[str, Sublayer]:
@@ -47,6 +47,11 @@ class Subject:
     def length(self) -> int:
         """Bytes a stream: more than two windows, and than six periods."""
         return max(2 * self.span, 6 * self.period) + 5
+
+    @property
+    def apart(self) -> bool:
+        """Whether streams promise not to mix."""
+        return "streams_apart" not in self.limits()
 
     def limits(self) -> frozenset[str]:
         """What the model's sublayers say they cannot promise."""
@@ -85,11 +90,10 @@ class Subject:
         The third is a context in which nothing is drawn: one that does nothing, which is quick, where none is needed.
         """
         yield "eval", self.build(), nullcontext
-        if "still" not in self.kept:
-            self.kept["still"] = self._still()
-        if self.kept["still"] is not None:
-            yield "train", self.build().train(), self.kept["still"]
+        if self._still is not None:
+            yield "train", self.build().train(), self._still
 
+    @cached_property
     def _still(self) -> Callable[[], AbstractContextManager] | None:
         """In what training draws nothing; None if it does even without dropout."""
         model, tokens = self.build().train(), self.bytes()
@@ -110,9 +114,10 @@ def move(model: nn.Module) -> nn.Module:
     return model
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients that are there, dense, by the parameter's name."""
-    return {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+def gradients_of(model: nn.Module, *, flat: bool = False) -> dict[str, Tensor]:
+    """The gradients that are there, dense, by the parameter's name; or ``flat``, like outputs, ``[1, 1, n]``."""
+    found = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+    return {f"the gradient of {name}": g.reshape(1, 1, -1) for name, g in found.items()} if flat else found
 
 
 class NoDropout(TorchDispatchMode):

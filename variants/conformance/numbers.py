@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.conformance.changed import LONGEST
 from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, open_, run
+from variants.conformance.sizes import LONGEST
 from variants.contract import Sublayer, map_state
 
 STEP = 1e-7
@@ -49,32 +49,27 @@ def derivatives(subject: Subject) -> Verdict:
             if abs(slopes[-1] - said) <= max(1e-4 * abs(slopes[-1]), 1e-8):
                 break
         else:
-            told = " or ".join(f"{slope:.6g}" for slope in slopes)
-            breaks.append(
-                f"train: along a direction of {name} the loss changes by {told}, its gradient says {said:.6g}"
-            )
+            change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {said:.6g}"
+            breaks.append(f"train: along a direction of {name} {change}")
     return breaks, f"{len(found)} gradients, behind {head.shape[1]} bytes"
 
 
 def modes_agree(subject: Subject) -> Verdict:
-    (_, model, _), *training = subject.modes()
-    if not training:
+    outputs = []
+    for _, model, still in subject.modes():
+        with still():
+            outputs.append(run(model, subject.bytes(), cuts=(subject.span + 2,))[0])
+    if len(outputs) == 1:
         return ["train: draws random numbers that are not dropout's, with which nothing compares"], ""
-    cuts, tokens = (subject.span + 2,), subject.bytes()
-    expected, (_, model, still) = run(model, tokens, cuts=cuts)[0], training[0]
-    with still():
-        found, _ = run(model, tokens, cuts=cuts)
-    return differs(
-        "train without dropout, against eval", expected, found
-    ), f"{subject.length} bytes, with a past and without"
+    breaks = differs("train without dropout, against eval", *outputs)
+    return breaks, f"{subject.length} bytes, with a past and without"
 
 
 def reach_used(subject: Subject) -> Verdict:
     """Some parameters and inputs must show it: spans fully open, closed or anything between, other weights small and large."""
-    reaches = {name: sublayer.reach() for name, sublayer in subject.declared.items()}
-    far = {name: n for name, n in reaches.items() if n is not None and n >= LONGEST}
-    waiting = {name: n for name, n in reaches.items() if n != 0 and name not in far}
+    waiting = {name: n for name, sublayer in subject.declared.items() if (n := sublayer.reach()) != 0}
     told = ", ".join(f"{name} {'all' if n is None else n}" for name, n in waiting.items()) or "no sublayer sees a past"
+    waiting = {name: n for name, n in waiting.items() if n is None or n < LONGEST}
     for draw in range(DRAWS):
         if not waiting:
             break
@@ -88,7 +83,7 @@ def reach_used(subject: Subject) -> Verdict:
         f"of parameters: declared is {'all of the past' if n is None else f'a reach of {n}'}"
         for name, n in waiting.items()
     ]
-    return breaks, f"bytes back: {told}" + "".join(f"; too far to look at: {name} {n}" for name, n in far.items())
+    return breaks, f"bytes back, looked at below {LONGEST}: {told}"
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ def autocast(subject: Subject) -> Verdict:
     wide = model.eval()(tokens, out.state)  # a state may come from a forward of another precision
     breaks = infinite("train", {"logits": out.logits})
     breaks += infinite("eval, float32 after bfloat16", {"logits": wide.logits})
-    breaks += [f"train: {line}" for line in _infinite_gradients(gradients_of(model))]
+    breaks += infinite("train", gradients_of(model, flat=True))
     return breaks, "forward, backward, and its state in float32"
 
 
@@ -139,7 +139,7 @@ def large_weights(subject: Subject) -> Verdict:
         outputs = {"logits": out.logits, "logits of a second segment": model(tokens, out.state).logits}
         (sum(map(torch.mean, outputs.values())) + out.loss).backward()
         breaks += infinite(case, outputs)
-        breaks += [f"{case}: {line}" for line in _infinite_gradients(gradients_of(model))]
+        breaks += infinite(case, gradients_of(model, flat=True))
     return breaks, f"{LARGE} times as large: forward and backward in float32, two segments"
 
 
@@ -160,12 +160,6 @@ def needed_flops(subject: Subject) -> Verdict:
         elif said[0].forward < sublayer.ideal_flops() - 1:  # which is rounded
             breaks.append(f"{name}: a warm byte needs {said[0].forward:,.0f}, ideal is {sublayer.ideal_flops():,}")
     return breaks, f"not said, so 3 x ideal is charged: {', '.join(silent)}" if silent else "said by every sublayer"
-
-
-def _infinite_gradients(found: dict[str, Tensor]) -> list[str]:
-    return [
-        f"the gradient of {name} is not finite" for name, gradient in found.items() if not gradient.isfinite().all()
-    ]
 
 
 def _snapshot(model: nn.Module) -> dict[str, Tensor]:

@@ -3,8 +3,8 @@
     for finding in check(make_model, span=13):
         print(finding)
 
-A whole small model is checked, because that is what a configuration gives and what a user trusts. Differences are
-looked for in every sublayer's output, in order of execution, and then in the logits: the first that differs is named.
+A whole small model is checked: that is what a configuration gives. Differences are looked for in every sublayer's output, in
+order of execution, and then in the logits: the first that differs is named.
 
 - Everything runs in float64 on a CPU, so that a break is told from rounding. Work that a mechanism does in float32
   for safety must follow a float64 input (``torch.promote_types(x.dtype, torch.float32)``).
@@ -22,16 +22,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from variants.conformance import forward, numbers, parameters
 from variants.conformance.fixture import Subject, Verdict, gradients_of, run
-from variants.conformance.forward import equal_backends
+from variants.conformance.sizes import SIZED, Size
 
 Check = tuple[str, str | None, Callable[[Subject], Verdict]]
 BEFORE_TRAINING: tuple[Check, ...] = numbers.CHECKS
 """Those that ``train.py`` runs, at small sizes, before the first step of a mechanism that is not shipped."""
-CHECKS = (*forward.CHECKS, *parameters.CHECKS, *BEFORE_TRAINING)
+CHECKS = (*SIZED, *forward.CHECKS, *parameters.CHECKS, *BEFORE_TRAINING)
 """Promise, the limit that excuses it, and its check."""
 
 
@@ -54,21 +54,22 @@ def check(
     vocabulary: int = 256,
     checks: tuple[Check, ...] = CHECKS,
     streams: tuple[int, ...] = (17,),
+    sizes: tuple[Size, ...] = (),
 ) -> Iterator[Finding]:
-    """Check promises of the contract, one finding each, as they are found.
+    """Check promises of the contract, one finding each, as they are found, in float64.
 
     Args:
         make_model: builds the model on the CPU, small, uncompiled, each time anew. The model is called as
-            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``,
-            ``.state`` (stream positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.stats``;
-            it has ``sublayers()``, ``project_()``, ``inspect(tokens)``, ``metrics(stats)`` and ``ideal_flops()``; its
-            sublayers are the contract's.
+            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and gives ``.logits [B, T, V]``, ``.state`` (stream
+            positions int64 ``[B]``, then a tuple of one state a sublayer), ``.loss`` and ``.stats``; it has ``sublayers()``,
+            ``project_()``, ``inspect(tokens)``, ``metrics(stats)``, ``ideal_flops()``; its sublayers are the contract's.
         span: positions that a query may see; streams are a little over twice as long.
         vocabulary: V, at least 2.
         checks: which promises; all.
         streams: of the large batches, in which streams may not mix either.
+        sizes: of a run, at which ``SIZED`` are checked instead of at small ones, but for what a limit excuses.
     """
-    subject = Subject(make_model, span, vocabulary, streams)
+    subject = Subject(make_model, span, vocabulary, streams, sizes)
     try:
         with torch.random.fork_rng(devices=[]):
             limits = subject.limits()
@@ -76,20 +77,9 @@ def check(
         yield Finding("the model can be built", False, said(error))
         return
     for promise, limit, function in checks:
-        yield finding_of(promise, function, subject, limit=limit if limit in limits else None)
-
-
-def agree(
-    make_fast: Callable[[], nn.Module],
-    make_plain: Callable[[], nn.Module],
-    *,
-    span: int,
-    vocabulary: int = 256,
-    backend: str = "fused",
-) -> Finding:
-    """Whether two makes of one model, which differ in the code that computes it, give the same values and gradients."""
-    fast, plain = (Subject(make, span, vocabulary) for make in (make_fast, make_plain))
-    return finding_of(f"the {backend} backend equals the plain one", equal_backends, fast, plain)
+        if not sizes or limit not in limits:
+            promise += " at the sizes of the run" * bool(sizes)
+            yield finding_of(promise, function, subject, limit=limit if limit in limits else None)
 
 
 def learns(
@@ -128,8 +118,11 @@ def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, bel
     torch.manual_seed(0)
     symbols, line = torch.randperm(vocabulary), torch.arange(33)
     string, past = symbols[:7], symbols[[-3, -2, -3, -1]][(torch.arange(4)[:, None] + line) % 4]  # past [4, 33]
-    after_a = past[:, :-1] == symbols[-3]  # [4, 32]
-    after_a &= _moved_by_the_byte_before(Subject(make_model, 1, vocabulary), past[:1, :-1])
+    subject, line_of_past = Subject(make_model, 1, vocabulary), past[:1, :-1]
+    copies = torch.cat([line_of_past, *(subject.change(line_of_past, at) for at in range(31))])
+    logits = run(subject.build(), copies)[0]["logits"]
+    moved = (logits - logits[:1]).abs().amax(-1).diagonal() > 1e-6  # [32]: another byte before it moves the logits
+    after_a = (past[:, :-1] == symbols[-3]) & moved  # [4, 32]
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -157,15 +150,6 @@ def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, bel
     )
     told = f"{found[0]:.3f} bits per byte, {past_told}, after {step} steps"
     return [] if max(found) < below_bits else [told], told
-
-
-def _moved_by_the_byte_before(subject: Subject, tokens: Tensor) -> Tensor:
-    """Of ``tokens [1, T]``, ``[T]``: where another byte in place of the one before moves the logits."""
-    places = range(1, tokens.shape[1])
-    copies = torch.cat([tokens, *(subject.change(tokens, at - 1) for at in places)])
-    logits = run(subject.build(), copies)[0]["logits"]
-    moved = (logits - logits[:1]).abs().amax(-1) > 1e-6  # [T, T]
-    return torch.tensor([at > 0 and moved[at, at].item() for at in range(tokens.shape[1])])
 
 
 def said(error: Exception, *during: str) -> str:
