@@ -1,0 +1,79 @@
+"""Configuration from outside: a folder of the user's (``-cd``), and the ``config.yaml`` of a run folder that others made.
+
+A user's folder is read as in every Hydra project, but for two rules: ``harness.plan.instantiate`` says what a ``_target_``
+may name, and, so that no file says otherwise, ``hydra.*`` and ``trust`` count from the command line only.
+"""
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.global_hydra import GlobalHydra
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
+
+from harness.record.rows import read_file
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+MAX_BYTES, MAX_DEPTH = 1 << 18, 40
+TYPED = r"\b(hydra|trust)\b"
+"""Keys and groups that count from the command line only; beside them, Hydra's keys that a sweep's file needs, and an entry of
+``defaults`` that names such a group, or such a package behind its @."""
+SWEEP = rf"hydra\.mode|hydra\.sweeper\.params\.(?!.*{TYPED}).+"
+PLACE = rf"(^|\s)[./]*{TYPED}|@.*{TYPED}"
+
+
+class UserFiles(FileConfigSource):
+    """Hydra's files of YAML; ValueError where a user's sets what is to be typed, or has the name of one of ours."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        loaded, name = super().load_config(config_path), os.path.normpath(self._normalize_file_name(config_path))
+        file = Path(self.path, name).resolve()
+        if not file.is_relative_to(CONF):
+            check_user_file(loaded, name=name, file=file)
+        elif GlobalHydra.instance().is_initialized():  # ours come first in Hydra's order
+            for folder in GlobalHydra.instance().config_loader().get_search_path().get_path():
+                hidden = Path(str(folder.path).removeprefix("file://"), name)
+                if folder.provider == "command-line" and hidden.exists() and hidden.resolve() != file:
+                    raise ValueError(f"{hidden}: is not read, because ours of this name comes first; rename it")
+        return loaded
+
+
+def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
+    """ValueError where a file, by its group and ``name``, its package or a key, sets what counts from the command line."""
+    wrong = [place for place in (name.partition("/")[0], loaded.header["package"] or "") if re.search(TYPED, place)]
+    for key, value in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
+        entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)  # {group: choice}, or one text
+        if re.search(PLACE, entry[1] or str(value)) if entry else re.match(TYPED, key) and not re.fullmatch(SWEEP, key):
+            wrong.append(f"{key}={value}")
+    if wrong:
+        raise ValueError(f"{file}: {wrong[0]}: hydra.* and trust count from the command line only")
+
+
+def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Values that are neither lists nor sections, with their dotted keys."""
+    if not isinstance(node, dict | list):
+        yield key, node
+        return
+    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+        yield from _leaves(value, f"{key}.{name}".lstrip("."))
+
+
+def read_config(path: Path, *, what: str) -> DictConfig:
+    """The sections of a run's ``config.yaml``: plain values, within limits; ValueError, which begins with ``what``."""
+    try:
+        text, depth = read_file(path, most=MAX_BYTES).decode("utf-8"), 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
+                raise ValueError(f"has plain values only: no ${{..}}, no alias, at most {MAX_DEPTH} levels")
+        config = OmegaConf.load(io.StringIO(text))
+        if not isinstance(config, DictConfig):
+            raise ValueError("must have sections, such as variant and model")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{what}: {path.name}: {' '.join(str(error).split())}") from error
+    return config
