@@ -52,4 +52,4 @@ def train(run) -> float | None:
 
 
 if __name__ == "__main__":
-    run_command(main, many=True, resumes=True)
+    run_command(main, many=True)

@@ -22,6 +22,7 @@ plain PyTorch in float64 on the CPU, which ``agree.run=true`` does on a CPU, too
 fast mode ends where plain float32 does. The contract is then checked in plain PyTorch: the CPU's kernels are not the device's.
 """
 
+import functools
 import itertools
 import sys
 from collections import Counter
@@ -238,11 +239,14 @@ def compare(cfg: DictConfig, settings: "AgreementSettings", *, given: set[str]) 
     print(f"{cfg.variant.name}: agrees with float64 on {cfg.runtime.device} in {cases}")
 
 
+@functools.wraps(main)
 def command() -> None:
     """Exit code 1 after the last job, if any broke a promise."""
-    main()
-    if BROKEN:
-        sys.exit(1)
+    try:
+        main()
+    finally:
+        if BROKEN:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ ends, the callback in ``harness.compose.sweep`` hears first. An error that is no
 1; with ``HYDRA_FULL_ERROR=1`` the user sees the trace of a mistake, too.
 """
 
+import inspect
 import os
 import re
 import shlex
@@ -12,7 +13,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import yaml
 from hydra._internal.sources_registry import SourcesRegistry
@@ -39,25 +39,18 @@ class JobFailed(RuntimeError):
     """A sweep's copy of a job's error that is nobody's mistake: one line, without frames and their tensors."""
 
 
-class Command(NamedTuple):
-    """What this process runs; ``resumes``: a sweep launches only the jobs that have not finished."""
-
-    task: TaskFunction
-    resumes: bool
+running: TaskFunction | None = None
+"""What a sweep's launcher calls for each job."""
 
 
-running: Command | None = None
-
-
-def run_command(command: Callable[[], object], *, many: bool = False, resumes: bool = False) -> None:
+def run_command(command: Callable[[], object], *, many: bool = False) -> None:
     """Call a function decorated with ``hydra.main``; where it fails, exit as ``docs/exit_codes.md`` says.
 
     Args:
         many: whether several processes, started by ``torchrun``, may do it together.
-        resumes: as ``Command`` has it.
     """
     global running
-    running = Command(command.__wrapped__, resumes)
+    running = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's own source of files
     SourcesRegistry.instance().types["file"] = UserFiles
     trace = os.environ.get(TRACE, os.environ.get("HYDRA_FULL_ERROR", ""))
@@ -68,8 +61,6 @@ def run_command(command: Callable[[], object], *, many: bool = False, resumes: b
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             command()
         except KeyboardInterrupt:  # while nothing of ours listens: between two jobs, or as the jobs' launcher waits
-            if _wants_trace():
-                traceback.print_exc()
             print("interrupted", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         except Exception as error:
@@ -156,7 +147,9 @@ def _explain(error: Exception) -> str:
         return f"{error.full_key}: {_first_line(error)}"
     if str(error).startswith("Config group override must be"):  # Hydra does not say of which
         words = [word for word in sys.argv[1:] if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)]
-        return f"{' '.join(word for word in words if (CONF / word.partition('=')[0]).is_dir())}: must be a choice's name"
+        return (
+            f"{' '.join(word for word in words if (CONF / word.partition('=')[0]).is_dir())}: must be a choice's name"
+        )
     lines = [line.strip() for line in str(error).splitlines()]
     if isinstance(error, HydraException) and cause is not None:
         lines.append(_first_line(cause))

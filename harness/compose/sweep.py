@@ -11,10 +11,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -28,7 +27,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.compose import cli
-from harness.compose.cli import GROUP, MISTAKES, JobFailed, exit_code, portable, print_error, typed
+from harness.compose.cli import GROUP, MISTAKES, exit_code, portable, print_error, typed
 
 if TYPE_CHECKING:
     from harness.record.folder import RunFolder  # torch comes with it: not for --help
@@ -54,18 +53,19 @@ class Endings(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         """Hydra's own refuses the whole sweep for one job that does not compose, and hides what follows one that fails."""
-        if config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-            try:
-                failed = Sweep(config).run()
-            except Exception as error:  # Hydra would make a warning of it
-                print_error(error)
-                failed = [error]
-            sys.exit(exit_code(failed))
+        if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+            return
+        failed: list[Exception] = []
+        try:
+            Sweep(config, failed).run()
+        except Exception as error:  # Hydra would make a warning of it
+            print_error(error)
+            failed.append(error)
+        sys.exit(exit_code(failed))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepJob:
-    """One job, and its run folder as it was looked at; None where a mistake hides it, or none is asked for."""
+class SweepJob(NamedTuple):
+    """One job, and its run folder as it was looked at; None where a mistake hides it, or where sweeps do not resume."""
 
     overrides: list[str]
     folder: "RunFolder | None" = None
@@ -85,57 +85,48 @@ class SweepJob:
     def state(self) -> str:
         from harness.record.folder import ending
 
-        if self.folder is None:
-            return "new"
-        if self.finished or self.held:
-            return "finished before" if self.finished else "running elsewhere"
-        if (end := ending(self.folder.path)) and end[0] != "finished":
-            return "failed before and tried again"
-        changed = "new because the source changed since" if self.folder.note else "new"
-        return "to go on" if self.folder.begun else changed
+        if self.folder is None or self.finished:
+            return "finished before" if self.finished else "new"
+        if self.held:
+            return "running elsewhere"
+        failed = (ending(self.folder.path) or ("finished",))[0] != "finished"
+        return "failed before and tried again" if failed else "to go on" if self.folder.begun else "new"
 
 
 class Sweep:
-    """The jobs of the words that were typed, and the launcher that was chosen."""
+    """The jobs of the words that were typed, and the launcher that was chosen; errors are appended to ``failed``."""
 
-    def __init__(self, config: DictConfig):
-        self.config, self.loader, self.resumes = config, GlobalHydra.instance().config_loader(), cli.running.resumes
+    def __init__(self, config: DictConfig, failed: list[Exception]):
+        self.config, self.failed, self.loader = config, failed, GlobalHydra.instance().config_loader()
+        self.resumes = config.hydra.job.name == "train"  # a verb measures anew
         words = sorted(str(word) for word in config.hydra.overrides.task)
         choice = config.hydra.runtime.choices.get("sweep") or "sweep"
         self.name = f"{choice}-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]}"
         context = HydraContext(config_loader=self.loader, callbacks=Callbacks(config))
-        task = {"hydra_context": context, "task_function": cli.running.task, "config": config}
-        self.launcher = Plugins.instance().instantiate_launcher(**task)
+        self.launcher = Plugins.instance().instantiate_launcher(context, cli.running, config)
         self.digests: dict[str, str | None] = {}
 
-    def run(self) -> list[Exception]:
-        """Run what has not finished, to the last job; returns the errors."""
-        failed: list[Exception] = []
-        jobs = [*self._jobs(failed)]
-        if self.resumes and jobs:
-            print(f"sweep {self.name}: {standing(jobs)}", flush=True)
+    def run(self) -> None:
+        """Run what has not finished, to the last job."""
+        jobs = [*self._jobs()]
+        if any(job.folder for job in jobs):
+            counts = Counter(job.state for job in jobs)
+            states = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
+            print(f"sweep {self.name}: {len(jobs)} job{'s' * (len(jobs) != 1)}: {states}", flush=True)
         waiting = [job for job in jobs if not job.finished]
         with env_override(environment(self.launcher, len(jobs))):
             while waiting:
-                free = [job for job in waiting if not job.held]
-                if not free:
+                if free := [job for job in waiting if not job.held]:
+                    done = self._launch(free)
+                    waiting = [job for job in waiting if job not in done]
+                else:
                     time.sleep(LOOK_SECONDS)
-                for job, result in zip(free, self._launched(free) if free else (), strict=True):
-                    error = result._return_value if result.status == JobStatus.FAILED else None
-                    if getattr(error, "held", False):  # another process took it before its turn
-                        continue
-                    waiting.remove(job)
-                    if error:
-                        print_error(error, job=job.overrides)
-                        failed.append(error)
-                looked = [self._look(job.overrides) for job in waiting]
-                waiting = [job for job in looked if not job.finished]
-        if self.resumes and jobs:
+                waiting = [job for job in (self._look(job.overrides) for job in waiting) if not job.finished]
+        if any(job.folder for job in jobs):
             self._show(jobs)
-        return failed
 
-    def _jobs(self, failed: list[Exception]) -> Iterator[SweepJob]:
-        """Those that compose; the mistakes of the others are printed, and appended to ``failed``."""
+    def _jobs(self) -> Iterator[SweepJob]:
+        """Those that compose."""
         params = OmegaConf.to_container(self.config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
         words = [*(f"{key}={value}" for key, value in params.items()), *self.config.hydra.overrides.task]
         overrides = OverridesParser.create(config_loader=self.loader).parse_overrides(words)
@@ -144,43 +135,46 @@ class Sweep:
                 yield self._look(job)
             except MISTAKES as error:
                 print_error(error, job=job)
-                failed.append(error)
-
-    def _launched(self, jobs: Sequence[SweepJob]) -> Sequence[JobReturn]:
-        try:
-            return self.launcher.launch([job.overrides for job in jobs], 0)
-        except MISTAKES:
-            raise
-        except Exception as error:  # a job's process was killed, or could not be started
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise JobFailed(f"the launcher gave up ({reason}); the same command goes on with what is left") from error
+                self.failed.append(error)
 
     def _look(self, overrides: list[str]) -> SweepJob:
         """Where a job stands; what it would refuse beyond its words, it says itself."""
         cfg = self.loader.load_sweep_config(self.config, overrides)
         if not self.resumes:
-            return SweepJob(overrides=overrides)
+            return SweepJob(overrides)
         from harness.data import corpora  # torch comes with these: not for --help
         from harness.loop.prepare import locate, planned
         from harness.plan.build import hydra_facts
 
-        overrides = [*overrides, *settled_words(cfg.runtime, self.launcher)]
-        if cfg.record.wandb.group is None and not any(word.startswith(f"{GROUP}=") for word in overrides):
+        if cfg.record.wandb.group is None:
             overrides = [*overrides, f"{GROUP}={self.name}"]
         facts = hydra_facts(cfg.hydra)
         with open_dict(cfg):
             del cfg["hydra"]
         try:
             plan = planned(cfg, **facts)
+            overrides = [*overrides, *settled_words(cfg.runtime, plan.config["runtime"], self.launcher)]
             key = json.dumps(plan.data, sort_keys=True)
             if key not in self.digests:
                 self.digests[key] = None  # what cannot be read is not asked for again
                 self.digests[key] = corpora.load(**plan.data).sha256
             digest = self.digests[key]
-            folder = locate(plan, data_digest=digest) if digest else None
+            return SweepJob(overrides, locate(plan, data_digest=digest) if digest else None)
         except Exception:  # whatever it is, the job meets it too
-            folder = None
-        return SweepJob(overrides=overrides, folder=folder)
+            return SweepJob(overrides)
+
+    def _launch(self, jobs: Sequence[SweepJob]) -> list[SweepJob]:
+        """Those that finished or failed, and not those that another process took before their turn."""
+        done = []
+        for job, result in zip(jobs, self.launcher.launch([job.overrides for job in jobs], 0), strict=True):
+            error = result._return_value if result.status == JobStatus.FAILED else None
+            if getattr(error, "held", False):
+                continue
+            done.append(job)
+            if error:
+                print_error(error, job=job.overrides)
+                self.failed.append(error)
+        return done
 
     def _show(self, jobs: Sequence[SweepJob]) -> None:
         """How many are finished, and these side by side."""
@@ -197,28 +191,16 @@ class Sweep:
         print_sweep_table(finished)
 
 
-def settled_words(runtime: DictConfig, launcher: Launcher) -> list[str]:
+def settled_words(asked: DictConfig, settled: Mapping[str, object], launcher: Launcher) -> list[str]:
     """What ``auto`` means here, as overrides, so that all machines of a sweep take it alike.
 
     The device stays: ``auto`` is any GPU that is free. No words for a cluster's jobs, which may have a device that is not here.
     """
-    from harness.device.choice import device_count, settled
-    from harness.plan.settings import RuntimeSettings, parse
+    from harness.device.choice import device_count
 
-    try:
-        choice = settled(parse(RuntimeSettings, OmegaConf.to_container(runtime, resolve=True), key="runtime"))
-    except Exception:  # a mistake, which the job meets too, or a device of the jobs' machines
+    if type(launcher).__name__ == "SlurmLauncher" and asked.device != "cpu" and not device_count():
         return []
-    if type(launcher).__name__ == "SlurmLauncher" and runtime.device != "cpu" and not device_count():
-        return []
-    words = {"precision": choice.precision, "compile": str(choice.compile).lower()}
-    return [f"runtime.{key}={word}" for key, word in words.items() if runtime[key] == "auto"]
-
-
-def standing(jobs: Sequence[SweepJob]) -> str:
-    """``12 jobs: 5 finished before, 1 to go on, 6 new``."""
-    states = Counter(job.state for job in jobs)
-    return f"{len(jobs)} job{'s' * (len(jobs) != 1)}: {', '.join(f'{n} {state}' for state, n in sorted(states.items()))}"
+    return [f"runtime.{key}={str(settled[key]).lower()}" for key in ("precision", "compile") if asked[key] == "auto"]
 
 
 def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
