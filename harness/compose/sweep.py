@@ -108,7 +108,8 @@ class Sweep:
 
     def run(self) -> None:
         """Run what has not finished, to the last job."""
-        jobs = [*self._jobs()]
+        if not (jobs := [*self._jobs()]):
+            return
         if any(job.folder for job in jobs):
             counts = Counter(job.state for job in jobs)
             states = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))

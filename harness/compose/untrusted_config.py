@@ -5,7 +5,6 @@ may name, and, so that no file says otherwise, ``hydra.*`` and ``trust`` count f
 """
 
 import io
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,17 +20,19 @@ from harness.record.rows import read_file
 CONF = Path(__file__).resolve().parents[2] / "conf"
 MAX_BYTES, MAX_DEPTH = 1 << 18, 40
 TYPED = r"\b(hydra|trust)\b"
-"""Keys and groups that count from the command line only; beside them, Hydra's keys that a sweep's file needs, and an entry of
-``defaults`` that names such a group, or such a package behind its @."""
+"""Keys and groups that count from the command line only, but for those of Hydra's that a sweep's file needs."""
 SWEEP = rf"hydra\.mode|hydra\.sweeper\.params\.(?!.*{TYPED}).+"
-PLACE = rf"(^|\s)[./]*{TYPED}|@.*{TYPED}"
+PARTS = r"[\w-][\w.-]*(/[\w-][\w.-]*)*"
+PLACE = rf"((optional|override)\s+)*/?(?!{TYPED}){PARTS}(@(?![\w.:-]*{TYPED})[\w.:-]+)?"
+ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
+"""What ``defaults`` may name: a group's file on the search path, for a place of the run's."""
 
 
 class UserFiles(FileConfigSource):
     """Hydra's files of YAML; ValueError where a user's sets what is to be typed, or has the name of one of ours."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        loaded, name = super().load_config(config_path), os.path.normpath(self._normalize_file_name(config_path))
+        loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)
         file = Path(self.path, name).resolve()
         if not file.is_relative_to(CONF):
             check_user_file(loaded, name=name, file=file)
@@ -45,10 +46,11 @@ class UserFiles(FileConfigSource):
 
 def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
     """ValueError where a file, by its group and ``name``, its package or a key, sets what counts from the command line."""
-    wrong = [place for place in (name.partition("/")[0], loaded.header["package"] or "") if re.search(TYPED, place)]
+    wrong = [place for place in (name.rpartition("/")[0], loaded.header["package"] or "") if re.search(TYPED, place)]
     for key, value in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
         entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)  # {group: choice}, or one text
-        if re.search(PLACE, entry[1] or str(value)) if entry else re.match(TYPED, key) and not re.fullmatch(SWEEP, key):
+        word = "=".join(filter(None, (entry[1], str(value)))) if entry else key
+        if not re.fullmatch(ENTRY if entry else rf"(?!{TYPED}).*|{SWEEP}", word):
             wrong.append(f"{key}={value}")
     if wrong:
         raise ValueError(f"{file}: {wrong[0]}: hydra.* and trust count from the command line only")
@@ -56,10 +58,9 @@ def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
 
 def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
     """Values that are neither lists nor sections, with their dotted keys."""
-    if not isinstance(node, dict | list):
-        yield key, node
-        return
-    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    yield from () if isinstance(node, dict | list) else ((key, node),)
+    for name, value in inner:
         yield from _leaves(value, f"{key}.{name}".lstrip("."))
 
 

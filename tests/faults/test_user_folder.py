@@ -44,7 +44,9 @@ PLACED = {
     "by another's defaults": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe@hydra.callbacks: more}}]\n"},
     "by one text": {"recipe/evil.yaml": f"{GLOBAL}defaults: [/recipe/more@_global_.hydra.callbacks]\n"},
     "by its group": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{override /hydra/callbacks: more}}]\n"},
-    "outside of the folder": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{'/..' * 20}HERE/loose]\n"},
+    "above the folder": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{'/..' * 20}HERE/loose]\n"},
+    "above, by a choice": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe: {'../' * 20}HERE/loose}}]\n"},
+    "from the root": {"recipe/evil.yaml": f"{GLOBAL}defaults: [/HERE/loose]\n"},
     "trust": {"recipe/evil.yaml": f"{GLOBAL}trust: [stranger]\n"},
     "trust, by its package": {"recipe/evil.yaml": "# @package trust\n[stranger]\n"},
     "trust, tuned": {
@@ -114,7 +116,7 @@ def test_what_a_user_needs_is_read(here, monkeypatch):
     words = ("-cd", "conf", "sweep=mine", "recipe=mine", "variant=hydra")
     ended = call("train.py", *words, "+hydra.job.env_set.MINE=1", "trust=[json]", "--cfg", "all", "--resolve")
     assert ended.code == 0 and "seed: 0,1" in ended.out and "MINE: '1'" in ended.out, ended
-    assert "name: hydra" in ended.out and "lr: 0.125" in ended.out and "- json" in ended.out
+    assert "name: hydra" in ended.out and "lr: '0.125'" in ended.out and "- json" in ended.out
 
 
 def test_no_module_of_ours_is_looked_for_beside_a_folder(here):
