@@ -233,10 +233,3 @@ def test_slurm_gets_one_array_of_jobs(here, monkeypatch):
     for line in ("partition=gpus", "time=30", "array=0-1%2", "gpus-per-node=1", "cpus-per-task=8", "signal=USR2@120"):
         assert f"#SBATCH --{line}" in asked, asked
     assert {found["status"] for found in summaries(here / "outputs").values()} == {"finished"}
-
-
-def test_launchers_that_are_not_there_are_named(here):
-    ended = train("-m", *MADE, "hydra/launcher=nonsense", "seed=0")
-    assert (
-        ended.code == 2 and "hydra/launcher=nonsense" in ended.err and "joblib" in ended.err and "[sweep]" in ended.err
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.cache import cache_folder
-from harness.data import corpora, sources
+from harness.data import sources
 from tests.caches import own_cache
 
 TEXT = b"some text that is read as bytes, " * 40
@@ -60,13 +60,3 @@ def test_a_bomb_is_refused_before_it_is_unpacked_and_leaves_nothing(suffix, tmp_
     ):
         sources.read_path(path)
     assert not [*cache_folder().rglob("*.tmp")] and not [*(cache_folder() / "unpacked").glob("*")]
-
-
-def test_escape_codes_of_a_name_are_spelled_out(tmp_path, monkeypatch, capsys):
-    own_cache(tmp_path / "cache", monkeypatch)
-    monkeypatch.setattr(sources, "LARGE_BYTES", 100)
-    path = put(tmp_path, "\x1b[2Ja\u202eb\n.xz", lzma.compress(TEXT))
-    found = corpora.load("file", path=path)
-    assert found.name == r"file:\x1b[2Ja\u202eb\n.xz" and found.label().isprintable()
-    said = capsys.readouterr()
-    assert "unpacked" in said.err and "\x1b" not in said.out + said.err

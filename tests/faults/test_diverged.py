@@ -30,16 +30,11 @@ from tests.runs import (  # noqa: F401 - fixtures
 )
 from tests.test_processes import divided_run
 
-SPARSE_ADAM = (*SPARSE, "optim=adamw", "+variant.groups.values.optimizer._target_=torch.optim.SparseAdam")
-SPARSE_ADAM += ("+variant.groups.values.optimizer._partial_=true",)
 OPTIMIZERS = {
     "adamw": (*MOVING, "optim=adamw", "optim.clip=1.0", *DROPOUT),
     "muon": (*VARIANTS["all_attention"], "optim=muon", "optim.matrices.optimizer.weight_decay=0.1", *CARRY),
-    "adagrad": (*VARIANTS["mhsa"], "optim=adagrad", "optim.lr=0.003"),
     "sparse rows": SPARSE,
-    "SparseAdam": SPARSE_ADAM,
     "memory": (*VARIANTS["product_key_memory"], "optim=muon", "optim.clip=1.0", "batch.accumulate=2"),
-    "one by one": (*VARIANTS["mhsa"], "optim=adamw", "optim.default.fused=false"),
 }
 
 

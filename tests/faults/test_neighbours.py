@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import __main__ as report
-from bench.report import plots
 from bench.report.gather import gather
-from harness.record import rows
 from harness.record.rows import RECORD, SUMMARY, look_at
-from harness.record.shapes import LONGEST_NAME
 from tests.bench_rows import write_run
-from tests.report_of import change
 from tests.runs import (
     make_job,
     own_folder,  # noqa: F401 - a fixture
@@ -115,30 +110,3 @@ def test_a_report_waits_for_nobody(tmp_path):
     for name in (RECORD, SUMMARY, "rows.jsonl"):
         assert f"{tmp_path / 'pipe' / name}" in told
     assert f"{tmp_path / 'zeros'}" in told, "links to one file are read once"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        CHANGES["a long name"],
-        {"variant": "x" * (LONGEST_NAME + 1)},
-        {"data": {"name": "d" * 1000, "bytes": 1, "sha256": "a" * 64}},
-        {"metrics of a stranger": ["x" * (rows.LONGEST_TEXT + 1)]},
-    ],
-)
-def test_a_name_without_end_is_in_no_figure(changes, tmp_path):
-    write_run(tmp_path, seed=1)
-    change(write_run(tmp_path), **changes)
-    found = gather([tmp_path])
-    assert len(found.runs) == 1 and any("letters" in reason for reason in found.refused)
-    assert all(len(line) < 600 for line in found.refused)
-
-
-def test_escape_codes_of_others_reach_no_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "draw_all", lambda *_: [])
-    write_run(tmp_path)
-    odd = write_run(tmp_path / "\x1b[31mred\x07")
-    (odd / SUMMARY).write_text('{"status": "failed", "error": "\\u001b[2J gone"}')
-    assert report.main([str(tmp_path), "--out", str(tmp_path / "\x1b]0;title\x07")]) == 0
-    told = capsys.readouterr()
-    assert "gone" in told.out and not {"\x1b", "\x07"} & set(told.out + told.err)

@@ -13,57 +13,22 @@ import zipfile
 import pytest
 
 from harness.data import sources
-from harness.plan.instantiate import resolve
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from variants.contract import Sublayer
 
 pytestmark = pytest.mark.faults
 
 GROUPS = {name: sorted(path.stem for path in (ROOT / "conf" / name).glob("*.yaml")) for name in ("variant", "position")}
 GROUPS |= {"optim": ["adagrad", "adamw", "muon"]}
-SOUND = {
-    "model.attend_self": ("true", "false"),
-    "model.cache": ("kv", "hidden"),
-    "model.norm": ("rms", "layer"),
-    "model.norm_after": ("true", "false"),
-    "model.tied": ("true", "false"),
-    "model.dropout": ("0", "0.3"),
-    "model.layers": ("1", "3"),
-    "model.span": ("1", "7", "64"),
-    "batch.carry": ("true", "false"),
-    "batch.accumulate": ("1", "2"),
-    "batch.segment": ("1", "16", "33"),
-    "eval.every": ("0", "0.5"),
-    "eval.windows": ("true", "false"),
-    "optim.clip": ("null", "0.1"),
-    "optim.lr": ("1e-3", "1e-9", "0.1", "1e30"),
-    "runtime.backend": ("auto", "plain", "chunked", "fused", "kernel"),
-    "runtime.precision": ("float32", "bfloat16"),
-    "runtime.checkpoint": ("none", "layers"),
-    "checkpoint.every_steps": ("null", "1"),
-    "data.vocabulary": ("256", "205"),
-}
-ODD_KEYS = [
-    *SOUND,
-    "model.d_model",
-    "model.heads",
-    "batch.streams",
-    "eval.streams",
-    "eval.segment",
-    "eval.bytes",
-    "seed",
-]
-ODD_KEYS += [
-    "budget.steps",
-    "optim.schedule",
-    "optim.default.betas",
-    "data.split",
-    "data.bytes",
-    "purpose",
-    "trial",
-    "space",
-]
-ODD_KEYS += ["runtime.threads", "record.every_steps", "variant.layers", "variant.attention", "init_from.run", "outputs"]
+SOUND = """model.attend_self=true|false model.cache=kv|hidden model.norm=rms|layer model.norm_after=true|false model.tied=true|false
+model.dropout=0|0.3 model.layers=1|3 model.span=1|7|64 batch.carry=true|false batch.accumulate=1|2 batch.segment=1|16|33
+eval.every=0|0.5 eval.windows=true|false optim.clip=null|0.1 optim.lr=1e-3|1e-9|0.1|1e30 runtime.precision=float32|bfloat16
+runtime.backend=auto|plain|chunked|fused|kernel runtime.checkpoint=none|layers checkpoint.every_steps=null|1
+data.vocabulary=256|205"""
+SOUND = {word.partition("=")[0]: word.partition("=")[2].split("|") for word in SOUND.split()}
+ODD_KEYS = """model.d_model model.heads batch.streams eval.streams eval.segment eval.bytes seed budget.steps optim.schedule
+optim.default.betas data.split data.bytes purpose trial space runtime.threads record.every_steps variant.layers variant.attention
+init_from.run outputs"""
+ODD_KEYS = [*SOUND, *ODD_KEYS.split()]
 ODD = [
     "0",
     "-1",
@@ -74,7 +39,7 @@ ODD = [
     "[]",
     "[1]",
     "[x,y]",
-    "{a: 1}",
+    "{a:1}",
     "''",
     "1e-400",
     "nan",
@@ -92,7 +57,7 @@ def random_words(chance: random.Random) -> list[str]:
     return [f"{key}={value}" for key, value in words.items()]
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(2))
 def test_random_configurations_train_or_are_refused(here, monkeypatch, part):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     codes = []
@@ -152,42 +117,3 @@ def test_a_damaged_archive_is_its_text_or_refused(suffix, tmp_path):
             assert bytes(sources.read_path(str(path))) == TEXT, number
         except ValueError as error:
             assert str(error).startswith(f"data.path={str(path)!r}"), (number, error)
-
-
-TARGETS = (
-    "os.system",
-    "builtins.exec",
-    "subprocess.Popen",
-    "torch.hub.load",
-    "torch.optim.Optimizer",
-    "variants",
-    "harness.",
-)
-TARGETS += (
-    "variants.contract.Sublayer",
-    "torch.utils.collect_env.run",
-    "variants.backends.torch.hub.load",
-    "..",
-    "",
-    "mhsa",
-)
-TARGETS += (
-    "harness.source.subprocess.run",
-    "variants.kernels.native.subprocess.Popen",
-    "torch.optim.lr_scheduler.LambdaLR",
-)
-
-
-def test_no_target_of_a_strangers_is_called():
-    """Names of ours, of torch's and of Python's, and what chance makes of them."""
-    chance = random.Random(0)
-    for number in range(800):
-        name = [*chance.choice(TARGETS)]
-        for _ in range(number // 100):
-            name[chance.randrange(len(name) + 1) :][:1] = chance.choice(("", ".", "_", "\0", " ", "é", "__", "/", "*"))
-            at = chance.randrange(len(name) + 1)
-            name[at:at] = chance.choice(("", ".", "_", "\0", " ", "é", ".__init__", "/", "a" * 400))
-        node = {"_target_": "".join(name), "_partial_": True}
-        with pytest.raises(ValueError, match="_target_") as told:
-            resolve(node, key="variant.attention", kind=Sublayer, trust=())
-        assert len(str(told.value)) < 4000, number

@@ -3,9 +3,7 @@ message with what is needed and what is left, a status that says so, nothing hal
 
 import errno
 import json
-import multiprocessing
 import os
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -15,16 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import __main__ as report
-from bench.report import plots
 from harness import cache
 from harness.failures import StorageFailure
-from harness.record import checkpoint
-from harness.record.figures import draw_context
 from harness.record.folder import FAILED, LOCK
-from harness.record.rows import RECORD, SUMMARY, SUMMARY_KEYS, Record, write_summary
-from harness.record.table import Drawing
-from tests.bench_rows import write_run
+from harness.record.rows import RECORD, SUMMARY
 from tests.runs import (
     after_step,
     make_job,
@@ -101,65 +93,6 @@ def test_a_full_disk_at_any_file_is_one_message_and_the_same_command_goes_on(nam
     assert not left_behind(folder) and not (folder / FAILED).exists()
 
 
-def test_what_is_needed_is_the_whole_file(tmp_path, disk):
-    content = {"weights": list(range(50_000))}
-    size = checkpoint.save(tmp_path, content, step=1, keep=2).stat().st_size
-    disk.fill("step-", after=1000)
-    with pytest.raises(StorageFailure, match=f"step-000000002.pt.* {size:,} bytes are needed"):
-        checkpoint.save(tmp_path, content, step=2, keep=2)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000001.pt"]
-
-
-def test_a_report_on_a_full_disk_ends_with_one_message(tmp_path, disk, monkeypatch, capsys):
-    monkeypatch.setattr(
-        plots, "draw_all", lambda *_: [Drawing(name="drawn", title="", caption="", svg=b"s" * 99, png=b"p" * 99)]
-    )
-    write_run(tmp_path / "outputs")
-    words = [str(tmp_path / "outputs"), "--out", str(tmp_path / "report")]
-    for name in ("runs-1.md", "runs-1.csv", "drawn.png", "drawn.svg", "report.md", "index.html", "contents.txt"):
-        disk.fill(name, after=10)
-        assert report.main(words) == StorageFailure.exit_code
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and said.count("\n") == 1 and name in said and "bytes are needed" in said
-        assert not left_behind(tmp_path)
-    disk.fill(None)
-    assert report.main(words) == 0
-
-
-def limited(limit: int, folder: Path, answer) -> None:
-    """In a process of its own: files of more bytes are refused by the system itself."""
-    os.chdir(folder)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    told = []
-    for write in (
-        lambda: checkpoint.save(Path("run"), {"weights": list(range(50_000))}, step=1, keep=1),
-        lambda: write_summary(Path("run"), summary=dict.fromkeys(SUMMARY_KEYS) | {"error": "e" * 2 * limit}),
-        lambda: draw_context(
-            [{"from_bytes": 1, "to_bytes": 2, "bits_per_byte": 1.0}], path=Path("run/context.png"), label=""
-        ),
-        lambda: cache.append_whole(Path("run/rows.jsonl"), b"r" * 2 * limit),
-        lambda: Record(Path("run"), rows=0).append({"kind": "other", "text": "t" * 2 * limit}),
-    ):
-        try:
-            write()
-            told.append("written")
-        except StorageFailure as error:
-            told.append(str(error))
-    answer.send(told)
-
-
-def test_a_limit_of_files_sizes_is_named(tmp_path):
-    (tmp_path / "run").mkdir()
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=limited, args=(4096, tmp_path, theirs))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    for line in ours.recv():
-        assert "bytes are needed, a file may have 4,096 (ulimit -f)" in line and "File too large" in line
-    assert not left_behind(tmp_path)
-
-
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
     """A file system of a megabyte."""
@@ -224,22 +157,3 @@ def test_a_run_whose_folder_is_removed_ends_at_the_next_row(what):
         assert not folder.exists(), "what was removed shall stay so"
     else:
         assert json.loads((folder / SUMMARY).read_text())["status"] == "storage"
-
-
-def test_what_killed_processes_left_is_removed(tmp_path):
-    job = make_job()
-    job.folder.path.mkdir(parents=True)
-    (job.folder.path / "checkpoints").mkdir()
-    for name in ("summary.json.17.tmp", "checkpoints/step-000000004.pt.17.tmp"):
-        (job.folder.path / name).touch()
-    job.folder.hold()
-    job.folder.begin()
-    assert not left_behind(job.folder.path)
-    old, young, other = (tmp_path / "cache" / f"{name}.tmp" for name in ("a.json.17", "a.json.18", "mine"))
-    (tmp_path / "cache").mkdir()
-    for path in (old, young, other):
-        path.touch()
-    for path in (old, other):
-        os.utime(path, (0, 0))
-    cache.write_whole(tmp_path / "cache" / "a.json", b"{}")
-    assert set(left_behind(tmp_path / "cache")) == {young.name, other.name}
