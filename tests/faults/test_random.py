@@ -19,7 +19,8 @@ pytestmark = pytest.mark.faults
 
 GROUPS = {name: sorted(path.stem for path in (ROOT / "conf" / name).glob("*.yaml")) for name in ("variant", "position")}
 GROUPS |= {"optim": ["adagrad", "adamw", "muon"]}
-SOUND = """model.attend_self=true|false model.cache=kv|hidden model.norm=rms|layer model.norm_after=true|false model.tied=true|false
+SOUND = """
+model.attend_self=true|false model.cache=kv|hidden model.norm=rms|layer model.norm_after=true|false model.tied=true|false
 model.dropout=0|0.3 model.layers=1|3 model.span=1|7|64 batch.carry=true|false batch.accumulate=1|2 batch.segment=1|16|33
 eval.every=0|0.5 eval.windows=true|false optim.clip=null|0.1 optim.lr=1e-3|1e-9|0.1|1e30 runtime.precision=float32|bfloat16
 runtime.backend=auto|plain|chunked|fused|kernel runtime.checkpoint=none|layers checkpoint.every_steps=null|1
