@@ -10,22 +10,12 @@ The thread of the whole project: compose (Hydra) -> plan (``harness/plan``) -> l
 import hydra
 from omegaconf import DictConfig
 
-from harness.compose.cli import own_command, reported, run_command
-from harness.compose.sweep import Resuming
+from harness.compose.cli import own_command, run_command
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """One run, or one job of a sweep. Returns bits per byte on valid, the objective of sweeps."""
-    try:
-        return begin(cfg)
-    except Exception as error:
-        failure = reported(error)  # now: a sweep goes on to its other jobs
-    raise failure
-
-
-def begin(cfg: DictConfig) -> float | None:
-    """Begin, go on with, or return a run."""
+    """One run, or one job of a sweep: begin, go on, or return it. Returns bits per byte on valid, the objective of sweeps."""
     from harness.device.processes import joined
     from harness.loop.prepare import prepare  # torch is imported late, so that --help and completion are quick
 
@@ -62,4 +52,4 @@ def train(run) -> float | None:
 
 
 if __name__ == "__main__":
-    run_command(main, many=True, launcher=Resuming)
+    run_command(main, many=True)

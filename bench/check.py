@@ -16,6 +16,7 @@ ValueError later is a break. Exit code 1 if a promise is broken.
 then checked in plain PyTorch: the CPU's kernels are not the device's.
 """
 
+import functools
 import itertools
 import re
 import sys
@@ -179,11 +180,14 @@ def position_schemes() -> list[str]:
     return ConfigRepository(path).get_group_options("position")
 
 
+@functools.wraps(main)
 def command() -> None:
     """Exit code 1 after the last job, if any broke a promise."""
-    main()
-    if BROKEN:
-        sys.exit(1)
+    try:
+        main()
+    finally:
+        if BROKEN:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line as a stranger meets it: mistakes, sweeps, the fallback corpus, and the same command again."""
+"""The command line as a user meets it: mistakes, the fallback corpus, and the same command again."""
 
 import fcntl
 import json
@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from harness.data import public
 from harness.record.folder import config_hash
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.patience import PATIENCE_SECONDS
@@ -43,49 +42,30 @@ def refused(here, *words) -> str:
     return lines[0]
 
 
-# Mistakes: what was typed, and what the message must name: the key, the value, and what is allowed
+# Mistakes: what was typed, and what the message must name: the key, the value, and what is allowed.
+# test_config has those that the plan finds.
 
 VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
 MISTAKES = {
     ("variant=nonsense",): ("variant=nonsense", *VARIANTS),
     ("variant=",): ("variant=:", *VARIANTS),
-    ("variant=3",): ("variant=3", *VARIANTS),
-    ("position=nonsense",): ("position=nonsense", "rotary", "alibi"),
-    ("recipe=nonsense",): ("recipe=nonsense", "adaptive_span_12"),
-    ("sweep=nonsense",): ("sweep=nonsense", "leaderboard, learning_rates, slots, smoke, spans, tuning, variants"),
+    ("variant=3",): ("variant=3", "name"),
+    ("sweep=nonsense",): ("sweep=nonsense", "leaderboard, learning_rates, rates, recall, slots"),
     ("sweep=wandb_grid",): ("wandb sweep conf/sweep/wandb_grid.yaml",),
-    ("sublayer@variant.attention=nonsense",): ("sublayer=nonsense", "mhsa", "adaptive_span"),
     ("sublayer@variant.nonsense=mhsa",): ("sublayer@variant.nonsense", "sublayer@variant.attention"),
     ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
     ("+model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
-    ("variant.attention.reech=3",): ("variant.attention.reech=3", "span", "d_head"),
     ("recip=none",): ("recip=none", "recipe", "budget", "variant"),
-    ("model.heads=abc",): ("model.heads=abc", "int"),
-    ("budget.bytes=5",): ("budget.bytes=5", "budget.steps=3", "at most one"),
     ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
-    ("variant=product_key_memory", "variant.memory.top_k=65"): ("variant.memory.top_k=65", "half_keys=64"),
-    ("variant=all_attention", "variant.attention.persistent.number=0"): ("variant.attention.persistent.number=0",),
-    ("runtime.backend=fused", "variant=dynamic_span"): ("runtime.backend=fused", "auto, plain"),
     ("runtime.device=tpu",): ("runtime.device=tpu", "auto, cpu"),
-    ("optim.lr=-1",): ("optim.lr=-1", "above 0"),
-    ("purpose=tuning",): ("purpose=tuning", "result, tune"),
     ("trial=0",): ("purpose=result", "tune"),
-    ("trial=-1", "purpose=tune"): ("trial=-1", "from 0 to"),
-    ("trial=0", "purpose=tune", "optim.lr=0.1"): ("optim.lr", "trial=0", "trial=null"),
-    ("trial=0", "purpose=tune", "variant=mhsa", "space=adaptive_span"): (
-        "space.variant.attention.span.",
-        "no such key",
-    ),
     ("foo bar",): ("'foo bar'", "KEY=VALUE"),
     ("model.heads=[2",): ("'model.heads=[2'", "KEY=VALUE"),
     ("variant=mhsa,all_attention",): ("variant=mhsa,all_attention", "--multirun"),
     ("data.bytes=200", "batch.streams=8", "batch.carry=true"): ("batch.streams=8", "180", "longer corpus"),
-    ("eval.streams=300",): ("eval.streams=300", "299"),
     ("outputs=${nonsense}",): ("outputs", "nonsense"),
     ("variant.name=a/b",): ("variant.name=a/b",),
-    ("seed=-1",): ("seed=-1", "from 0"),
     ("reuse=all",): ("reuse=all", "source, config"),
-    ("trust=[no_such_module]",): ("trust=no_such_module", "No module named", "PYTHONPATH"),
     ("trust=[abc]",): ("trust=abc", "source file"),
     ("init_from.run=nowhere",): ("init_from.run=nowhere",),
 }
@@ -102,7 +82,6 @@ def test_a_mistake_is_one_message_and_leaves_nothing(here, words):
     ("script", "words", "parts"),
     [
         ("bench/check.py", ("variant=nonsense",), ("variant=nonsense", *VARIANTS)),
-        ("bench/check.py", ("model.heads=3",), ("model.heads=3", "model.d_model=32")),
         ("bench/evaluate.py", ("run=nowhere",), ("run=nowhere", "run folder")),
         ("bench/evaluate.py", (), ("run: Missing mandatory value",)),
     ],
@@ -125,8 +104,6 @@ def test_a_bad_file_of_data(here, tmp_path):
     whole.write_bytes(ALPHABET)
     assert f"data.sha256={wrong}" in refused(here, "data=file", f"data.path={whole}", f"data.sha256='{wrong}'")
     assert "is not enwik8: it has 27,000 bytes" in refused(here, "data=enwik8", f"data.path={whole}")
-    whole.write_bytes(b"ab")
-    assert "allowed is a longer corpus" in refused(here, "data=file", f"data.path={whole}")
 
 
 def test_a_device_that_is_not_there(here, monkeypatch):
@@ -137,13 +114,11 @@ def test_a_device_that_is_not_there(here, monkeypatch):
     assert "runtime.device=cuda:1: there are 1" in refused(here, *MADE, "runtime.device=cuda:1")
 
 
-@pytest.mark.parametrize("flags", [(), ("-m", "seed=0,1")])
-def test_a_folder_that_cannot_be_written(here, tmp_path, flags):
+def test_a_folder_that_cannot_be_written(here, tmp_path):
     (tmp_path / "file").write_text("")
     outputs = tmp_path / "file" / "below"
-    assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(
-        here, *flags, *MADE, f"outputs={outputs}"
-    )
+    assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(here, *MADE, f"outputs={outputs}")
+    assert f"outputs={outputs}: " in refused(here, "-m", *MADE, f"outputs={outputs}", "seed=0")
 
 
 def test_a_broken_file_of_yaml(here, tmp_path):
@@ -172,38 +147,6 @@ def test_a_bug_keeps_its_trace(here, monkeypatch, flags):
     assert "Error executing job" not in ended.err and not list(here.iterdir())
 
 
-# Sweeps
-
-
-def test_in_a_sweep_the_other_jobs_run(here):
-    cases = {"choice": ("variant=nonsense,mhsa", "variant=nonsense"), "size": ("model.heads=3,2", "model.heads=3")}
-    for outputs, (swept, bad) in cases.items():
-        ended = train("-m", *MADE, f"outputs={outputs}", swept)
-        assert ended.code == 2
-        (message,) = ended.err.splitlines()
-        assert message.startswith(f"error: {bad}") and message.endswith(")") and "(in the job " in message
-        assert "Traceback" not in ended.err and "Error executing job" not in ended.err
-        (run,) = run_folders(here / outputs)
-        assert json.loads((run / "summary.json").read_text())["status"] == "finished"
-        assert {path.name for path in (here / outputs).iterdir()} == {run.name, "latest"}
-
-
-def test_a_sweep_of_mistakes_leaves_nothing(here):
-    ended = train("-m", *MADE, "outputs=some/where", "variant=nonsense,mhsa", "model.heads=3,5")
-    assert ended.code == 2 and ended.err.count("error: variant=nonsense") == 2
-    assert ended.err.count("error: model.heads=") == 2 and not list(here.iterdir())
-
-
-def test_a_sweep_goes_on_in_the_folder_of_a_single_run(here, monkeypatch):
-    small = public.Known(url=public.KNOWN["text8"].url, n_bytes=len(ALPHABET))
-    monkeypatch.setitem(public.KNOWN, "text8", small)
-    (here / "text8").write_bytes(ALPHABET)
-    words = ("data=text8", "data.path=text8", "outputs=o")
-    assert train(*words, "data.fallback=stdlib").code == 0
-    ended = train("-m", *words, "data.fallback=stdlib", "seed=0,1")
-    assert ended.code == 0 and ended.out.count("finished before") == 1 and len(run_folders(here / "o")) == 2
-
-
 def test_what_cannot_change_a_number_is_not_hashed():
     config = {"data": {"name": "enwik8", "fallback": "stdlib"}, "init_from": {"run": None}, "seed": 0, "outputs": "a"}
     same = config | {"data": {"name": "enwik8", "fallback": None}, "outputs": "b"}
@@ -216,7 +159,6 @@ def test_what_cannot_change_a_number_is_not_hashed():
 
 def test_without_network_the_fallback_is_read_and_labelled(here):
     ended = train()
-    assert ended.code == 0 and "stdlib (fallback for enwik8)" in ended.out
     (loud,) = [line for line in ended.err.splitlines() if "ENWIK8 IS NOT HERE" in line]
     assert "READING STDLIB INSTEAD" in loud and "data.path=FILE" in loud
     (run,) = run_folders(here / "outputs")
@@ -224,7 +166,7 @@ def test_without_network_the_fallback_is_read_and_labelled(here):
     assert (read["name"], read["fallback_for"]) == ("stdlib", "enwik8")
     assert f"{read['bytes']:,} bytes, sha256 {read['sha256']}" in loud
     label = f"stdlib (fallback for enwik8), {read['bytes']:,} bytes, sha256 {read['sha256'][:12]}"
-    assert label in ended.out
+    assert ended.code == 0 and label in ended.out
 
 
 @pytest.mark.parametrize("words", [("data.fallback=null",), ("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)])
@@ -236,13 +178,21 @@ def test_where_a_fallback_would_spoil_a_table_there_is_none(here, words):
 # The same command again
 
 
-def test_a_finished_run_is_returned_until_it_is_forced(here):
+def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(here):
     first, again = train(*MADE), train(*MADE)
     (run,) = run_folders(here / "outputs")
     assert (first.code, again.code) == (0, 0)
     assert f"finished before: outputs/{run.name} (force=true" in again.out and "training:" not in again.out
     result = [line for line in first.out.splitlines() if line.startswith("this run")]
     assert result and result == [line for line in again.out.splitlines() if line.startswith("this run")]
+    with (run / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate()
+        lock.write("process 12 on somewhere")
+        lock.flush()
+        before = (run / "record.jsonl").read_bytes()
+        assert f"{run.name} is held by process 12 on somewhere" in refused(here, *MADE, "force=true")
+        assert (run / "record.jsonl").read_bytes() == before
     forced = train(*MADE, "force=true")
     assert forced.code == 0 and f"training: outputs/{run.name}" in forced.out
     assert run_folders(here / "outputs") == [run] and (here / "outputs" / "latest").resolve() == run
@@ -258,30 +208,13 @@ def test_other_data_under_the_same_path_is_refused(here, tmp_path):
     assert train(*words, "force=true").code == 0 and len(run_folders(here / "outputs")) == 1
 
 
-def test_a_folder_is_held_by_one_process(here):
-    assert train(*MADE).code == 0
-    (run,) = run_folders(here / "outputs")
-    with (run / "lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate()
-        lock.write("process 12 on somewhere")
-        lock.flush()
-        kept = (run / "record.jsonl").read_bytes()
-        assert f"{run.name} is held by process 12 on somewhere" in refused(here, *MADE, "force=true")
-        assert (run / "record.jsonl").read_bytes() == kept
-    assert train(*MADE, "force=true").code == 0
-
-
 TWICE = """
 import runpy, sys
 from hydra.core.global_hydra import GlobalHydra
 words = sys.argv[1:]
 for more in (["reuse=config"], []):
     sys.argv = [*words, *more]
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as stop:
-        assert not stop.code, stop.code
+    runpy.run_path(sys.argv[0], run_name="__main__")
     GlobalHydra.instance().clear()
     print("and then")
 """
@@ -305,9 +238,6 @@ def test_edited_source_is_another_run(here, tmp_path):
     assert "other source" not in anew.lower()  # a stale number is never shown
 
 
-# Help
-
-
 def test_help_and_completion_import_little(here):
     """Torch alone would be a thousand modules more, and two seconds."""
     script = str(ROOT / "train.py")
@@ -327,9 +257,5 @@ assert len(sys.modules) < 700, len(sys.modules)  # Hydra and what it needs are 3
     line = {"COMP_LINE": "python train.py variant=prod", "COMP_POINT": "1000"}
     completed = python("-c", code, "-sc", "query=bash", cwd=here, **line)
     assert completed.returncode == 0 and completed.stdout.split() == ["variant=product_key_memory"], completed
-    assert not list(here.iterdir())
-
-
-def test_the_configuration_can_be_shown(here):
-    ended = call("train.py", "--cfg", "job", "model.layers=7")
-    assert ended.code == 0 and "layers: 7" in ended.out and not list(here.iterdir())
+    shown = python(script, "--cfg", "job", "model.layers=7", cwd=here)
+    assert shown.returncode == 0 and "layers: 7" in shown.stdout and not list(here.iterdir())

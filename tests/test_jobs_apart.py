@@ -167,7 +167,7 @@ def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
     def threads(launcher, n_jobs: int) -> str | None:
         return sweep.environment(launcher, n_jobs).get("OMP_NUM_THREADS")
 
-    for name in sweep.OWN_CORES:
+    for name in sweep.CORES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert [threads(LocalLauncher(), n) for n in (1, 3, 40)] == ["16", "5", "1"]

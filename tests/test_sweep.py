@@ -1,21 +1,24 @@
 """Sweeps: what is killed goes on, what fails is recorded, what is finished returns; and no job hears of another."""
 
 import fcntl
-import importlib
 import json
 import os
 import shutil
 import signal
-import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.compose import sweep
 from harness.loop.train_state import TrainState
 from harness.record.rows import read_rows, repeatable
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.composing import plan
 from tests.forked import exit_code, started
 from tests.patience import wait_for
 
@@ -45,44 +48,36 @@ def status_lines(text: str) -> list[str]:
     return [line.partition(": ")[2] for line in text.splitlines() if line.startswith("sweep ")]
 
 
-# What stands, what is left
+# What is finished, what is left
 
 
-def test_finished_jobs_return_at_once_and_new_ones_run(here):
+def test_finished_jobs_are_skipped_and_new_ones_run(here, monkeypatch):
     assert train(*MADE, "seed=1").code == 0
     first = train("-m", *MADE, "seed=0,1,2")
     assert first.code == 0 and first.out.count("training: ") == 2
-    lines = status_lines(first.out)
-    assert lines[0] == "3 jobs: 1 finished before, 2 new"
-    assert lines[-1] == "3 of 3 done, 0 running, 0 queued, 0 failed" and len(lines) > 2
+    assert status_lines(first.out) == ["3 jobs: 1 finished before, 2 new", "3 of 3 done"]
     again = train("-m", *MADE, "seed=0,1,2")
     assert again.code == 0 and "training: " not in again.out and "finished before: " not in again.out
-    assert status_lines(again.out) == ["3 jobs: 3 finished before"]
-    bits = {f"{found['valid_bits_per_byte']:.4f}*" for found in summaries(here / "outputs").values()}
-    assert len(bits) == 3 and all(found in again.out for found in bits)  # the table of the sweep
-
-
-def test_the_objective_of_a_finished_job_is_the_recorded_one(here, monkeypatch):
-    found = []
-    launch = sweep.Resuming.launch
-
-    def launching(self, job_overrides, initial_job_idx):
-        found.append(launch(self, job_overrides, initial_job_idx))
-        return found[-1]
-
-    monkeypatch.setattr(sweep.Resuming, "launch", launching)
-    for _ in range(2):
-        assert train("-m", *MADE, "seed=0,1").code == 0
-    values = [[job.return_value for job in jobs] for jobs in found]
-    assert values[0] == values[1] == [s["valid_bits_per_byte"] for s in summaries(here / "outputs").values()]
-
-
-def test_a_job_of_other_source_runs_anew_and_the_status_says_so(here, monkeypatch):
-    assert train("-m", *MADE, "seed=0,1").code == 0
+    assert status_lines(again.out) == ["3 jobs: 3 finished before", "3 of 3 done"]
+    bits = {f"{summary['valid_bits_per_byte']:.4f}*" for summary in summaries(here / "outputs").values()}
+    assert len(bits) == 3 and all(text in again.out for text in bits)  # the closing table
     monkeypatch.setattr("harness.source.digest", lambda trust: "0" * 64)
-    edited = train("-m", *MADE, "seed=0,1,2")
-    assert status_lines(edited.out)[0] == "3 jobs: 3 new (2 because the source changed since)"
-    assert edited.code == 0 and len(run_folders(here / "outputs")) == 5
+    edited = train("-m", *MADE, "seed=0,1")
+    assert edited.code == 0 and status_lines(edited.out)[0] == "2 jobs: 2 new"
+
+
+def test_the_other_jobs_run_where_one_has_a_mistake(here):
+    """One that does not compose, and one whose sizes do not fit."""
+    ended = train("-m", *MADE, "variant=nonsense,mhsa", "model.heads=3,2", "seed=0")
+    first, second, third = ended.err.splitlines()
+    assert ended.code == 2 and first.startswith("error: variant=nonsense") and second.startswith(first[:20])
+    assert third.startswith("error: model.heads=3 must divide") and all(
+        "(in the job " in line for line in (first, third)
+    )
+    (run,) = run_folders(here / "outputs")
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert {path.name for path in (here / "outputs").iterdir()} == {run.name, "latest"}
+    assert [path.name for path in here.iterdir()] == ["outputs"]
 
 
 def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
@@ -100,7 +95,7 @@ def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
         ended = train("-m", *MADE, "seed=0,1,2", "checkpoint.every_steps=1")
     assert ended.code == 1 and ended.err.count("Traceback") == 1 and "in failing" in ended.err
     assert "error (in the job " in ended.err and "wandb.group" not in ended.err
-    assert status_lines(ended.out)[-1] == "2 of 3 done, 0 running, 0 queued, 1 failed"
+    assert status_lines(ended.out)[-1] == "2 of 3 done"
     zero, one, two = run_folders(here / "outputs")
     found = summaries(here / "outputs")[one.name]
     assert (found["status"], found["seed"]) == ("failed", 1)
@@ -110,74 +105,33 @@ def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
 
     again = train("-m", *MADE, "seed=0,1,2", "checkpoint.every_steps=1")
     assert again.code == 0 and again.out.count("resuming at ") == 1
-    assert status_lines(again.out)[0] == "3 jobs: 2 finished before, 1 failed before and tried again"
+    assert status_lines(again.out)[0] == "3 jobs: 1 failed before and tried again, 2 finished before"
     assert not (one / "failed.txt").exists()
     assert [found["status"] for found in summaries(here / "outputs").values()] == ["finished"] * 3
 
 
-def test_a_job_that_cannot_be_built_is_recorded_too(here, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("no")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("harness.loop.train_state.TrainState.__init__", broken)
-        assert train("-m", *MADE, "seed=0").code == 1
-    (run,) = run_folders(here / "outputs")
-    assert summaries(here / "outputs")[run.name]["error"] == "RuntimeError: no"
-    assert train("-m", *MADE, "seed=0").code == 0 and not (run / "failed.txt").exists()
-    with monkeypatch.context() as patched:
-        patched.setattr("harness.loop.train_state.TrainState.__init__", broken)
-        assert train(*MADE, "force=true").code == 1
-    assert summaries(here / "outputs")[run.name]["status"] == "finished", "an earlier result was lost"
-
-
 def test_a_job_that_runs_elsewhere_is_waited_for(here, monkeypatch):
-    said, progress = [], sweep.progress
-    monkeypatch.setattr(sweep, "progress", lambda jobs: said.append(progress(jobs)) or said[-1])
+    """Also one that another process takes after it was looked at, as where two sweeps are started at once."""
     assert train(*MADE).code == 0
     (run,) = run_folders(here / "outputs")
-    (run / "summary.json").rename(here / "kept")
-    with (run / "lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    (run / "summary.json").rename(here / "moved")
+    lock, launch, looks = (run / "lock").open("r+"), sweep.Sweep._launch, []
 
-        def finish() -> None:
-            wait_for(lambda: any(line.startswith("1 of 2 done, 1 running") for line in said), "the other job's end")
-            (here / "kept").rename(run / "summary.json")
-            lock.close()
-
-        other = threading.Thread(target=finish)
-        other.start()
-        ended = train("-m", *MADE, "seed=0,1")
-        other.join()
-    lines = status_lines(ended.out)
-    assert lines[0] == "2 jobs: 1 running elsewhere, 1 new" and ended.out.count("training: ") == 1
-    assert "1 of 2 done, 1 running, 0 queued, 0 failed" in lines and ended.code == 0
-    assert lines[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed"
-
-
-def test_a_job_that_another_process_takes_before_its_turn_is_waited_for(here, monkeypatch):
-    """Two sweeps started at once: each found all jobs free."""
-    assert train(*MADE, "seed=1").code == 0
-    (run,) = run_folders(here / "outputs")
-    (run / "summary.json").rename(here / "kept")
-    lock, launched, look = (run / "lock").open("r+"), sweep.Resuming._launched, sweep.Resuming._look
-
-    def taken_first(*arguments):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr(sweep.Resuming, "_look", finished_now)
-        return launched(*arguments)
-
-    def finished_now(*arguments):
-        (here / "kept").rename(run / "summary.json")
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        (here / "moved").rename(run / "summary.json")
         lock.close()
-        return look(*arguments)
 
-    monkeypatch.setattr(sweep.Resuming, "_launched", taken_first)
+    def taken_first(self, jobs: list[sweep.SweepJob]) -> list[sweep.SweepJob]:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return launch(self, jobs)
+
     monkeypatch.setattr("harness.record.folder.HOLD_SECONDS", 0.1)
-    ended = train("-m", *MADE, "seed=1,0")
-    assert ended.code == 0 and "held by" not in ended.err, ended
-    assert status_lines(ended.out)[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed"
-    assert len([line for line in ended.out.splitlines() if line.startswith("mhsa ")]) == 2
+    monkeypatch.setattr(sweep.Sweep, "_launch", taken_first)
+    monkeypatch.setattr("harness.compose.sweep.time", SimpleNamespace(sleep=look))
+    ended = train("-m", *MADE, "seed=0,1")
+    assert ended.code == 0 and "held by" not in ended.err and looks == [0.05] and ended.out.count("training: ") == 1
+    assert status_lines(ended.out) == ["2 jobs: 1 new, 1 to go on", "2 of 2 done"]
 
 
 def test_the_command_of_a_job_is_that_run_alone(here):
@@ -196,50 +150,16 @@ def test_the_command_of_a_job_is_that_run_alone(here):
 # The files of conf/sweep
 
 
-def test_the_sweeps_of_conf(here):
-    on_cpu = ("runtime=default", "budget.seconds=null")
-    words = {
-        "variants": ("variant=mhsa,product_key_memory", "seed=0"),
-        "first_table_bytes": ("variant=mhsa", "seed=0", "budget.bytes=null"),
-        "first_table_seconds": ("variant=mhsa", "seed=0", "budget.seconds=null"),
-        "first_table_long": ("variant=mhsa", "budget.bytes=null"),
-        "first_table_recall": ("variant=mhsa", "seed=0", "budget.bytes=null"),
-        "spans": ("model.span=16", "seed=0"),
-        "slots": ("seed=0",),
-        "learning_rates": ("variant=mhsa", "trial=range(0,2)"),
-        "tuning": ("variant=adaptive_span", "trial=range(0,2)"),
-        "leaderboard": ("variant=all_attention", "seed=0", *on_cpu),
-        "smoke": (
-            *("runtime.compile=false", "runtime.precision=bfloat16,float32"),  # typed, or TINY's would be the only one
-            *("variant=replayed_spans", *on_cpu),
-        ),
-    }
-    jobs = {
-        "first_table_bytes": 1,
-        "first_table_seconds": 1,
-        "first_table_long": 1,
-        "first_table_recall": 1,
-        "variants": 2,
-        "spans": 2,
-        "slots": 3,
-        "learning_rates": 2,
-        "tuning": 2,
-        "leaderboard": 1,
-        "smoke": 2,
-    }
-    assert {path.stem for path in (ROOT / "conf" / "sweep").glob("*.yaml") if "wandb" not in path.stem} == set(words)
-    for name, own in words.items():
-        ended = train(*MADE, f"sweep={name}", *own, f"outputs={name}")
-        assert ended.code == 0 and status_lines(ended.out)[0].endswith(f": {jobs[name]} new")
-        found = summaries(here / name).values()
-        assert len(found) == jobs[name]
-        assert {s["test_bits_per_byte"] for s in found} == {None}
-        far = ["31", "127", "255", "447"] if name == "first_table_recall" else ["23", "47", "71", "95"]
-        assert {tuple(s["valid_bits_per_copy"]) for s in found} == {tuple(far)}
-        assert min(bits for s in found for bits in s["valid_bits_per_copy"].values()) > 0
-        tuning = name in ("learning_rates", "tuning")
-        assert {s["purpose"] for s in found} == {"tune" if tuning else "result"}
-        assert len({json.dumps(s["point"]) for s in found}) == (jobs[name] if tuning else 1)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/sweep").glob("[!w]*.yaml")))
+def test_the_first_and_the_last_job_of_each_sweep_can_be_planned(name):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        hydra = compose("train", overrides=[f"sweep={name}"], return_hydra_config=True).hydra
+    overrides = OverridesParser.create().parse_overrides(
+        [f"{key}={value}" for key, value in hydra.sweeper.params.items()]
+    )
+    jobs = BasicSweeper.split_arguments(overrides, None)[0]
+    plans = [plan(f"sweep={name}", *job) for job in (jobs[0], jobs[-1])]
+    assert hydra.mode.name == "MULTIRUN" and len(jobs) > 1 and plans[0].config != plans[1].config
 
 
 def test_a_sweep_of_trials_goes_on_to_more_of_them(here):
@@ -292,31 +212,9 @@ def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here, launcher, undisturb
         assert exit_code(process) == -signal.SIGKILL
     assert sum((found / "summary.json").exists() for found in run_folders(here / "outputs")) < 2
     ended = call("train.py", "-m", *TINY, *MADE, *words)
-    assert ended.code == 0 and status_lines(ended.out)[-1] == "2 of 2 done, 0 running, 0 queued, 0 failed", ended
+    assert ended.code == 0 and status_lines(ended.out)[-1] == "2 of 2 done", ended
     disturbed = records(here / "outputs")
     assert disturbed == undisturbed and len(disturbed) == 2
-
-
-def test_a_launcher_that_gives_up_says_how_to_go_on(here, monkeypatch):
-    def lose(**_):
-        raise OSError("a worker was killed")
-
-    monkeypatch.setattr(importlib.import_module("hydra_plugins.hydra_joblib_launcher._core"), "Parallel", lose)
-    ended = train("-m", *MADE, "seed=0,1", "hydra/launcher=joblib")
-    told = "the launcher gave up (OSError: a worker was killed); the same command goes on with what is left"
-    assert ended.code == 1 and ended.err.splitlines()[0].startswith(f"error: {told}")
-
-
-def test_an_interrupted_launcher_leaves_one_line(here, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "of_mine")
-
-    def interrupted(*_):  # a job in a fresh process imports the source that is here, whatever is installed
-        assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "of_mine"]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep.Resuming, "_launched", interrupted)
-    ended = train("-m", *MADE, "seed=0,1")
-    assert (ended.code, ended.err) == (130, "interrupted\n") and os.environ["PYTHONPATH"] == "of_mine"
 
 
 def test_slurm_gets_one_array_of_jobs(here, monkeypatch):
@@ -330,15 +228,8 @@ def test_slurm_gets_one_array_of_jobs(here, monkeypatch):
     words = ("seed=0,1,2", "hydra/launcher=slurm", "hydra.launcher.partition=gpus", "hydra.launcher.timeout_min=30")
     assert train(*MADE, "seed=1").code == 0
     ended = train("-m", *MADE, *words)
-    assert ended.code == 0 and status_lines(ended.out)[-1] == "3 of 3 done, 0 running, 0 queued, 0 failed", ended
+    assert ended.code == 0 and status_lines(ended.out)[-1] == "3 of 3 done", ended
     asked = (here / "submitted.sh").read_text()
     for line in ("partition=gpus", "time=30", "array=0-1%2", "gpus-per-node=1", "cpus-per-task=8", "signal=USR2@120"):
         assert f"#SBATCH --{line}" in asked, asked
     assert {found["status"] for found in summaries(here / "outputs").values()} == {"finished"}
-
-
-def test_launchers_that_are_not_there_are_named(here):
-    ended = train("-m", *MADE, "hydra/launcher=nonsense", "seed=0")
-    assert (
-        ended.code == 2 and "hydra/launcher=nonsense" in ended.err and "joblib" in ended.err and "[sweep]" in ended.err
-    )

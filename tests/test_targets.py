@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.optim.parameter_groups import assign
 from harness.plan.instantiate import keywords, resolve
 from variants.adaptive_span import AdaptiveSpan
 from variants.attention import Attention
@@ -89,23 +88,16 @@ def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
     [
         ("os.system", Sublayer, "allowed are classes of variants, harness, torch.optim, tests.test_targets"),
         ("builtins.eval", Sublayer, "allowed are classes of"),
-        ("torch.load", Sublayer, "allowed are classes of"),
-        ("torch.nn.Linear", Sublayer, "allowed are classes of"),
         ("variants_evil.attention.Attention", Sublayer, "allowed are classes of"),
         ("harness.source.subprocess.run", Sublayer, "cannot be imported"),
         ("harness.source.subprocess", Sublayer, "class derived from variants.contract.Sublayer"),
         ("variants.kernels.window.attend", Sublayer, "class derived from variants.contract.Sublayer"),
         ("tests.test_targets.exploding", Sublayer, "class derived from variants.contract.Sublayer"),
         ("variants.attention.Nothing", Sublayer, "cannot be imported"),
-        ("variants.nowhere.Attention", Sublayer, "cannot be imported"),
-        ("harness.model.LanguageModel", Sublayer, "class derived from variants.contract.Sublayer"),
         ("variants.position.Rotary", Sublayer, "class derived from variants.contract.Sublayer"),
         ("variants.attention.Attention", Position, "class derived from variants.contract.Position"),
-        ("variants.adaptive_span.AdaptiveSpan", Sublayer, "class derived from variants.contract.Sublayer"),
         ("torch.optim.lr_scheduler.StepLR", Optimizer, "class derived from torch.optim.optimizer.Optimizer"),
         ("variants.contract.Sublayer", Sublayer, "class derived from"),
-        ("torch.optim.Optimizer", Optimizer, "class derived from"),
-        ("Attention", Sublayer, "allowed are classes of"),
         ("", Sublayer, "allowed are classes of"),
         (None, Sublayer, "_target_=None: allowed are classes of"),
     ],
@@ -219,21 +211,6 @@ def test_values_of_a_list_are_taken_as_annotated(name, value, said):
         made(node(Mine, **{"needed": 1, name: value}))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        *({"betas": betas} for betas in (["x", 0.9], [0.9, [1]], ["x"], [{"a": 1}, 0.9], [None, 0.9], [2, 2])),
-        {"fused": True, "foreach": True},
-    ],
-)
-def test_odd_values_of_an_optimizer_are_one_message(given):
-    wanted = {"_target_": "torch.optim.AdamW", "_partial_": True} | given
-    with pytest.raises(ValueError, match=r"optim\.default"):
-        make = resolve(wanted, key="optim.default", kind=Optimizer, trust=())
-        (group,) = assign(torch.nn.Linear(2, 2), default=make)
-        group.build(lr=0.1)
-
-
 def test_keywords_are_the_schema():
     assert list(keywords(Attention, key="k")) == ["d_head", "bias", "zero_init", "span", "persistent"]
     assert [name for name, (_, required) in keywords(Mine, key="k").items() if required] == ["needed"]
@@ -258,9 +235,3 @@ def test_a_constructor_that_cannot_be_called_is_named():
         made(node(NoContext))
     with pytest.raises(ValueError, match=r"tests\.test_targets\.BadAnnotation: name 'NoSuchType' is not defined"):
         made(node(BadAnnotation))
-
-
-@pytest.mark.parametrize("value", [None, 3, "variants.attention.Attention", []])
-def test_a_node_must_be_a_node(value):
-    with pytest.raises(ValueError, match=r"variant\.attention=.*: must be a part with _target_ and _partial_: true"):
-        made(value)

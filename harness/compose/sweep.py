@@ -1,239 +1,207 @@
-"""Sweeps: which jobs stand already, which are launched, and one line that says how far they all are.
+"""Sweeps: which jobs are finished, which are launched, and a table of all at the end.
 
 A job's state is read off its run folder, so that it is the same under any launcher, and for another process that types
-the same command: a finished job returns its recorded objective without being launched, one that runs elsewhere is waited
-for, and everything else is left to the launcher, where the job itself resumes or begins.
+the same command: a finished job is not launched, one that runs elsewhere is waited for, and everything else is left to the
+launcher, where the job itself resumes or begins.
 """
 
 import hashlib
 import json
 import os
-import threading
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, env_override
+from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from harness.compose.cli import GROUP, MISTAKES, JobFailed, typed
+from harness.compose import cli
+from harness.compose.cli import GROUP, MISTAKES, exit_code, portable, print_error, typed
 
 if TYPE_CHECKING:
     from harness.record.folder import RunFolder  # torch comes with it: not for --help
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the jobs' folders."""
-OWN_CORES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Between two looks at jobs that run elsewhere."""
+CORES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepJob:
-    """One job, as its run folder shows it.
+class Endings(Callback):
+    """Named in ``conf/command.yaml``: prints how jobs end, and runs a sweep in the place of Hydra's basic sweeper."""
 
-    Attributes:
-        overrides: what makes it this job.
-        folder: its run folder as it was looked at, or None where its configuration, data or device has a mistake, which
-            the job will say.
-        ended: how and when its last try had ended by then, from ``folder.ending``.
-    """
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: object) -> None:
+        """An error is printed now: a sweep goes on to its other jobs. A job alone ends the command."""
+        if job_return.status != JobStatus.FAILED:
+            return
+        error, sweeping = job_return._return_value, config.hydra.mode == RunMode.MULTIRUN
+        if not (sweeping and getattr(error, "held", False)):
+            print_error(error, job=config.hydra.overrides.task if sweeping else ())
+        if not sweeping:
+            sys.exit(exit_code([error]))
+        job_return._return_value = portable(error)
+
+    def on_multirun_start(self, config: DictConfig, **_: object) -> None:
+        """Hydra's own refuses the whole sweep for one job that does not compose, and hides what follows one that fails."""
+        if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+            return
+        failed: list[Exception] = []
+        try:
+            Sweep(config, failed).run()
+        except Exception as error:  # Hydra would make a warning of it
+            print_error(error)
+            failed.append(error)
+        sys.exit(exit_code(failed))
+
+
+class SweepJob(NamedTuple):
+    """One job, and its run folder as it was looked at; None where a mistake hides it, or where sweeps do not resume."""
 
     overrides: list[str]
-    cfg: DictConfig
     folder: "RunFolder | None" = None
-    ended: tuple[str, int] | None = None
 
     @property
     def finished(self) -> bool:
         return self.folder is not None and self.folder.summary is not None
 
     @property
+    def held(self) -> bool:
+        """Whether a process is running it."""
+        from harness.record.folder import holder
+
+        return self.folder is not None and holder(self.folder.path) is not None
+
+    @property
     def state(self) -> str:
-        """``failed``, ``begun``, ``changed`` where only another source's run of it is there, or ``new``."""
-        if self.ended is not None and self.ended[0] != "finished":
-            return "failed"
-        if self.folder and self.folder.begun:
-            return "begun"
-        return "changed" if self.folder and self.folder.note else "new"
+        from harness.record.folder import ending
 
-    def result(self) -> JobReturn:
-        """Of a finished job."""
-        done = JobReturn(overrides=self.overrides, cfg=self.cfg, status=JobStatus.COMPLETED)
-        done.return_value = self.folder.summary["valid_bits_per_byte"]
-        return done
+        if self.folder is None or self.finished:
+            return "finished before" if self.finished else "new"
+        if self.held:
+            return "running elsewhere"
+        failed = (ending(self.folder.path) or ("finished",))[0] != "finished"
+        return "failed before and tried again" if failed else "to go on" if self.folder.begun else "new"
 
 
-class Resuming(Launcher):
-    """Any launcher, the ``chosen`` one, given only the jobs that are not finished."""
+class Sweep:
+    """The jobs of the words that were typed, and the launcher that was chosen; errors are appended to ``failed``."""
 
-    def __init__(self, chosen: Launcher, **hydra):
-        self._chosen = chosen
-        self.setup(**hydra)
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self._loader, self._config = hydra_context.config_loader, config
-        swept = sorted(str(word) for word in config.hydra.overrides.task)
+    def __init__(self, config: DictConfig, failed: list[Exception]):
+        self.config, self.failed, self.loader = config, failed, GlobalHydra.instance().config_loader()
+        self.resumes = config.hydra.job.name == "train"  # a verb measures anew
+        words = sorted(str(word) for word in config.hydra.overrides.task)
         choice = config.hydra.runtime.choices.get("sweep") or "sweep"
-        self.name = f"{choice}-{hashlib.sha256(json.dumps(swept).encode()).hexdigest()[:8]}"
+        self.name = f"{choice}-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]}"
+        context = HydraContext(config_loader=self.loader, callbacks=Callbacks(config))
+        self.launcher = Plugins.instance().instantiate_launcher(context, cli.running, config)
+        self.digests: dict[str, str | None] = {}
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """The jobs' results in their order; those that were there before as if they had been made now."""
-        digests: dict[str, str | None] = {}
-        jobs = [self._look(list(overrides), digests) for overrides in job_overrides]
-        found = {index: job.result() for index, job in enumerate(jobs) if job.finished}
+    def run(self) -> None:
+        """Run what has not finished, to the last job."""
+        if not (jobs := [*self._jobs()]):
+            return
         if any(job.folder for job in jobs):
-            print(f"sweep {self.name}: {standing(jobs)}", flush=True)
-        with _status(self.name, jobs), env_override(environment(self._chosen, len(jobs))):
-            while left := [index for index in range(len(jobs)) if index not in found]:
-                free = [index for index in left if not _held(jobs[index])]
-                if free:
-                    results = self._launched([jobs[index].overrides for index in free], initial_job_idx)
-                    found |= {index: result for index, result in zip(free, results, strict=True) if not _late(result)}
+            counts = Counter(job.state for job in jobs)
+            states = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
+            print(f"sweep {self.name}: {len(jobs)} job{'s' * (len(jobs) != 1)}: {states}", flush=True)
+        waiting = [job for job in jobs if not job.finished]
+        with env_override(environment(self.launcher, len(jobs))):
+            while waiting:
+                if free := [job for job in waiting if not job.held]:
+                    done = self._launch(free)
+                    waiting = [job for job in waiting if job not in done]
                 else:
                     time.sleep(LOOK_SECONDS)
-                jobs = [job if i in found else self._look(job.overrides, digests) for i, job in enumerate(jobs)]
-                found |= {index: jobs[index].result() for index in left if index not in found and jobs[index].finished}
-        self._show(jobs)
-        return [found[index] for index in range(len(jobs))]
+                waiting = [job for job in (self._look(job.overrides) for job in waiting) if not job.finished]
+        if any(job.folder for job in jobs):
+            self._show(jobs)
 
-    def _launched(self, job_overrides: list[list[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        try:
-            return self._chosen.launch(job_overrides, initial_job_idx)
-        except MISTAKES:
-            raise
-        except Exception as error:  # a job's process was killed, or could not be started
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise JobFailed(f"the launcher gave up ({reason}); the same command goes on with what is left") from error
+    def _jobs(self) -> Iterator[SweepJob]:
+        """Those that compose."""
+        params = OmegaConf.to_container(self.config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
+        words = [*(f"{key}={value}" for key, value in params.items()), *self.config.hydra.overrides.task]
+        overrides = OverridesParser.create(config_loader=self.loader).parse_overrides(words)
+        for job in BasicSweeper.split_arguments(overrides, None)[0]:
+            try:
+                yield self._look(job)
+            except MISTAKES as error:
+                print_error(error, job=job)
+                self.failed.append(error)
 
-    def _show(self, jobs: Sequence[SweepJob]) -> None:
-        """All finished jobs side by side, and where to look on."""
-        from harness.record.closing_table import print_sweep_table
-        from harness.record.folder import finished_summary
-
-        words = [[word for word in typed(job.overrides) if not word.startswith("seed=")] for job in jobs]
-        shared = set.intersection(*map(set, words))
-        found = []
-        for job, own in zip(jobs, words, strict=True):
-            if job.folder and (summary := finished_summary(job.folder.path)):
-                differing = [word.removeprefix("variant=") for word in own if word not in shared]
-                found.append((" ".join(differing) or summary["variant"], summary))
-        print_sweep_table(found)
-
-    def _settled(self, cfg: DictConfig) -> list[str]:
-        """Words for a job, so that all machines of the sweep take ``auto`` alike; none where the jobs' machines are others
-        and may have a device that is not here."""
-        try:
-            words = settled_words(cfg.runtime)
-        except Exception:  # a mistake, which the job meets too, or a device of the jobs' machines
-            words = []
-        if type(self._chosen).__name__ != "SlurmLauncher" or cfg.runtime.device == "cpu":
-            return words
-        from harness.device.choice import device_count
-
-        return words if device_count() else []
-
-    def _look(self, overrides: list[str], digests: dict[str, str | None]) -> SweepJob:
-        """Where a job stands; one with a mistake is left to the launcher, and says it itself."""
+    def _look(self, overrides: list[str]) -> SweepJob:
+        """Where a job stands; what it would refuse beyond its words, it says itself."""
+        cfg = self.loader.load_sweep_config(self.config, overrides)
+        if not self.resumes:
+            return SweepJob(overrides)
         from harness.data import corpora  # torch comes with these: not for --help
         from harness.loop.prepare import locate, planned
         from harness.plan.build import hydra_facts
-        from harness.record.folder import ending
 
-        cfg = self._loader.load_sweep_config(self._config, overrides)
-        overrides = [*overrides, *self._settled(cfg)]
-        if cfg.record.wandb.group is None and not any(word.startswith(f"{GROUP}=") for word in overrides):
+        if cfg.record.wandb.group is None:
             overrides = [*overrides, f"{GROUP}={self.name}"]
         facts = hydra_facts(cfg.hydra)
         with open_dict(cfg):
             del cfg["hydra"]
         try:
             plan = planned(cfg, **facts)
+            overrides = [*overrides, *settled_words(cfg.runtime, plan.config["runtime"], self.launcher)]
             key = json.dumps(plan.data, sort_keys=True)
-            if key not in digests:
-                digests[key] = None  # what cannot be read is not asked for again
-                digests[key] = corpora.load(**plan.data).sha256
-            place = digests[key] and locate(plan, data_digest=digests[key])
+            if key not in self.digests:
+                self.digests[key] = None  # what cannot be read is not asked for again
+                self.digests[key] = corpora.load(**plan.data).sha256
+            digest = self.digests[key]
+            return SweepJob(overrides, locate(plan, data_digest=digest) if digest else None)
         except Exception:  # whatever it is, the job meets it too
-            place = None
-        return SweepJob(overrides=overrides, cfg=cfg, folder=place, ended=place and ending(place.path))
+            return SweepJob(overrides)
+
+    def _launch(self, jobs: Sequence[SweepJob]) -> list[SweepJob]:
+        """Those that finished or failed, and not those that another process took before their turn."""
+        done = []
+        for job, result in zip(jobs, self.launcher.launch([job.overrides for job in jobs], 0), strict=True):
+            error = result._return_value if result.status == JobStatus.FAILED else None
+            if getattr(error, "held", False):
+                continue
+            done.append(job)
+            if error:
+                print_error(error, job=job.overrides)
+                self.failed.append(error)
+        return done
+
+    def _show(self, jobs: Sequence[SweepJob]) -> None:
+        """How many are finished, and these side by side."""
+        from harness.record.closing_table import print_sweep_table
+        from harness.record.folder import finished_summary
+
+        words = [[word for word in typed(job.overrides) if not word.startswith("seed=")] for job in jobs]
+        shared, finished = set.intersection(*map(set, words)), []
+        for job, each in zip(jobs, words, strict=True):
+            if job.folder and (summary := finished_summary(job.folder.path)):
+                differing = [word.removeprefix("variant=") for word in each if word not in shared]
+                finished.append((" ".join(differing) or summary["variant"], summary))
+        print(f"sweep {self.name}: {len(finished)} of {len(jobs)} done")
+        print_sweep_table(finished)
 
 
-def settled_words(runtime: DictConfig) -> list[str]:
-    """What ``auto`` means on this machine, as overrides; the device stays, because ``auto`` is any GPU that is free."""
-    from harness.device.choice import settled
-    from harness.plan.settings import RuntimeSettings, parse
+def settled_words(asked: DictConfig, settled: Mapping[str, object], launcher: Launcher) -> list[str]:
+    """What ``auto`` means here, as overrides, so that all machines of a sweep take it alike.
 
-    own = settled(parse(RuntimeSettings, OmegaConf.to_container(runtime, resolve=True), key="runtime"))
-    words = {"precision": own.precision, "compile": str(own.compile).lower()}
-    return [f"runtime.{key}={word}" for key, word in words.items() if runtime[key] == "auto"]
+    The device stays: ``auto`` is any GPU that is free. No words for a cluster's jobs, which may have a device that is not here.
+    """
+    from harness.device.choice import device_count
 
-
-def standing(jobs: Sequence[SweepJob]) -> str:
-    """``12 jobs: 5 finished before, 1 goes on, 6 new (2 because the source changed)``."""
-    states = Counter("finished" if job.finished else "held" if _held(job) is not None else job.state for job in jobs)
-    changed = states.pop("changed", 0)
-    states["new"] += changed
-    words = {"finished": "finished before", "held": "running elsewhere", "failed": "failed before and tried again"}
-    words |= {"begun": "to go on", "new": "new"}
-    told = [f"{states[state]} {word}" for state, word in words.items() if states[state]]
-    because = f" ({changed} because the source changed since)" if changed else ""
-    return f"{len(jobs)} job{'s' * (len(jobs) != 1)}: {', '.join(told)}{because}"
-
-
-def progress(jobs: Sequence[SweepJob]) -> str:
-    """``5 of 12 done, 2 running, 4 queued, 1 failed``; jobs with a mistake stay queued until they have said it."""
-    from harness.record.folder import ending
-
-    now = [ending(job.folder.path) if job.folder else None for job in jobs]
-    news = [end[0] if end and end != job.ended else None for job, end in zip(jobs, now, strict=True)]
-    held = [_held(job) is not None for job in jobs]
-    done = sum(job.finished or new == "finished" for job, new in zip(jobs, news, strict=True))
-    running = sum(held and new is None for held, new in zip(held, news, strict=True))
-    failed = sum(new not in (None, "finished") for new in news)
-    return (
-        f"{done} of {len(jobs)} done, {running} running, {len(jobs) - done - running - failed} queued, {failed} failed"
-    )
-
-
-def _late(result: JobReturn) -> bool:
-    """Whether another process had taken the job's folder by its turn."""
-    return result.status == JobStatus.FAILED and getattr(result._return_value, "held", False)
-
-
-def _held(job: SweepJob) -> str | None:
-    from harness.record.folder import holder
-
-    return holder(job.folder.path) if job.folder else None
-
-
-@contextmanager
-def _status(name: str, jobs: Sequence[SweepJob]) -> Iterator[None]:
-    """One line each time that the counts change, while the block lasts and at its end."""
-    ended, told = threading.Event(), [progress(jobs)]
-
-    def tell() -> None:
-        now = progress(jobs)
-        if now != told[0]:
-            told[0] = now
-            print(f"sweep {name}: {now}", flush=True)
-
-    def watch() -> None:
-        while not ended.wait(LOOK_SECONDS):
-            tell()
-
-    watcher = threading.Thread(target=watch, name="sweep", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-        tell()
+    if type(launcher).__name__ == "SlurmLauncher" and asked.device != "cpu" and not device_count():
+        return []
+    return [f"runtime.{key}={str(settled[key]).lower()}" for key in ("precision", "compile") if asked[key] == "auto"]
 
 
 def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
@@ -243,7 +211,7 @@ def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
     those that are left: a resumed job must have as many threads as before.
     """
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = {"PYTHONPATH": os.pathsep.join(paths)}
-    if type(launcher).__name__ == "LocalLauncher" and not any(name in os.environ for name in OWN_CORES):
-        found |= dict.fromkeys(OWN_CORES, str(max(1, len(os.sched_getaffinity(0)) // n_jobs)))
-    return found
+    variables = {"PYTHONPATH": os.pathsep.join(paths)}
+    if type(launcher).__name__ == "LocalLauncher" and not any(name in os.environ for name in CORES):
+        variables |= dict.fromkeys(CORES, str(max(1, len(os.sched_getaffinity(0)) // n_jobs)))
+    return variables

@@ -1,7 +1,7 @@
 """Instantiation: a node with ``_target_`` becomes a partial of the class it names; nothing is called here.
 
-A stranger's YAML is harmless: a target must be a class, a subclass of a contract type, and defined in our packages, in
-torch.optim, or in a module that the user named. The constructor's signature is the schema, types included.
+A target must be a class, a subclass of a contract type, and defined in our packages, in torch.optim, or in a module that the
+command line's ``trust`` names. The constructor's signature is the schema, types included.
 
 Where a constructor's annotation asks for a torch.nn.Module and no more, any of a module that the user named is taken, and none
 of ours or torch's; in its keywords no target is followed.

@@ -4,18 +4,14 @@ import bz2
 import gzip
 import io
 import lzma
-import os
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from harness.cache import cache_folder
-from harness.data import corpora, sources
-from harness.failures import StorageFailure
+from harness.data import sources
 from tests.caches import own_cache
-
-pytestmark = pytest.mark.attack("odd files of data")
 
 TEXT = b"some text that is read as bytes, " * 40
 PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -53,7 +49,6 @@ def test_streams_one_after_the_other_are_read_and_cut_ones_refused(suffix, tmp_p
             sources.read_path(put(tmp_path, f"cut{suffix}", packed[:kept]))
 
 
-@pytest.mark.attack("bombs of data")
 @pytest.mark.parametrize("suffix", [*PACK, ".zip"])
 def test_a_bomb_is_refused_before_it_is_unpacked_and_leaves_nothing(suffix, tmp_path, monkeypatch):
     own_cache(tmp_path / "cache", monkeypatch)
@@ -65,41 +60,3 @@ def test_a_bomb_is_refused_before_it_is_unpacked_and_leaves_nothing(suffix, tmp_
     ):
         sources.read_path(path)
     assert not [*cache_folder().rglob("*.tmp")] and not [*(cache_folder() / "unpacked").glob("*")]
-
-
-def test_a_cache_on_a_full_disk_costs_only_time(tmp_path, monkeypatch, capsys):
-    own_cache(tmp_path / "cache", monkeypatch)
-    monkeypatch.setattr(sources, "LARGE_BYTES", 100)
-
-    def refuse(path: Path, content: bytes) -> None:
-        raise StorageFailure(f"{path}: cannot be written (No space left on device)")
-
-    monkeypatch.setattr(sources, "write_whole", refuse)
-    assert bytes(sources.read_path(put(tmp_path, "data.xz", lzma.compress(TEXT)))) == TEXT
-    said = capsys.readouterr().err
-    assert "unpacked anew in every run" in said and "No space left" in said and said.count("\n") == 1
-
-
-def test_what_killed_processes_left_in_the_cache_is_removed_when_a_corpus_is_read(tmp_path, monkeypatch):
-    own_cache(tmp_path / "cache", monkeypatch)
-    left = cache_folder() / "unpacked" / f"{'0' * 64}.123.tmp"
-    left.parent.mkdir(parents=True)
-    left.touch()
-    os.utime(left, (0, 0))
-    sources.read_path(put(tmp_path, "data.xz", lzma.compress(TEXT)))
-    assert not left.exists()
-
-
-def test_escape_codes_of_a_name_are_spelled_out(tmp_path, monkeypatch, capsys):
-    own_cache(tmp_path / "cache", monkeypatch)
-    monkeypatch.setattr(sources, "LARGE_BYTES", 100)
-    path = put(tmp_path, "\x1b[2Ja\u202eb\n.xz", lzma.compress(TEXT))
-    found = corpora.load("file", path=path)
-    assert found.name == r"file:\x1b[2Ja\u202eb\n.xz" and found.label().isprintable()
-    said = capsys.readouterr()
-    assert "unpacked" in said.err and "\x1b" not in said.out + said.err
-
-
-def test_a_user_who_is_not_there_is_a_mistake():
-    with pytest.raises(ValueError, match="data.path='~nobody-of-that-name/x': there is no such user's folder"):
-        corpora.load("file", path="~nobody-of-that-name/x")

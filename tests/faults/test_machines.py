@@ -22,7 +22,6 @@ from tests.patience import PATIENCE_SECONDS, wait_for
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.attack("a process or link of several machines is lost"),
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="namespaces need root and ip"),
 ]
 MACHINES = (1, 2)

@@ -6,15 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import __main__ as report
-from bench.report import plots
 from bench.report.gather import gather
-from harness.record import rows
-from harness.record.folder import RunFolder
-from harness.record.rows import RECORD, SUMMARY, find_comparable, look_at
-from harness.record.shapes import LONGEST_NAME
+from harness.record.rows import RECORD, SUMMARY, look_at
 from tests.bench_rows import write_run
-from tests.report_of import change
 from tests.runs import (
     make_job,
     own_folder,  # noqa: F401 - a fixture
@@ -22,8 +16,6 @@ from tests.runs import (
     run_job,
     whole_run,
 )
-
-pytestmark = pytest.mark.attack("odd files of neighbours, and the report on them")
 
 DEEP = "[" * 200_000
 ODD = {
@@ -79,17 +71,15 @@ def test_an_object_of_anybodys_is_read_or_refused_at_once(kind, tmp_path):
     assert look_at(tmp_path / "nothing") == (None, None)
 
 
-def test_a_run_ends_well_beside_odd_neighbours(capsys, here, attempt):
+def test_a_run_ends_well_beside_odd_neighbours(capsys, here):
     """In the very folder, before it begins and at its end; all neighbours claim to be runs of the same variant and seed."""
     _, summary = whole_run(*SHORT, "seed=1")
     good = next(path for path in (here / "outputs").glob("*-s1-*"))
     outputs = here / "outputs"
     for kind in KINDS:
         for name in (SUMMARY, RECORD):
-            attempt()
             put(outputs / f"mhsa-s0-{kind}-{name}" / name, kind)
     for name, changes in CHANGES.items():
-        attempt()
         folder = outputs / f"mhsa-s0-{name}"
         folder.mkdir()
         (folder / SUMMARY).write_text(json.dumps(summary | {"config_hash": "other"} | changes))
@@ -108,15 +98,6 @@ def test_a_run_ends_well_beside_odd_neighbours(capsys, here, attempt):
     assert make_job(*SHORT, "seed=0").earlier["valid_bits_per_byte"]
 
 
-def test_a_neighbour_that_vanishes_is_no_neighbour():
-    job = make_job()
-    other = job.folder.path.with_name(job.folder.path.name + "x")
-    other.mkdir(parents=True)
-    (other / RECORD).symlink_to("gone")
-    assert RunFolder(job.folder.path.parent, job.folder.identity).summary is None
-    assert find_comparable(job.folder.path.parent, summary={}) == []
-
-
 def test_a_report_waits_for_nobody(tmp_path):
     write_run(tmp_path / "good")
     for kind in ("pipe", "zeros", "folder", "loop"):
@@ -129,48 +110,3 @@ def test_a_report_waits_for_nobody(tmp_path):
     for name in (RECORD, SUMMARY, "rows.jsonl"):
         assert f"{tmp_path / 'pipe' / name}" in told
     assert f"{tmp_path / 'zeros'}" in told, "links to one file are read once"
-
-
-def test_a_record_that_is_too_large_is_refused(tmp_path, monkeypatch):
-    folder = write_run(tmp_path)
-    monkeypatch.setattr("bench.report.gather.LARGEST_RECORD", (folder / RECORD).stat().st_size - 1)
-    found = gather([tmp_path])
-    assert not found.runs and "it has more than" in "\n".join(found.refused)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        CHANGES["a long name"],
-        {"variant": "x" * (LONGEST_NAME + 1)},
-        {"data": {"name": "d" * 1000, "bytes": 1, "sha256": "a" * 64}},
-        {"metrics of a stranger": ["x" * (rows.LONGEST_TEXT + 1)]},
-    ],
-)
-def test_a_name_without_end_is_in_no_figure(changes, tmp_path):
-    write_run(tmp_path, seed=1)
-    change(write_run(tmp_path), **changes)
-    found = gather([tmp_path])
-    assert len(found.runs) == 1 and any("letters" in reason for reason in found.refused)
-    assert all(len(line) < 600 for line in found.refused)
-
-
-def test_names_that_are_just_short_enough_are_drawn(tmp_path):
-    change(write_run(tmp_path), variant="x" * LONGEST_NAME)
-    (run,) = gather([tmp_path]).runs
-    assert len(run.row["variant"]) == LONGEST_NAME
-
-
-def test_escape_codes_of_others_reach_no_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "draw_all", lambda *_: [])
-    write_run(tmp_path)
-    odd = write_run(tmp_path / "\x1b[31mred\x07")
-    (odd / SUMMARY).write_text('{"status": "failed", "error": "\\u001b[2J gone"}')
-    assert report.main([str(tmp_path), "--out", str(tmp_path / "\x1b]0;title\x07")]) == 0
-    told = capsys.readouterr()
-    assert "gone" in told.out and not {"\x1b", "\x07"} & set(told.out + told.err)
-
-
-def test_levels_and_letters_of_ours_are_far_from_the_limits():
-    job = make_job()
-    assert rows._excess({"config": job.plan.config}, 12) is None

@@ -1,4 +1,4 @@
-"""What chance makes: configurations, files of data, targets and pickles that nobody would think of."""
+"""What chance makes: configurations, files of data and targets that nobody would think of."""
 
 import bz2
 import gzip
@@ -6,67 +6,31 @@ import io
 import json
 import lzma
 import math
-import os
 import random
 import shutil
 import zipfile
-from pathlib import Path
 
 import pytest
-import torch
 
 from harness.data import sources
-from harness.plan.instantiate import resolve
-from harness.record import checkpoint
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.faults.test_checkpoints import resigned
-from variants.contract import Sublayer
+
+pytestmark = pytest.mark.faults
 
 GROUPS = {name: sorted(path.stem for path in (ROOT / "conf" / name).glob("*.yaml")) for name in ("variant", "position")}
 GROUPS |= {"optim": ["adagrad", "adamw", "muon"]}
-SOUND = {
-    "model.attend_self": ("true", "false"),
-    "model.cache": ("kv", "hidden"),
-    "model.norm": ("rms", "layer"),
-    "model.norm_after": ("true", "false"),
-    "model.tied": ("true", "false"),
-    "model.dropout": ("0", "0.3"),
-    "model.layers": ("1", "3"),
-    "model.span": ("1", "7", "64"),
-    "batch.carry": ("true", "false"),
-    "batch.accumulate": ("1", "2"),
-    "batch.segment": ("1", "16", "33"),
-    "eval.every": ("0", "0.5"),
-    "eval.windows": ("true", "false"),
-    "optim.clip": ("null", "0.1"),
-    "optim.lr": ("1e-3", "1e-9", "0.1", "1e30"),
-    "runtime.backend": ("auto", "plain", "chunked", "fused", "kernel"),
-    "runtime.precision": ("float32", "bfloat16"),
-    "runtime.checkpoint": ("none", "layers"),
-    "checkpoint.every_steps": ("null", "1"),
-    "data.vocabulary": ("256", "205"),
-}
-ODD_KEYS = ("model.d_model", "model.heads", "batch.streams", "eval.streams", "eval.segment", "eval.bytes", "seed")
-ODD_KEYS += (
-    "budget.steps",
-    "optim.schedule",
-    "optim.default.betas",
-    "data.split",
-    "data.bytes",
-    "purpose",
-    "trial",
-    "space",
-)
-ODD_KEYS += (
-    "runtime.threads",
-    "record.every_steps",
-    "variant.layers",
-    "variant.attention",
-    "init_from.run",
-    "outputs",
-    *SOUND,
-)
-ODD = (
+SOUND = """
+model.attend_self=true|false model.cache=kv|hidden model.norm=rms|layer model.norm_after=true|false model.tied=true|false
+model.dropout=0|0.3 model.layers=1|3 model.span=1|7|64 batch.carry=true|false batch.accumulate=1|2 batch.segment=1|16|33
+eval.every=0|0.5 eval.windows=true|false optim.clip=null|0.1 optim.lr=1e-3|1e-9|0.1|1e30 runtime.precision=float32|bfloat16
+runtime.backend=auto|plain|chunked|fused|kernel runtime.checkpoint=none|layers checkpoint.every_steps=null|1
+data.vocabulary=256|205"""
+SOUND = {word.partition("=")[0]: word.partition("=")[2].split("|") for word in SOUND.split()}
+ODD_KEYS = """model.d_model model.heads batch.streams eval.streams eval.segment eval.bytes seed budget.steps optim.schedule
+optim.default.betas data.split data.bytes purpose trial space runtime.threads record.every_steps variant.layers variant.attention
+init_from.run outputs"""
+ODD_KEYS = [*SOUND, *ODD_KEYS.split()]
+ODD = [
     "0",
     "-1",
     "1.5",
@@ -76,14 +40,14 @@ ODD = (
     "[]",
     "[1]",
     "[x,y]",
-    "{a: 1}",
+    "{a:1}",
     "''",
     "1e-400",
     "nan",
     "-0.0",
     "2,3x",
     "\\u202e",
-)
+]
 
 
 def random_words(chance: random.Random) -> list[str]:
@@ -94,14 +58,11 @@ def random_words(chance: random.Random) -> list[str]:
     return [f"{key}={value}" for key, value in words.items()]
 
 
-@pytest.mark.attack("random and odd configurations")
-@pytest.mark.faults
-@pytest.mark.parametrize("part", range(5))
-def test_random_configurations_train_or_are_refused(here, monkeypatch, attempt, part):
+@pytest.mark.parametrize("part", range(2))
+def test_random_configurations_train_or_are_refused(here, monkeypatch, part):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     codes = []
     for number in range(26 * part, 26 * part + 26):
-        attempt()
         words = random_words(random.Random(f"configuration {number}"))
         folder = here / str(number)
         folder.mkdir()
@@ -148,89 +109,12 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return chance.randbytes(chance.randrange(40))
 
 
-@pytest.mark.attack("odd files of data")
 @pytest.mark.parametrize("suffix", PACKED)
-def test_a_damaged_archive_is_its_text_or_refused(suffix, tmp_path, attempt):
+def test_a_damaged_archive_is_its_text_or_refused(suffix, tmp_path):
     path = tmp_path / f"data{suffix}"
     for number in range(25):
-        attempt()
         path.write_bytes(damaged(PACKED[suffix](TEXT), random.Random(f"{suffix} {number}")))
         try:
             assert bytes(sources.read_path(str(path))) == TEXT, number
         except ValueError as error:
             assert str(error).startswith(f"data.path={str(path)!r}"), (number, error)
-
-
-class Touching:
-    """Something that a pickle calls when it is loaded."""
-
-    def __init__(self, call, *given):
-        self._made = call, given
-
-    def __reduce__(self):
-        return self._made
-
-
-CALLS = {
-    "system": (os.system, "touch PWNED"),
-    "exec": (exec, "open('PWNED', 'w')"),
-    "open": (open, "PWNED", "w"),
-    "hub": (torch.hub.load, ".", "x"),
-    "collect_env": (torch.utils.collect_env.run, "touch PWNED"),
-    "getattr": (getattr, dict, "pop"),
-    "load": (torch.load, "PWNED"),
-}
-
-
-@pytest.mark.attack("checkpoint: a pickle that calls something")
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_pickle_calls_nothing(call, inside, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path, payload = tmp_path / "step-000000009.pt", Touching(*CALLS[call])
-    torch.save({"format": 3, "model": payload} if inside else payload, path)
-    resigned(path, path.read_bytes()[:-2])
-    with pytest.raises(checkpoint.Damaged, match="is no checkpoint of a run"):
-        checkpoint.load(path)
-    assert not Path("PWNED").exists()
-
-
-TARGETS = (
-    "os.system",
-    "builtins.exec",
-    "subprocess.Popen",
-    "torch.hub.load",
-    "torch.optim.Optimizer",
-    "variants",
-    "harness.",
-)
-TARGETS += (
-    "variants.contract.Sublayer",
-    "torch.utils.collect_env.run",
-    "variants.backends.torch.hub.load",
-    "..",
-    "",
-    "mhsa",
-)
-TARGETS += (
-    "harness.source.subprocess.run",
-    "variants.kernels.native.subprocess.Popen",
-    "torch.optim.lr_scheduler.LambdaLR",
-)
-
-
-@pytest.mark.attack("_target_ of a stranger's")
-def test_no_target_of_a_strangers_is_called(attempt):
-    """Names of ours, of torch's and of Python's, and what chance makes of them."""
-    chance = random.Random(0)
-    for number in range(800):
-        attempt()
-        name = [*chance.choice(TARGETS)]
-        for _ in range(number // 100):
-            name[chance.randrange(len(name) + 1) :][:1] = chance.choice(("", ".", "_", "\0", " ", "é", "__", "/", "*"))
-            at = chance.randrange(len(name) + 1)
-            name[at:at] = chance.choice(("", ".", "_", "\0", " ", "é", ".__init__", "/", "a" * 400))
-        node = {"_target_": "".join(name), "_partial_": True}
-        with pytest.raises(ValueError, match="_target_") as told:
-            resolve(node, key="variant.attention", kind=Sublayer, trust=())
-        assert len(str(told.value)) < 4000, number

@@ -1,5 +1,5 @@
-"""A stranger's run folder runs nothing, and a folder of nonsense is one message: ``bench.evaluate``, ``compress``,
-``decompress``, ``cost checkpoint=`` and ``init_from.run`` open it."""
+"""Files that others send run nothing, and nonsense in them is one message: run folders, opened by ``bench.evaluate``,
+``compress``, ``decompress``, ``cost checkpoint=`` and ``init_from.run``, and checkpoints."""
 
 import json
 import os
@@ -14,19 +14,17 @@ from omegaconf import OmegaConf
 
 from bench.planning import plan_of_run
 from harness.loop import prepare
-from harness.optim.parameter_groups import assign
 from harness.plan.build import Plan
 from harness.record.provenance import read_provenance
 from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
 from tests.command import call
 from tests.composing import CONF
-from tests.faults.test_strangers_files import MIXER, PAYLOAD, bomb
+from tests.faults.test_checkpoints import resigned
+from tests.faults.test_user_folder import MIXER, PAYLOAD
 from tests.runs import make_job, own_folder, restored, whole_run  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.attack("a stranger's run folder that runs, imports or overwrites something")
-
 CPU = ("runtime.device=cpu", "runtime.threads=1")
-RUN = "strangers"
+RUN = "theirs"
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +92,7 @@ def test_a_module_that_is_trusted_on_the_command_line_is_the_users_own_to_run(ru
 def hostile_configurations() -> dict[str, object]:
     """Texts of a ``config.yaml``, or what changes in a good one."""
     return {
-        "aliased lists": bomb(7),
+        "an alias": "a: &a [x]\nb: *a\n",
         "a list in itself": "variant: &a [*a]\n",
         "deep": f"variant: {'[' * 1000}\n",
         "long": f"# {'x' * 300_000}\n",
@@ -105,7 +103,8 @@ def hostile_configurations() -> dict[str, object]:
         "a tag": "variant: !!python/object/apply:os.system ['touch PWNED']\n",
         "no text": b"\xff\xfe\x00",
         "a variable": {"data": {"path": "${oc.env:HOME}"}},
-        "another key": {"data": {"path": "${variant.name}"}},
+        "a variable, escaped": 'data: {path: "\\x24{oc.env:HOME}"}\n',
+        "a variable as a key": {"data": {"${oc.env:HOME}": 1}},
         "trust, tuned": {"trial": 0, "purpose": "tune", "space": {"trust": {"choices": [["evil"], ["evil"]]}}},
         "a space that is a list": {"trial": 0, "purpose": "tune", "space": [1, "trust"]},
         "layers": {"model": {"layers": 10**12}},
@@ -118,7 +117,6 @@ def hostile_configurations() -> dict[str, object]:
     }
 
 
-@pytest.mark.attack("a stranger's run folder: its configuration")
 @pytest.mark.parametrize("attack", hostile_configurations())
 def test_a_hostile_configuration_is_one_message(run, attack):
     hostile = hostile_configurations()[attack]
@@ -131,7 +129,6 @@ def test_a_hostile_configuration_is_one_message(run, attack):
     assert os.environ["HOME"] not in str(caught.value).replace(str(run), "") and not (run.parent / "PWNED").exists()
 
 
-@pytest.mark.attack("a stranger's run folder: its record, or no file")
 @pytest.mark.parametrize("kind", ["pipe", "folder", "nothing"])
 @pytest.mark.parametrize("name", [CONFIG, RECORD])
 def test_what_is_no_file_is_not_waited_for(run, name, kind):
@@ -141,29 +138,22 @@ def test_what_is_no_file_is_not_waited_for(run, name, kind):
         opened(run) if name == CONFIG else read_provenance(run, key="run")
 
 
-@pytest.mark.attack("a stranger's run folder: its configuration")
-@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.faults)])
-def test_wrong_types_in_a_configuration_are_one_message(run, everywhere, attempt):
-    """Every section, or every key of it, one at a time; what is accepted is a configuration."""
+@pytest.mark.faults
+def test_wrong_types_in_a_configuration_are_one_message(run):
+    """Every section, and every key of it, one at a time; what is accepted is a configuration."""
     good = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    for section, node in good.items():
-        for key in [None, *(node if isinstance(node, dict) and everywhere else ())]:
-            value = [[{"a": 1}], "x", -(2**70)][attempt.number % 3]
-            bad = {section: value} if key is None else {section: node | {key: value}}
-            (run / CONFIG).write_text(yaml.safe_dump(good | bad), encoding="utf-8")
-            attempt()
-            try:
-                opened(run)
-            except ValueError as error:
-                assert str(error).startswith(f"run={run}: {CONFIG}: "), error
-    assert attempt.number > (80 if everywhere else 15)
-
-
-@pytest.mark.attack("random and odd configurations")
-@pytest.mark.parametrize("match", [1, True, [1]])
-def test_a_group_matches_by_patterns(match):
-    with pytest.raises(ValueError, match=r"groups\.mine\.match=.*must be a pattern"):
-        assign(torch.nn.Linear(2, 2), default=torch.optim.AdamW, groups={"mine": {"match": match}})
+    places = [
+        (section, key) for section, node in good.items() for key in (None, *(node if isinstance(node, dict) else ()))
+    ]
+    for number, (section, key) in enumerate(places):
+        value = [[{"a": 1}], "x", -(2**70)][number % 3]
+        bad = {section: value if key is None else good[section] | {key: value}}
+        (run / CONFIG).write_text(yaml.safe_dump(good | bad), encoding="utf-8")
+        try:
+            opened(run)
+        except ValueError as error:
+            assert str(error).startswith(f"run={run}: {CONFIG}: "), error
+    assert len(places) > 80
 
 
 RECORDS = {
@@ -187,7 +177,6 @@ WRONG = {
 }
 
 
-@pytest.mark.attack("a stranger's run folder: its record, or no file")
 @pytest.mark.parametrize("attack", [*RECORDS, *WRONG])
 def test_a_hostile_record_is_one_message(run, attack):
     if attack in RECORDS:
@@ -204,30 +193,57 @@ def test_a_hostile_record_is_one_message(run, attack):
             read_provenance(run, key=key)
 
 
-@pytest.mark.attack("init_from.run: hostile folders")
-@pytest.mark.parametrize("take", ["weights", "everything"])
-def test_a_start_from_a_run_of_nonsense_is_one_message(run, take, monkeypatch, attempt):
-    theirs, job = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "budget.steps=4", "outputs=mine")
-    newest = prepare.checkpoint.newest(run)
-    good = prepare.checkpoint.load(newest)
-    assert good["spent"]["steps"] == 2
+@pytest.mark.parametrize("restore", ["weights", "everything"])
+def test_a_start_from_a_checkpoint_of_nonsense_is_one_message(run, restore, monkeypatch):
+    theirs, training = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "outputs=mine").training
+    good = prepare.checkpoint.load(prepare.checkpoint.newest(run))
     contents = [{}, *(good | {"model": value} for value in ("text", None, {"a": 1}))]
-    if take == "everything":
+    if restore == "everything":
         contents += [good | {name: "text"} for name in ("spent", "last", "optimizers", "random")]
         contents += [
             {key: value for key, value in good.items() if key != name} for name in ("spent", "state", "random")
         ]
-    training = job.training
-    start = type(training.plan.init_from)(run=str(run), take=take)
-    training.plan = prepare.dataclasses.replace(training.plan, start=start)
+    init_from = prepare.dataclasses.replace(training.plan.init_from, run=str(run), restore=restore)
+    training.plan = prepare.dataclasses.replace(training.plan, init_from=init_from)
     for content in contents:
-        attempt()
         monkeypatch.setattr(prepare, "_read_start", lambda path, content=content: (dict(content), theirs))
         with pytest.raises(ValueError, match="init_from.run="):
             prepare.begin_from(training)
 
 
-@pytest.mark.attack("init_from.run: hostile folders")
+class Touching:
+    """Something that a pickle calls when it is loaded."""
+
+    def __init__(self, call, *arguments):
+        self._made = call, arguments
+
+    def __reduce__(self):
+        return self._made
+
+
+CALLS = {
+    "system": (os.system, "touch PWNED"),
+    "exec": (exec, "open('PWNED', 'w')"),
+    "hub": (torch.hub.load, ".", "x"),
+    "collect_env": (torch.utils.collect_env.run, "touch PWNED"),
+    "getattr": (getattr, dict, "pop"),
+    "load": (torch.load, "PWNED"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_checkpoints_pickle_calls_nothing(call, tmp_path, monkeypatch):
+    """Though its digest fits, as its sender can make it."""
+    monkeypatch.chdir(tmp_path)
+    path, payload = tmp_path / "step-000000009.pt", Touching(*CALLS[call])
+    for content in (payload, {"format": 3, "model": payload}):
+        torch.save(content, path)
+        resigned(path, path.read_bytes()[:-2])
+        with pytest.raises(prepare.checkpoint.Damaged, match="is no checkpoint of a run"):
+            prepare.checkpoint.load(path)
+    assert not Path("PWNED").exists()
+
+
 def test_a_start_from_a_hostile_record_is_one_message(run):
     (run / RECORD).write_bytes(RECORDS["deep"])
     with pytest.raises(ValueError, match=f"init_from.run={RUN}: {RECORD}"):

@@ -1,0 +1,80 @@
+"""Configuration from outside: a folder of the user's (``-cd``), and the ``config.yaml`` of a run folder that others made.
+
+A user's folder is read as in every Hydra project, but for two rules: ``harness.plan.instantiate`` says what a ``_target_``
+may name, and, so that no file says otherwise, ``hydra.*`` and ``trust`` count from the command line only.
+"""
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.global_hydra import GlobalHydra
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
+
+from harness.record.rows import read_file
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+MAX_BYTES, MAX_DEPTH = 1 << 18, 40
+TYPED = r"\b(hydra|trust)\b"
+"""Keys and groups that count from the command line only, but for those of Hydra's that a sweep's file needs."""
+SWEEP = rf"hydra\.mode|hydra\.sweeper\.params\.(?!.*{TYPED}).+"
+PARTS = r"[\w-][\w.-]*(/[\w-][\w.-]*)*"
+PLACE = rf"((optional|override)\s+)*/?(?!{TYPED}){PARTS}(@(?![\w.:-]*{TYPED})[\w.:-]+)?"
+ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
+"""What ``defaults`` may name: a group's file on the search path, for a place of the run's."""
+
+
+class UserFiles(FileConfigSource):
+    """Hydra's files of YAML; ValueError where a user's sets what is to be typed, or has the name of one of ours."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)
+        file = Path(self.path, name).resolve()
+        if not file.is_relative_to(CONF):
+            check_user_file(loaded, name=name, file=file)
+        elif GlobalHydra.instance().is_initialized():  # ours come first in Hydra's order
+            for folder in GlobalHydra.instance().config_loader().get_search_path().get_path():
+                hidden = Path(str(folder.path).removeprefix("file://"), name)
+                if folder.provider == "command-line" and hidden.exists() and hidden.resolve() != file:
+                    raise ValueError(f"{hidden}: is not read, because ours of this name comes first; rename it")
+        return loaded
+
+
+def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
+    """ValueError where a file, by its group and ``name``, its package or a key, sets what counts from the command line."""
+    wrong = [place for place in (name.rpartition("/")[0], loaded.header["package"] or "") if re.search(TYPED, place)]
+    for key, value in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
+        entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)  # {group: choice}, or one text
+        word = "=".join(filter(None, (entry[1], str(value)))) if entry else key
+        if not re.fullmatch(ENTRY if entry else rf"(?!{TYPED}).*|{SWEEP}", word):
+            wrong.append(f"{key}={value}")
+    if wrong:
+        raise ValueError(f"{file}: {wrong[0]}: hydra.* and trust count from the command line only")
+
+
+def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Values that are neither lists nor sections, with their dotted keys."""
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    yield from () if isinstance(node, dict | list) else ((key, node),)
+    for name, value in inner:
+        yield from _leaves(value, f"{key}.{name}".lstrip("."))
+
+
+def read_config(path: Path, *, what: str) -> DictConfig:
+    """The sections of a run's ``config.yaml``: plain values, within limits; ValueError, which begins with ``what``."""
+    try:
+        text, depth = read_file(path, most=MAX_BYTES).decode("utf-8"), 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent) or "${" in getattr(event, "value", ""):
+                raise ValueError(f"has plain values only: no ${{..}}, no alias, at most {MAX_DEPTH} levels")
+        config = OmegaConf.load(io.StringIO(text))
+        if not isinstance(config, DictConfig):
+            raise ValueError("must have sections, such as variant and model")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{what}: {path.name}: {' '.join(str(error).split())}") from error
+    return config

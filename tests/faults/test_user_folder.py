@@ -1,0 +1,157 @@
+"""A ``-cd`` folder is read as its user wrote it, but ``hydra.*`` and ``trust`` count from the command line only, so that the
+rule for ``_target_`` holds. What would have run leaves a file; it must not be there, and one message names the file."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness import source
+from tests.command import MADE, TINY, call, empty_folder, train  # noqa: F401 - a fixture
+
+TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
+"""A callable that Hydra's own list of forbidden ones does not know."""
+PAYLOAD = "import pathlib\npathlib.Path('PWNED').touch()\n"
+MIXER = """from variants.contract import Sublayer, SublayerOutput
+
+class Evil(Sublayer):
+    def __init__(self, place):
+        super().__init__()
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return SublayerOutput(x)
+"""
+LOGGER = {"version": 1, "handlers": {"h": {"class": "logging.FileHandler", "filename": "PWNED", "mode": "w"}}}
+KEYS = {
+    "callbacks": {"callbacks": {"x": TOUCH}},
+    "env_set": {"job": {"env_set": {"PATH": "stranger"}}},
+    "job_logging": {"job_logging": LOGGER | {"root": {"handlers": ["h"]}}},
+    "run.dir": {"run": {"dir": "PWNED"}},
+    "launcher": {"mode": "MULTIRUN", "launcher": TOUCH},
+    "sweeper": {"mode": "MULTIRUN", "sweeper": TOUCH},
+    "params.trust": {"mode": "MULTIRUN", "sweeper": {"params": {"trust": "[stranger]"}}},
+    "params.callbacks": {"mode": "MULTIRUN", "sweeper": {"params": {"+hydra.callbacks.x": str(TOUCH)}}},
+    "params.package": {"mode": "MULTIRUN", "sweeper": {"params": {"+recipe@hydra.callbacks": "more"}}},
+}
+GLOBAL = "# @package _global_\n"
+PLACED = {
+    **{name: {"recipe/evil.yaml": GLOBAL + yaml.safe_dump({"hydra": node})} for name, node in KEYS.items()},
+    "by its package": {"recipe/evil.yaml": f"# @package hydra.callbacks\n{yaml.safe_dump({'x': TOUCH})}"},
+    "by a chain of packages": {"recipe/evil.yaml": "# @package hydra\ndefaults: [{/recipe@callbacks: more}]\n"},
+    "by another's defaults": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe@hydra.callbacks: more}}]\n"},
+    "by one text": {"recipe/evil.yaml": f"{GLOBAL}defaults: [/recipe/more@_global_.hydra.callbacks]\n"},
+    "by its group": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{override /hydra/callbacks: more}}]\n"},
+    "above the folder": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{'/..' * 20}HERE/loose]\n"},
+    "above, by a choice": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe: {'../' * 20}HERE/loose}}]\n"},
+    "from the root": {"recipe/evil.yaml": f"{GLOBAL}defaults: [/HERE/loose]\n"},
+    "trust": {"recipe/evil.yaml": f"{GLOBAL}trust: [stranger]\n"},
+    "trust, by its package": {"recipe/evil.yaml": "# @package trust\n[stranger]\n"},
+    "trust, tuned": {
+        "recipe/evil.yaml": f"{GLOBAL}purpose: tune\ntrial: 0\nspace: {{trust: {{choices: [[stranger], [stranger]]}}}}\n"
+    },
+}
+BESIDE = {
+    "recipe/more.yaml": yaml.safe_dump({"x": TOUCH}),
+    "hydra/callbacks/more.yaml": yaml.safe_dump({"x": TOUCH}),
+    "loose.yaml": GLOBAL + yaml.safe_dump({"hydra": KEYS["callbacks"]}),
+}
+
+
+def write(here: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (here / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "conf" / name).write_text(text.replace("HERE", str(here / "conf")), encoding="utf-8")
+
+
+def refused(here: Path, *words: str) -> str:
+    """The message of a command that must end before it begins, and leave everything as it is."""
+    before = sorted(here.rglob("*"))
+    ended = train(*words)
+    assert sorted(here.rglob("*")) == before, "something was done"
+    assert ended.code == 2 and not ended.out and ended.err.count("error: ") == 1, ended
+    assert len(ended.err.splitlines()) == 1, ended.err
+    return ended.err
+
+
+@pytest.fixture(autouse=True)
+def stranger(here):
+    """What would have run: a module, and a git, in the folder where the command is typed."""
+    (here / "stranger.py").write_text(PAYLOAD, encoding="utf-8")
+    (here / "stranger").mkdir()
+    (here / "stranger" / "git").write_text("#!/bin/sh\n/usr/bin/touch PWNED\n")
+    (here / "stranger" / "git").chmod(0o755)
+
+
+@pytest.mark.parametrize("way", PLACED)
+def test_hydras_keys_and_trust_count_from_the_command_line_only(here, way):
+    write(here, BESIDE | PLACED[way])
+    said = refused(here, "-cd", "conf", *MADE, "recipe=evil")
+    assert "count from the command line only" in said or "space.trust" in said
+
+
+def test_a_primary_file_of_the_folder_names_no_package(here):
+    (here / "stranger" / "__init__.py").write_text(PAYLOAD, encoding="utf-8")
+    write(here, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"})
+    assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *MADE)
+
+
+@pytest.mark.parametrize("word", ["+trust=[stranger]", "hydra.searchpath=[pkg://stranger]"])
+def test_words_of_a_comparison_are_a_files(here, word):
+    comparison = {"job": "x", "reference": "reference_model", "words": word, "entries": {"reference_model": {}}}
+    write(here, {"comparison/evil.yaml": GLOBAL + yaml.safe_dump({"comparisons": [comparison]})})
+    ended = call("bench/peers.py", "-cd", "conf", "comparison=evil", *MADE, *TINY)
+    assert not (here / "PWNED").exists()
+    assert ended.code == 2 and f"words of peers: {word}: " in ended.err and "command line only" in ended.err, ended
+
+
+def test_what_a_user_needs_is_read(here, monkeypatch):
+    """A sweep, another key's value, a variable, a variant whose name is Hydra's; and what is typed."""
+    monkeypatch.setenv("MY_RATE", "0.125")
+    params = f"{GLOBAL}hydra: {{mode: MULTIRUN, sweeper: {{params: {{seed: '0,1'}}}}}}\n"
+    write(here, {"sweep/mine.yaml": params, "variant/hydra.yaml": "defaults: [mhsa]\nname: hydra\n"})
+    write(here, {"recipe/mine.yaml": f"{GLOBAL}optim: {{lr: '${{oc.env:MY_RATE}}'}}\nseed: '${{model.heads}}'\n"})
+    words = ("-cd", "conf", "sweep=mine", "recipe=mine", "variant=hydra")
+    ended = call("train.py", *words, "+hydra.job.env_set.MINE=1", "trust=[json]", "--cfg", "all", "--resolve")
+    assert ended.code == 0 and "seed: 0,1" in ended.out and "MINE: '1'" in ended.out, ended
+    assert "name: hydra" in ended.out and "lr: '0.125'" in ended.out and "- json" in ended.out
+
+
+def test_no_module_of_ours_is_looked_for_beside_a_folder(here):
+    for package in ("harness", "harness/plan"):
+        (here / package).mkdir(exist_ok=True)
+        (here / package / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
+        node = {"_target_": f"{package.replace('/', '.')}.evil.Evil", "_partial_": True}
+        write(here, {"sublayer/evil.yaml": yaml.safe_dump(node)})
+        said = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
+        assert "cannot be imported" in said or "allowed are classes of" in said
+
+
+def test_the_folder_where_a_command_is_typed_is_not_searched_unasked(here, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "model.heads=3" in refused(here, *MADE, "model.heads=3") and str(here) not in sys.path
+    assert "PYTHONPATH" in refused(here, *MADE, "trust=[nowhere]") and str(here) in sys.path
+
+
+def test_a_message_has_an_end(here):
+    write(here, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": "variants." + "a" * 9_000, "_partial_": True})})
+    said = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
+    assert len(said) < 4200 and "variant.feed_forward._target_=variants" in said and "trust=[..]" in said
+
+
+def git(folder: Path, *words: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    subprocess.run(["git", "-C", str(folder), *words], env=environment, check=True, capture_output=True)
+
+
+def test_a_repository_around_ours_is_not_asked(here, monkeypatch):
+    (here / "vendored").mkdir()
+    git(here, "init", "-q")
+    git(here, "-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x")
+    git(here, "config", "core.fsmonitor", f"touch {here / 'PWNED'}; false")
+    monkeypatch.setattr(source, "ROOT", here / "vendored")
+    assert source.commit() is None and not (here / "PWNED").exists()
+    monkeypatch.setattr(source, "ROOT", here)
+    assert source.commit().endswith("-dirty") and not (here / "PWNED").exists()
