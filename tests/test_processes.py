@@ -220,7 +220,7 @@ def test_three_processes_divide_and_sum(here):
         expected = score_stream(
             alone.model, split, runtime=alone.runtime, streams=streams, segment=7, collect_stats=True
         )
-        nats, seen = first["scores"][streams]
+        nats, seen, _ = first["scores"][streams]
         torch.testing.assert_close(nats, expected.nats, rtol=0, atol=2e-6)  # nats are kept in float32
         assert Score(nats, seen).bits_per_byte == pytest.approx(expected.bits_per_byte, abs=1e-7)
         for name, own in expected.stats.items():

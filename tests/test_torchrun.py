@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.device import heartbeat, meeting
+from harness.device import processes
 from harness.device.processes import joined
 from harness.device.torchrun import Launch, check_launch, read_launch
+from harness.failures import ProcessLost, exit_code
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests import command
@@ -145,9 +146,9 @@ def failing(how: str) -> tuple[str, int, str]:
             os._exit(3)
         raise PowerFailure("the second process has lost its power")
 
-    with joined() as processes:
-        job = make_job("budget.steps=100", "checkpoint.every_steps=2", processes=processes)
-        if processes.rank == 1:
+    with joined() as group:
+        job = make_job("budget.steps=100", "checkpoint.every_steps=2", processes=group)
+        if group.rank == 1:
             after_step(job, 3, fail)
         try:
             train(job)
@@ -165,33 +166,33 @@ def test_no_process_waits_for_one_that_has_ended(how):
     assert "step-000000002.pt, and 64 of 192 bytes of training are lost; the same command goes on: " in reason
 
 
-SILENT_SECONDS = 3
+def silent() -> tuple[int, str]:
+    """The second process stands still in its third step, with its connections open; the exit code of the first, and why."""
+    processes.TIMEOUT = timedelta(seconds=2)
+
+    def stop() -> None:
+        subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+        signal.raise_signal(signal.SIGSTOP)
+        os._exit(0)
+
+    with joined() as group:
+        job = make_job("budget.steps=100", "checkpoint.every_steps=2", processes=group)
+        if group.rank == 1:
+            after_step(job, 3, stop)
+        try:
+            train(job)
+        except ProcessLost as error:
+            return exit_code(error), str(error)
 
 
-def silent() -> str:
-    """The second process stands still, with its connections open; returns what the first is told if it is told it here."""
-    os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT), 2) if os.environ["RANK"] == "0" else None
-    heartbeat.BEAT_SECONDS, heartbeat.SILENCE, heartbeat.GRACE_SECONDS = 0.1, timedelta(seconds=1), 0.2
-    with joined() as processes:
-        processes.heartbeat.standing = lambda: "All is saved."
-        if processes.rank == 1:
-            subprocess.Popen(["sh", "-c", f"sleep {SILENT_SECONDS}; kill -CONT {os.getpid()}"])
-            signal.raise_signal(signal.SIGSTOP)
-            os._exit(0)
-        processes.all_gather_numbers([1])
-
-
-def test_a_process_that_is_silent_ends_the_others(here):
-    first, second = launch(silent)
-    assert isinstance(first, Dead) and first.args == (6,) and isinstance(second, Dead)
-    (line,) = (here / "said").read_text().splitlines()
-    assert re.fullmatch(
-        r"error: process 0 of 2: another one has ended or is silent \(.*Timed out.*\)\. All is saved\.", line
-    )
+def test_a_process_that_is_silent_ends_the_others():
+    (code, reason), second = launch(silent)
+    assert code == 6 and isinstance(second, Dead)
+    assert re.match(r"process 0 of 2: another one has ended or is silent \(.*Timed out.*\)\. The newest whole", reason)
 
 
 def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
-    monkeypatch.setattr(meeting, "MEETING", timedelta(seconds=0.5))
+    monkeypatch.setattr(processes, "MEETING", timedelta(seconds=0.5))
     others = FOURTH | {"MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "4"}
     for name, value in others.items():
         monkeypatch.setenv(name, value)
@@ -199,10 +200,6 @@ def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
     (line,) = ended.err.splitlines()
     assert ended.code == 6 and f"did not meet the others at 127.0.0.1:{others['MASTER_PORT']}" in line
     assert "timed out" in line and "GLOO_SOCKET_IFNAME" in line and not os.listdir(here)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(meeting.socket, "gethostbyname", lambda name: "127.0.1.1")
-    ended = command.train("variant=mhsa", *SMALL)
-    assert ended.code == 6 and "stands for 127.0.1.1: set GLOO_SOCKET_IFNAME" in ended.err and not os.listdir(here)
 
 
 def failure(*overrides: str) -> tuple[str, bool, int]:
@@ -212,10 +209,10 @@ def failure(*overrides: str) -> tuple[str, bool, int]:
         raise OSError("the disk is full")
 
     job = None
-    with joined() as processes:
-        checkpoint.save = fail if processes.is_main else checkpoint.save
+    with joined() as group:
+        checkpoint.save = fail if group.is_main else checkpoint.save
         try:
-            job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=processes)
+            job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=group)
             train(job)
         except (OSError, RuntimeError, ValueError) as error:
             steps = job.training.spent.steps if job else 0
