@@ -5,14 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra.core.utils import JobReturn
 
 from harness.compose import sweep
 from harness.device import choice, runtime
 from harness.device.choice import Abilities
-from harness.device.processes import ProcessGroup
-from harness.device.runtime import Runtime
-from tests.command import MADE, TINY, call, run_folders
 from tests.composing import compose_config, plan
 from tests.pretended_device import pretend
 from tests.runs import make_job, own_folder, restored  # noqa: F401 - fixtures
@@ -51,12 +47,6 @@ def test_a_build_for_cpus_allows_cpus_and_a_driver_that_is_missing_is_no_device(
         choice.named("cuda")
 
 
-def test_several_processes_are_for_cuda(monkeypatch):
-    pretend(monkeypatch, "xpu", devices=2)
-    with pytest.raises(ValueError, match="runtime.device=xpu with 2 processes: allowed are auto, cpu, cuda"):
-        choice.own("xpu", ProcessGroup(rank=0, world_size=2, local_rank=0, local_world_size=2))
-
-
 @pytest.mark.parametrize(
     ("has", "expected"),
     [({"amx_bf16": True}, True), ({"avx512_bf16": True}, True), ({"avx512_bf16": False, "avx512_f": True}, False)],
@@ -91,13 +81,6 @@ def test_auto_is_settled_by_what_the_device_can_do(of, precision, compiled, monk
     monkeypatch.setattr(choice, "abilities", lambda device: pytest.fail("asked"))
     typed = plan("runtime.precision=float32", "runtime.compile=false").runtime
     assert choice.settled(typed) == typed
-
-
-def test_a_wrong_word_is_named():
-    with pytest.raises(ValueError, match="runtime.compile=perhaps: allowed are auto, true, false"):
-        plan("runtime.compile=perhaps")
-    with pytest.raises(ValueError, match="runtime.precision=float16: allowed are auto, float32, bfloat16"):
-        plan("runtime.precision=float16")
 
 
 def test_a_run_is_what_auto_means_here(here, monkeypatch):
@@ -141,23 +124,6 @@ def test_a_sweep_says_what_auto_means_to_all_its_jobs(monkeypatch):
     assert swept(SlurmLauncher()) == both
 
 
-def test_a_sweeps_jobs_run_as_the_launcher_settled(here, monkeypatch):
-    """The machine where they run would take ``auto`` another way."""
-    launched = sweep.Resuming._launched
-
-    def elsewhere(self, job_overrides: list[list[str]], index: int) -> list[JobReturn]:
-        monkeypatch.setattr(choice, "abilities", lambda name: SLOW._replace(bfloat16=True))
-        return launched(self, job_overrides, index)
-
-    monkeypatch.setattr(choice, "abilities", lambda name: SLOW)
-    monkeypatch.setattr(sweep.Resuming, "_launched", elsewhere)
-    words = [word for word in TINY if not word.startswith("runtime.precision")]
-    ended = call("train.py", "-m", *words, *MADE, "seed=0,1")
-    assert ended.code == 0, ended.err
-    assert [", float32" in line for line in ended.out.splitlines() if line.startswith("training: ")] == [True, True]
-    assert len(run_folders(here / "outputs")) == 2
-
-
 def test_tf32_is_for_cuda_where_it_is_asked_for(monkeypatch):
     with pytest.raises(ValueError, match="runtime.tf32=true: runtime.device=cpu has no such products"):
         runtime.start(plan("runtime.device=cpu", "runtime.tf32=true").runtime)
@@ -196,8 +162,3 @@ def test_an_accelerator_is_waited_for_described_and_seeded_as_any(monkeypatch):
     assert runtime.random_state()["accelerator"] is None, "a process that has not used it has no state of it"
     del begun.get_device_name
     assert where.describe()["device"].endswith("(xpu)")
-
-
-def test_the_cpu_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: pytest.fail("waited"))
-    Runtime(device=torch.device("cpu"), precision="float32", compile=False).synchronise()

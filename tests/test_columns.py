@@ -39,12 +39,12 @@ CASES = {
         "optim=adamw",
         "optim.clip=0.1",
     ),
-    "sparse, clipped together": (*SPARSE, "optim.clip=0.001", "+variant.groups.values.clip=0.01"),
     "shared by two layers, in parts": (
         *SPARSE,
         *TWO,
         "variant.memory.share=network",
         "optim.clip=0.001",
+        "+variant.groups.values.clip=0.01",
         "batch.accumulate=2",
     ),
 }

@@ -7,14 +7,9 @@ so that all jobs of a sweep, and all later runs, share one. Of those that passed
 Whatever asks the device comes as an argument; nothing here knows what is proven, or how.
 """
 
-import contextlib
 import hashlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +22,6 @@ LIMIT_SECONDS = 120.0
 ALL_SECONDS = 480.0
 """The longest that all of them may take: other processes of the run wait for ten minutes, and no longer."""
 PLAIN = "plain"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,39 +188,3 @@ def _known(subject: Subject, backend: str, *, timed: bool, folder: Path, limit_s
 
 def _digest(key: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-
-
-def in_own_process(module: str, task: Mapping[str, object], *, limit_seconds: float) -> tuple[list[dict], str | None]:
-    """Run ``python -m module``, which is given two files: one has the task, the other takes an answer a line, both JSON.
-
-    Returns: the answers that came, and how it ended where that was not well: a crash or a hang, in one line.
-    """
-    with tempfile.TemporaryDirectory() as scratch, (Path(scratch) / "said").open("wb+") as said:
-        asked, told = Path(scratch) / "asked", Path(scratch) / "told"
-        asked.write_text(json.dumps(task), encoding="utf-8")
-        told.touch()
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        words = [sys.executable, "-m", module, str(asked), str(told)]
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # so that what it has started ends with it
-        )
-        ended = None
-        try:
-            code = process.wait(timeout=limit_seconds)
-            if code:
-                ended = f"it ended by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-        except subprocess.TimeoutExpired:
-            ended = f"it hung: not done after {limit_seconds:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        said.seek(0)
-        last = said.read().decode(errors="replace").strip().rpartition("\n")[2][:300]
-        answers = [json.loads(line) for line in told.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return answers, f"{ended} ({last})" if ended and last else ended
