@@ -9,8 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from harness.device import allocator, runtime
-from tests.composing import plan
+from harness.device import allocator
 from tests.needs import need
 from tests.runs import restored  # noqa: F401 - a fixture
 
@@ -71,12 +70,3 @@ def test_what_the_user_has_chosen_stays(monkeypatch, name, value, own):
     monkeypatch.setenv(name, value)
     assert allocator.use("keep") == (None if own else "keep")
     assert library.mallopt.called is not own
-
-
-def test_another_library_than_glibc_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert allocator.use("keep") is None
-    described = runtime.start(
-        plan("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1").runtime
-    ).describe()
-    assert described["allocator"] is None

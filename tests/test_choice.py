@@ -56,8 +56,7 @@ def test_a_cpu_multiplies_bfloat16_where_it_has_the_instruction(has, expected, m
     assert choice.abilities("cpu") == Abilities("cpu", bfloat16=expected, compiles=False)
 
 
-@pytest.mark.parametrize("real", [True, False])
-@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize(("real", "triton"), [(True, False), (False, True)])
 def test_a_gpu_takes_bfloat16_that_is_not_emulated_and_compiles_with_triton(real, triton, monkeypatch):
     pretend(monkeypatch, "cuda")
     says = SimpleNamespace(is_bf16_supported=lambda including_emulation=True: including_emulation or real)

@@ -1,10 +1,10 @@
 """Jobs of one process, or of one machine, do not disturb each other: GPUs, threads, caches, memory, signals."""
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,11 @@ import torch
 from harness.compose import sweep
 from harness.device import choice, machine, runtime
 from harness.loop.train_state import TrainState
-from harness.plan.settings import RuntimeSettings
-from harness.record import folder
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.composing import plan
 from tests.patience import PATIENCE_SECONDS, wait_for
 from tests.runs import after_step, make_job, own_folder, restored, run_job  # noqa: F401 - fixtures
 
-IDENTITY = folder.Identity(variant="mhsa", seed=0, config="a", source="b", data="c", device="cpu", precision="float32")
 TAKE = """
 import sys, time
 from pathlib import Path
@@ -32,18 +30,6 @@ with open(folder / "log", "a") as log:
         time.sleep(0.01)
     print("given", leased.index, time.monotonic(), file=log, flush=True)
 """
-AUTO = {
-    "device": "auto",
-    "precision": "float32",
-    "compile": False,
-    "tf32": False,
-    "backend": "auto",
-    "checkpoint": "none",
-    "shard": "none",
-    "threads": 1,
-    "deterministic": True,
-    "allocator": "keep",
-}
 
 
 def taking(folder: Path, **streams) -> subprocess.Popen:
@@ -96,8 +82,9 @@ def test_auto_takes_a_gpu_for_as_long_as_the_job_lasts(here, monkeypatch):
         make_job("runtime.device=auto", "model.heads=3")
     assert machine._take(1, locks / "GPU-b.lock"), "the job was refused"
     other.release()
-    assert runtime.take_gpu(RuntimeSettings(**AUTO | {"device": "cpu"})) is None
-    first, second = runtime.take_gpu(RuntimeSettings(**AUTO)), runtime.take_gpu(RuntimeSettings(**AUTO))
+    assert runtime.take_gpu(plan("runtime.device=cpu").runtime) is None
+    settings = dataclasses.replace(plan().runtime, device="auto")
+    first, second = runtime.take_gpu(settings), runtime.take_gpu(settings)
     assert (first.index, second.index) == (0, 1)
 
 
@@ -137,30 +124,6 @@ def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
     assert threads(object(), 3) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert threads(LocalLauncher(), 3) is None, "the user has said how many"
-
-
-def test_whoever_asks_who_holds_a_folder_is_not_in_the_way(tmp_path):
-    place = folder.RunFolder(tmp_path, IDENTITY)
-    ended = threading.Event()
-
-    def ask() -> None:
-        while not ended.is_set():
-            folder.holder(place.path)
-
-    asking = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in asking:
-        thread.start()
-    try:
-        for _ in range(300):
-            place.hold()
-            place.release()
-    finally:
-        ended.set()
-        for thread in asking:
-            thread.join()
-    assert folder.holder(place.path) is None
-    place.hold()
-    assert folder.holder(place.path) == f"process {os.getpid()} on {os.uname().nodename}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])

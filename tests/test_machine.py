@@ -25,7 +25,6 @@ LIBRARIES = {"python": platform.python_version(), "torch": torch.__version__, "n
     [
         ("train", {}, "10000"),
         ("bench", {}, "10000"),
-        ("bench", {"GOMP_SPINCOUNT": "77"}, "77"),
         ("bench", {"OMP_WAIT_POLICY": "passive"}, "0"),
     ],
 )

@@ -25,7 +25,6 @@ from tests.runs import (
     DROPOUT,
     SMALL,
     SPARSE,
-    PowerFailure,
     after_step,
     make_job,
     own_folder,  # noqa: F401 - a fixture
@@ -125,30 +124,21 @@ def test_a_launch_that_cannot_be_is_one_message(given, monkeypatch, here):
 # The end of one is the end of all
 
 
-def failing(how: str) -> tuple[str, int, str]:
-    """The second process fails in its third step; returns the error that the first has of it, its steps, and why."""
-
-    def fail() -> None:
-        if how == "killed":
-            os._exit(3)
-        raise PowerFailure("the second process has lost its power")
-
+def failing() -> tuple[int, int, str]:
+    """The second process ends in its third step; the exit code that the first has of it, its steps, and why."""
     with joined() as group:
         job = make_job("budget.steps=100", "checkpoint.every_steps=2", processes=group)
         if group.rank == 1:
-            after_step(job, 3, fail)
+            after_step(job, 3, lambda: os._exit(3))
         try:
             train(job)
-        except RuntimeError as error:
-            return type(error).__name__, job.training.spent.steps, str(error)
-        except PowerFailure:
-            os._exit(1)  # as the command does
+        except ProcessLost as error:
+            return exit_code(error), job.training.spent.steps, str(error)
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_no_process_waits_for_one_that_has_ended(how):
-    (error, steps, reason), second = launch(failing, how)
-    assert (error, steps) == ("ProcessLost", 3) and isinstance(second, Dead)
+def test_no_process_waits_for_one_that_has_ended():
+    (code, steps, reason), second = launch(failing)
+    assert (code, steps) == (6, 3) and isinstance(second, Dead)
     assert "timed out" not in reason.lower(), "it was noticed, and not waited for"
     assert "step-000000002.pt, and 64 of 192 bytes of training are lost; the same command goes on: " in reason
 

@@ -69,16 +69,6 @@ def test_what_cannot_be_in_a_unit_is_found():
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_spans_relative_positions_and_sparse_tables_stay_whole():
-    words = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "position=relative", "optim=adagrad")
-    for given, kept in ((words, {"values", "half_keys"}), (VARIANTS["adaptive_span"], {"fraction"})):
-        model = make_run(*given).model
-        whole = kept_whole(model)
-        names = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter in whole}
-        assert kept & names, names
-        assert any(parameter not in whole for parameter in model.parameters())
-
-
 def outsiders_trainer(processes: ProcessGroup, shard: str) -> Trainer:
     torch.manual_seed(0)
     model = model_of(Outsider)().double()

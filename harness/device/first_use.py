@@ -29,7 +29,6 @@ class Verdict:
     """What became of a candidate.
 
     Attributes:
-        passed: whether all cases did.
         said: the case that is nearest to its limit or farthest beyond it with its numbers, or how it ended.
         case, error, allowed: the same apart; None where it ended otherwise, error also where it is not finite.
         cases: how many there were.
@@ -47,13 +46,8 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a candidate's process has found out.
-
-    Attributes:
-        verdict: or None where that was not asked.
-        step_ms: forward and backward at the run's shapes, or None where that was not asked or not reached.
-        reason: why it was asked and not reached.
-    """
+    """What a candidate's process has found out; ``verdict`` and ``step_ms``, of forward and backward at the run's shapes, are
+    None where they were not asked for. ``reason`` says why a time was asked for and not reached."""
 
     verdict: Verdict | None = None
     step_ms: float | None = None
@@ -62,14 +56,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was decided.
-
-    Attributes:
-        backend: what runs.
-        why: lines for a reader.
-        verdicts: of each candidate that was looked at, by sublayer.
-        step_ms: forward and backward of all layers at the run's shapes, of each that passed.
-    """
+    """The backend that runs, why in lines for a reader, verdicts by candidate and sublayer, and ``step_ms`` of all layers
+    by candidate that passed."""
 
     backend: str
     why: tuple[str, ...]

@@ -4,8 +4,8 @@
 gradients are averaged, so that every process makes the same update. The first one decides, holds the run folder and speaks.
 With one process nothing here does anything.
 
-Gradients of dense matrices are averaged by torch during the backward pass (``spread.py``), the few others here after it:
-vectors, what layers share, and sparse rows, for which torch has no way.
+Torch averages gradients of dense matrices during the backward pass (``spread.py``), and the few others are averaged here
+after it: vectors, what layers share, and sparse rows, for which torch has no way.
 """
 
 import math
