@@ -48,7 +48,7 @@ class Cell:
         given = (theirs, os.getcwd(), memory_limit_bytes, make, arguments)
         self._process = context.Process(target=_serve, args=given)  # no daemon, which could ask no cells of its own
         self._process.start()
-        atexit.register(self.close)
+        atexit.register(self.close, wait_seconds=0)
         theirs.close()
 
     def ask(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
@@ -78,7 +78,9 @@ class Cell:
         self._connection.close()
         self._process.join(timeout=wait_seconds)
         if self._process.is_alive():
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just begun, or just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.join()
 
     @property
