@@ -25,9 +25,9 @@ from harness.device.torchrun import Launch, read_launch
 from harness.failures import KINDS, ProcessLost, exit_code
 
 TIMEOUT = timedelta(minutes=1)
-"""The longest that a collective waits for a process that is silent; one that has ended is noticed at once."""
+"""The longest that a step waits for a process that is silent; one that has ended is noticed at once."""
 PATIENCE = timedelta(minutes=10)
-"""The same where the others may be at work that one does alone, as when it downloads or writes a checkpoint."""
+"""The same where one may be at work that the others do not have, as when it downloads, compiles or writes a checkpoint."""
 MEETING = timedelta(minutes=5)
 """The longest that a process looks for the others at its start."""
 NONE, DENSE, SPARSE = range(3)  # what a parameter has for a gradient
@@ -62,7 +62,7 @@ class ProcessGroup(Launch):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
             store = _store_of_this_start(next(dist.rendezvous("env://", timeout=MEETING))[0], self)
-            dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=self.rank, world_size=self.world_size)
+            dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=self.rank, world_size=self.world_size)
             self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
         except RuntimeError as error:
             place = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -82,6 +82,11 @@ class ProcessGroup(Launch):
     def wait(self) -> None:
         """Until all are here, be it for minutes: collectives that follow find everybody ready."""
         self.all_gather_numbers([0], patient=True)
+
+    def shorten_timeout(self) -> None:
+        """To a minute from now on, once the first step is made, and all that it needs compiled; all call it together."""
+        if self.world_size > 1:
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT)
 
     def all_gather_numbers(self, numbers: Sequence[float], *, patient: bool = False) -> list[list[float]]:
         """Everybody's numbers by rank, equally many of each; whole ones are exact below 2^53."""
