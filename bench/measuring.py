@@ -8,7 +8,7 @@ from bench.measure import percentiles
 from bench.model_flops import utilisation
 from bench.progress import Steps
 from bench.turns import Asked, in_turn, load_meter
-from bench.worker import OUT_OF_MEMORY, Cell
+from harness.device.cell import OUT_OF_MEMORY, Cell
 from harness.record.cells import busy_words
 
 KINDS = ("train", "evaluate", "generate")

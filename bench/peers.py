@@ -177,7 +177,7 @@ def make_entries(comparison: ComparisonSettings, *, batches: int) -> list[Entry]
 def compete(entries: list[Entry], *, rounds: int, seconds: float, progress) -> None:
     """Weigh and time all entries; what happens to each is written into it, also if this is interrupted."""
     from bench.peer_workers import Worker
-    from bench.worker import Cell
+    from harness.device.cell import Cell
     from harness.record.cells import busy_words
 
     with ExitStack() as stack:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.progress import Steps
-from bench.worker import Cell, CellError
+from harness.device.cell import Cell, CellError
 from harness.device.load import LoadMeter
 
 MOST_MS = 60_000.0

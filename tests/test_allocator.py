@@ -9,8 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from harness.device import allocator, runtime
-from tests.composing import plan
+from harness.device import allocator
 from tests.needs import need
 from tests.runs import restored  # noqa: F401 - a fixture
 
@@ -20,10 +19,9 @@ import resource, sys, torch
 from harness.device import runtime
 from tests.composing import plan
 torch.set_num_threads(1)
-def faults(*settings):
-    for setting in settings:
-        described = runtime.start(plan("runtime.device=cpu", f"runtime.allocator={setting}").runtime).describe()
-    assert described["allocator"] == settings[-1], described
+def faults(setting):
+    described = runtime.start(plan("runtime.device=cpu", f"runtime.allocator={setting}").runtime).describe()
+    assert described["allocator"] == setting, described
     def work():
         return torch.ones(2**24).sum().item()  # 64 MiB, freed at once
     for _ in range(3):
@@ -35,7 +33,7 @@ def faults(*settings):
             work()
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return min(counts)
-print(faults("return"), faults("keep"), faults("keep", "return"))
+print(faults("return"), faults("keep"))
 """
 
 
@@ -46,13 +44,12 @@ def without_own(**more: str) -> dict[str, str]:
 
 
 def test_a_process_that_keeps_its_pages_takes_hardly_any_from_the_system():
-    """Also the job after it in the same process has its own setting."""
     need(hasattr(ctypes.CDLL(None), "mallopt"), "the C library has no mallopt")
     ended = subprocess.run(
         [sys.executable, "-c", FAULTS], cwd=ROOT, env=without_own(), capture_output=True, text=True, check=True
     )
-    returned, kept, later = map(int, ended.stdout.split())
-    assert kept < returned / 20 and later > 0.9 * returned, ended.stdout
+    returned, kept = map(int, ended.stdout.split())
+    assert kept < returned / 20, ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -73,17 +70,3 @@ def test_what_the_user_has_chosen_stays(monkeypatch, name, value, own):
     monkeypatch.setenv(name, value)
     assert allocator.use("keep") == (None if own else "keep")
     assert library.mallopt.called is not own
-
-
-def test_another_library_than_glibc_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert allocator.use("keep") is None
-    described = runtime.start(
-        plan("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1").runtime
-    ).describe()
-    assert described["allocator"] is None
-
-
-def test_an_unknown_setting_is_refused():
-    with pytest.raises(ValueError, match=r"runtime\.allocator=hoard: allowed are keep, return"):
-        plan("runtime.allocator=hoard")

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.worker import Cell, CellError
+from harness.device.cell import Cell, CellError
+from tests.patience import wait_for
 
 MIB = 2**20
 
@@ -38,6 +40,15 @@ class Toy:
     def die(self, number: int) -> None:
         os.kill(os.getpid(), number)
         time.sleep(10)
+
+    def begin(self) -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+    def ask(self, number: int) -> int:
+        return ask_another(number)
 
     def break_(self) -> None:
         raise KeyError("missing")
@@ -73,6 +84,28 @@ def test_a_process_that_dies_says_how(number, status, said):
     with pytest.raises(CellError, match=said) as error:
         cell.ask("die", number)
     assert error.value.status == status
+
+
+def test_a_process_that_hangs_is_killed_with_what_it_has_started():
+    cell = Cell(Toy, 0)
+    child = cell.ask("begin")
+    with pytest.raises(CellError, match="hung: not done after 0.5 s") as error:
+        cell.ask("hang", limit_seconds=0.5)
+    assert error.value.status == "failed" and not cell.alive
+    wait_for(
+        lambda: not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes(),
+        "its end",
+    )
+
+
+def ask_another(number: int) -> int:
+    with Cell(Toy, number) as inner:
+        return inner.ask("add", 1)
+
+
+def test_a_cell_may_ask_another():
+    with Cell(Toy, 0) as cell:
+        assert cell.ask("ask", 3) == 4
 
 
 def test_an_error_there_is_one_line_here_and_ends_the_cell():

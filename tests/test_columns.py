@@ -1,8 +1,6 @@
 """Tables of which each process has some columns: they train, score and resume as the whole ones of one process."""
 
 import re
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +9,10 @@ from torch import nn
 from harness.device.columns import Columns
 from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.units import gathered
-from harness.failures import Diverged
 from harness.loop.train_state import TrainState
-from harness.record import checkpoint, shards
 from tests.many import launch
 from tests.runs import CARRY, SPARSE, VARIANTS, elsewhere, make_run, own_folder, restored, run_job  # noqa: F401 - fixtures
-from tests.test_processes import divided_job, divided_run, exact_job, record
+from tests.test_processes import divided_run
 
 pytestmark = pytest.mark.numeric
 
@@ -39,12 +35,12 @@ CASES = {
         "optim=adamw",
         "optim.clip=0.1",
     ),
-    "sparse, clipped together": (*SPARSE, "optim.clip=0.001", "+variant.groups.values.clip=0.01"),
     "shared by two layers, in parts": (
         *SPARSE,
         *TWO,
         "variant.memory.share=network",
         "optim.clip=0.001",
+        "+variant.groups.values.clip=0.01",
         "batch.accumulate=2",
     ),
 }
@@ -68,7 +64,6 @@ def found_by(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
         "metrics": run.model.metrics(score.stats),
         "shapes": [tuple(table.shape) for table in tables_of(run)],
         "averaged": [table in {*run.trainer.units.whole} for table in tables_of(run)],
-        "wholes": [type(p) for name, p in run.model.named_parameters() if name.endswith("values")],
         "weights": gathered(run.model.state_dict()),
         "optimizers": gathered(run.optimizers.state_dict())["groups"],
         "flops": run.model.ideal_flops(),
@@ -108,45 +103,3 @@ def test_a_table_of_too_few_columns_is_refused():
     few = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
     with pytest.raises(ValueError, match=re.escape("a table of 4 columns cannot be divided among 3 processes")):
         Columns([(sublayer, "values") for _, sublayer in model.sublayers() if sublayer.tables], few)
-
-
-def spoilt_run() -> str:
-    """What all say where one process's part of a table is not finite."""
-    with joined() as processes:
-        run = divided_run(processes, *COMMON, *CASES["dense, relu"])
-        run.step()
-        if processes.rank == 1:
-            with torch.no_grad():
-                tables_of(run)[0][:, 0] = torch.nan
-        try:
-            run.step()
-            run.settle()
-            run.step()
-        except Diverged as diverged:
-            return str(diverged)
-
-
-def test_a_table_that_is_not_finite_ends_the_run_by_the_name_of_its_sublayer(here):
-    said = launch(spoilt_run, number=2)
-    assert re.search(r"diverged .*layers\.0\.memory\.sublayer\S* is the first that is not", said[0]), said
-    assert said[1] == "process 0 of this run has failed"
-
-
-RUN = (*SPARSE, *TWO, *COMMON, "eval.windows=true", "checkpoint.every_steps=2")
-
-
-def test_a_run_is_that_of_one_process_also_where_it_is_stopped(here, monkeypatch):
-    """A whole one, scores and best weights and all, and one that another number of processes goes on with."""
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    run_job(exact_job(*RUN))
-    alone = record()[1:]
-    elsewhere(here, monkeypatch)
-    launch(partial(divided_job, stop_at=3, exact=True), *RUN, number=3)
-    (index, *_) = sorted(Path("outputs").glob(f"[!l]*/{checkpoint.FOLDER}/step-*.pt"))
-    pieces = checkpoint.load(index)[shards.KEY]["tensors"].values()
-    assert any([piece[0][-1] for piece in own["pieces"]] == [0, 7, 14] for own in pieces), "columns are kept as such"
-    launch(partial(divided_job, exact=True), *RUN, number=2)
-    assert [row["kind"] for row in record()[1:]] == [row["kind"] for row in alone]
-    for own, expected in zip(record()[1:], alone, strict=True):
-        for name in ("bits_per_byte", "windows_bits_per_byte"):
-            assert own.get(name) == pytest.approx(expected.get(name), abs=1e-12)

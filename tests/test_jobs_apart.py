@@ -1,11 +1,10 @@
 """Jobs of one process, or of one machine, do not disturb each other: GPUs, threads, caches, memory, signals."""
 
-import json
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,12 @@ import torch
 
 from harness.compose import sweep
 from harness.device import choice, machine, runtime
-from harness.device.runtime import StopSignal
 from harness.loop.train_state import TrainState
-from harness.plan.settings import RuntimeSettings
-from harness.record import folder
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.composing import plan
 from tests.patience import PATIENCE_SECONDS, wait_for
 from tests.runs import after_step, make_job, own_folder, restored, run_job  # noqa: F401 - fixtures
 
-IDENTITY = folder.Identity(variant="mhsa", seed=0, config="a", source="b", data="c", device="cpu", precision="float32")
 TAKE = """
 import sys, time
 from pathlib import Path
@@ -34,18 +30,6 @@ with open(folder / "log", "a") as log:
         time.sleep(0.01)
     print("given", leased.index, time.monotonic(), file=log, flush=True)
 """
-AUTO = {
-    "device": "auto",
-    "precision": "float32",
-    "compile": False,
-    "tf32": False,
-    "backend": "auto",
-    "checkpoint": "none",
-    "shard": "none",
-    "threads": 1,
-    "deterministic": True,
-    "allocator": "keep",
-}
 
 
 def taking(folder: Path, **streams) -> subprocess.Popen:
@@ -73,12 +57,9 @@ def test_a_gpu_has_one_job_at_a_time_and_those_without_wait(tmp_path):
         holding ^= {gpu}
         used.add(gpu)
     assert used == {"0", "1"}
-
-
-def test_a_killed_job_leaves_its_gpu(tmp_path):
+    (tmp_path / "go").unlink()
     job = taking(tmp_path)
-    wait_for((tmp_path / "log").exists, "the job")
-    assert machine.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 1
+    wait_for(lambda: len((tmp_path / "log").read_text().splitlines()) == 9, "a job that is killed")
     job.kill()
     job.wait()
     assert machine.take_free(["GPU-a", "GPU-b"], folder=tmp_path).index == 0
@@ -101,25 +82,10 @@ def test_auto_takes_a_gpu_for_as_long_as_the_job_lasts(here, monkeypatch):
         make_job("runtime.device=auto", "model.heads=3")
     assert machine._take(1, locks / "GPU-b.lock"), "the job was refused"
     other.release()
-    assert runtime.take_gpu(RuntimeSettings(**AUTO | {"device": "cpu"})) is None
-    first, second = runtime.take_gpu(RuntimeSettings(**AUTO)), runtime.take_gpu(RuntimeSettings(**AUTO))
+    assert runtime.take_gpu(plan("runtime.device=cpu").runtime) is None
+    settings = dataclasses.replace(plan().runtime, device="auto")
+    first, second = runtime.take_gpu(settings), runtime.take_gpu(settings)
     assert (first.index, second.index) == (0, 1)
-
-
-def test_compiled_graphs_of_an_earlier_job_are_forgotten():
-    compiled = []
-
-    def backend(graph, _):
-        compiled.append(graph)
-        return graph.forward
-
-    double = torch.compile(lambda x: 2 * x, backend=backend)
-    for _ in range(2):
-        double(torch.ones(2))
-    assert len(compiled) == 1
-    runtime.forget_earlier_jobs()
-    double(torch.ones(2))
-    assert len(compiled) == 2
 
 
 def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
@@ -142,22 +108,6 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
     assert (first[:2], second[:2]) == ((usual, False), (usual, True)) and second == alone
 
 
-def test_the_first_job_of_a_process_needs_no_more_memory_than_the_next(here):
-    code = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from tests.command import MADE, train
-ended = train("-m", *MADE, "seed=0,1,2", "model.d_model=64", "batch.segment=256", "model.span=256")
-assert ended.code == 0, ended
-"""
-    subprocess.run((sys.executable, "-c", code), cwd=here, check=True, env=os.environ | {"WANDB_MODE": "disabled"})
-    peaks = [
-        json.loads((run / "summary.json").read_text())["memory"]["peak_bytes"] / 2**20
-        for run in run_folders(here / "outputs")
-    ]
-    assert max(peaks) - min(peaks) < 4, peaks
-
-
 def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
     """By the number of the sweep's jobs, so that what is left of a killed sweep computes with as many threads."""
 
@@ -174,30 +124,6 @@ def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
     assert threads(object(), 3) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert threads(LocalLauncher(), 3) is None, "the user has said how many"
-
-
-def test_whoever_asks_who_holds_a_folder_is_not_in_the_way(tmp_path):
-    place = folder.RunFolder(tmp_path, IDENTITY)
-    ended = threading.Event()
-
-    def ask() -> None:
-        while not ended.is_set():
-            folder.holder(place.path)
-
-    asking = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in asking:
-        thread.start()
-    try:
-        for _ in range(300):
-            place.hold()
-            place.release()
-    finally:
-        ended.set()
-        for thread in asking:
-            thread.join()
-    assert folder.holder(place.path) is None
-    place.hold()
-    assert folder.holder(place.path) == f"process {os.getpid()} on {os.uname().nodename}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
@@ -219,10 +145,3 @@ def test_a_launchers_signal_saves_and_is_passed_on(here, number):
     finally:
         signal.signal(number, before)
     assert [(received, [path.stem for path in paths]) for received, paths in saved] == [(number, ["step-000000003"])]
-
-
-def test_a_signal_that_nobody_listens_to_is_left_alone():
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    with StopSignal():
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

@@ -1,14 +1,12 @@
 """Load: what others take of the cores, by counters that are made up; whether that is too much, without a clock."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from harness.device import load
-from harness.device.load import LoadMeter, Reading, is_busy, taken
+from harness.device.load import Reading, is_busy, taken
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.device.runtime import Runtime
 from harness.record.cells import busy_words
@@ -23,19 +21,15 @@ QUIET = {
     ("changes", "busy"),
     [
         ({}, False),
-        ({"others_cores": 0.09}, False),
         ({"others_cores": 0.11}, True),
-        ({"others_cores": 0.06, "stolen_cores": 0.06}, True),
         ({"others_cores": 0.9, "wanted_cores": 1}, False),  # they had the core that was not wanted
         ({"others_cores": 1.2, "wanted_cores": 1}, True),
         ({"stolen_cores": 0.2, "wanted_cores": 1}, True),  # a core that is idle is not stolen
-        ({"others_cores": 0.3, "wanted_cores": 8}, True),  # more threads than cores
         ({"others_cores": 0.3, "seconds": 0.5}, False),  # a few ticks
         ({"others_cores": 0.9, "seconds": 0.5}, True),
         ({"average_at_start": 9.0}, False),  # what was counted is better
         ({"others_cores": None, "average_at_start": 0.4}, False),
         ({"others_cores": None, "average_at_start": 0.6}, True),
-        ({"others_cores": None, "average_at_start": 1.4, "wanted_cores": 1}, False),
     ],
 )
 def test_a_machine_is_busy_where_others_take_cores_that_were_wanted(changes, busy):
@@ -80,27 +74,11 @@ def test_descendants_are_the_measurements_own(monkeypatch, tmp_path):
     assert load.read(20) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux's")
-def test_a_child_that_computes_is_no_other():
-    """Of this very machine: whatever others do, what the child ran is counted as our own, while it lives and after."""
-    before = load.read(os.getpid())
-    code = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
-        alive = load.read(os.getpid())
-        child.communicate(b"\n")
-    assert alive.own - before.own >= 0.4 and load.read(os.getpid()).own - before.own >= 0.4
-
-
 def test_processes_of_one_run_are_no_others_to_each_other():
     """What torchrun started is the measurement's own, whichever process looks."""
     pair = ProcessGroup(rank=1, world_size=4, local_rank=1, local_world_size=2)
     where = {"device": torch.device("cpu"), "precision": "float32", "compile": False}
     meter, alone = (Runtime(**where, processes=processes).load_meter() for processes in (pair, SINGLE))
+    assert meter.read().keys() == QUIET.keys() | {"busy"}
     assert (meter._root, meter._wanted) == (os.getppid(), 2 * torch.get_num_threads())
     assert (alone._root, alone._wanted) == (os.getpid(), torch.get_num_threads())
-
-
-def test_a_meter_says_what_rows_have():
-    found = LoadMeter(wanted=3).read()
-    assert found.keys() == QUIET.keys() | {"busy"} and found["wanted_cores"] == 3 and found["cores"] == os.cpu_count()

@@ -22,7 +22,7 @@ from bench.peer_workers import (
 from bench.peers import Entry, PeerSettings, compete, rows_of
 from bench.progress import Steps
 from bench.report.tables_peers import peer_tables
-from bench.worker import CellError
+from harness.device.cell import CellError
 from tests.bench_rows import identity
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
@@ -118,7 +118,7 @@ def test_entries_take_turns_and_what_fails_has_a_row(monkeypatch):
             order.append((method, self.name))
             return clocks[self.name].ask(method, *arguments)
 
-    monkeypatch.setattr("bench.worker.Cell", Told)
+    monkeypatch.setattr("harness.device.cell.Cell", Told)
     with Steps(9) as progress:
         compete(entries, rounds=2, seconds=0.0, progress=progress)
     assert order == [("weigh", "a"), ("weigh", "b"), ("round", "a"), ("round", "b"), ("round", "b"), ("round", "a")]

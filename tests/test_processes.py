@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import signal
-import time
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from harness.data import corpora
 from harness.data.streams import share
 from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup, joined
-from harness.device.runtime import Runtime, StopSignal
+from harness.device.runtime import Runtime
 from harness.device.units import gathered
 from harness.loop.run import Run
-from harness.loop.step import Score, score_stream, score_windows
+from harness.loop.step import score_stream, score_windows
 from harness.loop.train_state import TrainState
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
@@ -45,12 +44,13 @@ from train import train
 
 pytestmark = pytest.mark.numeric
 
-STEPS = 50
-PRICED = "variant.attention.span.loss_weight=0.001"
+STEPS = 30
 DIVIDED = {
     "mhsa, accumulated": ("variant=mhsa", *CARRY, "batch.accumulate=2"),
-    "moving spans": (*MOVING, PRICED, *CARRY, "model.cache=hidden", "position=relative", "optim=adamw"),
-    "memory": (*VARIANTS["product_key_memory"], "optim.clip=0.1"),
+    "moving spans": (
+        *(*MOVING, "variant.attention.span.loss_weight=0.001", *CARRY, "model.cache=hidden", "position=relative"),
+        "optim=adamw",
+    ),
     "sparse memory": SPARSE,
 }
 LEARNS = ("model.head_zero_init=false", f"budget.steps={STEPS}")
@@ -88,44 +88,28 @@ def digest(run: TrainState) -> str:
 
 
 def trained(run: TrainState) -> dict:
-    """Bits of every step, a digest of the parameters and the spans after each, and where it all ends."""
-    bits, digests, fractions = [], [], []
-    spans = [p for name, p in run.model.named_parameters() if name.endswith("fraction")]
+    """Bits of every step, a digest of the parameters after each, and where it all ends."""
+    bits, digests = [], []
     while not run.finished:
         run.step()
         digests.append(digest(run))
         bits.append(run.train_row()["bits_per_byte"])
-        fractions.append([f for span in spans for f in span.tolist()])
     score = run.score(run.corpus.splits["valid"])
     return {
         "bits": bits,
         "digests": digests,
-        "fractions": torch.tensor(fractions, dtype=torch.float64),
         "nats": score.nats,
         "metrics": run.model.metrics(score.stats),
         "model": gathered(run.model.state_dict()),
         "state": len(run.state[0]) if run.state else None,
-        "gradient_bytes": run.trainer.gradient_bytes,
         "spent": (run.spent.bytes, run.spent.steps, run.spent.flops),
     }
 
 
-def first_bits(run: TrainState) -> list[float]:
-    """Bits of the first steps, in which rounding has not grown yet."""
-    bits = []
-    for _ in range(3):
-        run.step()
-        bits.append(run.train_row()["bits_per_byte"])
-    return bits
-
-
 def train_all() -> dict[str, dict]:
     with joined() as processes:
-        make = partial(divided_run, processes, *LEARNS)
-        return {
-            name: trained(make(*given, precision="float64")) | {"float32": first_bits(make(*given))}
-            for name, given in DIVIDED.items()
-        }
+        make = partial(divided_run, processes, *LEARNS, precision="float64")
+        return {name: trained(make(*given)) for name, given in DIVIDED.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -141,33 +125,20 @@ def two() -> list[dict[str, dict]]:
 @pytest.mark.parametrize("name", DIVIDED)
 def test_two_processes_train_as_one(two, name):
     first, second = (found[name] for found in two)
-    alone = partial(make_run, *DIVIDED[name], *LEARNS, "batch.accumulate=1")
-    one = trained(in_float64(alone()))
+    one = trained(in_float64(make_run(*DIVIDED[name], *LEARNS, "batch.accumulate=1")))
     assert first["digests"] == second["digests"] and len(set(first["digests"])) == STEPS
     assert first["bits"] == second["bits"] == pytest.approx(one["bits"], abs=1e-12)
     assert one["bits"][-1] < one["bits"][0] - 0.05
-    assert first["spent"] == second["spent"]
-    assert first["spent"][:2] == one["spent"][:2] and first["spent"][2] == pytest.approx(one["spent"][2], rel=1e-3)
+    assert first["spent"] == second["spent"] == pytest.approx(one["spent"], rel=1e-3)
     for key, tensor in one["model"].items():
         torch.testing.assert_close(
             first["model"][key], tensor, rtol=0, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}"
         )
-    assert torch.equal(first["nats"], second["nats"]) and len(first["nats"]) == len(one["nats"])
+    assert torch.equal(first["nats"], second["nats"])
     assert first["nats"].mean().item() == pytest.approx(one["nats"].mean().item(), abs=1e-8)
     assert first["metrics"] == second["metrics"] and first["metrics"].keys() == one["metrics"].keys()
     if one["state"]:
         assert first["state"] == second["state"] == one["state"] // 2
-    single = first_bits(in_precision(alone(), "float32"))
-    assert first["float32"] == second["float32"] == pytest.approx(single, abs=1e-4)
-
-
-def test_the_span_loss_counts_once_and_spans_stay_in_range(two):
-    """A price about what spans are worth: most of them fall to the end of their range, by the same steps."""
-    spans, other = (found["moving spans"]["fractions"] for found in two)
-    one = trained(in_float64(make_run(*DIVIDED["moving spans"], *LEARNS)))["fractions"]
-    torch.testing.assert_close(spans, one, rtol=0, atol=1e-12)
-    assert torch.equal(spans, other) and spans.min() == 0 and spans.max() <= 1
-    assert 0 < (spans[-1] == 0).sum() < len(spans[-1]) and (spans[0] > 0).all()
 
 
 # Scoring, gradients and what processes tell each other, by three of them
@@ -180,67 +151,48 @@ def parts_of_three() -> dict:
         run = divided_run(processes, *OF_THREE, precision="float64")
         split = run.corpus.splits["valid"][:200]
         scored = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True)
-        found = {"scores": {streams: tuple(scored(streams=streams)) for streams in (1, 2, 3, 7)}}
-        whole = run.corpus.splits["valid"]
-        found["windows"] = score_windows(run.model, whole, runtime=run.runtime, batch=1).nats
+        found = {"scores": {streams: tuple(scored(streams=streams)) for streams in (1, 7)}}
+        found["windows"] = score_windows(run.model, run.corpus.splits["valid"], runtime=run.runtime, batch=1).nats
         found["draws"] = torch.rand(2).tolist()
         found["gathered"] = [
             processes.gather(torch.full((processes.rank, 2), processes.rank, dtype=dtype))
-            for dtype in (torch.bfloat16, torch.int64, torch.bool)
+            for dtype in (torch.bfloat16, torch.bool)
         ]
-        parameters = [torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(4)]
+        parameters = [torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(3)]
         if processes.rank != 1:
             parameters[0].grad = torch.full((3, 2), 3.0)
             rows = torch.tensor([[0, processes.rank]])
             parameters[1].grad = torch.sparse_coo_tensor(rows, torch.ones(2, 2), (3, 2))
-        parameters[2].grad = torch.full((3, 2), 0.1 * (processes.rank + 1))
         processes.average_gradients_(parameters)
         found["gradients"] = [p.grad if p.grad is None else p.grad.to_dense() for p in parameters]
         found["sparse"] = parameters[1].grad.is_sparse, parameters[1].grad.is_coalesced()
         found["streams"] = run.stream.batch(0, part=processes.shard)[0]
-        found["seconds"] = timed(processes)
         return found
-
-
-def timed(processes: ProcessGroup) -> tuple[float, int]:
-    """A budget of seconds, with clocks that do not agree."""
-    run = divided_run(processes, "batch.streams=6", "budget.seconds=0.3")
-    run.step()
-    time.sleep(0.1 * processes.rank)
-    while not run.finished:
-        run.step()
-    return run.spent.seconds, run.spent.steps
 
 
 def test_three_processes_divide_and_sum(here):
     ranks = launch(parts_of_three, number=3)
     alone = in_float64(make_run(*OF_THREE))
     split, first = alone.corpus.splits["valid"][:200], ranks[0]
-    for streams in (1, 2, 3, 7):
-        expected = score_stream(
-            alone.model, split, runtime=alone.runtime, streams=streams, segment=7, collect_stats=True
-        )
-        nats, seen = first["scores"][streams]
+    for streams in (1, 7):
+        same = {"runtime": alone.runtime, "streams": streams, "segment": 7, "collect_stats": True}
+        expected = score_stream(alone.model, split, **same)
+        nats, seen, _ = first["scores"][streams]
         torch.testing.assert_close(nats, expected.nats, rtol=0, atol=2e-6)  # nats are kept in float32
-        assert Score(nats, seen).bits_per_byte == pytest.approx(expected.bits_per_byte, abs=1e-7)
         for name, own in expected.stats.items():
             torch.testing.assert_close(seen[name], own)
-        assert any("usage_count" in own for own in seen.values())
         assert all(torch.equal(nats, other["scores"][streams][0]) for other in ranks)
     windows = score_windows(alone.model, alone.corpus.splits["valid"], runtime=alone.runtime, batch=1).nats
     torch.testing.assert_close(first["windows"], windows, rtol=0, atol=2e-6)
     assert len({tuple(found["draws"]) for found in ranks}) == 3
     for tensors in first["gathered"]:
-        assert [len(tensor) for tensor in tensors] == [0, 1, 2]
         assert torch.equal(torch.cat(tensors), torch.tensor([[1, 1], [2, 2], [2, 2]]).to(tensors[0].dtype))
-    dense, rows, thirds, nothing = first["gradients"]
+    dense, rows, nothing = first["gradients"]
     assert dense.tolist() == [[2, 2]] * 3 and nothing is None and first["sparse"] == (True, True)
     torch.testing.assert_close(rows, torch.tensor([[1.0, 1.0], [0.0, 0.0], [1 / 3, 1 / 3]]))
-    torch.testing.assert_close(thirds, torch.full((3, 2), 0.2))
     for other in ranks[1:]:
-        assert all(map(torch.equal, first["gradients"][:3], other["gradients"][:3]))
+        assert all(map(torch.equal, first["gradients"][:2], other["gradients"][:2]))
     assert torch.equal(torch.cat([found["streams"] for found in ranks]), alone.stream.batch(0)[0])
-    assert len({found["seconds"] for found in ranks}) == 1 and first["seconds"][0] >= 0.3
 
 
 @pytest.mark.parametrize(("number", "parts"), [(7, 3), (2, 3), (6, 2), (0, 2), (5, 1)])
@@ -283,8 +235,12 @@ def divided_job(
         return code, job.training.spent.steps, digest(job.training)
 
 
-RESUMED = (*MOVING, *CARRY, *DROPOUT, "batch.streams=6", "budget.steps=11", "checkpoint.every_steps=4")
-RESUMED += ("runtime.shard=full", "eval.streams=2", "eval.windows=true")  # one process has nothing to score
+RESUMED = {
+    "replicated": (*MOVING, *CARRY, *DROPOUT),
+    "sharded": (*MOVING, *CARRY, *DROPOUT, "runtime.shard=full"),
+    "sharded, with a table": (*SPARSE, *CARRY, *DROPOUT, "runtime.shard=full"),
+}
+COMMON = ("batch.streams=6", "budget.steps=9", "checkpoint.every_steps=4", "eval.streams=2", "eval.windows=true")
 
 
 def record() -> list[dict]:
@@ -293,25 +249,26 @@ def record() -> list[dict]:
     return rows
 
 
-def test_three_processes_that_were_stopped_go_on_bit_for_bit(here, monkeypatch):
-    whole = launch(divided_job, *RESUMED, number=3)
+@pytest.mark.parametrize("name", RESUMED)
+def test_processes_that_were_stopped_go_on_bit_for_bit(here, monkeypatch, name):
+    """Two processes, or three, of which one has nothing to score."""
+    number, words = (2 if name == "replicated" else 3), (*RESUMED[name], *COMMON)
+    whole = launch(divided_job, *words, number=number)
     rows = record()
-    assert [code for code, *_ in whole] == [0, 0, 0] and len({bits for *_, bits in whole}) == 1
-    assert rows[0]["processes"] == 3 and [row["kind"] for row in rows[-2:]] == ["valid", "test"]
+    assert [code for code, *_ in whole] == [0] * number and len({bits for *_, bits in whole}) == 1
+    assert rows[0]["processes"] == number and [row["kind"] for row in rows[-2:]] == ["valid", "test"]
     summary = json.loads(next(Path("outputs").glob("[!l]*/summary.json")).read_text())
-    assert summary["processes"] == 3 and summary["bytes_seen"] == 11 * 6 * 16
+    assert summary["processes"] == number and summary["bytes_seen"] == 9 * 6 * 16
     elsewhere(here, monkeypatch)
-    ended = launch(partial(divided_job, stop_at=5), *RESUMED, number=3)
+    ended = launch(partial(divided_job, stop_at=5), *words, number=number)
     assert {code for code, *_ in ended} == {128 + signal.SIGTERM}
-    assert len({steps for _, steps, _ in ended}) == 1 and ended[0][1] < 11
+    assert len({steps for _, steps, _ in ended}) == 1 and ended[0][1] < 9
     assert len(list(Path("outputs").glob("[!l]*/checkpoints/step-*.pt"))) == 2
-    resumed = launch(divided_job, *RESUMED, number=3)
-    assert resumed == whole and record() == rows
+    assert launch(divided_job, *words, number=number) == whole and record() == rows
 
 
 def test_two_processes_are_resumed_by_one_and_one_by_two(here, monkeypatch):
-    given = ("variant=mhsa", *CARRY, "position=relative", "budget.steps=13", "model.head_zero_init=false")
-
+    given = ("variant=mhsa", *CARRY, "position=relative", "budget.steps=8", "model.head_zero_init=false")
     run_job(exact_job(*given))
     expected = [row["bits_per_byte"] for row in record()[1:]]
     for name, first in (("two-one", 2), ("one-two", 1)):
@@ -359,18 +316,6 @@ def test_alone_nothing_is_done():
     with pytest.raises(OSError, match="gone"), SINGLE.fail_together():
         raise OSError("gone")
     assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).processes is SINGLE
-
-
-def test_a_signal_waits_for_the_others():
-    with StopSignal(alone=False) as stopping:
-        signal.raise_signal(signal.SIGTERM)
-        assert stopping.heard == signal.SIGTERM and stopping.number is None
-        stopping.agreed = 0
-        assert stopping.number is None
-        stopping.agreed = signal.SIGTERM
-        assert stopping.number == signal.SIGTERM
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
 
 
 def test_gpus_are_one_for_each_process(monkeypatch):

@@ -1,6 +1,6 @@
 """``runtime.backend`` of a run on a device that was not tested: settled once, in processes of their own, and recorded."""
 
-import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from harness.device import first_use, runtime
 from harness.device.first_use import Answer, Choice, Verdict
 from harness.device.processes import joined
-from harness.loop.settle import alone, answer, chosen, device_facts, settled
+from harness.loop.settle import Candidate, chosen, settled
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
-from tests.composing import TINY, compose_config, plan
+from tests.composing import TINY, compose_config
 from tests.many import launch
 from tests.runs import (
     make_job,
@@ -73,7 +73,7 @@ def test_candidates_are_proven_and_timed_in_processes_of_their_own(tmp_path, cap
         "fused": True,
     }
     assert "the gradient of q" in choice["verdicts"]["kernel"]["attention"]["case"]
-    assert "it ended by SIGSEGV" in choice["verdicts"]["flex"]["attention"]["said"]
+    assert "the process ended by SIGSEGV" in choice["verdicts"]["flex"]["attention"]["said"]
     assert choice["step_ms"]["fused"] > 0 and choice["verdicts"]["fused"]["attention"]["cases"] == 8
     assert len([line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]) == 2
     again = settled(made, started(made), choosing=choosing)
@@ -83,27 +83,14 @@ def test_candidates_are_proven_and_timed_in_processes_of_their_own(tmp_path, cap
         settled(named, started(named), choosing=choosing)
 
 
-def test_what_a_process_is_asked_it_answers_step_by_step():
-    made, told = offering("sdpa"), []
-    task = {"config": made.config, "trusted": made.trust, "runtime": vars(made.runtime), "sublayer": "attention"}
-    task |= {"backend": "sdpa", "processes": 1, "prove": True, "timed": True}
-    answer(json.loads(json.dumps(task)), told.append)
-    assert [list(one) for one in told] == [["proofs", "seconds"], ["raised"]]
-    assert told[1]["raised"] == "RuntimeError: too long for it"
-    told.clear()
-    answer(json.loads(json.dumps(task | {"backend": "fused", "prove": False})), told.append)
-    assert [list(one) for one in told] == [["step_ms"]] and told[0]["step_ms"] > 0
-    told.clear()
-    answer(json.loads(json.dumps(task | {"backend": "kernel"})), told.append)
-    assert [list(one) for one in told] == [["proofs", "seconds"]], "what is wrong is not timed"
+def test_a_candidate_is_proven_and_timed_at_the_shapes_of_the_run():
+    def candidate(backend: str) -> Candidate:
+        made = offering("sdpa")
+        return Candidate(made.config, made.trust, replace(made.runtime, backend=backend), "attention", 1)
 
-
-def test_a_sublayer_is_built_alone_in_its_own_layer():
-    made = plan("variant=product_key_memory", "data=recall", "model.layers=4", "model.d_model=32", "model.heads=2")
-    name = "memory"
-    (place,) = [i for i, layer in enumerate(made.layers) if name in layer]
-    whole = dict(made.make_model().sublayers())[f"layers.{place}.{name}"]
-    assert [p.shape for p in alone(made, name, backend="plain").parameters()] == [p.shape for p in whole.parameters()]
+    assert all(proof.passed for proof in candidate("sdpa").prove()) and candidate("fused").step_ms() > 0
+    with pytest.raises(RuntimeError, match="too long for it"):
+        candidate("sdpa").step_ms()
 
 
 def keys_of(made: Plan) -> tuple[str, str]:
@@ -140,17 +127,6 @@ def test_verdicts_go_by_what_the_proof_depends_on(monkeypatch):
     newer = lambda self: describe(self) | {"versions": {"driver": "2"}}  # noqa: E731
     monkeypatch.setattr(runtime.Runtime, "describe", newer)
     assert keys_of(base)[0] != verdict
-
-
-def test_facts_are_of_the_device_and_the_mechanisms(monkeypatch):
-    made = offering("fused")
-    facts = device_facts(made, started(made))
-    assert {"device", "versions", "precision", "compile", "deterministic", "products", "capability", "source"} <= set(
-        facts
-    )
-    monkeypatch.setattr("harness.source._first_read", lambda path: "other" if path.name == "window.py" else "same")
-    other = device_facts(made, started(made))
-    assert [key for key in facts if facts[key] != other[key]] == ["source"]
 
 
 def test_a_run_records_how_its_backend_was_chosen_and_goes_on_with_it(monkeypatch):

@@ -21,7 +21,6 @@ from harness.optim import Muon
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers, assign
 from tests.command import ROOT
-from tests.composing import plan
 from tests.many import launch
 from tests.patience import PATIENCE_SECONDS
 from tests.promises import model_of
@@ -68,16 +67,6 @@ def test_what_cannot_be_in_a_unit_is_found():
     assert units == own | {"embedding.weight", "head.weight"}
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
     assert torch.equal(random, torch.get_rng_state())
-
-
-def test_spans_relative_positions_and_sparse_tables_stay_whole():
-    words = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "position=relative", "optim=adagrad")
-    for given, kept in ((words, {"values", "half_keys"}), (VARIANTS["adaptive_span"], {"fraction"})):
-        model = make_run(*given).model
-        whole = kept_whole(model)
-        names = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter in whole}
-        assert kept & names, names
-        assert any(parameter not in whole for parameter in model.parameters())
 
 
 def outsiders_trainer(processes: ProcessGroup, shard: str) -> Trainer:
@@ -149,17 +138,11 @@ def test_an_outsiders_mechanism_trains_as_in_one_process():
                 torch.testing.assert_close(found["state"][name]["state"], group["state"], rtol=0, atol=1e-6)
         assert all(map(torch.equal, *(r[shard]["gathered"].values() for r in (ranks[0], ranks[1]))))
         trace = " ".join(ranks[0][shard]["trace"])
-        print(trace)
         assert re.search(r"layers\.1\.part0\)( c10d::\w+)+ FSDP::pre_backward \(layers\.0\.part0\) c10d", trace), (
             "not before"
         )
     assert ranks[0]["none"]["bytes"] == one["bytes"]
     assert ranks[0]["full"]["bytes"] < 0.7 * one["bytes"]
-
-
-def test_a_typing_error_is_refused():
-    with pytest.raises(ValueError, match="runtime.shard=half: allowed are none, full"):
-        plan("runtime.shard=half")
 
 
 def test_a_run_of_one_process_does_without_the_engines(tmp_path):

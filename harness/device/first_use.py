@@ -7,14 +7,9 @@ so that all jobs of a sweep, and all later runs, share one. Of those that passed
 Whatever asks the device comes as an argument; nothing here knows what is proven, or how.
 """
 
-import contextlib
 import hashlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +22,6 @@ LIMIT_SECONDS = 120.0
 ALL_SECONDS = 480.0
 """The longest that all of them may take: other processes of the run wait for ten minutes, and no longer."""
 PLAIN = "plain"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +29,6 @@ class Verdict:
     """What became of a candidate.
 
     Attributes:
-        passed: whether all cases did.
         said: the case that is nearest to its limit or farthest beyond it with its numbers, or how it ended.
         case, error, allowed: the same apart; None where it ended otherwise, error also where it is not finite.
         cases: how many there were.
@@ -53,13 +46,8 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a candidate's process has found out.
-
-    Attributes:
-        verdict: or None where that was not asked.
-        step_ms: forward and backward at the run's shapes, or None where that was not asked or not reached.
-        reason: why it was asked and not reached.
-    """
+    """What a candidate's process has found out; ``verdict`` and ``step_ms``, of forward and backward at the run's shapes, are
+    None where they were not asked for. ``reason`` says why a time was asked for and not reached."""
 
     verdict: Verdict | None = None
     step_ms: float | None = None
@@ -68,14 +56,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was decided.
-
-    Attributes:
-        backend: what runs.
-        why: lines for a reader.
-        verdicts: of each candidate that was looked at, by sublayer.
-        step_ms: forward and backward of all layers at the run's shapes, of each that passed.
-    """
+    """The backend that runs, why in lines for a reader, verdicts by candidate and sublayer, and ``step_ms`` of all layers
+    by candidate that passed."""
 
     backend: str
     why: tuple[str, ...]
@@ -194,39 +176,3 @@ def _known(subject: Subject, backend: str, *, timed: bool, folder: Path, limit_s
 
 def _digest(key: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-
-
-def in_own_process(module: str, task: Mapping[str, object], *, limit_seconds: float) -> tuple[list[dict], str | None]:
-    """Run ``python -m module``, which is given two files: one has the task, the other takes an answer a line, both JSON.
-
-    Returns: the answers that came, and how it ended where that was not well: a crash or a hang, in one line.
-    """
-    with tempfile.TemporaryDirectory() as scratch, (Path(scratch) / "said").open("wb+") as said:
-        asked, told = Path(scratch) / "asked", Path(scratch) / "told"
-        asked.write_text(json.dumps(task), encoding="utf-8")
-        told.touch()
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        words = [sys.executable, "-m", module, str(asked), str(told)]
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # so that what it has started ends with it
-        )
-        ended = None
-        try:
-            code = process.wait(timeout=limit_seconds)
-            if code:
-                ended = f"it ended by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-        except subprocess.TimeoutExpired:
-            ended = f"it hung: not done after {limit_seconds:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        said.seek(0)
-        last = said.read().decode(errors="replace").strip().rpartition("\n")[2][:300]
-        answers = [json.loads(line) for line in told.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return answers, f"{ended} ({last})" if ended and last else ended

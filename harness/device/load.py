@@ -7,6 +7,7 @@ process ran; what is left after this process and its descendants is others'. Els
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,33 +43,46 @@ class LoadMeter:
 
     def read(self) -> dict[str, float | bool | None]:
         """As rows have it."""
-        known = {"average_at_start": self._average, "cores": os.cpu_count() or 1, "wanted_cores": self._wanted}
-        found = known | taken(self._before, read(self._root))
-        return found | {"busy": is_busy(found)}
+        load = {"average_at_start": self._average, "cores": os.cpu_count() or 1, "wanted_cores": self._wanted}
+        load |= taken(self._before, read(self._root))
+        return load | {"busy": is_busy(load)}
 
 
 def read(root: int) -> Reading | None:
     """The machine's counters now, and those of the process ``root`` with its descendants; None where there are none."""
+    parents, ticks, a_second = {}, {}, os.sysconf("SC_CLK_TCK")
     try:
-        user, nice, system, _, _, interrupts, soft, stolen = _numbers(PROC / "stat")[:8]
-        processes = [_process(path) for path in PROC.glob("[0-9]*/stat")]
+        counters = (PROC / "stat").read_text(encoding="ascii").partition("\n")[0].split()[1:9]
+        user, nice, system, _, _, interrupts, soft, stolen = map(int, counters)
+        for path in PROC.glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has just ended
+                words = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                number = int(path.parent.name)
+                parents[number], ticks[number] = int(words[1]), sum(map(int, words[11:15]))  # with ended children's
     except (OSError, ValueError):
         return None
-    parents = {number: parent for number, parent, _ in filter(None, processes)}
-    ticks = sum(own for number, _, own in filter(None, processes) if _descends(number, root, parents))
-    a_second = os.sysconf("SC_CLK_TCK")
+
+    def descends(number: int) -> bool:
+        while number and number != root:
+            number = parents.get(number, 0)
+        return number == root
+
     busy = user + nice + system + interrupts + soft
-    return Reading(time.monotonic(), busy / a_second, stolen / a_second, ticks / a_second)
+    own = sum(ticks[number] for number in ticks if descends(number))
+    return Reading(time.monotonic(), busy / a_second, stolen / a_second, own / a_second)
 
 
 def taken(before: Reading | None, after: Reading | None) -> dict[str, float | None]:
     """Cores that others and the hypervisor had on average between two readings; None where nobody counted."""
     if before is None or after is None or after.busy == before.busy:  # a sandbox may show counters that stand still
         return {"seconds": None, "others_cores": None, "stolen_cores": None}
-    seconds = max(after.clock - before.clock, 1e-9)
-    others = (after.busy - before.busy) - (after.own - before.own)
-    stolen = (after.stolen - before.stolen) / seconds
-    return {"seconds": seconds, "others_cores": max(0.0, others) / seconds, "stolen_cores": max(0.0, stolen)}
+    clock, busy, stolen, own = (now - then for now, then in zip(after, before, strict=True))
+    seconds = max(clock, 1e-9)
+    return {
+        "seconds": seconds,
+        "others_cores": max(0.0, busy - own) / seconds,
+        "stolen_cores": max(0.0, stolen) / seconds,
+    }
 
 
 def is_busy(load: Mapping[str, float | None]) -> bool:
@@ -77,28 +91,8 @@ def is_busy(load: Mapping[str, float | None]) -> bool:
     What they did on cores that would have been idle does not count. What a hypervisor withheld does: it can do so only
     where something is to run.
     """
-    spare = load["cores"] - load["wanted_cores"]
+    spare = max(0, load["cores"] - load["wanted_cores"])
     if load["others_cores"] is None:
-        return load["average_at_start"] > max(0, spare) + WAITING
-    missing = max(0.0, load["others_cores"] - max(0, spare)) + load["stolen_cores"]
+        return load["average_at_start"] > spare + WAITING
+    missing = max(0.0, load["others_cores"] - spare) + load["stolen_cores"]
     return missing > max(TAKEN_CORES, LEAST_SECONDS / load["seconds"])
-
-
-def _numbers(path: Path) -> list[int]:
-    with path.open(encoding="ascii") as lines:
-        return [int(word) for word in lines.readline().split()[1:]]
-
-
-def _process(path: Path) -> tuple[int, int, int] | None:
-    """A process, its parent, and the ticks that it and its children that ended ran; None where it has just ended."""
-    try:
-        words = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(path.parent.name), int(words[1]), sum(map(int, words[11:15]))
-
-
-def _descends(number: int, root: int, parents: Mapping[int, int]) -> bool:
-    while number and number != root:
-        number = parents.get(number, 0)
-    return number == root

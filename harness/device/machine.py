@@ -120,7 +120,6 @@ class Lease(NamedTuple):
     lock: TextIO
 
     def release(self) -> None:
-        """Let another job have it; idempotent."""
         self.lock.close()
 
 

@@ -1,15 +1,17 @@
-"""The processes of one run, as a value: how many, which one this is, and what they tell each other.
+"""The processes of one run, as a value: how many, which one this is, and what they exchange.
 
 ``torchrun --nproc-per-node=N train.py ...`` starts the command N times. Each process reads its share of ``batch.streams``;
 gradients are averaged, so that every process makes the same update. The first one decides, holds the run folder and speaks.
 With one process nothing here does anything.
 
-Gradients of dense matrices are averaged by torch while the backward pass goes on (``spread.py``), the few others here when it
-has ended: vectors, what layers share, and sparse rows, for which torch has no way.
+Torch averages gradients of dense matrices during the backward pass (``spread.py``), and the few others are averaged here
+after it: vectors, what layers share, and sparse rows, for which torch has no way.
 """
 
 import math
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
@@ -19,13 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.device.heartbeat import Heartbeat
-from harness.device.meeting import meet
 from harness.device.torchrun import Launch, read_launch
-from harness.failures import KINDS, exit_code
+from harness.failures import KINDS, ProcessLost, exit_code
 
-TIMEOUT = timedelta(minutes=10)
-"""The longest that one process waits for another that is alive, e.g. for its download; one that ended is noticed at once."""
+TIMEOUT = timedelta(minutes=1)
+"""The longest that a step waits for a process that is silent; one that has ended is noticed at once."""
+PATIENCE = timedelta(minutes=10)
+"""The same where one may be at work that the others do not have, as when it downloads, compiles or writes a checkpoint."""
+MEETING = timedelta(minutes=5)
+"""The longest that a process looks for the others at its start."""
 NONE, DENSE, SPARSE = range(3)  # what a parameter has for a gradient
 
 T = TypeVar("T")
@@ -35,12 +39,13 @@ class ProcessGroup(Launch):
     """The processes of a run, seen from one of them.
 
     Attributes:
-        heartbeat: None where there is one process.
         columns: of tables that are divided among them (``columns.py``), or None.
+        standing: what is left of the run, as the last sentences of ``loss``.
     """
 
-    heartbeat: Heartbeat | None = None
     columns: Any = None
+    standing: Callable[[], str] = str
+    _patient: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -52,21 +57,52 @@ class ProcessGroup(Launch):
         """This process's part of what is divided: which, of how many."""
         return self.rank, self.world_size
 
-    def all_gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+    def meet(self) -> None:
+        """Make torch's process group: tensors on a GPU travel by NCCL, all others by gloo. ``ProcessLost`` if that fails."""
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        try:
+            store = _store_of_this_start(next(dist.rendezvous("env://", timeout=MEETING))[0], self)
+            dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=self.rank, world_size=self.world_size)
+            self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        except RuntimeError as error:
+            place = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise ProcessLost(
+                f"process {self.rank} of {self.world_size} did not meet the others at {place}, which MASTER_ADDR and "
+                f"MASTER_PORT name ({_first_line(error)}); allowed are an address and a free port of the first machine "
+                "that all can reach, and, where a machine has several networks or its name stands for 127.0.0.1, "
+                "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            ) from error
+
+    def loss(self, error: Exception) -> ProcessLost:
+        """What to raise in the place of an error that another process has caused."""
+        who = f"process {self.rank} of {self.world_size}"
+        reason = f"another one has ended or is silent ({_first_line(error)})"
+        return ProcessLost(f"{who}: {reason}. {self.standing()}".strip())
+
+    def wait(self) -> None:
+        """Until all are here, be it for minutes: collectives that follow find everybody ready."""
+        self.all_gather_numbers([0], patient=True)
+
+    def shorten_timeout(self) -> None:
+        """To a minute from now on, once the first step is made, and all that it needs compiled; all call it together."""
+        if self.world_size > 1:
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+
+    def all_gather_numbers(self, numbers: Sequence[float], *, patient: bool = False) -> list[list[float]]:
         """Everybody's numbers by rank, equally many of each; whole ones are exact below 2^53."""
         if self.world_size == 1:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._call(dist.all_gather, found, own)
+        self._call(dist.all_gather, found, own, group=self._patient if patient else None)
         return [one.tolist() for one in found]
 
     def largest(self, number: int) -> int:
         """The largest of everybody's numbers."""
-        return int(max(one for (one,) in self.all_gather_numbers([number])))
+        return int(max(one for (one,) in self.all_gather_numbers([number], patient=True)))
 
     def gather(self, tensor: Tensor, *, lengths: Sequence[int] | None = None) -> list[Tensor]:
-        """Everybody's tensors by rank, on this one's device; only their first dimensions may differ, asked for if not known."""
+        """Everybody's tensors by rank, on this one's device; only their first dimensions, ``lengths``, may differ."""
         if self.world_size == 1:
             return [tensor]
         lengths = lengths or [int(length) for (length,) in self.all_gather_numbers([len(tensor)])]
@@ -97,14 +133,12 @@ class ProcessGroup(Launch):
 
     def on_main(self, make: Callable[[], T]) -> T:
         """What ``make`` returns in the first process, which alone calls it; its failure is everybody's."""
-        value = None
+        sent = [None]
         with self.fail_together():
             if self.is_main:
-                value = make()
-        if self.world_size == 1:
-            return value
-        sent = [value]
-        self._call(dist.broadcast_object_list, sent, src=0)
+                sent = [make()]
+        if self.world_size > 1:
+            self._call(dist.broadcast_object_list, sent, src=0)
         return sent[0]
 
     @contextmanager
@@ -112,6 +146,7 @@ class ProcessGroup(Launch):
         """A part in which each makes as many forward passes as it likes; whoever is done takes part in what the others read."""
         with nullcontext() if self.columns is None else self.columns.apart():
             yield
+        self.wait()
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
@@ -123,7 +158,8 @@ class ProcessGroup(Launch):
             if self.world_size == 1:
                 raise
             failed = error
-        codes = [int(code) for (code,) in self.all_gather_numbers([0 if failed is None else exit_code(failed)])]
+        own = [0 if failed is None else exit_code(failed)]
+        codes = [int(code) for (code,) in self.all_gather_numbers(own, patient=True)]
         if not any(codes):
             return
         speaker = next(rank for rank, code in enumerate(codes) if code)
@@ -180,12 +216,12 @@ class ProcessGroup(Launch):
         rows, values = torch.cat(self.gather(rows)), torch.cat(self.gather(values)).div_(self.world_size)
         return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
 
-    def _call(self, collective: Callable, *values: object, **options: int) -> None:
-        """A collective operation; its failure is one line, because the cause is told by another process."""
+    def _call(self, collective: Callable, *values: object, **options: object) -> None:
+        """A collective operation; its failure is one line, because another process tells the cause."""
         try:
             collective(*values, **options)
         except RuntimeError as error:
-            raise self.heartbeat.loss(error) from error
+            raise self.loss(error) from error
 
 
 SINGLE = ProcessGroup()
@@ -193,26 +229,50 @@ SINGLE = ProcessGroup()
 
 @contextmanager
 def joined() -> Iterator[ProcessGroup]:
-    """The processes that ``torchrun`` started with this one, while the ``with`` statement lasts; only the first prints.
-
-    Tensors on a GPU travel by NCCL, all others by gloo.
-    """
+    """The processes that ``torchrun`` started with this one, while the ``with`` statement lasts; only the first prints."""
     launch = read_launch()
     if launch.world_size == 1:
         yield SINGLE
         return
     processes = ProcessGroup(*launch)
-    processes.heartbeat = meet(launch, timeout=TIMEOUT)
+    processes.meet()
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere) if launch.rank else nullcontext():
         try:
             yield processes
         except SystemExit:  # of all at the same step; after an error, a farewell would wait for the others
-            processes.heartbeat.leave()
             dist.destroy_process_group()
             raise
         except Exception as error:
             error.own = True  # what all of them met has been said by one
-            processes.heartbeat.leave(failed=True)
             raise
-    processes.heartbeat.leave()
     dist.destroy_process_group()
+
+
+def is_connection_failure(error: Exception) -> bool:
+    """Whether an error is of torch's communication: gloo has no class of its own for it."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
+def _store_of_this_start(store: dist.Store, launch: Launch) -> dist.Store:
+    """A part of torch's store in which processes that torchrun started before these have left no addresses.
+
+    torchrun (torch 2.13) has one store for all its restarts, and machines count restarts differently. So the first process
+    of each start names a part anew, and the others take it once it lists their own names.
+    """
+    name, end = uuid.uuid4().hex, time.monotonic() + MEETING.total_seconds()
+    if launch.rank == 0:
+        store.set("first", name)
+        store.set(f"{name}/met", " ".join(store.get(f"{name}/{n}").decode() for n in range(1, launch.world_size)))
+        return dist.PrefixStore(name, store)
+    while time.monotonic() < end:
+        first = store.get("first").decode()
+        store.set(f"{first}/{launch.rank}", name)
+        if store.check([f"{first}/met"]) and name in store.get(f"{first}/met").decode():
+            return dist.PrefixStore(first, store)
+        time.sleep(0.05)
+    raise RuntimeError("not all of them have come")
+
+
+def _first_line(error: Exception) -> str:
+    """Of a message, without the frames that torch adds."""
+    return str(error).partition("\n")[0][:200]

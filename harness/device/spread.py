@@ -81,6 +81,7 @@ class SpreadUnits(Units):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        self._processes.wait()
         if self.parts:
             self._model.set_reshard_after_forward(False)
         for unit in units:

@@ -4,9 +4,11 @@ Reads the environment only. No torch here: the command line wants to know before
 """
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Launch(NamedTuple):
@@ -37,36 +39,23 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
     ValueError where what is set cannot be: a process that waits for others that were never started waits for minutes.
     """
-    if not (environment.get("RANK") and environment.get("WORLD_SIZE")):
+    texts = {name: environment[name] for name in (*RANKS, *PLACE) if environment.get(name)}
+    if not texts.keys() >= {"RANK", "WORLD_SIZE"}:
         return Launch()
-    number = _read(environment, "WORLD_SIZE", range(1, sys.maxsize))
-    rank = _read(environment, "RANK", range(number))
-    local_world_size = _read(environment, "LOCAL_WORLD_SIZE", range(1, number + 1), default=number)
-    local_rank = _read(environment, "LOCAL_RANK", range(local_world_size), default=rank % local_world_size)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if number > 1 and not environment.get(name)]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE={number}: {' and '.join(missing)} must be set, too, where the processes meet; torchrun sets "
-            "them all, and one process alone has no WORLD_SIZE in its environment"
-        )
-    return Launch(rank, number, local_rank, local_world_size)
-
-
-def _read(environment: Mapping[str, str], name: str, allowed: range, *, default: int | None = None) -> int:
-    text = environment.get(name, "")
-    if not text and default is not None:
-        return default
     try:
-        found = int(text)
+        rank, number = int(texts["RANK"]), int(texts["WORLD_SIZE"])
+        local_number = int(texts.get("LOCAL_WORLD_SIZE", number))
+        local_rank = int(texts.get("LOCAL_RANK", rank % max(local_number, 1)))
+        possible = 0 <= rank < number and 0 <= local_rank < local_number <= number
     except ValueError:
-        found = None
-    if found is None or found not in allowed:
-        most = "on" if allowed.stop == sys.maxsize else f"to {allowed.stop - 1}"
+        possible = False
+    if not possible or (number > 1 and not texts.keys() >= set(PLACE)):
+        words = ", ".join(f"{name}={texts.get(name, '')}" for name in (*RANKS, *PLACE))
         raise ValueError(
-            f"{name}={text} in the environment: allowed are whole numbers from {allowed.start} {most}, as torchrun sets "
-            "them; one process alone has neither RANK nor WORLD_SIZE there"
+            f"{words} in the environment: allowed are whole numbers and an address as torchrun sets them, where a rank is "
+            "below its number; one process alone has neither RANK nor WORLD_SIZE there"
         )
-    return found
+    return Launch(rank, number, local_rank, local_number)
 
 
 def is_later() -> bool:
@@ -85,17 +74,15 @@ def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None 
         many: whether the command can be done by several processes together.
         launch: None for that of this process.
     """
-    launch = launch or read_launch()
-    if launch.world_size == 1:
+    number = (launch or read_launch()).world_size
+    if number == 1:
         return
     if not many:
-        raise ValueError(
-            f"torchrun with {launch.world_size} processes: bench measures in one; allowed is python -m bench.VERB"
-        )
-    flags = [word for word in arguments if word == "-m" or (len(word) > 3 and "--multirun".startswith(word))]
-    flags += [word for word in arguments if word.startswith("sweep=") and word != "sweep=null"]
-    if flags or "hydra.mode=MULTIRUN" in arguments:
-        raise ValueError(
-            f"{(flags or ['hydra.mode=MULTIRUN'])[0]}: a sweep starts jobs of its own, and torchrun started "
-            f"{launch.world_size} processes of it; allowed are python train.py -m, or torchrun with one job"
-        )
+        raise ValueError(f"torchrun with {number} processes: bench measures in one; allowed is python -m bench.VERB")
+    for word in arguments:
+        flag = word == "-m" or (len(word) > 3 and "--multirun".startswith(word)) or word == "hydra.mode=MULTIRUN"
+        if flag or (word.startswith("sweep=") and word != "sweep=null"):
+            raise ValueError(
+                f"{word}: a sweep starts jobs of its own, and torchrun started {number} processes of it; allowed are "
+                "python train.py -m, or torchrun with one job"
+            )

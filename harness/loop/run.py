@@ -15,8 +15,7 @@ import yaml
 
 from harness.cache import write_whole
 from harness.count.memory import Peak, PeakMemory
-from harness.device.heartbeat import is_connection_failure
-from harness.device.processes import ProcessGroup
+from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.runtime import StopSignal
 from harness.device.units import gathered, taken_out
 from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
@@ -44,7 +43,7 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
             yield
         except Exception as error:
             if is_connection_failure(error):
-                raise processes.heartbeat.loss(error) from error
+                raise processes.loss(error) from error
             if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
             said, words = (
@@ -123,8 +122,8 @@ class Run:
             whose = summary.identity(self.training, self.folder.identity, command=self.command)
             stack.enter_context(recording(self.plan, self.folder, whose, self._processes))
             seen = self._restore()
-            if self._processes.heartbeat:
-                self._processes.heartbeat.standing = self._left
+            if self._processes.world_size > 1:
+                self._processes.standing = self._left
             with self._processes.fail_together():
                 if self._processes.is_main:
                     self._open(stack, seen=seen, whose=whose)

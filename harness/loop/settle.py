@@ -1,18 +1,15 @@
-"""Settling of ``runtime.backend`` on a device that was not tested: the candidates of each kind of sublayer are proven and timed.
-
-As a module it is the process in which one candidate of one sublayer is: ``python -m harness.loop.settle TASK ANSWERS``.
-"""
+"""Settling of ``runtime.backend`` on a device that was not tested: the candidates of each kind of sublayer are proven and
+timed, each in a process of its own."""
 
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -20,6 +17,7 @@ from omegaconf import OmegaConf
 
 from harness import source
 from harness.device import first_use, runtime
+from harness.device.cell import Cell, CellError
 from harness.device.first_use import PLAIN, Answer, Choice, Subject, Verdict
 from harness.device.runtime import Runtime
 from harness.plan.build import Plan, plan_run
@@ -82,7 +80,7 @@ def chosen(
     first, *others = offered.values()
     candidates = [one for one in first if all(one in names for names in others)]
     facts, subjects = device_facts(plan, where), {}
-    ask = ask or partial(_in_own_process, plan, where)
+    ask = ask or partial(_ask_a_cell, plan, where)
     for name in offered:
         shapes = facts | {"batch": plan.config["batch"], "processes": where.processes.world_size} | _section(plan, name)
         own = sublayers[name].proof_class()
@@ -143,7 +141,7 @@ def _plain(value: dict) -> dict:
     return json.loads(json.dumps(value))
 
 
-def _in_own_process(
+def _ask_a_cell(
     plan: Plan, where: Runtime, name: str, backend: str, *, prove: bool, timed: bool, limit_seconds: float
 ) -> Answer:
     """Ask a process that is thrown away."""
@@ -151,28 +149,28 @@ def _in_own_process(
         print(
             f"runtime.backend: proving {backend} for {name} on {where.device}, once for this machine", file=sys.stderr
         )
-    own = asdict(replace(plan.runtime, backend=backend, device=str(where.device)))
-    task = {"config": plan.config, "trusted": plan.trust, "runtime": own, "sublayer": name, "backend": backend}
-    task |= {"processes": where.processes.world_size, "prove": prove, "timed": timed}
-    module = "harness.loop.settle"
+    changed = replace(plan.runtime, backend=backend, device=str(where.device))
+    verdict = step_ms = reason = None
     began = time.monotonic()
-    answers, ended = first_use.in_own_process(module, task, limit_seconds=limit_seconds)
-    told = {key: value for answer in answers for key, value in answer.items()}
-    ended = ended or told.get("raised")
-    verdict = None
-    if prove:
-        proofs = None if "proofs" not in told else [Proof(*proof) for proof in told["proofs"]]
-        verdict = verdict_of(proofs, ended=ended, seconds=told.get("seconds", time.monotonic() - began))
-    step_ms = told.get("step_ms")
-    return Answer(
-        verdict=verdict, step_ms=step_ms, reason=ended or "no time came back" if timed and step_ms is None else None
-    )
+    try:
+        with Cell(Candidate, plan.config, plan.trust, changed, name, where.processes.world_size) as cell:
+            if prove:
+                proofs = cell.ask("prove", limit_seconds=limit_seconds)
+                verdict = verdict_of(proofs, seconds=time.monotonic() - began)
+            if timed and (verdict is None or verdict.passed):
+                left = limit_seconds - (time.monotonic() - began)
+                step_ms = cell.ask("step_ms", limit_seconds=max(left, 0.0))
+    except (CellError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0][:300]
+    if prove and verdict is None:
+        verdict = Verdict(passed=False, said=reason, seconds=time.monotonic() - began)
+    return Answer(verdict=verdict, step_ms=step_ms, reason=reason)
 
 
-def verdict_of(proofs: list[Proof] | None, *, ended: str | None, seconds: float) -> Verdict:
-    """Of all cases; ``ended`` says why there are none."""
+def verdict_of(proofs: Sequence[Proof], *, seconds: float) -> Verdict:
+    """Of all cases."""
     if not proofs:
-        return Verdict(passed=False, said=ended or "it has no case", seconds=seconds)
+        return Verdict(passed=False, said="it has no case", seconds=seconds)
     worst = max(proofs, key=lambda proof: proof.ratio)
     finite = math.isfinite(worst.error)
     said = f"{worst.case}: " + (f"{worst.error:.1e}" if finite else "not finite") + f", allowed {worst.allowed:.1e}"
@@ -187,58 +185,47 @@ def verdict_of(proofs: list[Proof] | None, *, ended: str | None, seconds: float)
     )
 
 
-def _time_ms(sublayer: Sublayer, plan: Plan, where: Runtime, *, processes: int) -> float:
-    """The median of a few forward and backward passes on what a step of the run gives the sublayer."""
-    b, m = plan.batch, plan.model
-    x = torch.randn(-(-b.streams // (processes * b.accumulate)), b.segment, m.d_model, device=where.device)
-    start, state = torch.zeros(len(x), dtype=torch.int64, device=where.device), None
-    sublayer.train()
-    while b.carry and start[0] < m.span:
-        with torch.no_grad(), where.autocast():
-            state = sublayer(x, state, start).state
-        start = start + b.segment
-    x.requires_grad_()
+class Candidate:
+    """A backend of one sublayer on the device, in the process that is thrown away.
 
-    def step() -> float:
-        where.synchronise()
-        began = time.perf_counter()
-        with where.autocast():
-            out = sublayer(x, state, start)
-        (out.y.float().sum() + (0.0 if out.loss is None else out.loss)).backward()
-        where.synchronise()
-        return 1000 * (time.perf_counter() - began)
+    Args:
+        settings: with the backend and the device.
+        name: of the sublayer.
+        processes: of the run, which share its streams.
+    """
 
-    return median([step() for _ in range(WARM_CALLS + TIMED_CALLS)][WARM_CALLS:])
+    def __init__(self, config: dict, trusted: Sequence[str], settings: RuntimeSettings, name: str, processes: int):
+        plan = plan_run(OmegaConf.create(config), trusted=tuple(trusted))
+        self.plan, self.where = replace(plan, runtime=settings), runtime.start(settings)
+        runtime.seed(plan.seed)
+        self.sublayer = alone(self.plan, name, backend=settings.backend).to(self.where.device)
+        b = plan.batch
+        self.streams = -(-b.streams // (processes * b.accumulate))
 
+    def prove(self) -> list[Proof]:
+        """All cases of the sublayer's own."""
+        mode = {"precision": self.where.precision, "deterministic": self.plan.runtime.deterministic}
+        return list(self.sublayer.prove(self.plan.runtime.backend, self.where.device, **mode))
 
-def answer(task: Mapping[str, object], tell: Callable[[dict], None]) -> None:
-    """Build the sublayer, prove it, time it; each is told when it is known, because what comes next may be the end."""
-    plan = plan_run(OmegaConf.create(task["config"]), trusted=tuple(task["trusted"]))
-    plan = replace(plan, runtime=RuntimeSettings(**task["runtime"]))
-    where = runtime.start(plan.runtime)
-    runtime.seed(plan.seed)
-    sublayer, began = alone(plan, task["sublayer"], backend=task["backend"]).to(where.device), time.monotonic()
-    try:
-        if task["prove"]:
-            mode = {"precision": where.precision, "deterministic": plan.runtime.deterministic}
-            proofs = list(sublayer.prove(task["backend"], where.device, **mode))
-            tell({"proofs": proofs, "seconds": time.monotonic() - began})
-            if not proofs or not all(proof.passed for proof in proofs):
-                return
-        if task["timed"]:
-            tell({"step_ms": _time_ms(sublayer, plan, where, processes=task["processes"])})
-    except Exception as error:
-        tell({"raised": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"})
+    def step_ms(self) -> float:
+        """The median of a few forward and backward passes on what a step of the run gives the sublayer."""
+        b, m, where, sublayer = self.plan.batch, self.plan.model, self.where, self.sublayer
+        x = torch.randn(self.streams, b.segment, m.d_model, device=where.device)
+        start, state = torch.zeros(len(x), dtype=torch.int64, device=where.device), None
+        sublayer.train()
+        while b.carry and start[0] < m.span:
+            with torch.no_grad(), where.autocast():
+                state = sublayer(x, state, start).state
+            start = start + b.segment
+        x.requires_grad_()
 
+        def step() -> float:
+            where.synchronise()
+            began = time.perf_counter()
+            with where.autocast():
+                out = sublayer(x, state, start)
+            (out.y.float().sum() + (0.0 if out.loss is None else out.loss)).backward()
+            where.synchronise()
+            return 1000 * (time.perf_counter() - began)
 
-def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    with told.open("a", encoding="utf-8") as file:
-        answer(
-            json.loads(asked.read_text(encoding="utf-8")),
-            lambda found: (file.write(json.dumps(found) + "\n"), file.flush()),
-        )
-
-
-if __name__ == "__main__":
-    main()
+        return median([step() for _ in range(WARM_CALLS + TIMED_CALLS)][WARM_CALLS:])

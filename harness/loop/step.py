@@ -78,6 +78,8 @@ class Trainer:
         # An optimizer may refuse what it is given.
         with self.runtime.processes.fail_together() if begins else nullcontext():
             self.optimizers.step(fraction, loss=loss)
+        if begins:
+            self.runtime.processes.shorten_timeout()
         if self.optimizers.skip_nonfinite:
             after = self._cleaned(after, before)
         self.optimizers.zero_grad()

@@ -1,9 +1,11 @@
-"""Fresh processes that answer one question at a time, so that what is measured has a heap and a clock to itself.
+"""Fresh processes that answer one question at a time: what is measured has a heap and a clock to itself, and what crashes or
+hangs ends nobody else.
 
 A cell is forked from a server that has imported torch and computed nothing: its memory is its own, and it is there in a
 fraction of a second. While one is asked the others wait, so that several can be asked in turn, A B A B.
 """
 
+import atexit
 import multiprocessing
 import os
 import resource
@@ -17,7 +19,7 @@ from typing import Self
 
 from harness.failures import OutOfMemory, is_out_of_memory
 
-PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.loop.prepare", "bench.planning"]
+PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.loop.prepare"]
 OUT_OF_MEMORY = OutOfMemory.status
 FAILED = "failed"
 
@@ -44,17 +46,21 @@ class Cell:
         context.set_forkserver_preload(PRELOAD)
         self._connection, theirs = context.Pipe()
         given = (theirs, os.getcwd(), memory_limit_bytes, make, arguments)
-        self._process = context.Process(target=_serve, args=given, daemon=True)
+        self._process = context.Process(target=_serve, args=given)  # no daemon, which could ask no cells of its own
         self._process.start()
+        atexit.register(self.close, wait_seconds=0)
         theirs.close()
 
-    def ask(self, method: str, *arguments, **keywords):
-        """What the object's method gives; CellError if it raises or the process dies, and then the cell is closed.
+    def ask(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
+        """What the object's method gives; CellError if it raises or hangs or the process dies, and then the cell is closed.
 
         A ValueError, a user's mistake, is raised here as it was there.
         """
         try:
             self._connection.send((method, arguments, keywords))
+            if not self._connection.poll(limit_seconds):
+                self.close(wait_seconds=0)
+                raise CellError(FAILED, f"the process hung: not done after {limit_seconds:g} s")
             kind, value = self._connection.recv()
         except (EOFError, OSError) as error:
             self.close()
@@ -66,11 +72,14 @@ class Cell:
             raise ValueError(value)
         raise CellError(*value)
 
-    def close(self) -> None:
-        """End the process."""
+    def close(self, *, wait_seconds: float = 5) -> None:
+        """End the process, with what it has started where it does not end by itself."""
+        atexit.unregister(self.close)
         self._connection.close()
-        self._process.join(timeout=5)
+        self._process.join(timeout=wait_seconds)
         if self._process.is_alive():
+            with suppress(ProcessLookupError):  # it has just begun, or just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
 
@@ -95,7 +104,7 @@ class Cell:
 
 def _serve(connection: Connection, where: str, limit: int | None, make: Callable, arguments: tuple) -> None:
     """The child's whole life: make the object at the first question, answer, end when the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    os.setsid()  # Ctrl-C is the parent's to answer
     os.chdir(where)
     if limit is not None:
         _limit_memory(limit)
