@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # torch and all that needs it is imported late, so that a wro
     from harness.plan.build import Plan
 
 OWN = ("verbose", "agree")
+UNSEEN = "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, as in tests/reference."
 BROKEN: list[str] = []
 """Variants that broke a promise in this process: a sweep's other jobs run before it ends with exit code 1."""
 
@@ -83,6 +84,7 @@ def main(cfg: DictConfig) -> None:
         prove(cfg, settings, given=given)
         compare(cfg, settings, given=given)
         train(cfg, settings, given=given)
+    print(UNSEEN)
 
 
 def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combination, Plan | Exception]]":

@@ -71,7 +71,7 @@ class Frees(Gate):
         (
             toys.Dead,
             promises.GRADIENT,
-            r"train: layers\.0\.part0\.sublayer\.unused has no gradient after 3 batches of 15 b.*",
+            r"train: the likelihood gives layers\.0\.part0\.sublayer\.unused no gradient in 3 draws of par.*",
         ),
         (toys.LossAlways, promises.AUXILIARY, r"eval: [\d.]+ nats"),
         (
@@ -79,6 +79,24 @@ class Frees(Gate):
             promises.STATISTICS,
             r"eval, bytes before and from 7: layers\.0\.part0\.mean is off by [\d.e-]+ .*",
         ),
+        (
+            toys.DoubledKeys,
+            promises.DERIVATIVE,
+            r"train: along a direction of embedding\.weight the loss changes by \S+ or \S+, its gradient says .*",
+        ),
+        (toys.HalfInEvaluation, promises.MODES, rf"train without dropout, against eval: {PLACE}"),
+        (toys.Noisy, promises.MODES, r"train: draws random numbers that are not dropout's.*"),
+        (
+            toys.QuarterOfTheWindow,
+            promises.USED,
+            r"eval: layers\.0\.part0 gives the same at byte t - 19 changed, .* a reach of 19",
+        ),
+        (
+            toys.Fades,
+            promises.USED,
+            r"eval: layers\.0\.part0 gives the same at byte 0 and at the end changed, .* the past",
+        ),
+        (toys.MixesBeyondEight, promises.MANY, rf"eval, 17 streams at once: {PLACE}; train, .*"),
         (NanInBfloat16, promises.BFLOAT16, r"train: logits is not finite at byte 2 of stream 0 \(39 of 45 bytes\)"),
         (Frees, promises.GRADIENT, None),
         (Frees, promises.FUTURE_TRAIN, r"RuntimeError: out of room \(train, byte 0 to 14, test_findings.py line \d+\)"),

@@ -9,6 +9,7 @@ from tests.promises import (
     APART,
     AUXILIARY,
     BFLOAT16,
+    DERIVATIVE,
     DETACHED,
     FAR,
     FLOPS,
@@ -19,7 +20,9 @@ from tests.promises import (
     KNOWN,
     LARGE,
     LOGITS,
+    MANY,
     MAP,
+    MODES,
     NEEDED,
     OLD_STATE,
     PROJECTION,
@@ -29,6 +32,7 @@ from tests.promises import (
     SINGLE,
     STATISTICS,
     STREAMS,
+    USED,
     WRITES,
     Gate,
     Sums,
@@ -467,7 +471,103 @@ class VanishesBackwards(Gate):
 
 
 class Cautious(Gate):
-    limits = frozenset({"causal_in_training", "streams_apart", "segments"})
+    limits = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation"})
+
+
+class DoubledKeys(Attention):
+    """Right values: the gradient of the segment's keys is doubled."""
+
+    def _made_of(self, *arguments):
+        q, (k, v), *others = super()._made_of(*arguments)
+        return q, [2 * k - k.detach(), v], *others
+
+
+class DoubledPast(Attention):
+    """The same of keys that are projected again."""
+
+    def _again(self, *arguments):
+        past = super()._again(*arguments)
+        return past._replace(k=2 * past.k - past.k.detach())
+
+
+class ScaledBackwards(Gate):
+    """Right gradients of its parameters, a wrong one of its input."""
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return super().forward(0.5 * x + 0.5 * x.detach())
+
+
+class OfDistances(Gate):
+    """A weight for each of the last bytes, half of them where ``halved``, nearest and farthest among these."""
+
+    honours = Honours()
+    halved = False
+
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
+        self.weight = nn.Parameter(torch.ones(context.span))
+
+    def reach(self) -> int:
+        return len(self.weight) - 1
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        most = len(self.weight)
+        past = x.new_zeros(len(x), most - 1, x.shape[2]) if state is None else state.to(x.dtype)
+        past = torch.cat([past, x], dim=1)
+        windows = past.unfold(1, most, 1).flip(-1)  # [B, T, D, S], the nearest first
+        weight = self.weight * (torch.arange(most) % 3 == 1) if self.halved else self.weight
+        return SublayerOutput(super().forward(windows @ weight).y, past[:, past.shape[1] - most + 1 :].detach())
+
+
+class HalfInEvaluation(OfDistances):
+    @property
+    def halved(self) -> bool:
+        return not self.training
+
+
+class Noisy(Gate):
+    """What it draws in training is no dropout."""
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return super().forward(x + 0.1 * torch.randn_like(x) if self.training else x)
+
+
+class QuarterOfTheWindow(OfDistances):
+    def reach(self) -> int:
+        return 4 * len(self.weight) - 1
+
+
+class Fades(Sums):
+    """It fades to nothing, and says that it sees all."""
+
+    decay = 1e-3
+
+
+class Regularised(Gate):
+    """A span that costs something and does nothing."""
+
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
+        self.span = nn.Parameter(torch.full((), 0.5))
+
+    def project_(self) -> None:
+        self.span.data.clamp_(0, 1)
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return super().forward(x)._replace(loss=0.1 * self.span if self.training else None)
+
+
+class MixesBeyondEight(Gate):
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        return super().forward(x + 1e-4 * x.mean(dim=0) if len(x) > 8 else x)
+
+
+class Faint(Sums):
+    """The past moves it, too little to be learned from."""
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        out = super().forward(x, state)
+        return out._replace(y=1e-4 * out.y + Gate.forward(self, x).y)
 
 
 class FloatAngles(Rotary):
@@ -491,16 +591,16 @@ BROKEN = [
     (Peeks, {FUTURE_EVAL, FUTURE_TRAIN, REACH, SEGMENTS, SINGLE}),
     (LeaksAtOneOffset, {FUTURE_EVAL, FUTURE_TRAIN}),
     (Undeclared, {REACH}),
-    (Unsaid, {REACH}),
+    (Unsaid, {REACH, USED}),
     (ShortReach, {REACH}),
     (ReachesThroughState, {REACH, INFLUENCE}),
     (Wrapped, {REACH}),
     (OneBlock, {GRADIENT, INFLUENCE}),
-    (PeeksInTraining, {FUTURE_TRAIN, SEGMENTS, SINGLE}),
-    (BatchNormUndeclared, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),
-    (Mixes, {STREAMS}),
+    (PeeksInTraining, {FUTURE_TRAIN, SEGMENTS, SINGLE, MODES}),
+    (BatchNormUndeclared, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS, MODES, MANY}),
+    (Mixes, {STREAMS, MANY}),
     (Forgets, {SEGMENTS, SINGLE}),
-    (ForgetsInTraining, {SEGMENTS, SINGLE}),
+    (ForgetsInTraining, {SEGMENTS, SINGLE, MODES}),
     (ForgetsOneKey, {SEGMENTS, SINGLE}),
     (IgnoresThePast, {INFLUENCE}),
     *((one, {MAP}) for one in (MapOfMore, MapOfSigns, MapOfTheFuture, MapOfTheBlind, MapWithoutHeads)),
@@ -512,7 +612,7 @@ BROKEN = [
     (Shrinks, {PROJECTION, SAVED}),
     (Illegal, {PROJECTION, OLD_STATE}),
     (Dead, {GRADIENT}),
-    (CutOff, {GRADIENT}),
+    (CutOff, {GRADIENT, DERIVATIVE}),
     (Shares, {APART}),
     (SharesBuffer, {APART}),
     (NotSaved, {SAVED}),
@@ -530,5 +630,13 @@ BROKEN = [
     (Overflows, {LOGITS, FAR, BFLOAT16, LARGE}),
     (Exponentials, {LARGE}),
     (VanishesBackwards, {LARGE}),
-    (Cautious, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS}),
+    (Cautious, {FUTURE_TRAIN, SEGMENTS, SINGLE, STREAMS, MODES, MANY}),
+    (DoubledKeys, {DERIVATIVE}),
+    (ScaledBackwards, {DERIVATIVE}),
+    (HalfInEvaluation, {MODES}),
+    (Noisy, {MODES}),
+    (QuarterOfTheWindow, {USED}),
+    (Fades, {USED}),
+    (Regularised, {GRADIENT}),
+    (MixesBeyondEight, {MANY}),
 ]

@@ -39,6 +39,7 @@ class AnyModule(Sublayer):
         limits: promises that it cannot keep, of ``LIMITS``; ``segments`` wherever it sees a past.
         reach: bytes back that its output can depend on its input, or None for all of the segment.
         period: bytes after which what it does repeats, such as a block.
+        ideal_share: the least share of executed FLOPs that its matrices are, and, below a half, why.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class AnyModule(Sublayer):
         limits: tuple[str, ...] = (),
         reach: int | None = None,
         period: int = 1,
+        ideal_share: tuple[float, str] = Sublayer.ideal_share,
     ):
         super().__init__()
         given = _followed(honours or {}, getattr(module, "func", module))
@@ -64,7 +66,7 @@ class AnyModule(Sublayer):
             raise ValueError(f"reach={reach}: allowed are integers from 0, or null for all of the segment")
         if period < 1:
             raise ValueError(f"period={period}: allowed are integers from 1")
-        self.bytes_back, self.period, self.span = reach, period, context.span
+        self.bytes_back, self.period, self.span, self.ideal_share = reach, period, context.span, ideal_share
         self.module = _built(functools.partial(module, **{own: getattr(context, name) for name, own in given.items()}))
 
     def forward(

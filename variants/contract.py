@@ -20,7 +20,7 @@ from variants.kernels.proof import Proof
 
 VERSION = 1
 """Of the contract: another number where a mechanism that was written for this one might compute something else."""
-LIMITS = frozenset({"causal_in_training", "streams_apart", "segments"})
+LIMITS = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation"})
 """What a mechanism may say that it cannot promise; see ``Sublayer.limits``."""
 WAYS = {
     "rotate": "turns queries and keys",
@@ -159,7 +159,8 @@ class Sublayer(nn.Module):
 
     ``limits`` declares promises that the mechanism cannot keep; each is tested to be really broken:
     ``causal_in_training`` (training mode sees the future), ``streams_apart`` (streams of a batch influence each
-    other), ``segments`` (where segments are cut changes the result).
+    other), ``segments`` (where segments are cut changes the result), ``training_as_evaluation`` (without dropout, training
+    mode computes something else).
 
     ``contract`` is the ``VERSION`` that a mechanism of yours was written for; say it, and another is refused by a message.
     """
@@ -174,6 +175,8 @@ class Sublayer(nn.Module):
     period: int = 1
     """Bytes after which what it does repeats: a block, a chunk, a dilated step. The suite runs over several, and FLOPs
     are counted over one."""
+    ideal_share: tuple[float, str] = (0.5, "")
+    """The least share of its executed FLOPs that ``ideal_flops`` may be; below a half, with the reason, shown in rows."""
 
     def reach(self) -> int | None:
         """How many bytes back its output can depend on its input, at any parameters; None for all the way.

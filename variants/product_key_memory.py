@@ -145,7 +145,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 class ProductKeyMemory(Sublayer):
     """A table of values read by content, in place of a feed-forward block or beside it.
 
-    In training mode, ``query_norm: batch`` breaks all three promises; in evaluation mode it keeps them.
+    In training mode, ``query_norm: batch`` breaks all four promises that can be; in evaluation mode it keeps them.
 
     Args:
         context: gives the width D; with ``share: network``, the table that the other layers use.
@@ -184,7 +184,7 @@ class ProductKeyMemory(Sublayer):
         self.activation, self.sparse, self.wanted_backend = activation, sparse, context.backend
 
         if query_norm == "batch":
-            self.limits = frozenset({"causal_in_training", "streams_apart", "segments"})
+            self.limits = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation"})
         self.query = nn.Linear(context.d_model, heads * d_query, bias=query_norm != "batch")
         self.norm_width = heads * d_query if query_norm == "batch" else d_query
         norms = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}

@@ -23,12 +23,13 @@ class Subject:
     """The model that is checked, and what it is fed.
 
     ``during`` is where a forward pass of any model built here stands: mode and bytes, or nothing when it has ended; ``kept``
-    is what several promises look at.
+    is what several promises look at. ``streams``: numbers of streams that large batches have.
     """
 
     make_model: Callable[[], nn.Module]
     span: int
     vocabulary: int
+    streams: tuple[int, ...] = (17,)
     during: list[str] = field(default_factory=list)
     kept: dict = field(default_factory=dict)
 
@@ -65,10 +66,10 @@ class Subject:
         last, mode = first + tokens.shape[1] - 1, "train" if model.training else "eval"
         self.during[:] = [f"{mode}, byte {first}" + (f" to {last}" if last > first else "")]
 
-    def bytes(self, *, length: int | None = None, seed: int = 0) -> Tensor:
-        """Random bytes ``[3, length]``."""
+    def bytes(self, *, length: int | None = None, seed: int = 0, streams: int = 3) -> Tensor:
+        """Random bytes ``[streams, length]``."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self.vocabulary, (3, length or self.length), generator=generator)
+        return torch.randint(self.vocabulary, (streams, length or self.length), generator=generator)
 
     def other(self, tokens: Tensor) -> Tensor:
         """Another byte in place of each."""
@@ -205,9 +206,33 @@ def leaves(state: State) -> list[Tensor]:
 @torch.no_grad()
 def push(model: nn.Module, size: float) -> list[str]:
     """Move the parameters of all sublayers that have a ``project_`` by ``size``, then project; the sublayers' names."""
-    ranged = [(name, s) for name, s in model.sublayers() if type(s).project_ is not Sublayer.project_]
+    ranged = _ranged(model)
     generator = torch.Generator().manual_seed(0)
     for parameter in {p: None for _, sublayer in ranged for p in sublayer.parameters()}:
         parameter.add_(size * torch.randn(parameter.shape, generator=generator))
     model.project_()
     return [name for name, _ in ranged]
+
+
+@torch.no_grad()
+def open_(model: nn.Module, low: float, high: float) -> nn.Module:
+    """The same model; what ``project_`` keeps between two ends is drawn from that share of the way, and what it keeps on one
+    side of an end stands off it."""
+    before = {p: p.clone() for _, sublayer in _ranged(model) for p in sublayer.parameters()}
+    ends = []
+    for far in (-1e3, 1e3):
+        for parameter, value in before.items():
+            parameter.copy_(value + far)
+        model.project_()
+        ends.append([(p.clone(), p == value + far) for p, value in before.items()])
+    for (parameter, value), (least, free_below), (most, free_above) in zip(before.items(), *ends, strict=True):
+        share = low + (high - low) * torch.rand(value.shape)
+        bounded = torch.where(free_above, value.maximum(least + 0.1), least + share * (most - least))
+        parameter.copy_(torch.where(free_below, torch.where(free_above, value, value.minimum(most - 0.1)), bounded))
+    model.project_()
+    return model
+
+
+def _ranged(model: nn.Module) -> list[tuple[str, Sublayer]]:
+    """The sublayers that restrict their parameters, by name."""
+    return [(name, s) for name, s in model.sublayers() if type(s).project_ is not Sublayer.project_]

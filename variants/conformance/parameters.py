@@ -28,27 +28,6 @@ def apart(subject: Subject) -> Verdict:
     return sorted(breaks), "in one model: " + ("; ".join(shared) or "nothing shared")
 
 
-def gradients(subject: Subject) -> Verdict:
-    model, breaks = subject.build().train(), []
-    waiting = {name for name, p in model.named_parameters() if p.requires_grad}
-    segment_bytes = max(subject.span, 3 * subject.period) + 2  # a state is detached: what a block does must be within
-    for batch in range(3):
-        model.zero_grad()
-        tokens, state, total = subject.bytes(seed=batch), None, 0
-        for segment in tokens.split(segment_bytes, dim=1):
-            out = model(segment, state)
-            targets, state = subject.other(segment), out.state
-            total = total + F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + out.loss
-        total.backward()
-        found = gradients_of(model)
-        breaks += [f"train, {tokens.shape[1]} bytes: {line}" for line in _infinite_gradients(found)]
-        waiting -= {name for name, gradient in found.items() if gradient.any()}
-        if not waiting:
-            break
-    breaks += [f"train: {name} has no gradient after 3 batches of {subject.length} bytes" for name in sorted(waiting)]
-    return breaks, f"{len(list(model.parameters()))} parameters"
-
-
 def projection(subject: Subject) -> Verdict:
     breaks, tokens = [], subject.bytes()
     for sign in (1, -1):
@@ -201,7 +180,6 @@ def _changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
 
 CHECKS = (
     ("two models share nothing", None, apart),
-    ("every parameter gets a gradient", None, gradients),
     ("project_ is legal and idempotent", None, projection),
     ("a saved model continues alike", None, saved),
     ("a forward pass writes nothing", None, writes),

@@ -1,0 +1,54 @@
+"""Ideal FLOPs, which a mechanism says of itself, beside those that its code executes: no more, and not much less.
+
+The whole is compared from above. Each sublayer is from below: a feed-forward beside it would hide one that says too little.
+"""
+
+from collections import deque
+from functools import partial
+
+from harness.count.flops import count_flops, forward_flops_per_byte
+from harness.model import LanguageModel
+from variants.contract import Sublayer
+
+HALF = 0.5
+
+
+def compare_ideal(model: LanguageModel, *, span: int) -> tuple[list[str], str]:
+    """A line for each break, and what was compared, in evaluation mode.
+
+    Args:
+        span: positions that a query sees; segments of twice as many bytes are counted, in warm state.
+    """
+    segment, sublayers = 2 * span, dict(model.eval().sublayers())
+    number = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # segments in the longest block
+    calls = {name: deque(maxlen=number) for name in sublayers}
+
+    def keep(name: str, module: Sublayer, args: tuple, keywords: dict) -> None:
+        calls[name].append(partial(module, *args, **keywords))
+
+    hooks = [s.register_forward_pre_hook(partial(keep, name), with_kwargs=True) for name, s in sublayers.items()]
+    try:
+        executed = forward_flops_per_byte(model, segment=segment, most_bytes=16 * span).per_byte
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ideal = model.ideal_flops()
+    told = [f"eval, segments of {segment} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"]
+    breaks = told[:] if ideal > executed else []
+    for name, sublayer in sublayers.items():
+        own = sum(count_flops(call).total for call in calls[name]) / (number * segment)
+        least, reason = sublayer.ideal_share
+        share = sublayer.ideal_flops() / own if own else 1.0
+        line = f"{name}: ideal is {share:.2g} of {own:,.0f} executed per byte"
+        if share < least or (least < HALF and not reason):
+            breaks.append(f"{line}; allowed is {HALF} or more, or ideal_share=({least}, '{reason}') with a reason")
+        told += [f"{line}, because {reason}"] if share < HALF else []
+    return breaks, "; ".join(told)
+
+
+def excuses(model: LanguageModel) -> list[str]:
+    """What the sublayers say that may have ideal FLOPs below half of the executed ones, for a run's row."""
+    found = {name: s.ideal_share for name, s in model.sublayers()}
+    return [
+        f"{name}: from {least:.2g} of the executed FLOPs, {why}" for name, (least, why) in found.items() if least < HALF
+    ]
