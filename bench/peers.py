@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> None:
     from bench.baselines.rounds import compete
     from bench.planning import own_keys
     from bench.progress import Steps
-    from bench.report.tables_peers import peer_tables, speed_tables
+    from bench.report.tables_peers import peer_tables
     from bench.rows import RowFile
     from harness.plan.settings import parse
     from harness.record.table import print_table
@@ -56,9 +56,8 @@ def main(cfg: DictConfig) -> None:
                 if interrupted:
                     break
     found = [row | {"read_from": str(file.path.parent)} for row in shown]
-    for kind, tables in (("peers", peer_tables), ("speed", speed_tables)):
-        for table in tables([row for row in found if row["kind"] == kind]):
-            print_table(table)
+    for table in peer_tables([row for row in found if row["kind"] == "peers"]):
+        print_table(table)
     print(f"rows: {file.path}" if shown else "nothing was measured")
     if interrupted:
         sys.exit(130)

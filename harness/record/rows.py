@@ -56,6 +56,8 @@ UNSAID |= {"recomputation": "none", "tf32": False}
 """What a row means that does not say: some were written before it could differ, or was asked."""
 SPLIT = [0.9, 0.05, 0.05]
 """Shares of train, valid and test in a row whose protocol does not say."""
+UNCOMPARED = ("unchecked", "not causal")
+"""``check`` of a run that nothing is compared with."""
 
 
 class Record:
@@ -252,6 +254,8 @@ def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -
 def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
     summary = plain(summary)  # as the others were when they were written
     if other.get("status") != "finished" or other.get("valid_bits_per_byte") is None:
+        return False
+    if not {other.get("check"), summary.get("check")}.isdisjoint(UNCOMPARED):
         return False
     if all(other.get(key) == summary.get(key) for key in ("config_hash", "source")):
         return False
