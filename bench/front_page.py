@@ -1,7 +1,7 @@
 """Front page: the README's results and its picture, out of committed runs: ``python -m bench.front_page``.
 
-Writes what stands between the two markers of ``README.md`` from the run folders in ``bench/results/<hardware>/runs*``, a
-section for each name, and the picture. Needs neither torch nor a server.
+Writes what stands between the two markers of ``README.md`` from the run folders in ``bench/results/<hardware>/runs*``,
+a section for each name, and the picture. Needs neither torch nor a server.
 """
 
 import sys
@@ -74,8 +74,8 @@ def written(page: str, block: str) -> str:
 
 
 def committed_runs(root: Path) -> list[Section]:
-    """Results of any sittings, and what their trials picked, by the name of their folder; ValueError without results, or
-    where some of one name are refused, do not compare, or are not at the point that was picked for them."""
+    """Results of any sittings, and what their trials picked, by the name of their folder; ValueError without results,
+    or where some of one name are refused, do not compare, or are not at the point that was picked for them."""
     folders = by(sorted(root.glob(RUNS)) or [root / RUNS], key=lambda folder: folder.name)
     return [_comparable(folders[name]) for name in sorted(folders)]
 
@@ -121,11 +121,9 @@ def _section(runs: pd.DataFrame, every: Sequence[Pick]) -> tuple[str, str]:
     tables = [_results(same, every, optimizers=name) for name, same in runs.groupby(names)]
     row, commits = runs["row"].iloc[-1], listed(dict.fromkeys(row["commit"][:8] for row in runs["row"]))
     model, carried = row["config"]["model"], (row["config"].get("batch") or {}).get("carry")
-    sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads, a window of {model['span']} bytes"
-    title = (
-        f"After {budget_words(row['budget'])} of training ({sizes}{', streams read on with carried state' * bool(carried)}) "
-        f"on {data_words([row])}"
-    )
+    sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads"
+    sizes += f", a window of {model['span']} bytes{', streams read on with carried state' * bool(carried)}"
+    title = f"After {budget_words(row['budget'])} of training ({sizes}) on {data_words([row])}"
     about = (
         "A beginning, not what they reach in the end. "
         f"n: seeds; ±: 95% interval, paired by seed; ~: approximate. Commit {commits}, {row['device']}, "

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bench.report import figures
 from bench.report.__main__ import all_tables, main
 from bench.report.frame import read
-from bench.report.tuning import fresh_command, picks
+from bench.report.tuning import picks
 from harness.record.table import Drawing, Table, to_csv, to_markdown
 from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, write_rows, write_run, write_trial
 from tests.fixed_rows import BUSY, change, write_fixed_rows
@@ -40,7 +40,8 @@ def headings(table: Table) -> list[str]:
 
 
 def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
-    """After a change that is meant: ``python -m tests.golden_report`` writes them anew, and the difference is to be read."""
+    """After a change that is meant: ``python -m tests.golden_report`` writes them anew, and the difference is to be
+    read."""
     write_fixed_rows(tmp_path)
     shown = {f"{name}.md": to_markdown(table) for name, table in tables(tmp_path).items()}
     golden = {path.name: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.md")}
@@ -218,12 +219,10 @@ def test_a_pick_is_made_on_tuning_seeds_and_reported_on_fresh_ones(tmp_path):
             write_trial(tmp_path, rate=rate, seed=seed, bits=score, trial=trial, point=point)
     (pick,) = picks(read([tmp_path]).frame)[0]
     assert pick.values == {"optim.lr": 0.003} and pick.trial == 1
-    command = fresh_command(pick)
-    assert command == "python train.py -m variant=mhsa optim.lr=0.003 seed=0,1,2,3,4"
     found = tables(tmp_path)["picked-1"]
     (flags,) = column(found, "flags")
     assert "high end of optim.lr" in flags and "1 failed" in flags and "fewer than 16 trials" in flags
-    assert f"[1] Type: {command}" in found.notes and column(found, "fresh runs") == ["none, type [1]"]
+    assert column(found, "picked") == ["optim.lr=0.003"] and column(found, "fresh runs") == ["none"]
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
     spoilt = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
     found = tables(tmp_path)
@@ -231,21 +230,6 @@ def test_a_pick_is_made_on_tuning_seeds_and_reported_on_fresh_ones(tmp_path):
     results = next(table for name, table in found.items() if name.startswith("runs-"))
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
     assert any(spoilt.name in note for note in results.notes)
-
-
-@pytest.mark.parametrize(
-    ("typed", "fresh"),
-    [
-        ("python train.py -m -cd mine variant=mine sweep=tuning", "python train.py -m -cd mine variant=mine {} sweep=tuning purpose=result trial=null"),
-        ("python train.py --multirun model.span=128,512 optim.lr=1 purpose=tune", "python train.py -m variant=mhsa {} model.span=512"),
-        ("python train.py 'unended", "python train.py -m variant=mhsa {}"),
-    ],
-)  # fmt: skip
-def test_the_command_of_fresh_runs_is_the_sweeps_at_the_picked_point(tmp_path, typed, fresh):
-    run = write_trial(tmp_path, rate=0.003, seed=100, bits=2.4, trial=0)
-    change(run, command=typed)
-    (pick,) = picks(read([tmp_path]).frame)[0]
-    assert fresh_command(pick) == fresh.format("optim.lr=0.003 seed=0,1,2,3,4")
 
 
 def test_runs_of_one_line_are_read_as_run_folders_are(tmp_path):

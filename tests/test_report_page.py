@@ -1,4 +1,5 @@
-"""The report's page in a real browser, as a reader meets it: opened from disk, sorted, filtered, and hostile text in it."""
+"""The report's page in a real browser, as a reader meets it: opened from disk, sorted, filtered, and hostile text in
+it."""
 
 import socket
 from dataclasses import replace
@@ -219,8 +220,7 @@ def test_text_stands_out_and_without_its_script_the_page_shows_everything(driver
         assert len(column_of(page, 0)) == len(MANY)
         assert page.find_element(By.TAG_NAME, "label").is_displayed() is (scheme == "light")
         colours = page.execute_script(
-            """return [...document.querySelectorAll("h1, h3, .caption, tbody th, td, thead button, summary, nav a, .notes li, code")]
-            .map((element) => {
+            """return [...document.querySelectorAll(arguments[0])].map((element) => {
               const text = getComputedStyle(element).color;
               let ground;
               for (; element; element = element.parentElement) {
@@ -228,7 +228,8 @@ def test_text_stands_out_and_without_its_script_the_page_shows_everything(driver
                 if (!ground.endsWith(", 0)")) break;
               }
               return [text, ground];
-            })"""
+            })""",
+            "h1, h3, .caption, tbody th, td, thead button, summary, nav a, .notes li, code",
         )
         assert len(colours) > 50 and not [pair for pair in colours if contrast(*pair) < 4.5]
     finally:

@@ -1,8 +1,9 @@
 """Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
 
-Reads run folders, rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, and tables of ``bench.evidence``, sorts what may
-be compared into tables, and writes each as Markdown and CSV, each figure as PNG and SVG, all of it as ``report.md``, and one
-``index.html`` that opens from disk. What may not be shown is named with its reason. Needs neither torch nor a server.
+Reads run folders, rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, and tables of ``bench.evidence``, sorts
+what may be compared into tables, and writes each as Markdown and CSV, each figure as PNG and SVG, all of it as
+``report.md``, and one ``index.html`` that opens from disk. What may not be shown is named with its reason. Needs
+neither torch nor a server.
 """
 
 import argparse
@@ -18,9 +19,9 @@ from harness.record.table import Table, markdown_list, one_line, print_table, to
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
-    "Limitations: models are small and budgets short beside the published ones, text is read as bytes, most often of one "
-    "corpus (English Wikipedia), and a result at one size says nothing of another; a row with n = 1 has no interval; times on a "
-    "CPU move with what else the machine does. docs/numbers.md and docs/data.md have the rest."
+    "Limitations: models are small and budgets short beside the published ones, text is read as bytes, most often of "
+    "one corpus (English Wikipedia), and a result at one size says nothing of another; a row with n = 1 has no "
+    "interval; times on a CPU move with what else the machine does. docs/numbers.md and docs/data.md have the rest."
 )
 CONTENTS = "contents.txt"
 """What a report wrote, so that the next one in the same folder can take away what is no longer true."""
@@ -59,16 +60,15 @@ def write_report(rows, out: Path, *, command: str, contrast: tuple[str, str] | N
         contrast: two rows of one table whose difference was named in advance.
 
     Raises:
-        ValueError: ``out`` cannot be a folder, or no table has both rows of the contrast. StorageFailure: a file in it cannot
-            be written.
+        ValueError: ``out`` cannot be a folder, or no table has both rows of the contrast. StorageFailure: a file in it
+            cannot be written.
     """
     from bench.report import figures
     from bench.report.page import page_of
     from bench.report.tables import brief
-    from bench.report.tuning import fresh_command, picks
+    from bench.report.tuning import picks, spoilt_of
 
-    sweeps = picks(rows.frame)
-    spoilt = [place for some in sweeps for pick in some for place in pick.spoilt.index]
+    spoilt = spoilt_of(picks(rows.frame))
     tables = all_tables(rows, contrast=contrast)
     try:
         out.mkdir(parents=True, exist_ok=True)  # before the drawings, which take seconds
@@ -108,8 +108,6 @@ def write_report(rows, out: Path, *, command: str, contrast: tuple[str, str] | N
         raise
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
-    waiting = [pick for some in sweeps for pick in some if pick.values and pick.fresh.empty]
-    yield from dict.fromkeys(f"picked, not reported yet: {fresh_command(pick)}" for pick in waiting)
 
 
 def all_tables(rows, *, contrast: tuple[str, str] | None = None) -> list[Table]:
@@ -121,14 +119,13 @@ def all_tables(rows, *, contrast: tuple[str, str] | None = None) -> list[Table]:
     from bench.report.tables import check_contrast, run_tables
     from bench.report.tables_costs import cost_tables, fit_tables
     from bench.report.tables_peers import peer_tables
-    from bench.report.tuning import picks, tuning_tables
+    from bench.report.tuning import picks, spoilt_of, tuning_tables
 
     check_contrast(rows, contrast)
     sweeps = picks(rows.frame)
-    spoilt = [place for some in sweeps for pick in some for place in pick.spoilt.index]
     of_verbs = ((cost_tables, "cost"), (peer_tables, "peers"), (fit_tables, "fit"))
     verbs = [table for make, kind in of_verbs for table in make(list(rows.of(kind)["row"]))]
-    return [*run_tables(rows, spoilt=spoilt, contrast=contrast), *tuning_tables(sweeps), *verbs]
+    return [*run_tables(rows, spoilt=spoilt_of(sweeps), contrast=contrast), *tuning_tables(sweeps), *verbs]
 
 
 def _parser() -> argparse.ArgumentParser:

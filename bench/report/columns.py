@@ -1,4 +1,5 @@
-"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation of each; a form makes a cell of a row's number.
+"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation of each; a form makes a cell of a row's
+number.
 
 A row is a dictionary with dotted keys, as the report's frame has them; what was not measured is not in it.
 """

@@ -1,7 +1,7 @@
 """Which rows stand in one table, which differ by their seed only, and how those that differ are named.
 
-Bits per byte compare where ``harness.record.rows.held_equal`` is equal; rows of other numbers (``same_numbers``) stand with
-them, marked ``+``. Time and memory compare on equal ``bench.rows.ground`` and code. An *arm* is one variant at one
+Bits per byte compare where ``harness.record.rows.held_equal`` is equal; rows of other numbers (``same_numbers``) stand
+with them, marked ``+``. Time and memory compare on equal ``bench.rows.ground`` and code. An *arm* is one variant at one
 configuration, whatever its seed.
 """
 
@@ -95,8 +95,8 @@ def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, object]:
 
 
 def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
-    """Rows of one table with ``arm``, the name of what differs by its seed only, ``order``, the arm's place among those of
-    its variant, and ``source_mark``; sorted by variant, then by difference, then by seed.
+    """Rows of one table with ``arm``, the name of what differs by its seed only, ``order``, the arm's place among
+    those of its variant, and ``source_mark``; sorted by variant, then by difference, then by seed.
 
     Args:
         without: further keys of the configuration, as ``model.span``, or ``backend``, that one arm may have several of.

@@ -84,7 +84,8 @@ def _of_runs(rows: Rows, spoilt: Sequence[int]) -> Iterator[Drawing]:
 
 
 def trade_off(arms: pd.DataFrame, *, name: str, title: str, budget: str) -> Iterator[Drawing]:
-    """Bits per byte against FLOPs and, where all were measured on one ground, memory and time; with the seeds' range."""
+    """Bits per byte against FLOPs and, where all were measured on one ground, memory and time; with the seeds'
+    range."""
     split = "test" if arms.get("test_bits_per_byte", pd.Series(dtype=float)).notna().all() else "valid"
     bits = f"{split}_bits_per_byte"
     rows = [row for row in summed(arms) if bits in row]
@@ -145,14 +146,15 @@ def curves(arms: pd.DataFrame, *, name: str, title: str, budget: str) -> Iterato
     count_axis(ax.xaxis, unit="B")
     spread(figure, [label_right(ax, ends, list(drawn))])
     caption = (
-        "Valid bits per byte, means over seeds: joined on the way, where a prefix of the split may be scored, and marked at the "
-        f"end. The first fifth may leave the frame. Budget: {budget}."
+        "Valid bits per byte, means over seeds: joined on the way, where a prefix of the split may be scored, and "
+        f"marked at the end. The first fifth may leave the frame. Budget: {budget}."
     )
     yield finish(figure, name=name, title="Learning curves", caption=caption)
 
 
 def _spans(arms: pd.DataFrame, *, index: int) -> Iterator[Drawing]:
-    """Layers by heads, at the end of the first seed of every arm that has spans: heads of two seeds have no common order."""
+    """Layers by heads, at the end of the first seed of every arm that has spans: heads of two seeds have no common
+    order."""
     for place, (arm, own) in enumerate(arms.groupby("arm", sort=False), start=1):
         run = own.iloc[0]
         scored = [row["metrics"] for row in run["record"] if row["kind"] == "valid" and row.get("metrics")]
@@ -217,8 +219,8 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
         labels.append(label_right(ax, ends, texts))
     spread(figure, labels)
     caption = (
-        "Medians against the length; of each line the power of L with which its longer half grows. x at the upper edge: out of "
-        "memory. Both axes are logarithmic."
+        "Medians against the length; of each line the power of L with which its longer half grows. x at the upper "
+        "edge: out of memory. Both axes are logarithmic."
     )
     return finish(figure, name=name, title=title, caption=caption)
 
@@ -228,7 +230,8 @@ def _texts(rows: pd.DataFrame, key: str) -> pd.Series:
 
 
 def exponent(curve: list[tuple[float, float]]) -> float | None:
-    """The power of the length by which ``(length, cost)`` grows over its longer half, by least squares; None of one length."""
+    """The power of the length by which ``(length, cost)`` grows over its longer half, by least squares; None of one
+    length."""
     half = [(length, cost) for length, cost in curve[:-2] if length**2 >= curve[0][0] * curve[-1][0]] + curve[-2:]
     return float(np.polyfit(*np.log(half).T, 1)[0]) if len(half) > 1 and min(min(pair) for pair in half) > 0 else None
 
@@ -296,7 +299,8 @@ def front_page(
     """Left, how far each row is from the reference, with 95% intervals; right, bits of copied letters by distance.
 
     Args:
-        rows, recalled: from ``summed``: of runs that compare, and of runs on a corpus that copies; None: without that panel.
+        rows, recalled: from ``summed``: of runs that compare, and of runs on a corpus that copies; None: without that
+            panel.
         split: whose bits.
     """
     reference = next((row for row in rows or () if row["variant"] == REFERENCE), None)

@@ -1,8 +1,8 @@
 """One tidy DataFrame of all that was measured: a row for each run and for each row of a verb of bench.
 
-Read from run folders (``record.jsonl``, ``summary.json``) and from JSON lines: rows of ``bench.cost``, ``bench.peers`` and
-``bench.fit``, and runs that ``bench.evidence`` has put on a line each. What cannot be read, or traced, or is of the wrong
-shape, is refused with its reason, and the rest is still there. Neither torch nor a server is needed.
+Read from run folders (``record.jsonl``, ``summary.json``) and from JSON lines: rows of ``bench.cost``, ``bench.peers``
+and ``bench.fit``, and runs that ``bench.evidence`` has put on a line each. What cannot be read, or traced, or is of
+the wrong shape, is refused with its reason, and the rest is still there. Neither torch nor a server is needed.
 """
 
 import os
@@ -44,13 +44,14 @@ class Rows:
     """All good rows.
 
     Attributes:
-        frame: a row each, runs in the order in which they ended, then rows of verbs in the order of their folders' names. Numbers
-            stand in columns of floats named by their dotted keys. ``row`` is the whole row as it was written (of a run:
-            provenance and summary), ``record`` a run's rows, ``folder`` and ``read_from`` where it was read. ``kind`` is run,
-            failed, cost, peers or fit.
+        frame: a row each, runs in the order in which they ended, then rows of verbs in the order of their folders'
+            names. Numbers stand in columns of floats named by their dotted keys. ``row`` is the whole row as it was
+            written (of a run: provenance and summary), ``record`` a run's rows, ``folder`` and ``read_from`` where it
+            was read. ``kind`` is run, failed, cost, peers or fit.
         refused, unfinished, failed: ``path: why``, of what is not shown.
         files: how many files of rows were read.
-        test_scores: how often test was scored, by SHA-256 of the data: runs' final scores and those of ``bench.evaluate``.
+        test_scores: how often test was scored, by SHA-256 of the data: runs' final scores and those of
+            ``bench.evaluate``.
     """
 
     frame: pd.DataFrame

@@ -1,5 +1,6 @@
 "use strict";
-// Tables sort by a click on a heading, a second one turns the order, a third restores it; a box keeps rows that have every word.
+// Tables sort by a click on a heading, a second one turns the order, a third restores it; a box keeps rows that have
+// every word in it.
 const collator = new Intl.Collator("en", { numeric: true });
 const DIRECTIONS = ["ascending", "descending", null];
 

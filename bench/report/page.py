@@ -1,7 +1,8 @@
 """Page: one HTML file with a report's tables and drawings, to be opened from disk, sent by mail or put on any server.
 
 Everything is inside: style, script and figures. A content policy forbids the rest, and text from rows, which may come
-from strangers' folders, is text wherever it stands. Without its script the page still shows everything, in the order given.
+from strangers' folders, is text wherever it stands. Without its script the page still shows everything, in the order
+given.
 """
 
 import base64

@@ -1,8 +1,10 @@
-"""Style of all figures of the report: how a variant looks, labels beside points and lines, and how a figure becomes files.
+"""Style of all figures of the report: how a variant looks, labels beside points and lines, and how a figure becomes
+files.
 
-Colours are Okabe and Ito's, told apart with any colour vision, and every variant has a marker of its own and a label, so that
-grey prints can be read too. In SVG, text is drawn as paths: a browser without our font shows the same picture. Identifiers
-come from a fixed salt and no date is written, so that equal rows give equal files. matplotlib's object interface only.
+Colours are Okabe and Ito's, told apart with any colour vision, and every variant has a marker of its own and a label,
+so that grey prints can be read too. In SVG, text is drawn as paths: a browser without our font shows the same picture.
+Identifiers come from a fixed salt and no date is written, so that equal rows give equal files. matplotlib's object
+interface only.
 """
 
 import io
@@ -101,7 +103,8 @@ def spread(figure: Figure, labels: Iterable[list]) -> None:
 
 
 def value_axis(axis, values: list[float], *, log: bool | None = None) -> None:
-    """An axis with plain numbers, logarithmic where values range far, with more ticks between powers where it is short."""
+    """An axis with plain numbers, logarithmic where values range far, with more ticks between powers where it is
+    short."""
     low, high = min(values, default=1), max(values, default=1)
     if low > 0 and (high > WIDE_RANGE * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")

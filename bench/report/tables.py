@@ -1,4 +1,5 @@
-"""Tables of runs that compare: means over seeds, differences with intervals, every seed, and time and memory by ground."""
+"""Tables of runs that compare: means over seeds, differences with intervals, every seed, and time and memory by
+ground."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -182,8 +183,8 @@ def _means(
 
 
 def equal_in_parameters(rows: Sequence[dict]) -> list[list[dict]]:
-    """Rows whose parameters agree within ``TOLERANCE`` of the smallest of them, where they are of several variants and not
-    all rows of the table."""
+    """Rows whose parameters agree within ``TOLERANCE`` of the smallest of them, where they are of several variants and
+    not all rows of the table."""
     clusters: list[list[dict]] = []
     for row in sorted((row for row in rows if "parameters.total" in row), key=lambda row: row["parameters.total"]):
         if not clusters or row["parameters.total"] > clusters[-1][0]["parameters.total"] * (1 + TOLERANCE):

@@ -53,7 +53,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         title = f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}"
         about = (
             f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
-            "Time is of the training step that the trainer takes, after warm-up, with shaken weights where no checkpoint's are.",
+            "Time is of the trainer's own training step, after warm-up, with shaken weights where no checkpoint's are.",
             f"Data: {data_words([row])}.",
             "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs.",
         )

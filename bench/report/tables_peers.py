@@ -43,8 +43,8 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
             f"{ground_words(row)}. Data: {data_words([row])}.",
-            f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, streams, "
-            "segment, threads, precision and data, not parameters.",
+            f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
+            "streams, segment, threads, precision and data, not parameters.",
             ", commit ".join(filter(None, (f"One call: {PurePath(row['read_from']).name}", short_commit(row)))) + ".",
         )
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""

@@ -1,14 +1,14 @@
-"""Tuning sweeps: which trial each setting picks, on validation bits and tuning seeds alone, and the fresh runs that report it.
+"""Tuning sweeps: which trial each setting picks, on validation bits and tuning seeds alone, and the fresh runs that
+report it.
 
 A *setting* is all of a configuration but the keys of its space and the seed; a *trial* is a point of that space, by its
 number. The pick is the trial with the lowest mean over the seeds, among trials of which every seed of the setting ended
-with a score: means over different seeds do not compare. Test scores choose nothing; fresh runs have the same setting, the
-picked point and other seeds. A result of a tuning seed is none.
+with a score: means over different seeds do not compare. Test scores choose nothing; fresh runs have the same setting,
+the picked point and other seeds. A result of a tuning seed is none.
 """
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,9 +37,6 @@ TRIALS = 16
 """Fewer are flagged."""
 EDGE = 0.05
 """Of the length of a key's range: what is nearer to an end of it is flagged."""
-FRESH_SEEDS = 5
-REPLACED = ("variant", "seed", "purpose", "trial", "space", "force", "record.wandb.group")
-"""Words of a tuning command that the fresh one has otherwise or not at all. Its ``sweep=`` stays: it may set more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +45,13 @@ class Pick:
 
     Attributes:
         arm: its name in the sweep.
-        trials: its rows of the frame, finished or failed, the newest of each trial and seed, with ``trial`` and ``bits``.
+        trials: its rows of the frame, finished or failed, the newest of each trial and seed, with ``trial`` and
+            ``bits``.
         keys: what was tuned.
-        trial, bits, values: the best, its mean over the seeds, and its point; None and nothing where no trial has a score of
-            each seed.
-        fresh, spoilt: results at the picked point with other seeds; results of the setting with a tuning seed, at any point.
+        trial, bits, values: the best, its mean over the seeds, and its point; None and nothing where no trial has a
+            score of each seed.
+        fresh, spoilt: results at the picked point with other seeds; results of the setting with a tuning seed, at any
+            point.
     """
 
     arm: str
@@ -86,6 +85,11 @@ def picks(frame: pd.DataFrame) -> list[list[Pick]]:
         for key, pick in some:
             seeds.setdefault(key, set()).update(pick.seeds)
     return [[_with_results(pick, key, results, seeds=seeds[key]) for key, pick in some] for some in made]
+
+
+def spoilt_of(sweeps: Sequence[Sequence[Pick]]) -> list[int]:
+    """Rows of the frame that are no results, having trained with a seed that chose."""
+    return [place for some in sweeps for pick in some for place in pick.spoilt.index]
 
 
 def _where(frame: pd.DataFrame, test: Callable[[dict], bool]) -> pd.DataFrame:
@@ -159,123 +163,70 @@ def at_point(row: dict, values: dict[str, object]) -> bool:
     return all(same(config.get(key), wanted) for key, wanted in values.items())
 
 
-def fresh_command(pick: Pick) -> str:
-    """What to type for the runs that report a pick."""
-    row = pick.newest
-    try:
-        typed = shlex.split(row["command"])
-    except ValueError:  # a quotation that does not end
-        typed = []
-    script = typed[:2] if len(typed) > 1 and typed[1].endswith(".py") else ["python", "train.py"]
-    rest = [word for word in typed if word not in (*script, "-m", "--multirun")]
-    chosen = [word for word in rest if _name(word) == "variant" and "," not in word] or [f"variant={row['variant']}"]
-    stay = [_single(word, flat(row["config"])) for word in rest if _name(word) not in (*REPLACED, *pick.keys)]
-    stay += ["purpose=result", "trial=null"] if any(_name(word) == "sweep" for word in stay) else []
-    seeds = [seed for seed in range(len(pick.seeds) + FRESH_SEEDS) if seed not in pick.seeds][:FRESH_SEEDS]
-    flags = [
-        word for word in stay if "=" not in word
-    ]  # Hydra takes flags, and what follows them, before all other words
-    words = [*chosen[-1:], *point_words(pick.values), f"seed={','.join(map(str, seeds))}"]
-    return shlex.join([*script, "-m", *flags, *words, *(word for word in stay if "=" in word)])
-
-
-def _name(word: str) -> str:
-    """``model.span`` of ``model.span=128`` or ``+model.span=128``."""
-    return word.partition("=")[0].lstrip("+")
-
-
-def _single(word: str, config: dict) -> str:
-    """A swept word, ``model.span=128,256``, at the one value that this run had."""
-    name, _, value = word.partition("=")
-    if "," not in value or value.startswith(("[", "{", "'", '"')):
-        return word
-    own = config.get(name.lstrip("+"))
-    if own is None or isinstance(own, list | dict):
-        return f"{name}=<one of {value}>"
-    return f"{name}={str(own).lower() if isinstance(own, bool) else own}"
-
-
 def point_words(values: dict[str, object]) -> list[str]:
     """``optim.lr=0.003``, as it is typed."""
     return [f"{key}={value:.10g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]
 
 
 def tuning_tables(sweeps: Sequence[Sequence[Pick]]) -> list[Table]:
-    """The picks of each sweep."""
-    return [_picked(list(some), index=index) for index, some in enumerate(sweeps, start=1)]
+    """The picks of each sweep, the best first."""
+    return [_picked(some, index=index) for index, some in enumerate(sweeps, start=1)]
 
 
-def _picked(some: list[Pick], *, index: int) -> Table:
-    runs = pd.concat([pick.trials for pick in some]).sort_index()
-    some.sort(key=lambda pick: (pick.trial is None, pick.bits or 0.0))
-    waiting = [pick for pick in some if pick.trial is not None and pick.fresh.empty]
-    spent = {
-        len({(pick.trials["trial"].nunique(), len(pick.seeds), budget_words(pick.newest["budget"])) for pick in some})
-    }
-    one_ground, rows, notes = len({cost_ground(row) for row in runs["row"]}) == 1, [], []
+def _picked(some: Sequence[Pick], *, index: int) -> Table:
+    some = sorted(some, key=lambda pick: (pick.trial is None, pick.bits or 0.0))
+    runs, tuned = pd.concat([pick.trials for pick in some]).sort_index(), {key for pick in some for key in pick.keys}
+    spent = {(pick.trials["trial"].nunique(), len(pick.seeds), budget_words(pick.newest["budget"])) for pick in some}
+    one_ground, row = len({cost_ground(row) for row in runs["row"]}) == 1, runs["row"].iloc[-1]
+    rows = []
     for pick in some:
-        seeds = sorted({int(seed) for seed in pick.fresh["seed"]})
-        fresh = f"n = {len(seeds)}, seeds {', '.join(map(str, seeds))}" if seeds else "none: nothing is picked"
-        if pick in waiting:
-            fresh = f"none, type [{waiting.index(pick) + 1}]"
-        sums = {key: pick.trials[key].sum() for key in ("bytes_seen", "seconds") if key in pick.trials}
-        row = {
+        sums = {key: pick.trials[key].sum() or None for key in ("bytes_seen", "seconds") if key in pick.trials}
+        sums |= {} if one_ground else {"seconds": None}
+        about = {
             "arm": pick.arm,
             "variant": pick.newest["variant"],
             "row": pick.newest,
-            "trials": pick.trials["trial"].nunique(),
+            "valid_bits_per_byte": pick.bits,
         }
-        row |= {"label": pick.arm, "picked": ", ".join(point_words(pick.values)) or "none", "fresh": fresh}
-        row |= {"seeds": ", ".join(map(str, pick.seeds)), "bytes_seen": sums.get("bytes_seen") or None}
-        row |= {"seconds": sums.get("seconds") if one_ground else None, "valid_bits_per_byte": pick.bits}
-        row |= {"capped.valid": (pick.newest.get("capped") or {}).get("valid")}
-        row["flags"] = "; ".join(flags_of(pick, unequal=spent != {1})) or "none"
-        rows.append(row)
-        notes += _notes(pick)
-    typed = [f"[{place}] Type: {fresh_command(pick)}" for place, pick in enumerate(waiting, start=1)]
-    row = runs["row"].iloc[-1]
-    tuned = {key for pick in some for key in pick.keys}
+        about |= {"picked": ", ".join(point_words(pick.values)) or "none", "trials": pick.trials["trial"].nunique()}
+        about |= {
+            "seeds": ", ".join(map(str, pick.seeds)),
+            "flags": "; ".join(flags_of(pick, len(spent) > 1)) or "none",
+        }
+        fresh = sorted({int(seed) for seed in pick.fresh["seed"]})
+        about["fresh"] = f"n = {len(fresh)}, seeds {', '.join(map(str, fresh))}" if fresh else "none"
+        rows.append(sums | about | {"capped.valid": (pick.newest.get("capped") or {}).get("valid")})
     names, heads = head_columns(pd.DataFrame(rows), without=tuple(tuned))
-    for one, name in zip(rows, names, strict=True):
-        one["label"] = name
-    lines = (f"Data: {data_words([row])}.", f"Bits per byte of valid: {protocol_words(list(runs['row']))}.")
-    lines += (f"Held equal: data, protocol and the budget of each trial ({budget_words(row['budget'])}).",)
-    about = {
-        "name": f"picked-{index}",
-        "about": lines,
-        "notes": [*typed, *source_notes(runs), *capped_notes(runs), *notes],
-    }
+    rows = [one | {"label": name} for one, name in zip(rows, names, strict=True)]
+    lines = [f"Data: {data_words([row])}.", f"Bits per byte of valid: {protocol_words(list(runs['row']))}."]
+    lines += [f"Held equal: data, protocol and the budget of each trial ({budget_words(row['budget'])})."]
+    notes = [*source_notes(runs), *capped_notes(runs), *(note for pick in some for note in _notes(pick))]
+    about = {"name": f"picked-{index}", "about": tuple(lines), "notes": notes}
     about["title"] = f"Picked trials: {row['data']['name']}, {budget_words(row['budget'])} a trial"
-    about["caption"] = f"The rows differ in: variant and what was tuned. Points were tuned in {listed(sorted(tuned))}."
+    about["caption"] = f"The rows differ in: variant. Tuned in each: {listed(sorted(tuned))}."
     return table_of(rows, [*heads, *columns("picked")], **about)
 
 
-def flags_of(pick: Pick, *, unequal: bool) -> list[str]:
+def flags_of(pick: Pick, unequal: bool) -> list[str]:
     """What speaks against a pick, in a few words each."""
-    flags, tried = [] if pick.values else ["no trial has a score of each seed"], pick.trials["trial"].nunique()
-    if pick.values:
-        point = pick.trials[pick.trials["trial"] == pick.trial]["row"].iloc[-1]["point"]
-        ends = {key: "low" if unit < EDGE else "high" if unit > 1 - EDGE else None for key, unit in point.items()}
-        flags += [f"{end} end of {key}" for key, end in ends.items() if end]
-    flags += [f"fewer than {TRIALS} trials"] if tried < TRIALS else []
+    tried = pick.trials["trial"].nunique()
+    few = [f"fewer than {TRIALS} trials"] * (tried < TRIALS) + ["unequal tuning budget"] * unequal
+    if not pick.values:
+        return ["no trial has a score of each seed", *few]
+    point = pick.trials[pick.trials["trial"] == pick.trial]["row"].iloc[-1]["point"]
+    ends = {key: "low" if unit < EDGE else "high" if unit > 1 - EDGE else None for key, unit in point.items()}
     missing, lost = tried * len(pick.seeds) - len(pick.trials), int(pick.trials["bits"].isna().sum())
-    flags += [f"{missing} missing"] if pick.values and missing else []
-    flags += [f"{lost} failed"] if pick.values and lost else []
-    return [*flags, "unequal tuning budget"] if unequal else flags
+    counts = [f"{count} {word}" for count, word in ((missing, "missing"), (lost, "failed")) if count]
+    return [*(f"{end} end of {key}" for key, end in ends.items() if end), *counts, *few]
 
 
 def _notes(pick: Pick) -> list[str]:
-    """Trials that are missing or failed, and results of tuning seeds."""
+    """Trials that failed, and results of tuning seeds."""
     notes = []
     for _, run in pick.trials[pick.trials["bits"].isna()].iterrows():
         why = run["row"]["error"] if run["kind"] == "failed" else "no finite validation bits"
-        notes.append(
-            f"{pick.arm}: the run of trial {run['trial']:.0f} with seed {run['seed']:.0f} failed: {why} ({run['run']})."
-        )
-    seeds = {number: set(own) for number, own in pick.trials.groupby("trial")["seed"]}
-    few = [f"{number:.0f}" for number, own in seeds.items() if len(own) < len(pick.seeds)]
-    if few:
-        notes.append(f"{pick.arm}: trial {listed(few)} has no run of some seed, so it was not picked from.")
+        which = f"trial {run['trial']:.0f} with seed {run['seed']:.0f}"
+        notes.append(f"{pick.arm}: the run of {which} failed: {why} ({run['run']}).")
     if len(pick.spoilt):
         notes.append(f"{pick.arm}: a result of a tuning seed is none: {listed(pick.spoilt['run'])}.")
     return notes

@@ -104,7 +104,7 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in table.columns:
         side = {"justify": "right", "no_wrap": True} if column.number else {"overflow": "fold"}
-        drawn.add_column(Text(column.heading), **side)
+        drawn.add_column(Text(one_line(column.heading)), **side)
     for row, style in zip(table.rows, table.styles or ("",) * len(table.rows), strict=True):
         drawn.add_row(*(Text(one_line(cell.text)) for cell in row), style=style or None)
     console.print(Text(f"\n{one_line(table.title)}", style="bold"), soft_wrap=True)

@@ -142,10 +142,10 @@ def test_commands_at_once_make_each_run_once(undisturbed, here, pair):
 
 @pytest.mark.attack("the report while a run is written")
 def test_a_report_beside_a_run_that_is_written(here, attempt, monkeypatch):
-    from bench.report import plots
+    from bench.report import figures
     from bench.report.__main__ import main as report
 
-    monkeypatch.setattr(plots, "draw_all", lambda *_: [])
+    monkeypatch.setattr(figures, "draw_all", lambda rows, spoilt: [])
     given = os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200"}
     words = (*SMALL, *GIVEN, "budget.steps=100000", "record.every_steps=1")
     with started("train.py", *words, out=here / "said", environment=given):

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from bench.report import __main__ as report
-from bench.report import plots
-from bench.report.gather import gather
+from bench.report import figures
+from bench.report.frame import read
 from harness.record import rows
 from harness.record.folder import RunFolder
 from harness.record.rows import RECORD, SUMMARY, find_comparable, look_at
 from harness.record.shapes import LONGEST_NAME
 from tests.bench_rows import write_run
-from tests.report_of import change
+from tests.fixed_rows import change
 from tests.runs import (
     make_job,
     own_folder,  # noqa: F401 - a fixture
@@ -123,8 +123,8 @@ def test_a_report_waits_for_nobody(tmp_path):
         for name in (RECORD, SUMMARY, "rows.jsonl", "evaluations.jsonl"):
             beside = write_run(tmp_path / kind / name)
             put(beside / name, kind)
-    found = gather([tmp_path])
-    assert [run.folder.parent.name for run in found.runs if run.folder.is_relative_to(tmp_path / "good")]
+    found = read([tmp_path])
+    assert any(folder.is_relative_to(tmp_path / "good") for folder in found.of("run")["folder"])
     told = "\n".join(found.refused)
     for name in (RECORD, SUMMARY, "rows.jsonl"):
         assert f"{tmp_path / 'pipe' / name}" in told
@@ -133,9 +133,9 @@ def test_a_report_waits_for_nobody(tmp_path):
 
 def test_a_record_that_is_too_large_is_refused(tmp_path, monkeypatch):
     folder = write_run(tmp_path)
-    monkeypatch.setattr("bench.report.gather.LARGEST_RECORD", (folder / RECORD).stat().st_size - 1)
-    found = gather([tmp_path])
-    assert not found.runs and "it has more than" in "\n".join(found.refused)
+    monkeypatch.setattr("bench.report.frame.LARGEST_RECORD", (folder / RECORD).stat().st_size - 1)
+    found = read([tmp_path])
+    assert found.frame.empty and "it has more than" in "\n".join(found.refused)
 
 
 @pytest.mark.parametrize(
@@ -150,20 +150,21 @@ def test_a_record_that_is_too_large_is_refused(tmp_path, monkeypatch):
 def test_a_name_without_end_is_in_no_figure(changes, tmp_path):
     write_run(tmp_path, seed=1)
     change(write_run(tmp_path), **changes)
-    found = gather([tmp_path])
-    assert len(found.runs) == 1 and any("letters" in reason for reason in found.refused)
+    found = read([tmp_path])
+    assert len(found.of("run")) == 1 and any("letters" in reason for reason in found.refused)
     assert all(len(line) < 600 for line in found.refused)
 
 
 def test_names_that_are_just_short_enough_are_drawn(tmp_path):
     change(write_run(tmp_path), variant="x" * LONGEST_NAME)
-    (run,) = gather([tmp_path]).runs
-    assert len(run.row["variant"]) == LONGEST_NAME
+    (variant,) = read([tmp_path]).of("run")["variant"]
+    assert len(variant) == LONGEST_NAME
 
 
 def test_escape_codes_of_others_reach_no_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "draw_all", lambda *_: [])
+    monkeypatch.setattr(figures, "draw_all", lambda rows, spoilt: [])
     write_run(tmp_path)
+    change(write_run(tmp_path, seed=1), config={"variant": {"name": "mhsa"}, "\x1b[31mkey\x07": 1})
     odd = write_run(tmp_path / "\x1b[31mred\x07")
     (odd / SUMMARY).write_text('{"status": "failed", "error": "\\u001b[2J gone"}')
     assert report.main([str(tmp_path), "--out", str(tmp_path / "\x1b]0;title\x07")]) == 0

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bench.report import __main__ as report
-from bench.report import plots
+from bench.report import figures
 from bench.rows import RowFile
 from harness import cache
 from harness.failures import StorageFailure
@@ -146,9 +146,8 @@ def test_rows_of_a_verb_are_whole_or_not_there(tmp_path, disk):
 
 
 def test_a_report_on_a_full_disk_ends_with_one_message(tmp_path, disk, monkeypatch, capsys):
-    monkeypatch.setattr(
-        plots, "draw_all", lambda *_: [Drawing(name="drawn", title="", caption="", svg=b"s" * 99, png=b"p" * 99)]
-    )
+    drawing = Drawing(name="drawn", title="", caption="", svg=b"s" * 99, png=b"p" * 99)
+    monkeypatch.setattr(figures, "draw_all", lambda rows, spoilt: [drawing])
     write_run(tmp_path / "outputs")
     words = [str(tmp_path / "outputs"), "--out", str(tmp_path / "report")]
     for name in ("runs-1.md", "runs-1.csv", "drawn.png", "drawn.svg", "report.md", "index.html", "contents.txt"):
