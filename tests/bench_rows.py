@@ -1,5 +1,6 @@
 """Rows as the verbs of bench write them, made up for the tests of the report; real ones have the same keys."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -232,7 +233,8 @@ def write_run(
         "best_bytes_seen": 2_000_000,
         "spans": {"mean": 98.5, "min": 0.0, "max": 300.0} if variant == "adaptive_span" else None,
     }
-    folder = outputs / f"{variant}-s{seed}-{abs(hash((variant, seed, bits, str(config)))) % 10**8:08d}"
+    digest = hashlib.sha256(str((variant, seed, bits, config)).encode()).hexdigest()
+    folder = outputs / f"{variant}-s{seed}-{digest[:8]}"
     folder.mkdir(parents=True)
     (folder / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary | changes) + "\n", encoding="utf-8")

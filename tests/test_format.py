@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bench.report.gather import gather
+from bench.report.frame import read
 from harness.record import checkpoint
 from harness.record.rows import FORMAT, RECORD, SUMMARY
 from tests.bench_rows import cost_row, write_rows
@@ -83,8 +83,8 @@ def test_a_run_folder_of_another_format_is_refused_by_one_message(here):
 def test_rows_of_another_format_are_refused_and_the_others_shown(tmp_path):
     old = cost_row() | {"format": FORMAT - 1}
     write_rows(tmp_path, [cost_row(), old, cost_row() | {"format": FORMAT + 1}])
-    found = gather([tmp_path])
-    assert len(found.costs) == 1 and len(found.refused) == 2
+    found = read([tmp_path])
+    assert len(found.of("cost")) == 1 and len(found.refused) == 2
     assert re.search(f"line 2: {OLDER}", found.refused[0]) and f"of format {FORMAT + 1}" in found.refused[1]
 
 

@@ -1,4 +1,4 @@
-"""A table as Markdown and CSV: escaped, marked, and with its caption."""
+"""A table as Markdown and CSV: escaped, marked, and with what stands behind its fold."""
 
 import csv
 import io
@@ -10,13 +10,15 @@ STRANGE = r"a|b_c & 50% $x^2$ #1 {y} \z <b>~[q]*"
 
 
 def table(*rows: tuple[Cell, Cell], notes: tuple[str, ...] = ()) -> Table:
-    return Table(name="t-1", title="Title", caption="Caption 100%.", columns=COLUMNS, rows=rows, notes=notes)
+    about = {"caption": "Caption 100%.", "about": ("The protocol.",)}
+    return Table(name="t-1", title="Title", columns=COLUMNS, rows=rows, notes=notes, **about)
 
 
 def test_markdown_has_caption_numbers_to_the_right_and_notes():
     text = to_markdown(table((Cell(text="mhsa"), Cell(text="2.4000*", value=2.4)), notes=("* capped.",)))
     assert text.splitlines()[:2] == ["## Title", ""]
     assert "Caption 100%." in text and "- \\* capped." in text and "- bits: Bits per byte." in text
+    assert text.index("<details>") < text.index("- The protocol.") < text.index("- bits:")
     assert "| variant |     bits |\n| ------- | -------: |\n| mhsa    | 2.4000\\* |" in text
 
 
@@ -26,7 +28,7 @@ def test_markdown_text_stays_text():
     assert row.startswith(r"| a\|b_c &amp; 50% $x^2$ \#1 {y} \\z &lt;b>\~\[q\]\* next |")
 
 
-def test_csv_has_unrounded_numbers_marks_and_the_caption():
+def test_csv_has_unrounded_numbers_marks_and_nothing_twice():
     made = table(
         (Cell(text="a, b"), Cell(text="2.4000*", value=2.40001)),
         (Cell(text="=1+1"), Cell(text="~12", value=12.2)),
@@ -34,19 +36,18 @@ def test_csv_has_unrounded_numbers_marks_and_the_caption():
         (Cell(text="big"), Cell(text="", value=None)),
     )
     rows = list(csv.reader(io.StringIO(to_csv(made))))
-    assert rows[0] == ["variant", "bits", "bits (mark)", "caption"]
+    assert rows[0] == ["variant", "bits", "bits (mark)"]
     assert [row[:3] for row in rows[1:]] == [
         ["a, b", "2.40001", "*"],
         ["'=1+1", "12.2", "~"],
         ["leaky", "1.5", "leak"],
         ["big", "", ""],
     ]
-    assert {row[3] for row in rows[1:]} == {"Caption 100%."}
 
 
 def test_csv_without_marks_has_no_column_for_them():
     rows = list(csv.reader(io.StringIO(to_csv(table((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))))))
-    assert rows == [["variant", "bits", "caption"], ["a", "-1.2e-05", "Caption 100%."]]
+    assert rows == [["variant", "bits"], ["a", "-1.2e-05"]]
 
 
 def test_half_a_surrogate_pair_can_be_written():

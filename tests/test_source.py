@@ -142,7 +142,7 @@ def test_a_process_remembers_what_it_read(checkout, new_process):
 
 HARMLESS = (
     *("variants/reformer.py", "variants/adaptive_span.py", "variants/conformance/suite.py", "bench/cost.py"),
-    *("bench/report/plots.py", "harness/record/figures.py", "harness/record/rows.yaml", "harness/compose/cli.py"),
+    *("bench/report/figures.py", "harness/record/figures.py", "harness/record/rows.yaml", "harness/compose/cli.py"),
     *("harness/loop/progress.py", "docs/numbers.md", "README.md", "tests/test_source.py"),
 )
 CHOICES = ("variant", "position", "optim")

@@ -1,8 +1,8 @@
 """Page: one HTML file with a report's tables and drawings, to be opened from disk, sent by mail or put on any server.
 
 Everything is inside: style, script and figures. A content policy forbids the rest, and text from rows, which may come
-from strangers' folders, is text wherever it stands. ``page.html``, ``page.css`` and ``page.js`` lie beside this file;
-without its script the page still shows everything, in the order given.
+from strangers' folders, is text wherever it stands. Without its script the page still shows everything, in the order
+given.
 """
 
 import base64
@@ -12,9 +12,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from string import Template
 
-from harness.cache import write_whole
 from harness.record.table import Cell, Column, Drawing, Table, to_csv
 
 HERE = Path(__file__).parent
@@ -24,55 +22,60 @@ LONG = 32
 """Characters from which on a cell's text is wrapped."""
 
 
-def write_page(
-    path: Path,
-    *,
-    title: str,
-    tables: list[Table],
-    drawings: list[Drawing],
-    notes: list[str],
-    commands: list[str],
-) -> Path:
-    """Write the page; equal content gives an equal file.
+def page_of(
+    title: str, *, tables: Sequence[Table], drawings: Sequence[Drawing], notes: Sequence[str], commands: Sequence[str]
+) -> str:
+    """The page; equal content gives an equal page.
 
     Args:
-        path: of the file, in a folder that is there.
-        title: of the page.
         tables, drawings: in the order shown; names of tables differ, and so do those of drawings.
         notes: what the reader should know of the whole, such as rows that were refused; one paragraph each.
         commands: what was typed to make what is shown.
-
-    Returns:
-        ``path``.
     """
-    parts = [
-        ("Tables", _contents("table", tables), [_table(table) for table in tables]),
-        ("Figures", _contents("figure", drawings), [_drawing(drawing) for drawing in drawings]),
-        ("Notes", "", [f"<p>{escape(note)}</p>" for note in notes]),
-        ("Commands", "", [_commands(commands)] if commands else []),
-    ]
-    parts = [part for part in parts if part[2]]
-    page = framed(
-        title=title,
-        style=_file("page.css"),
-        script=_file("page.js"),
-        contents="\n".join(f'<li><a href="#{name.lower()}">{name}</a>{links}</li>' for name, links, _ in parts),
-        sections="\n".join(section(name, inside) for name, _, inside in parts),
-    )
-    write_whole(path, page.encode("utf-8", "replace"))  # a row of JSON may hold half a surrogate pair
-    return path
-
-
-def framed(*, title: str, style: str, script: str, contents: str, sections: str) -> str:
-    """A page whose policy runs this script and nothing else; but for the title, what is given is HTML."""
+    parts = {
+        "Tables": [_table(table) for table in tables],
+        "Figures": [_drawing(drawing) for drawing in drawings],
+        "Notes": [f"<p>{escape(note)}</p>\n" for note in notes],
+        "Commands": [f'<pre tabindex="0"><code>{escape(chr(10).join(commands))}</code></pre>'] if commands else [],
+    }
+    style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    inside = {"style": style, "script": script, "script_digest": digest}
-    inside |= {"contents": contents, "sections": sections}
-    return Template(_file("page.html")).substitute(title=escape(title), **inside)
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    links = [f'<li><a href="#{_place(one.name)}">{escape(one.title)}</a></li>' for one in [*tables, *drawings]]
+    sections = [
+        f'<section id="{name.lower()}">\n<h2>{name}</h2>\n{"".join(inside)}</section>'
+        for name, inside in parts.items()
+        if inside
+    ]
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<nav aria-label="Contents"><ul>
+{chr(10).join(links)}
+</ul></nav>
+<main>
+{chr(10).join(sections)}
+</main>
+<script>{script}</script>
+</body>
+</html>
+"""
 
 
-def _file(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
+def _place(name: str) -> str:
+    """Where a link to a table or drawing leads."""
+    return f"at-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)}"
 
 
 def _inside(kind: str, content: bytes) -> str:
@@ -80,35 +83,22 @@ def _inside(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _place(kind: str, name: str) -> str:
-    """Where a link to a table or drawing leads."""
-    return f"{kind}-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)}"
-
-
-def section(name: str, inside: list[str]) -> str:
-    return f'<section id="{name.lower()}" class="part">\n<h2>{name}</h2>\n{"".join(inside)}</section>'
-
-
-def _contents(kind: str, shown: Sequence[Table | Drawing]) -> str:
-    """Links to each of the tables or of the drawings."""
-    links = "\n".join(f'<li><a href="#{_place(kind, one.name)}">{escape(one.title)}</a></li>' for one in shown)
-    return f"<ul>\n{links}\n</ul>"
-
-
 def _table(table: Table) -> str:
-    place = _place("table", table.name)
-    heads = "\n".join(_heading(column, f"{place}-{i}") for i, column in enumerate(table.columns))
+    place, search = _place(table.name), ""
+    heads = "\n".join(map(_heading, table.columns))
     rows = "\n".join(_row(row, table.columns) for row in table.rows)
-    csv, search = _inside("text/csv;charset=utf-8", to_csv(table).encode("utf-8", "replace")), ""
     if len(table.rows) >= FILTER_FROM:
-        search = '<label hidden>Filter rows <input type="search" autocomplete="off" spellcheck="false"></label>'
+        search = '<label hidden>Filter rows <input type="search" autocomplete="off"></label><output></output>'
+    csv = _inside("text/csv;charset=utf-8", to_csv(table).encode("utf-8", "replace"))
+    notes = "".join(f"<li>{escape(note)}</li>\n" for note in table.notes)
+    told = [f"{column.heading}: {column.explained}" for column in table.columns if column.explained]
+    fold = "".join(f"<li>{escape(line)}</li>\n" for line in [*table.about, *told])
     return f"""<article id="{place}" class="table">
-<h3 id="{place}-title">{escape(table.title)}</h3>
-<p class="caption" id="{place}-caption">{escape(table.caption)}</p>
-<p class="tools">{search}<output></output><button type="button" class="copy" hidden>Copy CSV</button>
-<a class="csv" download="{escape(table.name)}.csv" href="{csv}">Download CSV</a></p>
-<div class="scroll" role="region" tabindex="0" aria-labelledby="{place}-title">
-<table aria-labelledby="{place}-title" aria-describedby="{place}-caption">
+<h3>{escape(table.title)}</h3>
+<p class="caption">{escape(table.caption)}</p>
+<p class="tools">{search}<a download="{escape(table.name)}.csv" href="{csv}">CSV</a></p>
+<div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title)}">
+<table>
 <thead><tr>
 {heads}
 </tr></thead>
@@ -117,13 +107,20 @@ def _table(table: Table) -> str:
 </tbody>
 </table>
 </div>
-{_notes(table.notes)}{_legend(table.columns, place)}</article>"""
+<ul class="notes">
+{notes}</ul>
+<details><summary>Protocol and columns</summary>
+<ul>
+{fold}</ul>
+</details>
+</article>
+"""
 
 
-def _heading(column: Column, place: str) -> str:
+def _heading(column: Column) -> str:
     number = ' class="number"' if column.number else ""
-    explained = f' title="{escape(column.explained)}" aria-describedby="{place}"' if column.explained else ""
-    return f'<th scope="col"{number}><button type="button"{explained}>{escape(column.heading)}</button></th>'
+    told = f' title="{escape(column.explained)}"' if column.explained else ""
+    return f'<th scope="col"{number}><button type="button"{told}>{escape(column.heading)}</button></th>'
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
@@ -137,41 +134,17 @@ def _cell(cell: Cell, column: Column) -> str:
     kinds = ["number"] * column.number + ["long"] * (len(cell.text) >= LONG)
     kind = f' class="{" ".join(kinds)}"' if kinds else ""
     measured = cell.value is not None and math.isfinite(cell.value)
-    value = f' data-value="{cell.value!r}"' if measured else ""
+    value = f' data-value="{float(cell.value)!r}"' if measured else ""
     return f"{kind}{value}>{escape(cell.text)}"
-
-
-def _notes(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(note)}</li>\n" for note in notes)
-    return f'<ul class="notes">\n{items}</ul>\n' if items else ""
-
-
-def _legend(columns: Sequence[Column], place: str) -> str:
-    """What each column is, for those who have no pointer to hold over its heading."""
-    items = "".join(
-        f'<div><dt>{escape(column.heading)}</dt><dd id="{place}-{i}">{escape(column.explained)}</dd></div>\n'
-        for i, column in enumerate(columns)
-        if column.explained
-    )
-    return f"<details>\n<summary>What the columns mean</summary>\n<dl>\n{items}</dl>\n</details>\n" if items else ""
 
 
 def _drawing(drawing: Drawing) -> str:
     """An image of its own rather than elements of the page: the ids inside two drawings are often the same."""
-    place, name = _place("figure", drawing.name), escape(drawing.name)
-    svg, png = _inside("image/svg+xml", drawing.svg), _inside("image/png", drawing.png)
-    return f"""<article id="{place}" class="drawing">
+    return f"""<article id="{_place(drawing.name)}">
 <h3>{escape(drawing.title)}</h3>
 <figure>
-<a class="open"><img src="{svg}" alt="{escape(drawing.title)}"></a>
+<img src="{_inside("image/svg+xml", drawing.svg)}" alt="{escape(drawing.title)}">
 <figcaption class="caption">{escape(drawing.caption)}</figcaption>
 </figure>
-<p class="files"><a class="svg" download="{name}.svg" hidden>Download SVG</a>
-<a download="{name}.png" href="{png}">Download PNG</a></p>
-</article>"""
-
-
-def _commands(commands: list[str]) -> str:
-    lines = "\n".join(escape(command) for command in commands)
-    return f"""<p class="tools"><output></output><button type="button" class="copy" hidden>Copy</button></p>
-<pre tabindex="0"><code>{lines}</code></pre>"""
+</article>
+"""

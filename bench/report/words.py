@@ -1,6 +1,6 @@
 """Words that captions have for rows: data, protocol, budget, source, and the ground of time and memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from bench.rows import GROUND, ground_value
 from harness.record.cells import count_of, listed
@@ -17,8 +17,8 @@ def data_words(rows: Iterable[dict]) -> str:
 
 def budget_words(budget: dict | None) -> str:
     """``{"bytes": 2000000}`` as ``2,000,000 bytes``."""
-    found = [f"{value:,.10g} {name}" for name, value in (budget or {}).items() if value is not None]
-    return ", ".join(found) or "the model's default"
+    amounts = [f"{value:,.10g} {name}" for name, value in (budget or {}).items() if value is not None]
+    return ", ".join(amounts) or "the model's default"
 
 
 def source_words(row: dict) -> str:
@@ -45,19 +45,17 @@ def protocol_words(rows: Sequence[dict]) -> str:
 
 def ground_words(row: dict) -> str:
     """All that time and memory depend on beside the code."""
-    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
-    compiled = "compiled" if row["compile"] else "not compiled"
     machine = row.get("machine") or {}
     cores = f" on {count_of(machine['cores'], 'core')}" if machine.get("cores") else ""
     where = f"{row['device']} ({row['device_kind']}), {count_of(row['threads'], 'thread')}{cores}"
     if (row.get("processes") or 1) > 1:
         where = f"{row['processes']} processes on {where} each"
-    environment = [f"{name}={value}" for name, value in (row.get("environment") or {}).items()]
-    host = [machine.get("cpu")] if row["device_kind"] != "cpu" else []
-    limits = [f"at most {machine[key]:g} {unit}" for key, unit in LIMITS.items() if machine.get(key)]
-    kept = f"freed memory: {row['allocator']}" if row.get("allocator") else None
-    beside = ", ".join(filter(None, [*host, *limits, row.get("instruction_set"), kept, *environment]))
-    return f"{where}, {precision_word(row)}, {compiled}, {versions}{beside and ', '}{beside}"
+    words = [where, precision_word(row), "compiled" if row["compile"] else "not compiled"]
+    words += [f"{name} {version}" for name, version in row["versions"].items()]
+    words += [machine.get("cpu")] if row["device_kind"] != "cpu" else []
+    words += [f"at most {machine[key]:g} {unit}" for key, unit in LIMITS.items() if machine.get(key)]
+    words += [row.get("instruction_set"), row.get("allocator") and f"freed memory: {row['allocator']}"]
+    return ", ".join(filter(None, [*words, *(f"{k}={v}" for k, v in (row.get("environment") or {}).items())]))
 
 
 def precision_word(row: dict) -> str:
@@ -67,19 +65,14 @@ def precision_word(row: dict) -> str:
 
 def machine_words(row: dict) -> str:
     """``ground_words`` as short as a figure's second line has to be."""
-    threads = f", {count_of(row['threads'], 'thread')}" if row.get("device_kind") == "cpu" else ""
-    compiled = ", compiled" if row.get("compile") else ""
+    threads = f", {count_of(row['threads'], 'thread')}" if row["device_kind"] == "cpu" else ""
     many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
-    torch = (row["versions"] or {}).get("torch", "?")
-    freed = {"keep": ", freed memory kept", "return": ", freed memory returned"}.get(freed_words(row), "")
-    return f"{many}{row['device']}{threads}, {precision_word(row)}{compiled}, torch {torch}{freed}"
-
-
-FREED = "What becomes of freed memory: keep (it stays with the process: fast), return (to the system: small)."
+    compiled = ", compiled" if row["compile"] else ""
+    return f"{many}{row['device']}{threads}, {precision_word(row)}{compiled}, torch {row['versions'].get('torch', '?')}"
 
 
 def freed_words(row: dict) -> str | None:
-    """``keep`` or ``return``; None where it is not known, and on a GPU, whose memory this does not concern."""
+    """``keep`` or ``return``; None where it is not in the row, and on a GPU, whose memory this does not concern."""
     return None if row.get("device_kind") == "cuda" else row.get("allocator")
 
 
@@ -88,18 +81,16 @@ def ground_differences(rows: Sequence[dict]) -> str:
     return listed(key for key in GROUND if len({ground_value(row, key) for row in rows}) > 1)
 
 
-def capped_words(rows: Iterable[Mapping]) -> list[str]:
-    """What the mark of capped scores means, where there is one."""
-    parts = {split: n_bytes for row in rows for split, n_bytes in (row.get("capped") or {}).items()}
-    told = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in parts.items())
-    return [f"* scored on {told} only."] if parts else []
+def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
+    """``Muon 92%, AdamW 8%``: shares of the parameters."""
+    shares: dict[str, float] = {}
+    for group in optimizers or []:
+        shares[group["optimizer"]] = shares.get(group["optimizer"], 0.0) + group["share"]
+    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{name} {100 * share:.0f}%" for name, share in ordered) or None
 
 
-def test_scores_words(counts: Mapping[str, int], row: dict) -> str:
-    """How often anybody could have chosen by the test split of a row's data."""
-    return f"Test was scored {count_of(counts.get(row['data']['sha256'], 0), 'time')} in the folders that were read."
-
-
-def scored_words(split: str, n_bytes: int | None) -> str:
-    """Which part of a split a score is of."""
-    return f"a prefix of {n_bytes:,} bytes of the {split} split*" if n_bytes else f"the {split} split"
+def other_in_evaluation(row: dict) -> str | None:
+    """The backend that scored, generated and was counted, where it is another than in training."""
+    name = row.get("evaluation_backend")
+    return None if name == row["backend"] else name

@@ -83,29 +83,23 @@ def draw_bits(
     colour: str,
     marker: str = "o",
     line: str = "-",
-    scale: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> None:
     """One run's learning curve: training thin, scores on the way joined, the last a large mark.
 
     Args:
         last: bytes seen and bits per byte of the last score, if there is one.
-        scale: bytes seen, and what had been spent by then, which the axis is of; None: bytes seen.
     """
-
-    def spent(at):
-        return at if scale is None else np.interp(at, *scale)
-
     if train := points(rows, kind="train"):
         at, bits = thinned(train)
-        ax.plot(spent(at), bits, color=colour, linewidth=0.6, alpha=0.45, label="train")
+        ax.plot(at, bits, color=colour, linewidth=0.6, alpha=0.45, label="train")
     if valid := points(rows, kind="valid"):
         at, bits = np.array(valid).T
         style = {"linewidth": 1.4, "linestyle": line, "marker": ".", "markersize": 4}
-        ax.plot(spent(at), bits, color=colour, **style, alpha=0.9, label="valid, on the way")
+        ax.plot(at, bits, color=colour, **style, alpha=0.9, label="valid, on the way")
     at, bits = last
     if bits is not None:
         style = {"marker": marker, "markersize": 6, "linestyle": "none"}
-        ax.plot(spent(at), bits, color=colour, **style, alpha=0.8, clip_on=False, label="valid, at the end")
+        ax.plot(at, bits, color=colour, **style, alpha=0.8, clip_on=False, label="valid, at the end")
 
 
 def bits_axis(ax: Axes, curves: Iterable[list[dict]], *, others: Iterable[float | None]) -> None:
@@ -172,23 +166,6 @@ def draw_span_cells(ax: Axes, spans: Mapping[str, list[float]], *, limit: float 
     bar = ax.figure.colorbar(image, ax=ax, ticks=_span_ticks(limit), format=lambda value, _: f"{value:g}")
     bar.set_label("span [positions]")
     bar.minorticks_off()
-
-
-def draw_span_bars(ax: Axes, spans: Mapping[str, list[float]], *, limit: float) -> None:
-    """A bar a head, layer after layer, on a logarithmic axis, and a line at each layer's mean."""
-    grid = span_grid(spans)
-    norm, width = FuncNorm((np.log1p, np.expm1), vmin=0, vmax=limit), 0.84 / grid.shape[1]
-    for layer, heads in enumerate(grid):
-        known = heads[np.isfinite(heads)]
-        places = layer - 0.42 + width * (np.arange(len(known)) + 0.5)
-        ax.bar(places, known, width=0.85 * width, color=colormaps[LAYERS](norm(known)))
-        if len(known):
-            ax.hlines(known.mean(), layer - 0.44, layer + 0.44, color=INK, linewidth=1.6)
-    ax.set_yscale("symlog", base=2, linthresh=1, linscale=0.5)
-    ax.set_yticks(_span_ticks(limit), [f"{tick:g}" for tick in _span_ticks(limit)])
-    ax.set(xlabel="layer, its heads from the longest span", ylabel="span [positions]", ylim=(0, limit))
-    ax.set_xticks(range(len(grid)), layer_names(spans))
-    ax.grid(axis="x", visible=False)
 
 
 def _span_ticks(limit: float) -> list[float]:

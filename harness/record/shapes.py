@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-VERBS = ("cost", "peers", "fit", "speed")
+VERBS = ("cost", "peers", "fit")
 MAYBE = "maybe "
 LARGEST = 1e30
 """No measured number is larger; what is would overflow where it is multiplied."""

@@ -60,9 +60,10 @@ class Table:
     """Attributes:
     name: one word, for file names and links.
     title: what it compares.
-    caption: the protocol, what is held equal, and what the rows differ in.
+    caption: one line: in what the rows differ.
     rows: one cell a column.
     notes: marks explained, rows left out and why.
+    about: the protocol and what is held equal, which stand behind a fold.
     styles: how a terminal shows each row, ``bold``, ``dim``, ``dim strike`` or nothing.
     """
 
@@ -72,6 +73,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
+    about: tuple[str, ...] = ()
     styles: tuple[str, ...] = ()
 
 
@@ -102,7 +104,7 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in table.columns:
         side = {"justify": "right", "no_wrap": True} if column.number else {"overflow": "fold"}
-        drawn.add_column(Text(column.heading), **side)
+        drawn.add_column(Text(one_line(column.heading)), **side)
     for row, style in zip(table.rows, table.styles or ("",) * len(table.rows), strict=True):
         drawn.add_row(*(Text(one_line(cell.text)) for cell in row), style=style or None)
     console.print(Text(f"\n{one_line(table.title)}", style="bold"), soft_wrap=True)
@@ -115,14 +117,15 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
 
 
 def to_markdown(table: Table) -> str:
-    """A heading, the caption, the table with numbers to the right, notes, and what the columns are."""
+    """A heading, the caption, the table with numbers to the right, notes, and behind a fold the protocol and the columns."""
     notes = "".join(f"- {_markdown(note)}\n" for note in table.notes)
     told = [
         f"{_markdown(column.heading)}: {_markdown(column.explained)}" for column in table.columns if column.explained
     ]
-    legend = f"<details><summary>Columns</summary>\n\n{''.join(f'- {line}{chr(10)}' for line in told)}\n</details>\n"
-    parts = [f"## {_markdown(table.title)}\n", f"{_markdown(table.caption)}\n", markdown_rows(table), notes]
-    return "\n".join(part for part in [*parts, legend if told else ""] if part)
+    lines = "".join(f"- {line}\n" for line in [*map(_markdown, table.about), *told])
+    fold = f"<details><summary>Protocol and columns</summary>\n\n{lines}\n</details>\n" if lines else ""
+    parts = [f"## {_markdown(table.title)}\n", f"{_markdown(table.caption)}\n", markdown_rows(table), notes, fold]
+    return "\n".join(part for part in parts if part)
 
 
 def markdown_rows(table: Table) -> str:
@@ -135,23 +138,22 @@ def markdown_rows(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """Unrounded numbers; a column with marked numbers is followed by one of their marks; the caption ends each row."""
+    """Unrounded numbers; a column with marked numbers is followed by one of their marks."""
     marked = [any(mark(cell) for cell in cells) for cells in zip(*table.rows, strict=True)] or [False] * len(
         table.columns
     )
     heads = []
     for column, twin in zip(table.columns, marked, strict=True):
         heads += [column.heading, f"{column.heading} (mark)"] if twin else [column.heading]
-    caption = " ".join([table.caption, *table.notes])
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*heads, "caption"])
+    writer.writerow(heads)
     for row in table.rows:
         cells = []
         for cell, twin in zip(row, marked, strict=True):
             value = _harmless(cell.text) if cell.value is None else cell.value
             cells += [value, mark(cell)] if twin else [value]
-        writer.writerow([*cells, _harmless(caption)])
+        writer.writerow(cells)
     return file.getvalue()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report.gather import gather
+from bench.report.frame import read
 from harness.record.rows import RECORD, SUMMARY, look_at
 from tests.bench_rows import write_run
 from tests.runs import (
@@ -104,8 +104,8 @@ def test_a_report_waits_for_nobody(tmp_path):
         for name in (RECORD, SUMMARY, "rows.jsonl", "evaluations.jsonl"):
             beside = write_run(tmp_path / kind / name)
             put(beside / name, kind)
-    found = gather([tmp_path])
-    assert [run.folder.parent.name for run in found.runs if run.folder.is_relative_to(tmp_path / "good")]
+    found = read([tmp_path])
+    assert any(folder.is_relative_to(tmp_path / "good") for folder in found.of("run")["folder"])
     told = "\n".join(found.refused)
     for name in (RECORD, SUMMARY, "rows.jsonl"):
         assert f"{tmp_path / 'pipe' / name}" in told

@@ -1,0 +1,273 @@
+"""One tidy DataFrame of all that was measured: a row for each run and for each row of a verb of bench.
+
+Read from run folders (``record.jsonl``, ``summary.json``) and from JSON lines: rows of ``bench.cost``, ``bench.peers``
+and ``bench.fit``, and runs that ``bench.evidence`` has put on a line each. What cannot be read, or traced, or is of
+the wrong shape, is refused with its reason, and the rest is still there. Neither torch nor a server is needed.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from bench.report.words import freed_words, optimizer_words, other_in_evaluation
+from bench.rows import ROWS, refusal
+from harness.record.cells import spread
+from harness.record.rows import (
+    EVALUATIONS,
+    FAILED,
+    LARGEST_RECORD,
+    RECORD,
+    SUMMARY,
+    UNCOMPARED,
+    look_at,
+    parse_object,
+    read_file,
+)
+from harness.record.shapes import VERBS, is_number, misfit, shape_of_run_row, shapes, shown
+
+NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
+MOST_REASONS = 5
+"""Of one file; a thousand equal ones would hide the others."""
+LONGEST_ERROR = 300
+SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
+TEXTS = ("kind", "variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode", "invalid")
+REACHED_BITS = 1.0
+"""Bits below which a copied letter counts as remembered; 4 without memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """All good rows.
+
+    Attributes:
+        frame: a row each, runs in the order in which they ended, then rows of verbs in the order of their folders'
+            names. Numbers stand in columns of floats named by their dotted keys. ``row`` is the whole row as it was
+            written (of a run: provenance and summary), ``record`` a run's rows, ``folder`` and ``read_from`` where it
+            was read. ``kind`` is run, failed, cost, peers or fit.
+        refused, unfinished, failed: ``path: why``, of what is not shown.
+        files: how many files of rows were read.
+        test_scores: how often test was scored, by SHA-256 of the data: runs' final scores and those of
+            ``bench.evaluate``.
+    """
+
+    frame: pd.DataFrame
+    refused: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    files: int = 0
+    test_scores: Counter = field(default_factory=Counter)
+
+    def of(self, kind: str) -> pd.DataFrame:
+        return self.frame[self.frame["kind"] == kind]
+
+
+def number(row: dict | None, *keys: str) -> float | None:
+    """The finite number at ``row[keys[0]][keys[1]]...``, or None where something of that is missing."""
+    value = row
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return float(value) if is_number(value) else None
+
+
+def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
+    """Rows of verbs as a frame; of one verb at a time or of several."""
+    return pd.DataFrame([_tidy(row, row["kind"], read_from=row.get("read_from")) for row in rows])
+
+
+def read(folders: Sequence[Path]) -> Rows:
+    """Read all rows in some folders and below.
+
+    Raises:
+        ValueError: a folder is not there or not a folder, or none has a file of rows.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: there is no such folder; looked for runs ({RECORD}) and rows ({ROWS}) in it")
+    paths = {os.path.realpath(path): path for folder in folders for path in _files(folder)}.values()
+    if not paths:
+        names = ", ".join(str(folder) for folder in folders)
+        raise ValueError(f"{names}: nothing to report; looked for runs ({RECORD}, {SUMMARY}) and rows ({ROWS})")
+    rows, runs, others = Rows(frame=pd.DataFrame(), files=len(paths)), [], []
+    for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
+        try:
+            if path.name in (RECORD, SUMMARY):
+                runs += _read_run(path.parent, rows)
+            else:
+                _read_lines(path, rows, runs=runs, others=others)
+        except OSError as error:
+            rows.refused.append(f"{path}: cannot be read ({error.strerror})")
+    tidy = [*(run for _, run in sorted(runs, key=lambda pair: pair[0])), *others]
+    return Rows(**vars(rows) | {"frame": pd.DataFrame(tidy) if tidy else pd.DataFrame(columns=["kind"])})
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Files of rows, one for each run folder; links to folders are not followed, so ``latest`` does not count twice."""
+    for here, inner, names in os.walk(folder):
+        inner[:] = sorted(set(inner) - NOT_ENTERED)
+        if RECORD in names or SUMMARY in names:
+            yield Path(here) / (RECORD if RECORD in names else SUMMARY)
+        yield from (Path(here) / n for n in names if n.endswith(".jsonl") and n not in (RECORD, EVALUATIONS))
+
+
+def _tidy(row: dict, kind: str, **more) -> dict:
+    """A row of the frame: numbers by dotted keys, some texts, and what tables make of them."""
+    tidy: dict = {}
+    _add_numbers({key: value for key, value in row.items() if key != "config"}, tidy)
+    tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
+    tidy |= {"kind": kind, "row": row, "load": row.get("load")}
+    tidy |= {"in_evaluation": other_in_evaluation(row), "freed": freed_words(row)}
+    tidy |= {"config_digits": row["config_hash"][:8], "source_digits": row["source"][:8]}
+    if kind in ("cost", "peers") and row["status"] != "measured":
+        tidy.pop("bytes_per_second", None)
+    elif kind == "cost" and tidy.get("time.train_ms.p50"):
+        tidy["bytes_per_second"] = row["streams"] * row["segment"] / tidy["time.train_ms.p50"] * 1000
+    if "utilisation.share" in tidy:
+        tidy["share_percent"] = 100 * tidy["utilisation.share"]
+    if kind == "run":
+        tidy["optimizers"] = optimizer_words(row.get("optimizers"))
+        copied = {far: bits for far, bits in copies(row).items() if bits < REACHED_BITS}
+        tidy |= {"reach": float(max(copied, default=0))} if copies(row) else {}
+    elif kind == "fit":
+        predicted, measured = tidy.get("predicted_peak_bytes"), tidy.get("measured_peak_bytes")
+        if predicted is not None and measured:
+            tidy["error_percent"] = 100 * (predicted - measured) / measured
+        if predicted is not None and "device_memory_bytes" in tidy:
+            tidy["fits"] = "yes" if predicted <= tidy["device_memory_bytes"] else "no"
+        tidy["trust"] = "within 10%" if row.get("verified") is True else "not verified" if "verified" in row else None
+    elif kind == "peers":
+        tidy["package_words"] = " ".join(filter(None, (row.get("package"), row.get("package_version")))) or None
+        tidy["range_words"] = None if row.get("invalid") else spread(row.get("relative_range")).text or None
+    return tidy | more
+
+
+def copies(row: dict) -> dict[int, float]:
+    """Mean bits of copied letters by the distance that they are copied from."""
+    bits = row.get("valid_bits_per_copy")
+    return {int(far): value for far, value in bits.items() if far.isdecimal() and is_number(value)} if bits else {}
+
+
+def _add_numbers(value: dict, tidy: dict, prefix: str = "") -> None:
+    """Finite numbers of nested dictionaries; of a list its length."""
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            _add_numbers(inner, tidy, f"{prefix}{name}.")
+        elif is_number(inner) or isinstance(inner, bool | list):
+            tidy[f"{prefix}{name}"] = float(len(inner) if isinstance(inner, list) else inner)
+
+
+def _lines(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
+    """Good rows of a file, and why the others are none; ``wrong`` says so of a row and the number of its line."""
+    rows, reasons = [], []
+    text = read_file(path, most=LARGEST_RECORD).decode("utf-8", "replace")
+    for line_number, line in enumerate(text.splitlines(), start=1):
+        try:
+            row = parse_object(line)
+            reason = wrong(row, line_number)
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            reasons.append(f"line {line_number}: {reason}")
+        else:
+            rows.append(row)
+    return rows, reasons
+
+
+def _read_lines(path: Path, rows: Rows, *, runs: list, others: list) -> None:
+    """Rows of verbs, and runs of one line: ``{"cell", "summary", "record", "evaluation"}``."""
+
+    def wrong(row: dict, line_number: int) -> str | None:
+        if "summary" in row:
+            record, summary = row.get("record"), row["summary"]
+            if not (isinstance(record, list) and record and all(isinstance(one, dict) for one in record)):
+                return "no provenance: the record is missing"
+            shaped = (misfit(one, shape=shape_of_run_row(one)) for one in record)
+            return refusal(record[0]) or next(filter(None, shaped), None) or _summary_misfit(summary, record[0])
+        if reason := refusal(row):
+            return reason
+        kind = row["kind"]
+        known = isinstance(kind, str) and kind in VERBS
+        return misfit(row, shape=shapes()[kind]) if known else f"kind is {shown(kind)}; allowed are {', '.join(VERBS)}"
+
+    good, reasons = _lines(path, wrong=wrong)
+    for place, row in enumerate(good):
+        if "summary" in row:
+            name = f"{path.stem}:{place + 1}"
+            runs += _taken(rows, path.parent / name, row["record"], row["summary"], age=(path.stat().st_mtime, place))
+        else:
+            read_from = str(path.parent)
+            others.append(_tidy(row | {"read_from": read_from}, row["kind"], read_from=read_from))
+    _refuse(rows, path, reasons if good or reasons else ["no rows in it"])
+
+
+def _read_run(folder: Path, rows: Rows) -> list:
+    """A run folder: its summary with the good rows of its record."""
+
+    def wrong(row: dict, line_number: int) -> str | None:
+        return (refusal(row) if line_number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
+
+    record, reasons = _lines(folder / RECORD, wrong=wrong) if (folder / RECORD).exists() else ([], [])
+    if reasons and reasons[0].startswith("line 1:"):  # without its provenance a run has no rows
+        record, reasons = [], reasons[:1]
+    summary, reason = look_at(folder / SUMMARY)
+    traced = bool(record) and record[0].get("kind") == "provenance"
+    if not traced and not (summary and summary.get("status") in FAILED):
+        reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
+    if summary is not None:
+        reason = _summary_misfit(summary, record[0] if traced else None)
+    _refuse(rows, folder / RECORD, reasons)
+    _refuse(rows, folder / SUMMARY, [reason] if reason else [])
+    if traced and (folder / EVALUATIONS).exists():
+        later = _lines(folder / EVALUATIONS, wrong=lambda row, line_number: None)[0]
+        rows.test_scores[record[0]["data"]["sha256"]] += sum(row.get("split") == "test" for row in later)
+    try:
+        age = ((folder / SUMMARY).stat().st_mtime, 0)
+    except OSError:
+        age = (0.0, 0)
+    return _taken(rows, folder, record if traced else [], summary, age=age, refused=bool(reason))
+
+
+def _taken(rows: Rows, folder: Path, record: list, summary: dict | None, *, age: tuple, refused: bool = False) -> list:
+    """The run as ``[(age, row of the frame)]``, or nothing, and why that is. What a failed run knew is no result."""
+    if record:
+        rows.test_scores[record[0]["data"]["sha256"]] += sum(row["kind"] == "test" for row in record)
+    status = (summary or {}).get("status")
+    if refused or not (record or status in FAILED):
+        return []
+    more = {"record": record, "folder": folder, "run": folder.name}
+    if status in FAILED:
+        error = error_of(summary)
+        rows.failed.append(f"{folder}: {error}")
+        return [(age, _tidy(record[0] | {"error": error}, "failed", **more))] if record else []
+    if status != "finished":
+        rows.unfinished.append(f"{folder}: {status or 'no summary yet'}")
+        return []
+    return [(age, _tidy(record[0] | summary, "run", **more))]
+
+
+def error_of(summary: dict) -> str:
+    """What a failed run ended with, in one line."""
+    words = " ".join(str(summary.get("error") or "no error was written down").split())
+    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
+
+
+def _summary_misfit(summary: object, provenance: dict | None) -> str | None:
+    """Why a summary is not shown: its shape, another run than the record's, or a check that was not passed."""
+    failed = isinstance(summary, dict) and summary.get("status") in FAILED
+    if reason := misfit(summary, shape=shapes()["failed" if failed else "summary"]):
+        return reason
+    if provenance is not None:  # null is what a failed run did not get to know
+        keys = [key for key in SAME_RUN if not failed or summary.get(key) is not None]
+        other = [key for key in keys if summary[key] != provenance.get(key)]
+        if other:
+            return f"not of the run in {RECORD}: {', '.join(other)} differ"
+    return f"{summary['check']}: not compared" if summary.get("check") in UNCOMPARED else None
+
+
+def _refuse(rows: Rows, path: Path, reasons: list[str]) -> None:
+    rows.refused.extend(f"{path}: {reason}" for reason in reasons[:MOST_REASONS])
+    if len(reasons) > MOST_REASONS:
+        rows.refused.append(f"{path}: {len(reasons) - MOST_REASONS} more lines")

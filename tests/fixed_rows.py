@@ -1,0 +1,86 @@
+"""The fixed rows whose tables ``tests/golden_report`` has: runs, trials and rows of verbs, all made up."""
+
+import json
+import os
+from pathlib import Path
+
+from tests.bench_rows import cost_row, fit_row, peer_row, write_failed, write_rows, write_run, write_trial
+
+BUSY = {"busy": True, "cores": 2, "wanted_cores": 2, "average_at_start": 0.5, "seconds": 60.0}
+BUSY |= {"others_cores": 1.25, "stolen_cores": 0.0}
+COPY = {"eval": {"copy": True}}
+
+
+def change(folder: Path, **changes) -> Path:
+    """Change provenance and summary of a run alike."""
+    record, summary = folder / "record.jsonl", folder / "summary.json"
+    first, *others = record.read_text().splitlines()
+    record.write_text("\n".join([json.dumps(json.loads(first) | changes), *others]) + "\n")
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | changes))
+    return folder
+
+
+def write_fixed_rows(folder: Path) -> None:
+    """All of them, in sub-folders; run folders get times of change in the order in which they were written."""
+    places = []
+    for place, (variant, bits) in enumerate((("mhsa", 2.4), ("adaptive_span", 2.36), ("all_attention", 2.41))):
+        for seed in range(3):
+            wave = ((seed * 7 + place * 5) % 11) / 1000
+            total = 855_680 + 4_000 * place
+            parameters = {"total": total, "touched": total - 32_640}
+            changes = {"parameters": parameters, "bytes_per_second": 12_500.0 - 100 * seed}
+            run = write_run(folder / "plain", variant=variant, seed=seed, bits=bits + wave, **changes)
+            places.append(change(run, parameters=parameters))
+    places.append(change(write_run(folder / "plain", variant="linformer", seed=0, bits=2.5), load=BUSY))
+    places.append(write_run(folder / "plain", variant="local", seed=0, bits=2.45, valid_bits_per_byte=None))
+    for span in (128, 256):
+        config = {"variant": {"name": "mhsa"}, "model": {"d_model": 64, "layers": 2, "heads": 2, "span": span}}
+        run = write_run(folder / "plain", variant="mhsa", seed=0, bits=2.6 - span / 1000, config=config)
+        places.append(change(run, source="aa" * 32))
+    for variant, reach in (("mhsa", 0.2), ("linear", 3.9)):
+        for seed in (0, 1):
+            copies = {"64": reach / 10, "256": reach, "1024": min(4.0, 3 * reach) + seed / 100}
+            run = write_run(folder / "recall", variant=variant, seed=seed, bits=3.0, valid_bits_per_copy=copies)
+            data = {"name": "recall", "bytes": 1_000_000, "sha256": "12" * 32}
+            places.append(change(run, data=data, capped={"valid": 10_000, "test": 10_000}))
+    for place, changes in enumerate(({}, {"threads": 4}, {"threads": 4, "allocator": "return"})):
+        run = write_run(folder / "grounds", variant=("mhsa", "local", "mhsa")[place], seed=place, bits=2.2 + place / 10)
+        places.append(change(run, budget={"bytes": 9_000_000}, **changes))
+    for variant in ("mhsa", "adaptive_span"):
+        for trial, rate in enumerate((0.001, 0.003, 0.01)):
+            for seed in (100, 101):
+                bits = 2.5 + abs(rate - 0.003) * 10 + seed / 1e5
+                point = {"optim.lr": (0.3, 0.5, 0.99)[trial]}
+                places.append(
+                    write_trial(
+                        folder / "trials", variant=variant, rate=rate, seed=seed, bits=bits, trial=trial, point=point
+                    )
+                )
+    places.append(write_failed(folder / "trials", error="out of memory", seed=100, trial=3))
+    for seed in (0, 1, 101):
+        places.append(write_trial(folder / "trials", rate=0.003, seed=seed, bits=2.45 + seed / 1e3))
+    for place, run in enumerate(places):
+        os.utime(run / "summary.json", (1.8e9 + place, 1.8e9 + place))
+    costs = [cost_row(variant=v, length=n) for v in ("mhsa", "adaptive_span") for n in (256, 512, 1024)]
+    costs += [cost_row(length=n, backend="plain") for n in (256, 512)]
+    lost = {"parameters": None, "spans": None, "flops": None, "bytes_moved": None, "memory": None, "time": None}
+    costs += [cost_row(length=1024, backend="plain", status="out of memory", reason="8 GiB", **lost)]
+    leak = cost_row(variant="linear", length=512)
+    leak["memory"] |= {"growth_bytes_per_step": 2**22}
+    stream = [cost_row(variant=v, length=n, mode="stream", segment=128) for v in ("mhsa", "linear") for n in (256, 512)]
+    write_rows(folder, [*costs, cost_row(), leak | {"load": BUSY}, *stream], name="20261120-120000-cost")
+    peers = [
+        peer_row(name="reference_model"),
+        peer_row(tokens_per_second=12_000.0),
+        peer_row(name="mhsa", backend="fused"),
+    ]
+    peers += [peer_row(name="broken", status="failed", reason="not causal", time=None, relative_to_reference=None)]
+    peers[-1] |= {"bytes_per_second": None}
+    write_rows(folder, peers, name="20261120-130000-peers")
+    write_rows(
+        folder,
+        name="20261120-135000-peers",
+        rows=[peer_row(void="the reference is slow"), peer_row(name="mhsa", void="the reference is slow")],
+    )
+    fits = [fit_row(), fit_row(variant="linear", measured_peak_bytes=1.1e8), fit_row(streams=16, load=BUSY)]
+    write_rows(folder, fits, name="20261120-140000-fit")
