@@ -2,7 +2,8 @@
 
 Every variant must first keep the contract. Then, for each length, every variant and backend gets a process of its own; peak
 memory is read there, and the training step, an evaluation and the generation of one byte are timed in turn, A B A B, so
-that all of a length share the machine's moods. Out of memory is a row. Rows go to ``outputs/bench/<time>-cost/rows.jsonl``.
+that all of a length share the machine's moods. Out of memory is a row. Rows go to ``outputs/bench/<time>-cost/rows.jsonl``, or
+to ``rows=FILE``; a variant that has a row there of the same mode and length is skipped.
 
 On a CPU each is there twice: freed memory is kept by the process, or returned to the system. Weights are shaken, because
 hardware is quicker on zeros, and learned spans are those that a run has learned, in keys, at every length.
@@ -36,6 +37,7 @@ class CostSettings:
     rounds: int
     seconds: float
     memory_limit_gib: float | None
+    rows: str | None
 
 
 OWN = tuple(CostSettings.__dataclass_fields__)
@@ -60,27 +62,31 @@ def main(cfg: DictConfig) -> None:
     from bench.report.tables_costs import cost_tables, for_terminal
     from bench.rows import RowFile
     from harness.loop.admission import admission
+    from harness.record.rows import read_rows
     from harness.record.table import print_table
 
     settings, configs, weights = _asked(cfg)
     plans = [bench_plan(config) for config in configs]
+    file, rows = RowFile(Path(cfg.outputs), verb="cost", path=settings.rows and Path(settings.rows)), []
+    done = read_rows(file.path) if file.path.exists() else []
+    there = {(row["variant"], row["mode"], row["length"]) for row in done}
     groups = [
         [
             _task(cfg, settings, length=length, backend=backend, allocator=allocator, spans=spans, weights=weights)
             for cfg in configs
+            if (cfg.variant.name, settings.mode, length) not in there
             for backend in settings.backends
             for spans in settings.spans
             for allocator in settings.allocators
         ]
         for length in settings.lengths
     ]
-    file, rows = RowFile(Path(cfg.outputs), verb="cost"), []
     with Steps(len(plans) + STEPS * sum(len(group) for group in groups)) as progress:
         for plan in plans:
             progress.doing(f"{plan.variant}: does it keep the contract?")
             admission(plan)
             progress.advance()
-        for group in groups:
+        for group in filter(None, groups):
             for row in measure_together(group, settings=settings, progress=progress):
                 rows.append(file.append(row))
     for table in cost_tables(rows)[::2]:  # those of speed; what they are made of is in the report

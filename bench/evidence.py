@@ -1,8 +1,9 @@
 """Evidence: the runs of one stage of the front page, each on a core of its own: ``python -m bench.evidence stage=b path=FILE``.
 
-``conf/evidence.yaml`` says which cells a stage has: points of a sweep's grid, and spans replayed from ``adaptive_span`` of the
-same seed. A finished or failed run becomes one line of ``<rows>/<table>.jsonl``: its cell, its summary and its record without
-train rows. A cell that has a line is skipped on any machine, and a run that was interrupted goes on in its folder.
+``conf/evidence.yaml`` says which cells a stage has: points of a sweep's grid, rates one step beyond those that have a row, and
+spans replayed from ``adaptive_span`` of the same seed. A finished or failed run becomes one line of ``<rows>/<table>.jsonl``: its
+cell, its summary, its record without train rows. A cell that has a line is skipped on any machine, and a run that was interrupted
+goes on in its folder.
 """
 
 import json
@@ -19,6 +20,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
+from bench.picks import RATE, beyond, tried
 from harness.cache import append_whole, locked
 from harness.compose.cli import run_command
 from harness.failures import BUG, Diverged
@@ -55,21 +57,25 @@ def sweep_params(sweep: str) -> dict[str, object]:
     """The grid of a file of ``conf/sweep``, with that of a sweep that it begins with."""
     read = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
     begin = [name for name in read["defaults"] if isinstance(name, str)]
-    return {key: value for name in begin for key, value in sweep_params(name).items()} | read["hydra"]["sweeper"][
-        "params"
-    ]
+    own = read["hydra"]["sweeper"]["params"]
+    return {key: value for name in begin for key, value in sweep_params(name).items()} | own
 
 
 def cells(grids: list[dict], *, words: list[str], rows: Path) -> list[Cell]:
     """All points of a stage's grids, seeds outermost; cells that take spans stand after those that have them."""
     found = []
     for grid in grids:
-        params = sweep_params(grid["sweep"]) | grid.get("params", {})
-        keys, file = sorted(params, key=lambda key: key != "seed"), rows / f"{grid.get('table', grid['sweep'])}.jsonl"
-        for values in product(*(str(params[key]).split(",") for key in keys)):
-            point = (f"{key}={value}" for key, value in zip(keys, values, strict=True))
-            own = (f"sweep={grid['sweep']}", *point, *words)
-            found.append(Cell(words=own, file=file, context=grid.get("context", False)))
+        file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
+        ends = [{}]
+        if grid.get("further"):
+            rates = ((name, beyond(scores)) for name, scores in tried(file).items())
+            ends = [{"variant": name, RATE: f"{rate:g}"} for name, rate in rates if rate]
+        for params in (sweep_params(grid["sweep"]) | grid.get("params", {}) | end for end in ends):
+            keys = sorted(params, key=lambda key: key != "seed")
+            for values in product(*(str(params[key]).split(",") for key in keys)):
+                point = (f"{key}={value}" for key, value in zip(keys, values, strict=True))
+                own = (f"sweep={grid['sweep']}", *point, *words)
+                found.append(Cell(words=own, file=file, context=grid.get("context", False)))
     return found
 
 
@@ -120,7 +126,9 @@ class Runner:
             raise ValueError(f"ended with {code}, see {self.outputs / 'log.txt'}: is left for another try")
         with locked(self.outputs / cell.file.name):
             if not cell.line(cell.words):
-                append_whole(cell.file, json.dumps(plain(line), allow_nan=False).encode() + b"\n")
+                text = json.dumps(plain(line), allow_nan=False).replace(str(folder), "outputs")
+                text = text.replace(self.path, Path(self.path).name) if self.path else text  # no path of this machine
+                append_whole(cell.file, text.encode() + b"\n")
         print(f"{' '.join(cell.words)}: {line['summary']['status']}", flush=True)
 
     def child(self, *words: str) -> int:

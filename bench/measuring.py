@@ -117,6 +117,7 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "segment": batch["segment"],
         "span": task.span,
         "streams": batch["streams"],
+        "memory_limit_gib": settings.memory_limit_gib,
         "checkpoint": task.weights,
         "status": cell.status or "measured",
         "reason": cell.reason,

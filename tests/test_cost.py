@@ -105,6 +105,21 @@ def test_costs_are_there_and_in_order(side_by_side):
         assert row["load"].keys() >= {"busy", "others_cores", "stolen_cores", "average_at_start"}
 
 
+def test_what_a_file_has_is_not_measured_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "variants=[mhsa]",
+        "mode=stream",
+        "batch.segment=16",
+        "backends=[auto]",
+        "memory_limit_gib=8",
+        "rows=r.jsonl",
+    )
+    first, both = rows_of(cost(*words, "lengths=[32]")), rows_of(cost(*words, "lengths=[32,64]"))
+    assert both[:-1] == first and [row["length"] for row in both] == [32, 64]
+    assert {row["memory_limit_gib"] for row in both} == {8.0}
+
+
 def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
     """By default: each round takes a call of ``bench.cost``, and two of ``bench.peers``, each with keys of its own."""
     assert compose_config(name="cost").rounds >= LEAST_CALLS

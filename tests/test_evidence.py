@@ -8,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from bench.evidence import Cell, Runner, cells, span_word, sweep_params
+from bench.picks import RATE
 from tests.composing import CONF, compose_config, plan
 
 STAGES = OmegaConf.to_container(compose_config("stage=a", name="evidence").stages, resolve=True)
@@ -22,11 +23,13 @@ def test_stages_have_the_cells_of_their_grids(tmp_path):
     found = {name: cells(grids, words=[], rows=tmp_path) for name, grids in STAGES.items()}
     assert {name: len(own) for name, own in found.items()} == {
         "a": 63,
+        "a2": 0,
         "b": 24,
         "c": 18,
         "d": 52,
         "e": 24,
-        "recall": 72,
+        "recall": 54,
+        "long": 5,
     }
     assert all(len({cell.words for cell in own}) == len(own) for own in found.values())
     assert not {cell.words for cell in found["d"]} & {cell.words for cell in (*found["b"], *found["c"])}
@@ -36,7 +39,7 @@ def test_stages_have_the_cells_of_their_grids(tmp_path):
         assert all(order.index(cell.source) < order.index(cell.words) for cell in own if cell.source)
 
 
-@pytest.mark.parametrize("name", ["rates", "front_page", "recall"])
+@pytest.mark.parametrize("name", ["rates", "front_page", "recall", "long"])
 def test_sweeps_and_stages_are_of_one_protocol_and_arithmetic(name, tmp_path):
     words = [f"{key}={value}" for key, value in sweep_params(name).items()]
     jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
@@ -49,6 +52,34 @@ def test_sweeps_and_stages_are_of_one_protocol_and_arithmetic(name, tmp_path):
         assert made.config["optim"]["matrices"]["optimizer"]["precision"] == "float32"
         assert (made.purpose, made.eval.test) == (("tune", False) if name == "rates" else ("result", True))
         assert made.data["name"] == ("recall" if name == "recall" else "enwik8_4m")
+
+
+def rates_file(folder, scores: dict[str, dict[str, float | None]]) -> None:
+    """Made-up lines of the sweep of rates; a run without a score diverged."""
+    made = []
+    for name, own in scores.items():
+        for rate, bits in own.items():
+            cell = ["sweep=rates", "seed=100", f"variant={name}", f"{RATE}={rate}"]
+            summary = {"status": "finished" if bits else "diverged", "valid_bits_per_byte": bits}
+            made.append(json.dumps({"cell": cell, "summary": summary}) + "\n")
+    (folder / "rates.jsonl").write_text("".join(made))
+
+
+def test_a_best_rate_at_an_end_is_tried_one_step_further_until_it_is_none(tmp_path):
+    scores = {"mhsa": {"0.5": 3.0, "1": 2.9, "2": 2.8}, "local": {"0.5": 2.7, "1": 2.8, "2": None}}
+    scores |= {"linear": {"0.5": 3.0, "1": 2.9, "2": 2.95}, "reformer": {"1": 3.0, "2": 2.9}}  # in between; not whole
+    rates_file(tmp_path, scores)
+    left = cells(STAGES["a2"], words=[], rows=tmp_path)
+    first = ("sweep=rates", "seed=100")
+    assert [cell.words for cell in left] == [
+        (*first, "variant=mhsa", f"{RATE}=4"),
+        (*first, "variant=local", f"{RATE}=0.25"),
+    ]
+    assert plan(*left[0].words).config["variant"]["lr_scale"] == {"muon": 4}
+    scores["mhsa"]["4"], scores["local"]["0.25"] = 2.85, 2.6
+    rates_file(tmp_path, scores)
+    (again,) = cells(STAGES["a2"], words=[], rows=tmp_path)
+    assert again.words == (*first, "variant=local", f"{RATE}=0.125")
 
 
 def test_spans_are_replayed_by_layer_or_as_their_mean():
@@ -64,12 +95,13 @@ def test_spans_are_replayed_by_layer_or_as_their_mean():
 def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path, monkeypatch):
     words = ("sweep=front_page", "seed=3", "variant=uniform_span")
     cell = Cell(words=words, file=tmp_path / "rows" / "front_page.jsonl", context=False)
-    runner, typed, code = Runner(outputs=tmp_path, path="corpus"), [], 0
+    runner, typed, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
 
     def child(*given):
         typed.append(given)
         (folder := tmp_path / "front_page-3-uniform_span" / "latest").mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text(json.dumps({"status": "diverged" if code else "finished"}))
+        summary = {"status": "diverged" if code else "finished", "command": " ".join(given)}
+        (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "record.jsonl").write_text('{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n')
         return code
 
@@ -88,8 +120,10 @@ def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path,
     code = 3
     runner.run(cell)
     runner.run(cell)
-    assert "variant.attention.span.spans=[[3.0,3.0]]" in typed[-1] and "data.path=corpus" in typed[-1]
-    assert cell.line(words)["summary"] == {"status": "diverged"}
+    assert "variant.attention.span.spans=[[3.0,3.0]]" in typed[-1] and f"data.path={tmp_path}/corpus.xz" in typed[-1]
+    assert cell.line(words)["summary"]["status"] == "diverged"
+    assert "outputs=outputs data.path=corpus.xz" in cell.line(words)["summary"]["command"], "no path of this machine"
+    assert str(tmp_path) not in cell.file.read_text()
     assert cell.line(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
     assert len(cell.file.read_text().splitlines()) == 3
 

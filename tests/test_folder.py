@@ -57,6 +57,12 @@ def test_the_hash_covers_what_can_change_a_number_and_nothing_else():
     assert len({hash_of(), *(hash_of(override) for override in other)}) == len(other) + 1
 
 
+def test_where_a_corpus_of_a_known_digest_lies_is_not_hashed():
+    known, own = ("data=enwik8_4m", "data=text8")  # of text8 no digest is known
+    assert hash_of(known, "data.path=a.xz") == hash_of(known, "data.path=b/a.xz") == hash_of(known)
+    assert hash_of(own, "data.path=a") != hash_of(own)
+
+
 def test_edited_source_never_returns_an_old_number(monkeypatch, capsys):
     job, _ = whole_run("budget.steps=3")
     monkeypatch.setattr("harness.source.digest", lambda config, trust: "e" * 64)
