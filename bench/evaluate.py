@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
     row = {"kind": "evaluation", "format": FORMAT, "split": cfg.split, "protocol": protocol}
     row |= _score(model, split[:limit], device, protocol, look=saved["seed"])
-    row["check"] = NOT_CAUSAL if row["future_nats"] > MOST_NATS else saved.get("check")
+    row["check"] = NOT_CAUSAL if not row["future_nats"] <= MOST_NATS else saved.get("check")
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
     row |= {"trained_source": saved["source"], "commit": source.commit()}
     row |= {"source": source.digest(plan.config, trust=plan.trust)}

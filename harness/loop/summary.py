@@ -130,7 +130,7 @@ def final_score(training: TrainState, split: str, found: dict) -> dict:
         corpora.compressed_bits(part, train=train) if training.runtime.processes.is_main else {}
     )
     change = max(score.future_nats, apart.future_nats if plan.eval.windows else 0.0)
-    found["check"] = NOT_CAUSAL if change > MOST_NATS else found["check"]
+    found["check"] = NOT_CAUSAL if not change <= MOST_NATS else found["check"]
     row = {"kind": split, **training.place(), "final": True, **bits, "capped_bytes": capped.get(split)}
     return row | {
         "check": found["check"],
