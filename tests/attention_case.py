@@ -9,7 +9,9 @@ from itertools import combinations, product
 from random import Random
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.reference.adaptive_span import adaptive_mask, dynamic_mask
 from tests.reference.all_attention import persistent_vectors
@@ -95,52 +97,39 @@ def run(attention: Attention, x: Tensor, past: Tensor) -> Tensor:
     return attention(x, state, starts(past.shape[1])).y
 
 
-def reference_mask(attention: Attention, *, widen: int = 0) -> Mask | None:
-    """The soft mask as the reference has it; ``widen`` more input dimensions are not read."""
+def reference_mask(attention: Attention) -> Mask | None:
+    """The soft mask as the reference has it."""
     spans = attention.span
     if isinstance(spans, AdaptiveSpan):
         return adaptive_mask(spans.fraction, span=spans.span, ramp=spans.ramp)
     if isinstance(spans, DynamicSpan):
-        vectors = torch.cat([spans.gate.weight, torch.zeros(attention.heads, widen, dtype=DOUBLE)], dim=1)
-        return dynamic_mask(vectors, biases=spans.gate.bias, span=spans.span, ramp=spans.ramp)
+        return dynamic_mask(spans.gate.weight, biases=spans.gate.bias, span=spans.span, ramp=spans.ramp)
     return None
 
 
-def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
-    """What the papers say ``run`` gives, by loops.
+def matrices(attention: nn.Module) -> dict[str, Tensor]:
+    """Its four projections by the names that references have for them."""
+    return {f"w{name[0]}": getattr(attention, name).weight for name in ("query", "key", "value", "output")}
 
-    Past keys and values of ``cache: kv`` are constants, though the reference projects all inputs: so past inputs get
-    dimensions of their own there, which only detached copies of W_k and W_v read.
-    """
-    wq, wk, wv, wo = (getattr(attention, name).weight for name in ("query", "key", "value", "output"))
-    widen = D if attention.cache == "kv" else 0
-    if widen:
-        zeros = torch.zeros_like(wq)
-        x = torch.cat([x, torch.zeros_like(x)], dim=-1)
-        past = torch.cat([torch.zeros_like(past), past], dim=-1)
-        wq, wk, wv = torch.cat([wq, zeros], 1), torch.cat([wk, wk.detach()], 1), torch.cat([wv, wv.detach()], 1)
-        wo = torch.cat([wo, torch.zeros_like(wo)])
-    keys, values = None, None
-    if attention.persistent is not None:
-        vectors = attention.persistent
-        keys, values = persistent_vectors(vectors.key, value_parameters=vectors.value)
-    y = reference(
+
+def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
+    """What the papers say ``run`` gives, by loops. Past keys and values of ``cache: kv`` are constants."""
+    vectors = attention.persistent
+    keys, values = persistent_vectors(vectors.key, value_parameters=vectors.value) if vectors else (None, None)
+    return reference(
         x,
-        wq=wq,
-        wk=wk,
-        wv=wv,
-        wo=wo,
+        **matrices(attention),
         heads=attention.heads,
         span=attention.span.span,
         attend_self=attention.shift == 0,
         position=position,
         table=getattr(attention.position, "table", None),
-        mask=reference_mask(attention, widen=widen),
+        mask=reference_mask(attention),
         persistent_keys=keys,
         persistent_values=values,
         past=past,
+        past_is_constant=attention.cache == "kv",
     )
-    return y[..., :D]
 
 
 def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -162,6 +151,19 @@ def assert_same(one: Tensor, other: Tensor, *, named: dict[str, Tensor], toleran
     pairs = zip(gradients(one, list(named.values())), gradients(other, list(named.values())), strict=True)
     for name, (mine, theirs) in zip(named, pairs, strict=True):
         assert_near(mine, theirs, tolerance=tolerance, what=f"gradient of {name}")
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(made) if isinstance(x, Tensor))])
+        return made
 
 
 def covering(factors: dict[str, list], *, strength: int) -> list[dict]:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.attention_case import (
-    DOUBLE,
     B,
     Case,
     D,
@@ -20,7 +19,6 @@ from tests.attention_case import (
     gradients,
     run,
     set_fractions,
-    starts,
 )
 from tests.reference.adaptive_span import dynamic_fractions, span_loss
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan, bucket
@@ -38,13 +36,8 @@ def test_bucket_by_hand():
 
 @given(st.integers(1, 100_000))
 def test_bucket_rounds_up_by_half_at_most(n):
-    assert n <= bucket(n) <= bucket(n + 1)
+    assert n <= bucket(n) <= bucket(n + 1) and bucket(bucket(n)) == bucket(n)
     assert bucket(n) - n < max(64, n / 2)
-    assert bucket(bucket(n)) == bucket(n)
-
-
-def test_buckets_are_few():
-    assert len({bucket(n) for n in range(1, 8193)}) == 14
 
 
 @pytest.mark.numeric
@@ -106,31 +99,8 @@ def test_trimming_keeps_the_far_end_of_the_ramp(backend, position):
         assert (gradients(short, [attention.span.fraction])[0] - expected)[1].abs() > 1e-6
 
 
-@pytest.mark.numeric
-@pytest.mark.parametrize("position", ["relative", "rotary"])
-def test_trimmed_spans_match_the_reference(position):
-    """The relative table is longer than the columns in use; its far rows get no gradient."""
-    attention, past, x = boundary("plain", position)
-    table = getattr(attention.position, "table", attention.query.weight)
-    expected = by_reference(attention, x=x, past=past, position=position)
-    assert_same(run(attention, x, past), expected, named={"x": x, "fraction": attention.span.fraction, "table": table})
-    if position == "relative":
-        assert gradients(run(attention, x, past), [table])[0][65:].abs().max() == 0
-
-
 def adaptive(*, heads: int = 4, span: int = 512, **keywords) -> AdaptiveSpan:
     return AdaptiveSpan(Case(heads=heads, span=span).context(), **keywords)
-
-
-def test_project_brings_fractions_into_their_range():
-    spans = adaptive(ramp=8)
-    with torch.no_grad():
-        spans.fraction.copy_(torch.tensor([-0.3, 0.0, 0.5, 1.7]))
-    spans.project_()
-    once = spans.fraction.tolist(), spans.max_keys
-    assert once == ([0, 0, 0.5, 1], (64, 64, 384, 512))
-    spans.project_()
-    assert once == (spans.fraction.tolist(), spans.max_keys)
 
 
 @pytest.mark.numeric
@@ -153,6 +123,9 @@ def test_columns_cover_the_closed_ramp(fractions, span, ramp):
 @pytest.mark.numeric
 def test_initial_spans_and_columns():
     assert adaptive().max_keys == (64,) * 4
+    dynamic = DynamicSpan(Case(span=1000).context(), bias=-4.0)
+    nn.init.zeros_(dynamic.gate.weight)
+    assert dynamic(torch.zeros(1, 1, D)).flatten().tolist() == pytest.approx([17.9862] * 3, abs=1e-3)
     spans = adaptive(initial=0.25, ramp=16)
     assert spans.fraction.tolist() == [0.25] * 4
     assert spans.max_keys == (192,) * 4  # 128 + 16 + 1
@@ -165,76 +138,30 @@ def test_initial_spans_and_columns():
 
 
 @pytest.mark.numeric
-@BACKENDS
-@pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_state_follows_the_longest_head_and_any_is_accepted(backend, cache):
-    case = Case(length=150, span=200, spans="zero", ramp=8, cache=cache, backend=backend, position="rotary")
-    attention = case.build()
-    _, x = case.stream()
-    dim = 1 if cache == "hidden" else 2
-
-    def state(fractions: list[float]) -> torch.Tensor | tuple:
-        set_fractions(attention, fractions)
-        return attention(x, None, starts(0)).state
-
-    def length(state: torch.Tensor | tuple) -> int:
-        keys = state if cache == "hidden" else state[0]
-        return max(x.shape[dim] for x in (keys if isinstance(keys, tuple) else [keys]))
-
-    short, long = state([0, 0, 0.1]), state([0, 0.5, 0.1])
-    by_head = cache == "kv" and backend != "plain"  # heads carry what they may need after a step between
-    assert (length(short), length(long)) == (
-        63,
-        150 if by_head else 127,
-    )  # columns - 1: the query itself is one of them
-    more = torch.randn(B, 3, D, dtype=DOUBLE)
-    set_fractions(attention, [0, 0, 0.1])  # spans shrank since: what is beyond the new ones is not read
-    assert_near(attention(more, long, starts(150)).y, attention(more, short, starts(150)).y)
-    set_fractions(attention, [0, 0.5, 0.1])  # spans grew since: as if the stream had begun 63 bytes ago
-    begun = attention(torch.cat([x[:, -63:], more], dim=1), None, starts(87)).y[:, -3:]
-    grown = attention(more, short, starts(150))
-    assert_near(grown.y, begun)
-    assert length(grown.state) == 66
-
-
-@pytest.mark.numeric
-def test_loss_is_the_weighted_mean_span():
-    case = Case(spans="whole", heads=3, span=8)
+@pytest.mark.parametrize("kind", ["whole", "dynamic"])
+def test_loss_is_the_weighted_mean_span(kind):
+    case = Case(spans=kind, heads=3, span=8)
     attention = case.build()
     _, x = case.stream()
     attention.span.loss_weight = 0.01
-    loss = attention(x).loss
-    assert loss.item() == pytest.approx(0.01 * (8 * 0.25 + 8 * 0.37 + 8 * 1.0) / 3, abs=1e-8)
-    fractions = attention.span.fraction
-    assert_same(loss, span_loss(fractions, span=8, weight=0.01), named={"fraction": fractions})
+    spans = attention.span
+    if kind == "dynamic":
+        fractions = dynamic_fractions(x, vectors=spans.gate.weight, biases=spans.gate.bias)
+    else:
+        fractions = spans.fraction
+        assert attention(x).loss.item() == pytest.approx(0.01 * (8 * 0.25 + 8 * 0.37 + 8 * 1.0) / 3, abs=1e-8)
+    expected = span_loss(fractions, span=8, weight=0.01)
+    assert_same(attention(x).loss, expected, named={"x": x} | dict(spans.named_parameters()))
     assert attention.eval()(x).loss is None
     assert Case().build()(x).loss is None
-
-
-@pytest.mark.numeric
-def test_dynamic_loss_is_the_weighted_mean_over_bytes():
-    case = Case(spans="dynamic", heads=3, span=8)
-    attention = case.build()
-    _, x = case.stream()
-    attention.span.loss_weight = 0.01
-    gate = attention.span.gate
-    fractions = dynamic_fractions(x, vectors=gate.weight, biases=gate.bias)
-    named = {"x": x, "v": gate.weight, "b": gate.bias}
-    assert_same(attention(x).loss, span_loss(fractions, span=8, weight=0.01), named=named)
-    assert attention.eval()(x).loss is None
 
 
 @pytest.mark.numeric
 def test_metrics_are_spans_in_keys_with_and_without_the_ramp():
     attention = Case(spans="zero", span=8, heads=4).build()  # R = 3
     set_fractions(attention, [0.0, 0.25, 0.5, 1.0])
-    found = attention.metrics({})
-    assert found["span"].tolist() == [0, 2, 4, 8]
-    assert found["span_with_ramp"].tolist() == [3, 5, 7, 8]
-
-
-@pytest.mark.numeric
-def test_dynamic_metrics_are_means_over_bytes():
+    shown = attention.metrics({})
+    assert shown["span"].tolist() == [0, 2, 4, 8] and shown["span_with_ramp"].tolist() == [3, 5, 7, 8]
     case = Case(spans="dynamic", span=8, heads=3, length=7)
     attention = case.build()
     _, x = case.stream()
@@ -248,31 +175,9 @@ def test_dynamic_metrics_are_means_over_bytes():
     assert attention.metrics({}) == {}
 
 
-@pytest.mark.numeric
-def test_dynamic_spans_start_at_the_sigmoid_of_the_bias():
-    spans = DynamicSpan(Case(span=1000).context(), bias=-4.0)
-    nn.init.zeros_(spans.gate.weight)
-    assert spans(torch.zeros(1, 1, D)).flatten().tolist() == pytest.approx([17.9862] * 3, abs=1e-3)
-
-
-def test_ideal_flops_by_hand():
-    case = Case(spans="zero", span=6, heads=2, d_head=2, ramp=2)
-    attention = case.build()
-    set_fractions(attention, [0.0, 2.5 / 6])
-    matrices = 4 * 2 * (D * 4)
-    keys = 2 + 5  # x < z + R: 0, 1 and 0 .. 4
-    assert attention.ideal_flops() == matrices + keys * (2 * 2 + 2 * 2)
-    set_fractions(attention, [1.0, 1.0])
-    assert attention.ideal_flops() == Case(span=6, heads=2).build().ideal_flops()
-    dynamic = Case(spans="dynamic", span=6, heads=2, d_head=2, ramp=2).build()
-    nn.init.zeros_(dynamic.span.gate.bias)  # a span of 6 sigmoid(0) = 3 keys: x = 0 .. 4 have weight
-    assert dynamic.ideal_flops() == matrices + 2 * 5 * (2 * 2 + 2 * 2) + 2 * D * 2
-
-
-@pytest.mark.parametrize("backend", ["auto", "fused"])
-@pytest.mark.parametrize("cache", ["kv", "hidden"])
+@pytest.mark.parametrize(("cache", "backend"), [("kv", "auto"), ("hidden", "fused")])
 def test_moving_spans_compile_nothing_anew(cache, backend):
-    """200 steps, most with columns never seen before: Dynamo recompiles a few times for lengths of the past, then never.
+    """80 steps, most with columns never seen before: Dynamo recompiles a few times for lengths of the past, then never.
 
     Where attention is one operation, nothing breaks the graph.
     """
@@ -283,7 +188,7 @@ def test_moving_spans_compile_nothing_anew(cache, backend):
     whole = backend == "fused"
     compiled, state, max_keys = torch.compile(attention, backend="eager", fullgraph=whole), None, set()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for step in range(200):
+        for step in range(80):
             set_fractions(attention, torch.rand(4).tolist())
             max_keys.add(attention.span.max_keys)
             x, at = torch.randn(B, 16, D), torch.full((B,), 16 * step)
@@ -293,4 +198,4 @@ def test_moving_spans_compile_nothing_anew(cache, backend):
                 assert_near(out.y, attention(x, state, at).y, tolerance=1e-5)
             state = attention.trim(out.state)
     torch.compiler.reset()
-    assert len(max_keys) > 100
+    assert len(max_keys) > 40

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.attention_case import B, Case, assert_near, assert_same, by_reference, gradients, run, starts
-from tests.reference.all_attention import all_attention
+from tests.attention_case import B, Case, assert_near, assert_same, by_reference, run, starts
 from variants.all_attention import PersistentKV
 
 pytestmark = pytest.mark.numeric
@@ -12,43 +11,24 @@ pytestmark = pytest.mark.numeric
 BACKENDS = pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 
 
-@BACKENDS
-@pytest.mark.parametrize("position", ["none", "rotary", "alibi"])
-def test_value_and_gradient_from_parameters(backend, position):
-    """The scaling by sqrt(K) and sqrt(N) is the reference's own here, from the bare parameters."""
-    case = Case(length=7, span=4, d_head=4, persistent=5, position=position, backend=backend)
-    attention = case.build()
-    past, x = case.stream()
-    weights = {f"w{name[0]}": getattr(attention, name).weight for name in ("query", "key", "value", "output")}
-    key, value = attention.persistent.key, attention.persistent.value
-    expected = all_attention(
-        x, key_parameters=key, value_parameters=value, span=4, attend_self=True, position=position, **weights
-    )
-    named = {"x": x, "persistent.key": key, "persistent.value": value, **weights}
-    assert_same(run(attention, x, past), expected, named=named)
-
-
-def test_vectors_start_with_unit_variance():
+@pytest.mark.parametrize(("std", "key_std"), [({}, 1.0), ({"key_std": 0.3}, 0.3)])
+def test_vectors_start_with_unit_variance_and_keys_may_start_nearer_to_zero(std, key_std):
+    """Parameters that are smaller by sqrt(K) and sqrt(N)."""
     torch.manual_seed(0)
-    vectors = PersistentKV(Case(heads=8).context(), d_head=16, number=400)
+    vectors = PersistentKV(Case(heads=8).context(), d_head=16, number=400, **std)
     key, value = vectors()
     assert key.shape == value.shape == (8, 400, 16)
-    assert key.var().item() == pytest.approx(1, abs=0.03)
-    assert value.var().item() == pytest.approx(1, abs=0.03)
-    assert vectors.key.var().item() == pytest.approx(1 / 16, rel=0.03)
-    assert vectors.value.var().item() == pytest.approx(1 / 400, rel=0.03)
-    assert sum(p.numel() for p in vectors.parameters()) == 2 * 8 * 16 * 400
+    assert key.std().item() == pytest.approx(key_std, rel=0.03) and value.std().item() == pytest.approx(1, rel=0.03)
+    assert vectors.key.std().item() == pytest.approx(key_std / 4, rel=0.03)
+    assert vectors.value.std().item() == pytest.approx(1 / 20, rel=0.03)
 
 
-def test_keys_may_start_nearer_to_zero():
-    torch.manual_seed(0)
-    context = Case(heads=8).context()
-    vectors = PersistentKV(context, d_head=16, number=400, key_std=0.3)
-    key, value = vectors()
-    assert key.std().item() == pytest.approx(0.3, rel=0.03)
-    assert value.std().item() == pytest.approx(1, rel=0.03)
-    with pytest.raises(ValueError, match=r"persistent\.key_std=-1: must be at least 0"):
-        PersistentKV(context, d_head=16, key_std=-1)
+@pytest.mark.parametrize(
+    ("words", "line"), [({"number": 0}, "=0: at least 1"), ({"key_std": -1}, "=-1: must be at least 0")]
+)
+def test_wrong_sizes_are_refused(words, line):
+    with pytest.raises(ValueError, match=rf"persistent\.{next(iter(words))}{line}"):
+        PersistentKV(Case().context(), d_head=2, **words)
 
 
 @BACKENDS
@@ -94,20 +74,3 @@ def test_persistent_mass_by_direct_computation(backend, spans):
     summed = {name: first.stats[name] + second.stats[name] for name in whole.stats}
     assert summed["bytes"] == 9 * B
     assert_near(attention.metrics(summed)["persistent_mass"], expected)
-
-
-def test_looking_changes_nothing_and_asks_no_gradient():
-    case = Case(length=6, persistent=3, spans="between")
-    attention = case.build()
-    _, x = case.stream()
-    plain, looked = attention(x), attention(x, collect_stats=True)
-    assert plain.stats is None
-    assert torch.equal(plain.y, looked.y)
-    assert not any(tensor.requires_grad for tensor in looked.stats.values())
-    assert "persistent_mass" not in attention.metrics({})
-    assert all(g.abs().max() > 0 for g in gradients(looked.y, list(attention.persistent.parameters())))
-
-
-def test_at_least_one_vector():
-    with pytest.raises(ValueError, match=r"persistent\.number=0: at least 1"):
-        PersistentKV(Case().context(), d_head=2, number=0)

@@ -20,7 +20,6 @@ from tests.promises import (
     MODES,
     SEGMENTS,
     STREAMS,
-    WRITES,
     Gate,
     Sums,
     findings_of,
@@ -42,7 +41,6 @@ from tests.toys import (
     MixesBeyondEight,
     OfDistances,
     PeeksInTraining,
-    Remembers,
     Stateless,
 )
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
@@ -170,11 +168,6 @@ def test_every_check_catches_something():
 def test_drift_of_float32_angles_is_caught(follow):
     make = model_of(Attention, scheme=partial(FloatAngles, follow=follow), layers=1, span=5)
     assert [f.promise for f in findings_of(make).values() if not f.passed] == [FAR]
-
-
-def test_state_kept_out_of_sight_is_caught():
-    finding = findings_of(model_of(Remembers, layers=1, span=5))[WRITES]
-    assert not finding.passed and "the same forward again after another" in finding.detail
 
 
 def test_a_finding_names_mode_place_and_size():

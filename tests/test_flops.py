@@ -1,4 +1,4 @@
-"""The counters of FLOPs and of bytes moved against numbers worked out by hand."""
+"""The counters of FLOPs and of bytes moved against numbers worked out by hand, and what kernels say that they execute."""
 
 from functools import partial
 
@@ -12,7 +12,10 @@ from harness.count.flops import Flops, count_flops, optimizer_flops
 from harness.count.formulas import causal_pairs
 from harness.optim.muon import Muon
 from harness.optim.optimizers import ClippedAdagrad
+from tests import kernel_products
 from tests.composing import TINY, plan
+from variants.kernels import window_cpu
+from variants.kernels.window import PastKV, Persistent, Window
 
 aten = torch.ops.aten
 
@@ -81,12 +84,6 @@ def test_flex_attention_counts_the_blocks_that_it_executes():
     assert count_flops(lambda: torch.compile(attend)(block_mask=causal)).total == count(causal)
 
 
-def test_flex_attention_is_left_as_it_was():
-    with pytest.raises(ZeroDivisionError):
-        count_flops(lambda: 1 / 0)
-    assert flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is False
-
-
 # 12 rows of a table of 9, each 5 wide, in 3 bags.
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -130,96 +127,38 @@ def test_gradients_are_recorded_only_if_asked_for():
         assert count_flops(lambda: (x @ x.T).sum().backward(), gradients=True).total == 3 * 2 * 3 * 4 * 3
 
 
-# Bytes moved
-
-
 FOUR = 4  # bytes of a float32
+A, B = torch.randn(3, 4), torch.randn(4, 5)
+WIDE, AT, ROWS = torch.randn(100, 4), torch.tensor([4, 2, 0]), torch.randn(3, 5)
+TABLE, Q_K_V, SEEN = torch.randn(1000, 5), heads(50, 70), torch.zeros(1, 1, 50, 70)
+MOVED = {  # operands are read and results written, views are read as far as they go, and of a table the rows in question
+    "product": (lambda: A @ B, 12 + 20 + 15),
+    "unfused": (lambda: A.exp().sum(), 2 * 12 + 12 + 1),
+    "half": (lambda: A.to(torch.bfloat16), 12 + 6),
+    "two results": (lambda: A.max(dim=1), 12 + 3 + 2 * 3),  # values, and int64 places
+    "views": (lambda: (A.T, A[:, 1], A.expand(2, 3, 4), A.split(2), torch.empty(100), A.detach()), 0),
+    "filled": (lambda: (torch.zeros(6), torch.ones_like(A)), 6 + 12),
+    "part": (lambda: WIDE[:10].exp(), 2 * 40),
+    "spread": (lambda: WIDE + WIDE[:, 1:2].expand(100, 4), 400 + 100 + 400),
+    "in place": (lambda: A.add_(A.clone()), 2 * 12 + 3 * 12),
+    "lists": (lambda: torch._foreach_mul_([A, WIDE], 2.0), 2 * 12 + 2 * 400),
+    "embedding": (lambda: F.embedding(AT, TABLE), 2 * 15 + 6),
+    "index": (lambda: TABLE[AT], 2 * 15 + 6),
+    "gather": (lambda: TABLE.gather(1, torch.zeros(3, 2, dtype=torch.int64)), 2 * 6 + 2 * 6 + 12),
+    "index_add_": (lambda: TABLE.index_add_(0, AT, ROWS), 3 * 15 + 6),
+    "index_put_": (lambda: TABLE.index_put_((AT,), ROWS), 2 * 15 + 6),
+    "no scores": (
+        lambda: F.scaled_dot_product_attention(*Q_K_V, SEEN),
+        6 * 8 * (50 + 70 + 70 + 50) + 6 * 50 + 50 * 70,
+    ),
+    "index_add": (lambda: TABLE.index_add(0, AT, ROWS), 5000 + 15 + 6 + 5000),  # a copy of the whole
+}
 
 
-def moves(call, numbers: int) -> None:
-    """``call`` moves as many bytes as so many float32 numbers have."""
+@pytest.mark.parametrize("name", MOVED)
+def test_bytes_that_are_moved(name):
+    call, numbers = MOVED[name]
     assert count_flops(call).moved_bytes == FOUR * numbers
-
-
-def test_operands_are_read_and_results_written():
-    a, b, c = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 4)
-    moves(lambda: a @ b, 12 + 20 + 15)
-    moves(lambda: a + c, 3 * 12)
-    moves(lambda: a.exp().sum(), 2 * 12 + 12 + 1)  # nothing is fused
-    moves(lambda: torch.cat([a, c]), 2 * 24)
-    moves(lambda: a.to(torch.bfloat16), 12 + 6)
-    moves(lambda: a.max(dim=1), 12 + 3 + 2 * 3)  # values, and int64 places
-
-
-def test_views_and_allocations_cost_nothing():
-    a = torch.randn(3, 4)
-    moves(lambda: (a.T, a.view(4, 3), a[:, 1], a.expand(2, 3, 4), a.split(2), a.detach()), 0)
-    moves(lambda: (torch.empty(100), torch.empty_like(a), a.new_empty(7)), 0)
-    moves(lambda: (torch.zeros(6), torch.ones_like(a), a.new_full((5,), 2.0)), 6 + 12 + 5)
-    moves(lambda: a.T.contiguous(), 2 * 12)
-
-
-def test_a_view_is_read_as_far_as_it_goes():
-    a, column = torch.randn(100, 4), torch.randn(100, 1)
-    moves(lambda: a[:10].exp(), 2 * 40)
-    moves(lambda: a + column.expand(100, 4), 400 + 100 + 400)
-    moves(lambda: a + a[:, 1:2].expand(100, 4), 400 + 100 + 400)
-    moves(lambda: a.flatten().unfold(0, 10, 1).clone(), 400 + 391 * 10)  # windows that overlap
-
-
-def test_operations_in_place_read_and_write():
-    a, b = torch.randn(3, 4), torch.randn(3, 4)
-    moves(lambda: a.add_(b), 3 * 12)
-    moves(lambda: a.mul_(2), 2 * 12)
-    moves(lambda: a.fill_(1), 12)
-    moves(lambda: a.zero_(), 12)
-    moves(lambda: a.copy_(b), 2 * 12)
-    moves(lambda: torch.add(a, b, out=a.new_empty(3, 4)), 3 * 12)
-    moves(lambda: torch._foreach_mul_([a, b], 2.0), 2 * 24)
-
-
-def test_of_a_table_the_rows_that_are_read():
-    table, at, wide = torch.randn(1000, 5), torch.tensor([4, 4, 0]), torch.zeros(3, 2, dtype=torch.int64)
-    rows, indices = 2 * 15, 2 * 3  # read and written; int64
-    moves(lambda: F.embedding(at, table), rows + indices)
-    moves(lambda: table.index_select(0, at), rows + indices)
-    moves(lambda: table[at], rows + indices)
-    moves(lambda: table.gather(1, wide), 2 * 6 + 2 * 6)
-    weights = torch.rand(1, 3)
-    # A bag writes one row and, int64, the bag of each row, a size and a largest index.
-    own = count_flops(lambda: F.embedding_bag(at[None], table, mode="sum", per_sample_weights=weights))
-    bookkeeping = [x.numel() * 8 for x in torch._embedding_bag(table, at, torch.tensor([0]), mode=0)[1:]]
-    offsets = 2 * 8  # made (8) and read
-    assert own.moved_bytes == FOUR * (15 + 5 + 3 + indices) + offsets + sum(bookkeeping)
-
-
-def test_into_a_tensor_by_index_the_rows_that_are_written():
-    table, at, rows = torch.randn(1000, 5), torch.tensor([4, 2, 0]), torch.randn(3, 5)
-    moves(lambda: table.index_add_(0, at, rows), 3 * 15 + 6)
-    moves(lambda: table.index_copy_(0, at, rows), 2 * 15 + 6)
-    moves(lambda: table.index_put_((at,), rows), 2 * 15 + 6)
-    moves(lambda: table.index_put_((at,), rows, accumulate=True), 3 * 15 + 6)
-    moves(lambda: table.index_put_((at,), torch.tensor(1.0)), 15 + 1 + 6)
-    moves(lambda: table.view(100, 10, 5).index_put_((at, at), rows), 2 * 15 + 12)
-    mask = torch.zeros(1000, dtype=torch.bool)
-    mask[:3] = True
-    moves(lambda: table.index_put_((mask,), rows), 2 * 15 + 1000 // 4)
-    moves(lambda: table.scatter_add_(0, at[:, None].expand(3, 5), rows), 3 * 15 + 6)
-    moves(lambda: table.index_add(0, at, rows), 5000 + 15 + 6 + 5000)  # a copy of the whole
-    sparse = torch.sparse_coo_tensor(at[None], rows, (1000, 5), is_coalesced=True, check_invariants=False)
-    moves(lambda: table.add_(sparse), 3 * 15 + 6)
-
-
-def test_attention_moves_no_scores():
-    q, k, v = heads(50, 70)
-    mask = torch.zeros(1, 1, 50, 70)
-    moves(lambda: F.scaled_dot_product_attention(q, k, v, mask), 6 * 8 * (50 + 70 + 70 + 50) + 6 * 50 + 50 * 70)
-    scored = count_flops(lambda: (q @ k.mT).softmax(-1) @ v)
-    # Scores are written, read, written as weights and read; between the products nothing else is.
-    assert scored.moved_bytes == FOUR * (6 * 8 * (50 + 70 + 70 + 50) + 4 * 6 * 50 * 70)
-
-
-# Optimizers
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
@@ -249,10 +188,11 @@ def test_adamw(kernel, passes):
     assert undecayed.total == 13 * 17 + 17 + 2
 
 
-def test_adam_decays_by_the_gradient():
-    made = parameters((3, 4))
-    assert second_step(torch.optim.Adam(made, weight_decay=0.1, fused=True)).total == 15 * 12 + 1
-    assert second_step(torch.optim.Adam(made, weight_decay=0.1, foreach=False)).total == 15 * 12 + 1
+def test_adam_decays_by_the_gradient_and_adagrad_clips():
+    for kernel in ({"fused": True}, {"foreach": False}):
+        assert second_step(torch.optim.Adam(parameters((3, 4)), weight_decay=0.1, **kernel)).total == 15 * 12 + 1
+    # Squares 2, root, epsilon, division, norm 2, factor, update 2; the factor itself 3 a tensor.
+    assert second_step(ClippedAdagrad(parameters((3, 4), (5,)), lr=0.1, clip=0.5)).total == 10 * 17 + 3 * 2
 
 
 @pytest.mark.numeric
@@ -265,12 +205,6 @@ def test_muon(rows, columns):
     assert count_flops(muon.step).total == products
     # Momentum 3, Nesterov 3, norm 2, division 1, update 2; the norm's floor once a matrix.
     assert second_step(muon).total == products + 11 * size + 3
-
-
-def test_clipped_adagrad():
-    made = parameters((3, 4), (5,))
-    # Squares 2, root, epsilon, division, norm 2, factor, update 2; the factor itself 3 a tensor.
-    assert second_step(ClippedAdagrad(made, lr=0.1, clip=0.5)).total == 10 * 17 + 3 * 2
 
 
 def test_sparse_adam_works_on_rows():
@@ -300,3 +234,47 @@ def test_a_step_of_all_optimizers_of_a_run():
     finite = sum(sizes) + 1 + len(sizes)  # whether gradients are finite, and all are; steps counted back if not
     assert flops.total == finite + 13 * sum(sizes) + decayed + len(sizes) + clip
     assert flops.unknown == {}
+
+
+@pytest.mark.cpu_kernel
+@pytest.mark.parametrize("vectors", [False, True])
+@pytest.mark.parametrize("old", [False, True], ids=["past is carried", "past has gradients"])
+@pytest.mark.parametrize("rows, past, shift, width", [(130, 150, 0, 8), (9, 700, 1, 20), (33, 0, 1, 16)])
+def test_the_kernel_with_gradients(rows, past, shift, width, old, vectors):
+    q, k, v = (torch.randn(2, 2, rows, width, requires_grad=True) for _ in range(3))
+    before = [torch.randn(2, 2, past, width, requires_grad=old) for _ in range(2)]
+    extra = [torch.randn(2, 300, width, requires_grad=True) for _ in range(2)]
+    z = torch.tensor([20.0, 500.5], requires_grad=True)
+    distances = 640 if vectors else None
+    max_keys, p = (64, 640), torch.randn(640, width, requires_grad=True)
+    forward = backward = 0
+    for n in (37, 517):  # keys with a weight or a gradient, z + R and the nearest, not the whole buckets
+        chunks = kernel_products.met(rows, past, n, shift)
+        forward += 2 * kernel_products.forward(chunks, width, distances=distances)
+        backward += 2 * kernel_products.backward(chunks, width, wanted=0 if old else past, distances=distances)
+        forward += 2 * kernel_products.forward(kernel_products.always(rows, 300), width)
+        backward += 2 * kernel_products.backward(kernel_products.always(rows, 300), width)
+
+    def attend():
+        window = Window(max_keys, shift, z, 16)
+        own = {"vectors": p if vectors else None, "persistent": Persistent(q, *extra)}
+        return window_cpu.attend(q, k, v, window, past=[PastKV((0, 1), *before)] if past else [], **own)
+
+    assert count_flops(attend).total == forward
+    assert count_flops(lambda: attend().sum().backward(), gradients=True).total == forward + backward
+
+
+def test_the_backward_of_the_plain_path_is_twice_the_forward():
+    planned = plan(*TINY, "runtime.backend=plain")
+    model, tokens = planned.make_model(), torch.randint(256, (2, 16))
+    forward = count_flops(lambda: model(tokens))
+    step = count_flops(lambda: model(tokens).logits.square().sum().backward(), gradients=True)
+    assert step.total == 3 * forward.total + 2 * 16 * 32  # and the additions into the embedding's gradient
+    assert step.moved_bytes > 2 * forward.moved_bytes
+    assert forward.unknown.keys() < step.unknown.keys()
+
+
+# Variants whose heads look over windows, as their YAML has them; the others' are in their own tests
+
+
+D, LAYERS, H, K, S, T, V = 48, 3, 4, 12, 300, 80, 256

@@ -7,7 +7,7 @@ from harness.plan.build import plan_run
 from harness.plan.small import shrunk
 from tests import toys
 from tests.composing import compose_config
-from tests.promises import Gate, Sums
+from tests.promises import Sums
 from tests.test_check import toy
 from variants.contract import Honours, Position
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
@@ -94,10 +94,6 @@ def test_what_a_mechanism_does_not_follow_is_refused(cls, words, line):
 )
 def test_what_it_follows_is_built(words):
     assert toy(Decays, *words).make_model()
-
-
-def test_who_sees_one_byte_takes_any():
-    assert toy(Gate, "position=relative", "model.cache=hidden", "model.attend_self=false").make_model()
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
 """Local attention: the paper's sums at every phase and length, its limits, its state, and what it says of itself."""
 
-from functools import partial
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_case import DOUBLE, Case, D, assert_near, assert_same, covering
+from tests.attention_case import DOUBLE, Case, D, assert_near, assert_same, covering, matrices
 from tests.reference.local import local_attention
 from variants.attention import Attention
-from variants.contract import cat_streams, map_state
+from variants.contract import cat_streams
 from variants.kernels import window_cpu
 from variants.local import LocalAttention
 
@@ -40,11 +37,11 @@ def behind(attention: LocalAttention, lengths: list[int]) -> tuple[list[Tensor],
 
 
 def by_reference(attention: LocalAttention, x: Tensor, *, position: str, past: list[Tensor] | None = None) -> Tensor:
-    wq, wk, wv, wo = (getattr(attention, name).weight for name in ("query", "key", "value", "output"))
-    constant = {"past_wk": wk.detach(), "past_wv": wv.detach()} if attention.cache == "kv" else {}
-    choices = {"heads": 3, "block": attention.block, "attend_self": attention.shift == 0, "position": position}
     table = getattr(attention.position, "table", None)
-    return local_attention(x, wq=wq, wk=wk, wv=wv, wo=wo, table=table, past=past, **choices, **constant)
+    choices = {"heads": 3, "block": attention.block, "attend_self": attention.shift == 0, "position": position}
+    past = [x[0, :0]] * len(x) if past is None else past
+    constant = attention.cache == "kv"
+    return local_attention(x, **matrices(attention), **choices, table=table, past=past, past_is_constant=constant)
 
 
 CASES = covering(
@@ -105,75 +102,6 @@ def test_long_blocks_in_pieces(backend):
                 assert_near(a, b, what=name)
 
 
-@pytest.mark.usefixtures("known")
-@pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_segments_and_single_bytes(cache):
-    attention, x = build(cache=cache, position="rotary"), inputs(2, 23).detach()
-    cuts, state, pieces = (0, 2, 3, 4, 7, 8, 9, 20, 21, 22, 23), None, []
-    for begin, end in pairwise(cuts):
-        out = attention(x[:, begin:end], state, torch.full((2,), begin))
-        state = out.state
-        pieces.append(out.y)
-    assert_near(torch.cat(pieces, dim=1), attention(x).y)
-
-
-def test_a_block_of_one_sees_itself():
-    attention = build(block=1)
-    x = inputs(2, 7)
-    first = attention(x[:, :3])
-    y = torch.cat([first.y, attention(x[:, 3:], first.state).y], dim=1)
-    assert_near(y, attention.output(attention.value(x)))
-
-
-@pytest.mark.usefixtures("known")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_first_of_a_block_sees_nothing_without_itself(backend):
-    attention = build(attend_self=False, backend=backend, position="rotary")
-    x = inputs(2, 12)
-    assert (attention(x).y[:, ::BLOCK] == 0).all()
-    state = attention(x[:, :3]).state
-    zero = [(attention(x[:, 3 : 3 + n], state, torch.tensor([3, 3])).y[0] == 0).all(-1).tolist() for n in (2, 9)]
-    assert zero == [[False, False], [t in (2, 7) for t in range(9)]]
-
-
-def test_a_byte_moves_what_follows_in_its_block_and_nothing_else():
-    attention, x = build(position="rotary"), inputs(1, 20).detach()
-    assert (attention.reach(), attention.period) == (BLOCK - 1, BLOCK)
-    before = attention(x).y
-    for at in (0, 4, 5, 12):
-        other = x.clone()
-        other[:, at] += 1
-        moved = ((attention(other).y - before).abs() > 1e-6).any(-1)[0].nonzero().flatten().tolist()
-        assert moved == list(range(at, at // BLOCK * BLOCK + BLOCK))
-
-
-@pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_the_state_has_one_shape_and_keeps_the_phase(cache):
-    attention = build(cache=cache, position="rotary")
-    state, shapes, at = None, set(), 0
-    for length in (1, 3, 7, 20_000, 2):
-        state = attention(inputs(2, length).detach(), state, torch.full((2,), at)).state
-        at += length
-        assert state[0].tolist() == [at % BLOCK] * 2
-        shapes.add(str(map_state(lambda part: torch.tensor(part.shape), state)))
-        assert all(part.untyped_storage().nbytes() < 4096 for part in state)
-    assert len(shapes) == 1
-
-
-def test_a_float32_stream_stays_with_the_float64_one():
-    wide, at = build(position="rotary"), 10**7
-    narrow, states, worst = build(position="rotary").float(), [None, None], 0.0
-    for length in [3, 11, 1, 1] * 25:
-        x = inputs(2, length, seed=at).detach()
-        outs = [
-            made(x.to(made.query.weight.dtype), state, torch.full((2,), at))
-            for made, state in zip((wide, narrow), states, strict=True)
-        ]
-        states, at = [out.state for out in outs], at + length
-        worst = max(worst, (outs[0].y - outs[1].y).abs().max().item())
-    assert worst < 1e-5
-
-
 def test_a_state_of_other_blocks_is_taken():
     x = inputs(2, 9).detach()
     for made, taken in ((5, 8), (8, 5), (8, 1)):
@@ -185,19 +113,7 @@ def test_a_state_of_other_blocks_is_taken():
         assert_near(other(x[:, :6], state, torch.tensor([9, 9])).y, expected)
 
 
-def test_what_cannot_be_is_refused():
-    with pytest.raises(
-        ValueError, match=r"block=9: allowed are integers from 1 to model\.span=8, or null for a quarter"
-    ):
-        build(block=9)
-    with pytest.raises(
-        ValueError, match=r"block=0: allowed are integers from 1 to model\.span=8, or null for a quarter"
-    ):
-        build(block=0)
-    with pytest.raises(
-        ValueError, match=r"block=1: allowed are integers from 2 to model\.span=8, or null for a quarter"
-    ):
-        build(block=1, attend_self=False)
+def test_blocks_that_follow_the_span_and_ones_that_cannot():
     attention = build()
     attention.set_span(6)
     assert attention.block == 5
@@ -223,31 +139,3 @@ def test_flops_by_hand():
     again = 3 * 2 * (2 * D * 6) / 6  # keys and values of three inputs
     assert hidden.forward == pytest.approx(matrices + pair * 15 / 6 + again)
     assert hidden.backward == pytest.approx(2 * (matrices + pair * 15 / 6) + again)
-
-
-@pytest.mark.parametrize(("backend", "cache", "length"), [("fused", "kv", 12), ("plain", "hidden", 2)])
-def test_compiled_as_one_graph(backend, cache, length):
-    attention = build(position="rotary", cache=cache, backend=backend)
-    torch.compiler.reset()
-    compiled = torch.compile(attention, backend="eager", fullgraph=True)
-    named, (_, state, start) = dict(attention.named_parameters()), behind(attention, PASTS)
-    x = inputs(len(PASTS), length)
-    found, expected = (made(x, state, start) for made in (compiled, attention))
-    assert_same(found.y, expected.y, named={"x": x} | named)
-    for one, other in zip(found.state, expected.state, strict=True):
-        assert_near(one, other)
-    torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("known")
-@pytest.mark.parametrize("backend", ["plain", "chunked"])
-def test_dropout_drops_weights_in_every_path(backend):
-    """In the mean over draws and outputs nothing is lost."""
-    attention = build(dropout=0.5, backend=backend)
-    _, state, start = behind(attention.eval(), PASTS)
-    for length, begun in ((12, None), (2, state), (12, state)):
-        run = partial(attention, inputs(len(PASTS), length).detach(), begun, start)
-        still = attention.eval() and run().y
-        drawn = attention.train() and torch.stack([run().y for _ in range(30)])
-        assert not torch.equal(drawn[0], drawn[1])
-        assert ((drawn.mean(0) * still).sum() / still.square().sum()).item() == pytest.approx(1, abs=0.2)

@@ -16,13 +16,13 @@ from tests.attention_case import (
     assert_same,
     covering,
     gradients,
+    matrices,
     run,
-    starts,
 )
-from tests.composing import TINY, plan
+from tests.composing import plan
 from tests.reference.longformer import longformer_attention, visible_keys
 from variants.attention import Attention
-from variants.contract import State, cat_streams, map_state
+from variants.contract import cat_streams
 from variants.longformer import Longformer, grown_dilation, grown_window
 
 HEADS, SPAN = 3, 12
@@ -43,17 +43,14 @@ def stream(length: int, *, seed: int = 1, streams: int = B) -> Tensor:
 
 
 def by_paper(layer: Longformer, x: Tensor, past: Tensor, *, position: str) -> Tensor:
-    linears = (layer.query, layer.key, layer.value, layer.output)
-    table = getattr(layer.position, "table", None)
-    weights = dict(zip(("wq", "wk", "wv", "wo"), (linear.weight for linear in linears), strict=True))
     return longformer_attention(
         x,
-        **weights,
+        **matrices(layer),
         windows=list(layer.span.visible_keys()),
         dilations=list(layer.span.steps),
         attend_self=not layer.shift,
         position=position,
-        table=table,
+        table=getattr(layer.position, "table", None),
         global_positions=layer.global_bytes,
         past=past,
         past_is_constant=layer.cache == "kv",
@@ -105,47 +102,13 @@ def test_undilated_windows_of_all_are_plain_attention(backend, cache):
     assert isinstance(layer, Attention) and layer.ideal_flops() == plain.ideal_flops()
     for carried in (0, 5, 40):
         assert layer.needed_flops(7, carried=carried) == plain.needed_flops(7, carried=carried)
-    outputs = []
-    for made in (layer, plain):
-        y = run(made, x, past)
-        outputs.append([y, *gradients(y, [x, *made.parameters()])])
-    for mine, theirs in zip(*outputs, strict=True):
-        assert_near(mine, theirs)
-
-
-@pytest.mark.numeric
-def test_first_bytes_make_a_narrow_window_see_all():
-    narrow, whole = build(1, 1, first=20, position="alibi"), build(12, 1, position="alibi")
-    x = stream(12)
-    assert_near(run(narrow, x, x[:, :0]), run(whole, x, x[:, :0]))
-
-
-def seen_from(layer: Longformer, at: int, head: int) -> list[int]:
-    """Bytes of a cold stream on which the values of one head at a byte depend."""
-    x = stream(at + 3).requires_grad_()
-    with torch.no_grad():
-        layer.output.weight.zero_()[0, 2 * head] = 1.0
-        layer.query.weight.zero_()  # so that keys do not matter: what is left are values
-    (moved,) = torch.autograd.grad(layer(x, None, starts(0)).y[0, at, 0], x)
-    return (moved[0].abs().amax(-1) > 1e-12).nonzero().flatten().tolist()
-
-
-@pytest.mark.numeric
-def test_what_is_seen_by_hand():
-    layer = build(3, 2, dilated=1)
-    assert seen_from(layer, 10, 0) == [8, 9, 10]
-    assert seen_from(layer, 10, 2) == [6, 8, 10]
-    assert layer.reach() == 4
-    layer = build(3, 4, dilated=1, attend_self=False)  # the nearest is seen whatever the step
-    assert seen_from(layer, 10, 0) == [7, 8, 9]
-    assert seen_from(layer, 10, 2) == [1, 5, 9]
-    assert layer.reach() == 9
-    layer = build(4, 6, dilated=1)  # S = 12 leaves distances 0 and 6
-    assert seen_from(layer, 13, 2) == [7, 13]
-    layer = build(2, 3, dilated=1, first=2, attend_self=False)
-    assert seen_from(layer, 10, 0) == [0, 1, 8, 9]
-    assert seen_from(layer, 10, 2) == [0, 1, 6, 9]
-    assert layer.reach() is None
+    theirs = dict(plain.named_parameters())
+    one, other = run(layer, x, past), run(plain, x, past)
+    assert_near(one, other)
+    for mine, their in zip(
+        gradients(one, [x, *layer.parameters()]), gradients(other, [x, *theirs.values()]), strict=True
+    ):
+        assert_near(mine, their)
 
 
 @pytest.mark.numeric
@@ -175,26 +138,6 @@ def test_windows_and_dilation_by_depth():
     assert given.span.visible_keys() == (10, 10, 10)
 
 
-CUTS = [(1, 2, 3, 17), (7,), (12, 13, 20), tuple(range(1, 21))]
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize("cache", ["kv", "hidden"])
-@pytest.mark.parametrize("first", [0, 6])
-@pytest.mark.parametrize("attend_self", [True, False])
-def test_segments_do_not_matter(cache, first, attend_self):
-    layer = build(4, 3, first=first, cache=cache, attend_self=attend_self, position="rotary", backend="auto")
-    x = stream(21)
-    whole = layer(x, None, starts(0)).y
-    for cuts in CUTS:
-        state, found = None, []
-        for begin, end in zip((0, *cuts), (*cuts, 21), strict=True):
-            out = layer(x[:, begin:end], state, starts(begin))
-            found.append(out.y)
-            state = out.state
-        assert_near(torch.cat(found, dim=1), whole, what=str(cuts))
-
-
 @pytest.mark.numeric
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_streams_of_a_batch_have_first_bytes_and_phases_of_their_own(cache):
@@ -207,39 +150,6 @@ def test_streams_of_a_batch_have_first_bytes_and_phases_of_their_own(cache):
     for i, (n, x) in enumerate(zip(lengths, alone, strict=True)):
         whole = layer(torch.cat([x, more[i : i + 1]], dim=1), None, torch.tensor([0])).y
         assert_near(found[i : i + 1], whole[:, n:], what=f"after {n} bytes")
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize("cache", ["kv", "hidden"])
-@pytest.mark.parametrize("first", [0, 6])
-def test_a_state_does_not_grow_and_float32_stays_near(cache, first):
-    """State of the longest reach and no more; the same after twice as many bytes, with first bytes far behind."""
-    sizes = {"first": first, "cache": cache, "position": "rotary", "backend": "auto"}
-    layers = {dtype: build(4, 3, dtype=dtype, **sizes) for dtype in (DOUBLE, torch.float32)}
-    x, shapes, states = stream(1600), [], dict.fromkeys(layers)
-    with torch.no_grad():
-        for begin in range(0, 1600, 400):
-            found = {}
-            for dtype, layer in layers.items():
-                out = layer(x[:, begin : begin + 400].to(dtype), states[dtype], starts(begin))
-                found[dtype], states[dtype] = out.y, out.state
-            assert_near(found[torch.float32].double(), found[DOUBLE], tolerance=1e-4)
-            shapes.append(shapes_of(states[DOUBLE]))
-    dim = 1 if cache == "hidden" else 2
-    assert shapes[0] == shapes[-1]
-    of_first = 0 if not first else 2 if cache == "hidden" else 3  # bytes seen, and keys and values or inputs
-    of_window = shapes[0][: len(shapes[0]) - of_first]
-    assert max(shape[dim] for shape in of_window) == 9  # 3 (4 - 1)
-    layers[DOUBLE].set_span(2)
-    shorter = shapes_of(layers[DOUBLE].trim(states[DOUBLE]))
-    assert {shape[dim] for shape in shorter[: len(of_window)]} <= {0, 1}
-    assert shorter[len(of_window) :] == shapes[0][len(of_window) :]
-
-
-def shapes_of(state: State) -> list[tuple[int, ...]]:
-    found = []
-    map_state(lambda x: found.append(tuple(x.shape)), state)
-    return found
 
 
 @pytest.mark.numeric
@@ -267,55 +177,6 @@ def test_needed_flops_by_loops_over_pairs(first, attend_self, cache):
         assert layer.needed_flops(segment, carried=carried) == pytest.approx((forward, backward))
     warm = layer.needed_flops(5, carried=100)._replace(backward=0)
     assert cache == "hidden" or layer.ideal_flops() == pytest.approx(warm.forward)
-
-
-def test_it_is_one_graph_where_attention_is_one_operation():
-    sizes = {"cache": "hidden", "attend_self": False}  # gradients go to weights by the past, too
-    layer, plain = (build(2, 3, backend=backend, **sizes) for backend in ("fused", "plain"))
-    torch.compiler.reset()
-    compiled, state, expected = torch.compile(layer, backend="eager", fullgraph=True), None, None
-    x = stream(14)
-    for begin in (0, 7):
-        at, given = starts(begin), x[:, begin : begin + 7]
-        out, wanted = compiled(given, state, at), plain(given, expected, at)
-        assert_near(out.y, wanted.y)
-        assert_near(gradients(out.y, [layer.key.weight])[0], gradients(wanted.y, [plain.key.weight])[0])
-        state, expected = layer.trim(out.state), wanted.state
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("first", [0, 4])
-def test_dropout_drops_weights_and_keeps_their_mean(first):
-    sizes = {"first": first, "backend": "auto"}
-    dropping, still = build(4, 3, dropout=0.5, **sizes), build(4, 3, **sizes)
-    x = stream(9, streams=1)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        drawn = dropping(x.expand(800, -1, -1), None, torch.zeros(800, dtype=torch.int64)).y
-        assert_near(dropping.eval()(x).y, still(x).y)
-        assert drawn.std(dim=0).max() > 0.01
-        assert_near(drawn.mean(dim=0), still(x).y[0], tolerance=0.1)
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["windows=[4]"], r"windows=\[4\]: must be 2 integers, one for each layer, from 1 to model\.span=16"),
-        (["windows=[4,17]"], r"windows=\[4, 17\]: must be 2 integers"),
-        (["windows=[0,3]"], r"windows=\[0, 3\]: must be 2 integers"),
-        (["dilation=[1,0]"], r"dilation=\[1, 0\]: must be 2 integers, .* at least 1; or null"),
-        (["dilated_heads=3"], r"dilated_heads=3: allowed are 0 to model\.heads=2"),
-        (["global_bytes=-1"], r"global_bytes=-1: must be at least 0"),
-        (["global_bytes=2", "position=relative"], r"position=relative: .*Longformer.* cannot follow"),
-        (["global_bytes=2", "runtime.backend=fused"], r"backend=fused cannot run with global_bytes .* chunked, plain"),
-    ],
-)
-def test_wrong_choices_are_refused_by_name(words, told):
-    of_run = ("position", "runtime")
-    words = [word if word.startswith(of_run) else f"variant.attention.{word}" for word in words]
-    with pytest.raises(ValueError, match=told):
-        for _, sublayer in plan(*TINY, "variant=longformer", *words).make_model().sublayers():
-            sublayer.backend(torch.device("cpu"), training=True)
 
 
 def test_lists_for_each_layer_are_checked_on_a_small_model_of_other_layers():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.model import LanguageModel
-from tests.attention_case import DOUBLE, assert_near, assert_same
+from tests.attention_case import DOUBLE, assert_same, matrices
 from tests.composing import plan
 from tests.reference.perceiver_ar import Layer, perceiver_ar
 from variants.attention import Attention
@@ -33,7 +33,7 @@ def layers_of(model: LanguageModel) -> list[Layer]:
     found = []
     for layer in model.layers:
         attention, feed = layer.values()
-        ours = {f"w{name[0]}": getattr(attention.sublayer, name).weight for name in ("query", "key", "value", "output")}
+        ours = matrices(attention.sublayer)
         enter, leave = feed.sublayer.enter, feed.sublayer.leave
         ours |= {"up": enter.weight, "up_bias": enter.bias, "down": leave.weight, "down_bias": leave.bias}
         found.append(Layer(**ours, first_gain=attention.norm.weight, second_gain=feed.norm.weight))
@@ -53,15 +53,6 @@ def test_the_model_of_the_paper(length, backend):
     assert_same(model(given).logits, expected, named=named, tolerance=1e-9)
 
 
-def test_segments_that_nothing_divides():
-    model, given, state, pieces = build().eval(), tokens(23), None, []
-    for begin, end in ((0, 3), (3, 4), (4, 15), (15, 23)):
-        out = model(given[:, begin:end], state)
-        state = out.state
-        pieces.append(out.logits)
-    assert_near(torch.cat(pieces, dim=1), model(given).logits, tolerance=1e-9)
-
-
 def test_how_far_a_byte_is_seen():
     """Through the first layer 8 bytes on, and from there to the end of the block in which that ends."""
     model, given = build().eval(), tokens(23)
@@ -71,10 +62,3 @@ def test_how_far_a_byte_is_seen():
         other[:, at] = (other[:, at] + 3) % 7
         moved = ((model(other).logits - before).abs() > 1e-9).any(-1).all(0).nonzero().flatten().tolist()
         assert moved == list(range(at, (at + 8) // 4 * 4 + 4))
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(
-        ValueError, match=r"variant\.attention\.latents=10: allowed are integers from 1 to model\.span=9"
-    ):
-        build("variant.attention.latents=10")

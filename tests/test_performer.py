@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from tests.attention_case import DOUBLE, Case, assert_near, assert_same, gradients, run
-from tests.composing import plan
+from tests.attention_case import DOUBLE, Case, assert_near, assert_same, gradients, matrices, run
 from tests.reference.linear import linear_attention
 from tests.reference.performer import random_feature_product
 from variants.attention import Attention
@@ -15,8 +13,6 @@ from variants.kernels import carried_sums
 from variants.performer import Performer, orthogonal_rows
 
 pytestmark = pytest.mark.numeric
-
-WEIGHTS = ("query", "key", "value", "output")
 
 
 def build(case: Case, *, size: float = 1.0, **keywords) -> Performer:
@@ -47,7 +43,7 @@ def test_value_and_gradient_by_the_reference(case, keywords, monkeypatch):
     named = {"x": x} | dict(performer.named_parameters())
     expected = linear_attention(
         x,
-        **{f"w{name[0]}": getattr(performer, name).weight for name in WEIGHTS},
+        **matrices(performer),
         heads=case.heads,
         product=random_feature_product(performer.directions),
         attend_self=case.attend_self,
@@ -133,53 +129,7 @@ def test_what_comes_later_changes_no_bit():
     assert not torch.equal(before[:, 5], after[:, 5])
 
 
-def test_the_only_key_gives_its_value_however_unlike_the_query_is():
-    case = Case(length=1, d_head=4, heads=2)
-    performer = build(case, size=100.0, bias=False).float()
-    with torch.no_grad():
-        performer.key.weight.copy_(-performer.query.weight)
-    performer.output = torch.nn.Identity()
-    x = case.stream()[1].detach().float()
-    assert_near(performer(x).y, performer.value(x), tolerance=1e-6)
-
-
-def test_state_has_one_size():
-    case = Case(length=40, position="alibi")
-    performer = build(case, chunk=4, features=7)
-    x = case.stream()[1]
-    sizes = {tuple(tuple(part.shape) for part in performer(x[:, :n]).state) for n in (1, 7, 40)}
-    assert sizes == {((2, 3, 7, 3), (2, 3))}
-    assert not any(part.requires_grad for part in performer(x).state)
-
-
-def test_executed_flops_are_near_the_ideal():
-    torch.manual_seed(0)
+def test_flops_by_hand():
     performer = Performer(Case(heads=4, d_head=32).context(d_model=128))
-    with FlopCounterMode(display=False) as counter:
-        performer(torch.randn(1, 1024, 128))
-    assert counter.get_total_flops() / 1024 == pytest.approx(performer.ideal_flops(), rel=0.2)
     assert performer.ideal_flops() == 8 * 128 * 128 + 4 * (2 * 111 * 65 + 2 * 2 * 111 * 32)  # 32 ln 32
     assert math.isclose(performer.needed_flops(7, carried=0).training, 3 * performer.ideal_flops() - 4 * 4 * 111 * 32)
-
-
-def test_one_graph():
-    case = Case(length=5, past=3, position="alibi", attend_self=False)
-    performer = build(case, chunk=4)
-    past, x = case.stream()
-    state, expected = performer(past).state, run(performer, x, past)
-    torch.compiler.reset()
-    compiled = torch.compile(performer, backend="eager", fullgraph=True, dynamic=False)
-    assert_same(compiled(x, state).y, expected, named={"x": x} | dict(performer.named_parameters()))
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["position=rotary"], "position=rotary"),
-        (["model.cache=hidden"], "model.cache=hidden"),
-        (["variant.attention.features=0"], "features=0: must be at least 1, or null"),
-    ],
-)
-def test_refused(words, match):
-    with pytest.raises(ValueError, match=match):
-        plan("variant=performer", "data=recall", *words).make_model()

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from tests.reference.adaptive_span import (
     adaptive_mask,
-    adaptive_span_attention,
     dynamic_fractions,
-    dynamic_span_attention,
+    dynamic_mask,
     soft_mask,
     span_loss,
 )
-from tests.reference.all_attention import all_attention, persistent_vectors
+from tests.reference.all_attention import persistent_vectors
 from tests.reference.attention import attention
 from tests.reference.feed_forward import feed_forward
-from tests.reference.positions import alibi_slopes, rotary, score, sinusoid
+from tests.reference.positions import alibi_slopes, rotary, sinusoid
 from tests.reference_case import (
     EXACT,
     B,
@@ -77,11 +76,6 @@ def test_attention_is_torch_multihead_attention(x, weights):
     assert_same(ours, theirs, inputs=[x, *weights.values()])
 
 
-def test_span_is_a_band(x, weights):
-    ours = attention(x, **weights, heads=H, span=3, attend_self=True, position="none")
-    assert_same(ours, by_torch(x, weights=weights, bias=hard(span=3)), inputs=[x, *weights.values()])
-
-
 def test_without_self_the_first_query_sees_nothing_and_the_second_copies(x, weights):
     y = attention(x, **weights, heads=H, span=1, attend_self=False, position="none")
     assert torch.equal(y[:, 0], torch.zeros(B, D, dtype=torch.float64))
@@ -112,6 +106,12 @@ def test_two_segments_are_one(x, weights, position, attend_self):
     whole = attention(x, **same)
     second = attention(x[:, 2:], **same, past=x[:, :2], start=2)
     assert_same(whole[:, 2:], second, inputs=[x, *weights.values()])
+    again, constant = (
+        attention(x[:, 2:], **same, past=x[:, :2], start=2, past_is_constant=fixed) for fixed in (False, True)
+    )
+    torch.testing.assert_close(constant, again, **EXACT)
+    one, other = (torch.autograd.grad(y.sum(), [weights[n] for n in ("wk", "wv", "wo")]) for y in (again, constant))
+    assert [torch.allclose(*pair) for pair in zip(one, other, strict=True)] == [False, False, True]
 
 
 def test_rotary_turns_complex_numbers():
@@ -120,21 +120,6 @@ def test_rotary_turns_complex_numbers():
     angles = torch.tensor([5.0, 5 / 100], dtype=torch.float64)  # 10000^(-2i/4) = 1, 1/100
     turned = pairs * torch.polar(torch.ones_like(angles), angles)
     torch.testing.assert_close(rotary(vector, position=position), torch.cat([turned.real, turned.imag]), **EXACT)
-
-
-def test_rotary_score_depends_only_on_the_distance():
-    q, k = normal(8, seed=1).detach(), normal(8, seed=2).detach()
-    near = rotary(q, position=5) @ rotary(k, position=2)
-    assert not math.isclose(float(near), float(rotary(q, position=5) @ rotary(k, position=3)), abs_tol=1e-3)
-    torch.testing.assert_close(near, rotary(q, position=1003) @ rotary(k, position=1000), **EXACT)
-    far = rotary(q, position=10**7 + 3) @ rotary(k, position=10**7)
-    torch.testing.assert_close(near, far, rtol=0, atol=1e-7)
-
-
-def test_rotary_with_persistent_vectors_does_not_see_the_absolute_place(x, weights):
-    same = dict(**weights, heads=H, span=S, attend_self=True, position="rotary")
-    same |= {"persistent_keys": normal(H, 3, K), "persistent_values": normal(H, 3, K, seed=1)}
-    torch.testing.assert_close(attention(x, **same), attention(x, **same, start=1000), **EXACT)
 
 
 def test_sinusoids_by_hand():
@@ -160,19 +145,6 @@ def test_alibi_slopes():
     assert sixteen[:2] == pytest.approx([math.sqrt(1 / 2), 1 / 2])
     assert alibi_slopes(12).tolist() == pytest.approx([*alibi_slopes(8).tolist(), *sixteen[0:8:2]])
     assert alibi_slopes(3).tolist() == pytest.approx([1 / 16, 1 / 256, 1 / 4])
-
-
-def test_dot_products_have_variance_k_and_scores_variance_one():
-    width, pairs = 16, 4000
-    q, k = normal(pairs, width, seed=1).detach(), normal(pairs, width, seed=2).detach()
-    scores = torch.stack(
-        [
-            score(a, b, position="none", number=0, query_at=0, key_at=0, slope=0.0, table=None)
-            for a, b in zip(q, k, strict=True)
-        ]
-    )
-    assert float((q * k).sum(-1).var()) == pytest.approx(width, rel=0.1)  # four standard errors
-    assert float(scores.var()) == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -210,27 +182,10 @@ def test_a_soft_mask_is_a_bias_of_its_logarithm(x, weights, fractions):
     unnormalised = mask * torch.exp(q @ k.transpose(-1, -2) / math.sqrt(K))
     theirs = unnormalised / unnormalised.sum(-1, keepdim=True) @ v
     theirs = theirs.transpose(1, 2).flatten(2) @ weights["wo"].T
-    ours = adaptive_span_attention(
-        x, fractions=fractions, ramp=ramp, **weights, span=S, attend_self=True, position="none"
-    )
+    same = {"heads": H, "span": S, "attend_self": True, "position": "none"}
+    ours = attention(x, **weights, **same, mask=adaptive_mask(fractions, span=S, ramp=ramp))
     torch.testing.assert_close(theirs, by_torch(x, weights=weights, bias=mask.log()), **EXACT)
     assert_same(ours, theirs, inputs=[x, fractions, *weights.values()])
-
-
-@pytest.mark.parametrize("attend_self", [True, False])
-def test_spans_wide_open_are_plain_attention(x, weights, attend_self):
-    same = dict(**weights, span=S, attend_self=attend_self, position="rotary")
-    open_spans = torch.full((H,), (S - 1) / S, dtype=torch.float64)  # z = S - 1 = the largest x
-    ours = adaptive_span_attention(x, fractions=open_spans, ramp=2, **same)
-    assert_same(ours, attention(x, heads=H, **same), inputs=[x, *weights.values()])
-
-
-def test_dynamic_spans_with_no_vectors_are_adaptive_spans(x, weights):
-    same = dict(**weights, ramp=2, span=S, attend_self=True, position="none")
-    biases = torch.tensor([-1.3, 0.4], dtype=torch.float64)
-    dynamic = dynamic_span_attention(x, vectors=torch.zeros(H, D, dtype=torch.float64), biases=biases, **same)
-    fixed = adaptive_span_attention(x, fractions=1 / (1 + torch.exp(-biases)), **same)
-    assert_same(dynamic, fixed, inputs=[x, *weights.values()])
 
 
 def test_dynamic_spans_follow_the_query(x, weights):
@@ -238,9 +193,8 @@ def test_dynamic_spans_follow_the_query(x, weights):
     fractions = torch.sigmoid(x @ vectors.T + biases)  # [B, T, H]
     z = S * fractions.transpose(1, 2)[..., None]  # [B, H, T, 1]
     bias = hard(span=S) + soft(z, ramp=2).detach().log()
-    ours = dynamic_span_attention(
-        x, vectors=vectors, biases=biases, ramp=2, **weights, span=S, attend_self=True, position="none"
-    )
+    same = {"heads": H, "span": S, "attend_self": True, "position": "none"}
+    ours = attention(x, **weights, **same, mask=dynamic_mask(vectors, biases=biases, span=S, ramp=2))
     torch.testing.assert_close(ours, by_torch(x, weights=weights, bias=bias), **EXACT)
     torch.testing.assert_close(dynamic_fractions(x, vectors=vectors, biases=biases), fractions, **EXACT)
     for gradient in torch.autograd.grad(ours.square().sum(), [vectors, biases]):
@@ -256,52 +210,34 @@ def test_span_loss_by_hand():
     assert float(span_loss(per_byte, span=1024, weight=0.002)) == pytest.approx(0.002 * 512)
 
 
-def test_persistent_vectors_have_variance_one():
-    width, number = 16, 64
-    keys, values = persistent_vectors(
-        normal(H, number, width) / math.sqrt(width),
-        value_parameters=normal(H, number, width, seed=1) / math.sqrt(number),
-    )
-    assert keys.var().item() == pytest.approx(1, rel=0.15)
-    assert values.var().item() == pytest.approx(1, rel=0.15)
-
-
 def test_persistent_vectors_are_more_keys(x, weights):
     keys, values = normal(H, 3, K, seed=1), normal(H, 3, K, seed=2)
     q, k, v = (split_heads(x @ weights[name].T) for name in ("wq", "wk", "wv"))
     k, v = (torch.cat([a, b.expand(B, H, 3, K)], dim=2) for a, b in ((k, keys), (v, values)))
     bias = torch.cat([hard(span=S), torch.zeros(T, 3, dtype=torch.float64)], dim=1)
     theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2) @ weights["wo"].T
-    ours = all_attention(
-        x,
-        key_parameters=keys / 2,  # sqrt(K) = 2
-        value_parameters=values / math.sqrt(3),
-        **weights,
-        span=S,
-        attend_self=True,
-        position="none",
-    )
+    scaled = persistent_vectors(keys / 2, value_parameters=values / math.sqrt(3))  # sqrt(K) = 2
+    vectors = dict(zip(("persistent_keys", "persistent_values"), scaled, strict=True))
+    ours = attention(x, **weights, **vectors, heads=H, span=S, attend_self=True, position="none")
     assert_same(ours, theirs, inputs=[x, keys, values, *weights.values()])
 
 
 def test_persistent_vectors_alone_are_a_feed_forward_with_softmax(x, weights):
     keys, values = normal(H, 5, K, seed=1), normal(H, 5, K, seed=2)
-    ours = all_attention(
-        x, key_parameters=keys, value_parameters=values, **weights, span=0, attend_self=True, position="rotary"
-    )
+    vectors = {"persistent_keys": keys, "persistent_values": values}
+    ours = attention(x, **weights, **vectors, heads=H, span=0, attend_self=True, position="rotary")
     theirs = torch.zeros_like(x)
     for h in range(H):  # the sum of H feed-forwards with 5 inner units each
         block = slice(h * K, (h + 1) * K)
-        up = keys[h] @ weights["wq"][block]  # sqrt(K) cancels the scale of the scores
-        down = weights["wo"][:, block] @ (math.sqrt(5) * values[h]).T
+        up = keys[h] @ weights["wq"][block] / math.sqrt(K)
+        down = weights["wo"][:, block] @ values[h].T
         theirs = theirs + feed_forward(x, up=up, down=down, activation="softmax")
     assert_same(ours, theirs, inputs=[x, keys, values, weights["wq"], weights["wo"]])
 
 
 def test_a_soft_mask_spares_the_persistent_vectors(x, weights):
     keys, values = normal(H, 3, K, seed=1), normal(H, 3, K, seed=2)
-    same = dict(**weights, attend_self=True, position="none")
+    same = dict(**weights, heads=H, attend_self=True, position="none", persistent_keys=keys, persistent_values=values)
     closed = adaptive_mask(torch.zeros(H, dtype=torch.float64), span=S, ramp=1)  # ramp 1 and z = 0: only x = 0 is left
-    ours = all_attention(x, key_parameters=keys, value_parameters=values, **same, span=S, mask=closed)
-    only_itself = all_attention(x, key_parameters=keys, value_parameters=values, **same, span=1)
+    ours, only_itself = attention(x, **same, span=S, mask=closed), attention(x, **same, span=1)
     assert_same(ours, only_itself, inputs=[x, keys, values, *weights.values()])

@@ -81,15 +81,3 @@ def test_a_mistake_names_the_key_and_what_is_allowed(spans):
         match=r"variant\.attention.*span\.spans=.*(2 lists.*2 spans|from 0 to model\.span=16)|spans\.0=1: must be a list",
     ):
         plan(*TINY, "variant=replayed_spans", f"variant.attention.span.spans={spans}").make_model()
-
-
-def test_half_keys_that_are_frozen_stay_as_they_start():
-    group = "+variant.groups.keys={match:'*.memory.sublayer.keys',lr_scale:0,weight_decay:0.0}"
-    for optim in ("muon", "adamw"):
-        run = make_run(*VARIANTS["product_key_memory"], group, f"optim={optim}")
-        keys = next(p for name, p in run.model.named_parameters() if name.endswith("memory.sublayer.keys"))
-        values = next(p for name, p in run.model.named_parameters() if name.endswith("memory.sublayer.values"))
-        before, moved = keys.detach().clone(), values.detach().clone()
-        for _ in range(3):
-            run.step()
-        assert keys.grad is None and torch.equal(keys, before) and not torch.equal(values, moved)

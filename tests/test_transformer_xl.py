@@ -1,13 +1,11 @@
 """Transformer-XL's attention: against its loop reference in value and every gradient, its limits, its state, its paths."""
 
-from itertools import pairwise
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.count.flops import count_flops
-from tests.attention_case import DOUBLE, B, Case, D, assert_near, assert_same, covering, run, starts
+from tests.attention_case import DOUBLE, B, Case, assert_same, covering, matrices, run
 from tests.composing import TINY, plan
 from tests.reference.transformer_xl import transformer_xl
 from variants.attention import Attention
@@ -38,18 +36,12 @@ def built(case: Case, **keywords) -> TransformerXL:
 
 
 def by_reference(attention: TransformerXL, *, x: Tensor, past: Tensor) -> Tensor:
-    """What ``run`` gives, by loops. The past of ``cache: kv`` is constant: its inputs get dimensions of their own, which only
-    detached copies of W_k and W_v read."""
-    wq, wk, wv, wo = (getattr(attention, name).weight for name in ("query", "key", "value", "output"))
-    position = attention.position
-    if attention.cache == "kv":
-        zeros = torch.zeros_like(wq)
-        x, past = torch.cat([x, torch.zeros_like(x)], -1), torch.cat([torch.zeros_like(past), past], -1)
-        wq, wk, wv = torch.cat([wq, zeros], 1), torch.cat([wk, wk.detach()], 1), torch.cat([wv, wv.detach()], 1)
-        wo = torch.cat([wo, torch.zeros_like(wo)])
-    matrices = {"wq": wq, "wk": wk, "wv": wv, "wo": wo, "wr": position.project.weight}
+    """What ``run`` gives, by loops."""
+    own = attention.position
+    vectors = {"wr": own.project.weight, "u": own.to_keys, "v": own.to_distances}
     window = {"span": attention.span.span, "attend_self": attention.shift == 0}
-    return transformer_xl(x, **matrices, u=position.to_keys, v=position.to_distances, past=past, **window)[..., :D]
+    constant = attention.cache == "kv"
+    return transformer_xl(x, **matrices(attention), **vectors, past=past, past_is_constant=constant, **window)
 
 
 @pytest.mark.cpu_kernel
@@ -96,65 +88,6 @@ def test_limits_that_are_other_attention(position):
     assert_same(run(attention, x, past), run(other, x, past), named={"x": x})
 
 
-@pytest.mark.cpu_kernel
-@pytest.mark.parametrize("backend", ["plain", "chunked", "kernel"])
-@pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_segments_and_single_bytes_do_not_matter(cache, backend):
-    case = Case(length=70, span=20, cache=cache, attend_self=False, backend=backend)
-    attention = built(case)
-    _, x = case.stream()
-    whole, sizes = attention(x, None, starts(0)).y, set()
-    for cuts in ([0, 3, 32, 33, 70], list(range(41)) + [70]):
-        pieces, state = [], None
-        for begin, end in pairwise(cuts):
-            y, state, *_ = attention(x[:, begin:end], state, starts(begin))
-            pieces.append(y)
-            sizes |= {x.shape for x in (state if isinstance(state, tuple) else [state])} if end >= 20 else set()
-        assert_near(torch.cat(pieces, dim=1), whole)
-    assert sizes == {(B, 20, D) if cache == "hidden" else (B, 3, 20, 2)}  # however long the stream
-    changed = x.detach().clone()
-    changed[0, 40] += 1
-    differs = (attention(changed, None, starts(0)).y - whole).abs().amax(-1) > 0
-    assert differs[0].nonzero().flatten().tolist() == list(range(40, 41 + attention.reach()))
-    assert not differs[1].any()
-
-
-def test_a_float32_stream_stays_with_float64s():
-    case = Case(length=1000, span=50, cache="hidden")
-    exact, rounded = built(case), built(case).float()
-    _, x = case.stream()
-    states = [None, None]
-    for begin in range(0, 1000, 250):
-        piece = x[:, begin : begin + 250]
-        (y, states[0], *_), (near, states[1], *_) = exact(piece, states[0]), rounded(piece.float(), states[1])
-    assert near.dtype == torch.float32
-    assert_near(near.double(), y, tolerance=1e-4)
-
-
-def test_compiled_it_is_one_graph():
-    case = Case(length=8, past=9, span=20, cache="hidden")
-    attention = built(case)
-    past, x = case.stream()
-    state = attention(past).state
-    torch.compiler.reset()
-    found = torch.compile(attention, backend="eager", fullgraph=True)(x, state)
-    torch.compiler.reset()
-    expected = attention(x, state)
-    assert_same(found.y, expected.y, named={"x": x} | dict(attention.named_parameters()))
-    assert_near(attention.trim(found.state), expected.state)
-
-
-def test_dropout_is_of_training_on_every_path():
-    case = Case(length=40, span=8, dropout=0.5)
-    _, x = case.stream()
-    for backend in ("plain", "chunked"):
-        attention = built(case)
-        attention.wanted_backend = backend
-        y, whole = attention(x).y, attention.eval()(x).y
-        assert_near(whole, built(Case(length=40, span=8))(x).y)
-        assert not torch.allclose(y, whole)
-
-
 def test_layers_share_u_and_v_unless_each_has_its_own():
     counts = {}
     for share in ("network", "layer"):
@@ -171,19 +104,6 @@ def test_it_carries_past_inputs_and_needs_no_positions_unless_told():
     made = plan(*TINY, VARIANT)
     assert (made.model.cache, made.scheme.func.__name__) == ("hidden", "NoPosition")
     assert plan(*TINY, VARIANT, "model.cache=kv", "position=sinusoidal").make_model()
-    for position in ("rotary", "relative", "alibi"):
-        with pytest.raises(ValueError, match=rf"position={position}: .*variant\.attention \(TransformerXL\) cannot"):
-            plan(*TINY, VARIANT, f"position={position}").make_model()
-    with pytest.raises(ValueError, match=r"variant\.attention\.share=head: allowed are network, layer"):
-        plan(*TINY, VARIANT, "variant.attention.share=head").make_model()
-
-
-def test_no_projection_has_a_bias():
-    attention = built(Case())
-    assert {name for name, module in attention.named_modules() if isinstance(module, nn.Linear)} == {
-        *("query", "key", "value", "output", "position.project")
-    }
-    assert not any(name.endswith("bias") for name, _ in attention.named_parameters())
 
 
 @pytest.mark.cpu_kernel

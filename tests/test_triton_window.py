@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 import variants
+from tests import window_case
 from tests.attention_case import assert_near, gradients
+from tests.efficient_attention import heads_inside
 from tests.needs import need
 from tests.patience import PATIENCE_SECONDS
 from variants.kernels import operation, triton_window, window
 from variants.kernels.given import Given
-from variants.kernels.window import Persistent, Window
+from variants.kernels.window import Window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.usefixtures("triton_installed")
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"BLOCK": 16, "num_warps": 4, "num_stages": 1}
-SEED = 0x2468ACE13579BDF
 KERNEL = partial(operation.attend, "kernel")
 
 
@@ -72,144 +73,99 @@ def small_blocks(interpreted, monkeypatch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """A call: T new keys after ``past`` old ones, heads that see ``max_keys``, spans ``z`` or a hard window."""
+class Case(window_case.Case):
+    """A call as the sublayers make it: heads inside of rows in memory, spans and bias in float32."""
 
     T: int = 20
-    past: int = 0
-    max_keys: tuple[int, ...] = (24, 24)
-    shift: int = 0
-    z: tuple[float, ...] | None = None
     ramp: int = 5
-    persistent: int = 0
-    added: str = "nothing"
     streams: int = 1
     width: int = 16
-    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
 
-    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        heads, rows = len(self.max_keys), self.T
-        shapes = {
-            "q": (self.streams, rows, heads, self.width),
-            "k": (self.streams, rows + self.past, heads, self.width),
-        }
-        shapes["v"] = shapes["k"]
-        if self.persistent:
-            shapes["extra_q"] = shapes["q"]
-            shapes["m_k"] = shapes["m_v"] = (self.persistent, heads, self.width)
-        random = torch.Generator().manual_seed(0)
-        found = {name: torch.randn(shape, generator=random).transpose(-2, -3) for name, shape in shapes.items()}
-        if self.added == "vectors":
-            found["p"] = torch.randn(max(self.max_keys), self.width, generator=random)
-        found = {name: x if name in ("v", "m_v") else x * self.width**-0.25 for name, x in found.items()}
-        found = {name: x.to(DEVICE, dtype) for name, x in found.items()}
-        return found if self.z is None else found | {"z": torch.tensor(self.z, device=DEVICE)}
-
-    def given(self, inputs: dict[str, Tensor]) -> tuple[Given, Window]:
-        """The same for ``forward`` and ``backward`` of the kernel; a bias is not among the inputs."""
-        names = {"extra_k": "m_k", "extra_v": "m_v", "vectors": "p"}
-        tensors = {name: inputs.get(names.get(name, name)) for name in Given._fields[:8]}
-        given = Given(**tensors, dropout=self.dropout, seed=torch.tensor(SEED, device=DEVICE))
-        return given, Window(self.max_keys, self.shift, ramp=self.ramp)
+    def inputs(self) -> dict[str, Tensor]:
+        lasting = {"v", "extra_v", "bias", "z"}
+        small = {n: x if n in lasting else x * self.width**-0.25 for n, x in super().inputs().items()}
+        found = {n: heads_inside(x) if x.dim() == 4 else x for n, x in small.items()}
+        fine = {n: torch.float32 if n in ("z", "bias") else self.dtype for n in found}
+        return {n: x.detach().to(DEVICE, fine[n]) for n, x in found.items()}
 
     def flops(self, **wanted) -> tuple[int, int]:
         """What the kernel says that forward and backward execute."""
+        sizes = {"streams": self.streams, "rows": self.T, "keys": self.past + self.T, "width": self.width}
+        sizes |= {"persistent": self.persistent, "vectors": self.vectors, "block": SMALL["BLOCK"]}
         return triton_window.executed_flops(
-            Window(self.max_keys, self.shift, ramp=self.ramp),
-            None if self.z is None else [z + self.ramp for z in self.z],
-            streams=self.streams,
-            rows=self.T,
-            keys=self.past + self.T,
-            width=self.width,
-            persistent=self.persistent,
-            vectors=self.added == "vectors",
-            block=SMALL["BLOCK"],
-            **wanted,
+            self.hard(), None if self.z is None else [z + self.ramp for z in self.z], **sizes, **wanted
         )
 
-    def attend(self, inputs: dict[str, Tensor], *, plain: bool) -> Tensor:
-        seen = Window(self.max_keys, self.shift, inputs.get("z"), self.ramp)
-        persistent = Persistent(*(inputs[name] for name in ("extra_q", "m_k", "m_v"))) if self.persistent else None
-        q, k, v = (inputs[name] for name in "qkv")
-        added: dict[str, Tensor | float] = {}
-        if self.added == "bias":
-            added["bias"] = torch.randn(
-                len(self.max_keys), max(self.max_keys), generator=torch.Generator().manual_seed(1)
-            )
-            added["bias"] = added["bias"].to(DEVICE, inputs["q"].dtype if plain else torch.float32)
-        if self.added == "vectors":
-            added = {"bias": q @ inputs["p"].T} if plain else {"vectors": inputs["p"]}
-        if self.dropout:
-            added |= {"dropout": self.dropout, "seed": torch.tensor(SEED, device=DEVICE)}
-        way = window.attend if plain else KERNEL
-        return way(q, k, v, seen, **added, persistent=persistent)
-
-    def compare(
-        self, *, dtype: torch.dtype = torch.float32, like: torch.dtype = torch.float64, tolerance: float
-    ) -> None:
+    def compare(self, *, like: torch.dtype = torch.float64, tolerance: float) -> None:
         """Value and every gradient, for a random upstream gradient, against the plain backend in ``like``."""
-        drawn = self.inputs(dtype)
-        mine, theirs = ({name: x.detach().to(to).requires_grad_() for name, x in drawn.items()} for to in (None, like))
-        y, expected = self.attend(mine, plain=False), self.attend(theirs, plain=True)
-        assert y.dtype == dtype and y.isfinite().all()
-        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
-        found = [y, *torch.autograd.grad(y, list(mine.values()), upstream)]
-        wanted = [expected, *torch.autograd.grad(expected, list(theirs.values()), upstream.to(like))]
-        for name, one, other in zip(["value", *drawn], found, wanted, strict=True):
+        drawn = self.inputs()
+        moving = [name for name in drawn if name != "bias"]
+        mine, theirs = ({n: x.detach().to(to).requires_grad_() for n, x in drawn.items()} for to in (None, like))
+        y, expected = self.call(KERNEL, mine), self.call(window.attend, theirs)
+        assert y.dtype == self.dtype and y.isfinite().all()
+        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, self.dtype)
+        found = [y, *torch.autograd.grad(y, [mine[n] for n in moving], upstream)]
+        wanted = [expected, *torch.autograd.grad(expected, [theirs[n] for n in moving], upstream.to(like))]
+        for name, one, other in zip(["value", *moving], found, wanted, strict=True):
             assert_near(one.to(like), other, tolerance=tolerance, what=name)
 
 
 UGLY = {
     "one byte": Case(T=1),
     "one byte that sees nothing": Case(T=1, shift=1, z=(0.0, 3.5), persistent=3),
-    "one byte after a long past": Case(T=1, past=40, z=(2.5, 19.0), added="vectors"),
-    "a segment longer than the window": Case(T=37, max_keys=(9, 9), added="bias"),
+    "one byte after a long past": Case(T=1, past=40, z=(2.5, 19.0), vectors=True),
+    "a segment longer than the window": Case(T=37, max_keys=(9, 9), bias="column"),
     "whole blocks": Case(T=32, past=16, max_keys=(48, 48)),
     "a past longer than the window": Case(T=19, past=50, max_keys=(17, 17), shift=1),
     "spans none and all": Case(T=35, past=9, max_keys=(8, 40), z=(0.0, 40.0), ramp=7),
     "uneven heads, out of order": Case(T=33, past=30, max_keys=(16, 50, 30), z=(3.3, 47.6, 20.0), ramp=3, shift=1),
     "columns wider than spans": Case(T=20, past=40, max_keys=(60, 60), z=(1.5, 20.25)),
     "a ramp wider than blocks": Case(T=20, past=40, max_keys=(60, 60), z=(0.0, 18.5), ramp=40),
-    "blind first rows and a bias": Case(T=18, max_keys=(20, 20), shift=1, z=(0.5, 20.0), added="bias"),
-    "vectors": Case(T=21, past=14, max_keys=(16, 33), z=(6.0, 30.5), added="vectors", shift=1),
-    "vectors, hard, streams": Case(T=17, max_keys=(20, 20), added="vectors", streams=3),
+    "blind first rows and a bias": Case(T=18, max_keys=(20, 20), shift=1, z=(0.5, 20.0), bias="column"),
+    "vectors": Case(T=21, past=14, max_keys=(16, 33), z=(6.0, 30.5), vectors=True, shift=1),
+    "vectors, hard, streams": Case(T=17, max_keys=(20, 20), vectors=True, streams=3),
     "persistent and everything": Case(
-        T=18, past=5, max_keys=(12, 23), z=(4.5, 16.0), persistent=19, added="vectors", shift=1, streams=2
+        T=18, past=5, max_keys=(12, 23), z=(4.5, 16.0), persistent=19, vectors=True, shift=1, streams=2
     ),
 }
 
 
 @pytest.mark.numeric
 @needs_triton
+@pytest.mark.parametrize("rate", [0.0, 0.4])
 @pytest.mark.parametrize("case", UGLY.values(), ids=UGLY)
-def test_kernel_is_the_plain_path(small_blocks, case):
-    case.compare(tolerance=2e-5)
+def test_kernel_is_the_plain_path(small_blocks, case, rate):
+    """And drops the same weights."""
+    replace(case, dropout=rate).compare(tolerance=2e-5)
 
 
 @pytest.mark.numeric
 @needs_triton
-@pytest.mark.parametrize("case", UGLY.values(), ids=UGLY)
-def test_kernel_drops_the_weights_of_the_plain_path(small_blocks, case):
-    replace(case, dropout=0.4).compare(tolerance=2e-5)
-
-
-@pytest.mark.numeric
-@needs_triton
-@pytest.mark.parametrize("added", ["nothing", "vectors"])
-@pytest.mark.parametrize("width", [8, 24, 96])
-def test_width_need_not_be_a_power_of_two(small_blocks, width, added):
-    case = Case(T=19, past=7, z=(2.5, 17.0), width=width, persistent=2, streams=2, added=added, dropout=0.1)
-    case.compare(tolerance=2e-5)
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        *(
+            ({"width": width, "vectors": v, "dropout": 0.1, "streams": 2}, 2e-5)
+            for width, v in ((8, True), (24, False))
+        ),
+        ({"width": 96, "vectors": True, "dropout": 0.1, "streams": 2}, 2e-5),
+        ({"width": 64}, 2e-5),
+        ({"dtype": torch.float16, "persistent": 0}, 5e-3),
+    ],
+)
+def test_width_need_not_be_a_power_of_two_and_precision_may_be_half(small_blocks, changes, tolerance):
+    Case(**{"T": 19, "past": 7, "z": (2.5, 17.0), "persistent": 2} | changes).compare(tolerance=tolerance)
 
 
 @pytest.mark.numeric
 @needs_triton
 def test_parts_are_merged_before_they_are_rounded(small_blocks):
     """Of equal weights beside 2^n vectors nothing else is rounded: y is as near to float64 as float16 can be."""
-    case = Case(T=33, persistent=32, streams=2)
-    inputs = {name: x * ("v" in name) for name, x in case.inputs(torch.float16).items()}
-    expected = case.attend({name: x.double() for name, x in inputs.items()}, plain=True)
-    off = (case.attend(inputs, plain=False).double() - expected).abs()
+    case = Case(T=33, persistent=32, streams=2, dtype=torch.float16)
+    inputs = {name: x * ("v" in name) for name, x in case.inputs().items()}
+    expected = case.call(window.attend, {name: x.double() for name, x in inputs.items()})
+    off = (case.call(KERNEL, inputs).double() - expected).abs()
     assert (off <= (expected.half().double() - expected).abs() + 1e-6).all()
 
 
@@ -233,11 +189,11 @@ def executed(monkeypatch):
 @needs_triton
 def test_what_is_not_wanted_is_not_computed(small_blocks, executed):
     """Of a detached past in particular: neither computed nor stored."""
-    case = Case(T=18, past=21, max_keys=(20, 39), z=(3.5, 33.0), persistent=5, added="vectors", streams=2, dropout=0.3)
-    given, seen = case.given(case.inputs(torch.float32))
+    case = Case(T=18, past=21, max_keys=(20, 39), z=(3.5, 33.0), persistent=5, vectors=True, streams=2, dropout=0.3)
+    given, seen = Given(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)), case.hard()
     g = torch.randn(given.q.shape, generator=torch.Generator().manual_seed(2))
     y, saved = triton_window.forward(given, seen)
-    everything = triton_window.backward(g, y, saved, given, seen, frozenset(given._fields[:8]))
+    everything = triton_window.backward(g, y, saved, given, seen, frozenset(case.inputs()))
     for own_only, names in [*((False, name) for name in everything), (True, "k v"), (True, "q z v extra_k")]:
         wanted = frozenset(names.split())
         executed.clear()
@@ -257,29 +213,21 @@ BLOCKS += ["one byte that sees nothing", "persistent and everything"]
 @pytest.mark.parametrize("case", [UGLY[name] for name in BLOCKS], ids=BLOCKS)
 def test_flops_are_those_of_the_products_that_run(small_blocks, executed, case):
     case = replace(case, width=24)
-    inputs = {name: x.requires_grad_() for name, x in case.inputs(torch.float32).items()}
-    y = case.attend(inputs, plain=False)
+    inputs = {name: x.requires_grad_(name != "bias") for name, x in case.inputs().items()}
+    y = case.call(KERNEL, inputs)
     forward = sum(executed)
     y.sum().backward()
-    assert (forward, sum(executed) - forward) == case.flops(wanted=frozenset(case.given(inputs)[0]._fields))
+    assert (forward, sum(executed) - forward) == case.flops(wanted=frozenset(inputs))
 
 
 @pytest.mark.numeric
 @needs_triton
-def test_wide_heads_and_half_precision(small_blocks):
-    Case(T=17, past=7, z=(2.5, 17.0), width=64, persistent=2).compare(tolerance=2e-5)
-    Case(T=17, past=7, z=(2.5, 17.0)).compare(dtype=torch.float16, tolerance=5e-3)
-
-
-@pytest.mark.numeric
-@needs_triton
-@pytest.mark.parametrize("added", ["nothing", "vectors"])
-@pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_gradient_of_spans_at_kinks(small_blocks, added, rate):
+@pytest.mark.parametrize(("vectors", "rate"), [(False, 0.0), (True, 0.0), (True, 0.25)])
+def test_gradient_of_spans_at_kinks(small_blocks, vectors, rate):
     """At whole spans, and one rounding beside them: on which side z + R is, when it is rounded, decides."""
     whole = torch.tensor([1.0, 5.0, 14.0])
     z = torch.cat([whole, torch.nextafter(whole, whole + 1), torch.nextafter(whole, whole - 1)])
-    case = Case(T=18, max_keys=(20,) * len(z), z=tuple(z.tolist()), ramp=3, added=added, dropout=rate)
+    case = Case(T=18, max_keys=(20,) * len(z), z=tuple(z.tolist()), ramp=3, vectors=vectors, dropout=rate)
     case.compare(like=torch.float32, tolerance=2e-5)
 
 
@@ -295,8 +243,8 @@ def test_a_ramp_may_begin_anywhere_in_a_block(small_blocks):
 def test_each_head_has_its_own_hard_window(small_blocks):
     """The plain backend has one window for all heads; so head by head."""
     case = Case(T=33, past=12, max_keys=(5, 40))
-    inputs = case.inputs(torch.float32)
-    y = case.attend(inputs, plain=False)
+    inputs = case.inputs()
+    y = case.call(KERNEL, inputs)
     for h, max_keys in enumerate(case.max_keys):
         one = [inputs[name][:, h : h + 1].double() for name in "qkv"]
         assert_near(y[:, h : h + 1].double(), window.attend(*one, Window((max_keys,))), tolerance=2e-5)
@@ -306,24 +254,23 @@ def test_each_head_has_its_own_hard_window(small_blocks):
 @needs_triton
 def test_huge_scores_do_not_overflow(small_blocks):
     case = Case(T=18, max_keys=(6, 18), shift=1, z=(1.5, 17.5), ramp=2, persistent=3)
-    inputs = {name: x * (3e3 if name in ("q", "extra_q") else 1) for name, x in case.inputs(torch.float32).items()}
+    inputs = {name: x * (3e3 if name in ("q", "extra_q") else 1) for name, x in case.inputs().items()}
     inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    y = case.attend(inputs, plain=False)
+    y = case.call(KERNEL, inputs)
     assert all(x.isfinite().all() for x in [y, *gradients(y, list(inputs.values()))])
 
 
 @needs_triton
 def test_what_it_cannot_do_is_refused(small_blocks):
     q, k, v = (torch.randn(1, 2, 4, 16, device=DEVICE) for _ in range(3))
-    attend = KERNEL
     with pytest.raises(ValueError, match=r"one a head, \[2\]"):
-        attend(q, k, v, Window((4, 4), z=torch.zeros(1, 2, 4, device=DEVICE), ramp=2))
+        KERNEL(q, k, v, Window((4, 4), z=torch.zeros(1, 2, 4, device=DEVICE), ramp=2))
     with pytest.raises(ValueError, match="one of them"):
-        attend(q, k, v, Window((4, 4)), vectors=q[0, 0], bias=q.new_zeros(2, 4))
+        KERNEL(q, k, v, Window((4, 4)), vectors=q[0, 0], bias=q.new_zeros(2, 4))
     with pytest.raises(ValueError, match="3 distances: window.max_keys needs 4"):
-        attend(q, k, v, Window((4, 4)), vectors=q[0, 0, :3])
+        KERNEL(q, k, v, Window((4, 4)), vectors=q[0, 0, :3])
     with pytest.raises(ValueError, match="runtime.backend=kernel cannot run with head width 20"):
-        attend(*(torch.cat([x, x[..., :4]], -1) for x in (q, k, v)), Window((4, 4)))
+        KERNEL(*(torch.cat([x, x[..., :4]], -1) for x in (q, k, v)), Window((4, 4)))
 
 
 def why(q: Tensor) -> str | None:
@@ -367,24 +314,23 @@ def test_tiles_in_use_compile_without_a_device_and_spill_nothing(tmp_path, what,
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize("added", ["nothing", "bias", "vectors"])
+@pytest.mark.parametrize("added", [{}, {"bias": "column"}, {"vectors": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T", [256, 300])
 @pytest.mark.parametrize("width", [64, 128])
 def test_compiled_kernel_is_the_plain_path(width, T, dtype, added):
     """Blocks as in use, at lengths that are and are not multiples of 128."""
     spans = {"max_keys": (64, 320, 600, 600), "z": (0.0, 250.5, 600.0, 31.0), "ramp": 32}
-    case = Case(T=T, past=2 * T, width=width, streams=2, shift=1, persistent=100, added=added, **spans)
-    case.compare(dtype=dtype, tolerance=1e-4 if dtype == torch.float32 else 2e-2)
+    case = Case(T=T, past=2 * T, width=width, streams=2, shift=1, persistent=100, dtype=dtype, **added, **spans)
+    case.compare(tolerance=1e-4 if dtype == torch.float32 else 2e-2)
 
 
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_two_runs_agree_to_the_bit():
-    case = Case(
-        T=300, past=512, max_keys=(128, 700), z=(64.5, 640.0), ramp=32, persistent=64, added="vectors", width=64
-    )
-    inputs = {name: x.detach().requires_grad_() for name, x in case.inputs(torch.bfloat16).items()}
-    one, other = (gradients(case.attend(inputs, plain=False).cpu(), list(inputs.values())) for _ in range(2))
+    spans = {"max_keys": (128, 700), "z": (64.5, 640.0), "ramp": 32}
+    case = Case(T=300, past=512, persistent=64, vectors=True, width=64, dtype=torch.bfloat16, **spans)
+    inputs = {name: x.detach().requires_grad_() for name, x in case.inputs().items()}
+    one, other = (gradients(case.call(KERNEL, inputs).cpu(), list(inputs.values())) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

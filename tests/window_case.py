@@ -6,11 +6,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.attention_case import DOUBLE
-from variants.kernels import window
+from tests.attention_case import DOUBLE, covering
+from variants.kernels import chunked, fused, window, window_cpu
 from variants.kernels.given import Given
-from variants.kernels.window import Persistent, Window
+from variants.kernels.window import PastKV, Persistent, Window
 from variants.position import alibi_slopes
+
+
+def kernel(q: Tensor, k: Tensor, v: Tensor, seen: Window, *, dropout: float = 0.0, seed=None, **added) -> Tensor:
+    """The CPU's kernel, which is given past and segment one by one; heads have pasts of their own, as far as they look."""
+    past, half, before = k.shape[2] - q.shape[2], q.shape[1] // 2, []
+    for heads in (range(half), range(half, q.shape[1])) if past else ():
+        if heads:
+            begin = max(0, past - max(seen.max_keys[h] for h in heads) + 1 - seen.shift)
+            before.append(PastKV(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in (k, v))))
+    return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], seen, past=before, **added)
+
+
+def call(attend: Callable[..., Tensor], inputs: dict[str, Tensor], seen: Window, *, dropout: float = 0.0) -> Tensor:
+    """``attend`` of inputs by the names of ``Given``."""
+    given = Given(**inputs)
+    added = {"bias": given.bias, "dropout": dropout, "seed": torch.tensor(2**40 + 5, device=given.q.device)}
+    if given.extra_q is not None:
+        added["persistent"] = Persistent(given.extra_q, given.extra_k, given.extra_v)
+    if attend is not window.attend:
+        added["vectors"] = given.vectors
+    elif given.vectors is not None:
+        added["bias"] = given.q @ given.vectors.T.to(given.q.dtype)
+    return attend(given.q, given.k, given.v, seen, **added)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +87,8 @@ class Case:
 
     def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
         """Dropout draws from counters, by a seed that is always the same."""
-        given = Given(**inputs)
-        seen = Window(self.max_keys, self.shift, given.z, self.ramp if self.z else 0)
-        added = {"bias": given.bias, "dropout": self.dropout, "seed": torch.tensor(2**40 + 5)}
-        if given.extra_q is not None:
-            added["persistent"] = Persistent(given.extra_q, given.extra_k, given.extra_v)
-        if attend is not window.attend:
-            added["vectors"] = given.vectors
-        elif given.vectors is not None:
-            added["bias"] = given.q @ given.vectors.T.to(given.q.dtype)
-        return attend(given.q, given.k, given.v, seen, **added)
+        seen = Window(self.max_keys, self.shift, inputs.get("z"), self.ramp if self.z else 0)
+        return call(attend, inputs, seen, dropout=self.dropout)
 
     def hard(self) -> Window:
         """The window as ``forward`` and ``backward`` of a backend take it: spans are beside it."""
@@ -100,3 +115,40 @@ AWKWARD = {
     "uneven width": Case(width=12, max_keys=(24, 9, 9), z=(16.0, 3.5, 0.0), persistent=2),
 }
 """Heads see equally many keys where no span says how many."""
+MORE = AWKWARD | {
+    "a span for each query": Case(T=150, past=20, max_keys=(64, 64), z="query", ramp=7),
+    "a bias for each query": Case(T=70, past=9, shift=1, max_keys=(24, 64, 24), z=(12.0, 60.0, 3.0), bias="query"),
+    "vectors": Case(T=70, past=9, shift=1, max_keys=(24, 64, 24), z=(12.0, 60.0, 3.0), vectors=True),
+    "dropout": Case(T=150, past=20, max_keys=(24, 64, 24), z=(12.0, 60.0, 3.0), dropout=0.3, persistent=5),
+    "dropout, blind": Case(T=3, shift=1, max_keys=(4, 4), dropout=0.5, persistent=3),
+    "everything": Case(
+        T=140, past=33, shift=1, max_keys=(50, 50, 50), z="query", dropout=0.2, persistent=7, bias="query"
+    ),
+}
+HEADS = {
+    "one key": {"max_keys": (1, 1)},
+    "hard": {"max_keys": (150, 150, 150)},
+    "short": {"max_keys": (9, 9, 9), "z": (9.0, 2.5, 0.0), "ramp": 1},
+    "long": {"max_keys": (64, 290, 128, 256), "z": (0.0, 290.0, 63.5, 200.0), "ramp": 33},
+}
+ADDED = {"nothing": {}, "bias": {"bias": "column"}, "vectors": {"vectors": True}}
+FACTORS = {
+    "heads": list(HEADS),
+    "added": list(ADDED),
+    "T": [1, 2, 31, 33, 127, 129, 300],
+    "past": [0, 1, 40, 300],
+    "width": [1, 3, 16],
+    "persistent": [0, 1, 40],
+    "shift": [0, 1],
+    "streams": [1, 2],
+}
+for row in covering(FACTORS, strength=2):
+    name = "-".join(map(str, row.values()))
+    MORE[name] = Case(**HEADS[row.pop("heads")], **ADDED[row.pop("added")], **row)
+ATTEND = {"plain": window.attend, "chunked": chunked.attend, "fused": fused.attend, "kernel": kernel}
+
+
+def takes(backend: str, case: Case) -> bool:
+    """Whether a backend computes the case: by their own words, chunked takes all, fused no vectors, neither other dropout."""
+    of_query = case.z == "query" or case.bias == "query" or case.dropout > 0
+    return backend in ("plain", "chunked") or not (of_query or (backend == "fused" and case.vectors))

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from tests.attention_case import DOUBLE, assert_near, assert_same
-from tests.test_window import Draw
+from tests.window_case import call, kernel
 from variants.adaptive_span import bucket
-from variants.kernels import native, product_search, window_cpu
+from variants.kernels import native, product_search, window, window_cpu
 from variants.kernels.window import Window
 from variants.position import alibi_slopes
 
@@ -121,7 +121,7 @@ def attend(draw: random.Random) -> None:
     shapes["v"] = shapes["k"]
     if draw.random() < 0.4:
         vectors = (heads, draw.choice((1, 3, 8, 17, 40, 257)), width)
-        shapes |= {"extra_q": shapes["q"], "m_k": vectors, "m_v": vectors}
+        shapes |= {"extra_q": shapes["q"], "extra_k": vectors, "extra_v": vectors}
     max_keys, z, ramp = (span,) * heads, None, draw.choice((1, 2, 5, 8, 32))
     if draw.random() < 0.5:
         spans = [draw.choice((0.0, float(span), draw.uniform(0, span), draw.randint(0, span))) for _ in range(heads)]
@@ -129,14 +129,14 @@ def attend(draw: random.Random) -> None:
         max_keys = tuple(min(span, bucket(int(n) + ramp + 1)) for n in spans)
     bias, added = None, draw.choice(("nothing", "bias", "vectors"))
     if added == "vectors":
-        shapes["p"] = (max(max_keys) + draw.choice((0, 3)), width)
+        shapes["vectors"] = (max(max_keys) + draw.choice((0, 3)), width)
     elif added == "bias":
         bias = (-alibi_slopes(heads)[:, None] * torch.arange(max(max_keys))).to(dtype)
     inputs = {name: torch.randn(shape, dtype=DOUBLE).to(dtype) for name, shape in shapes.items()}
     inputs |= {} if z is None else {"z": z}
     moved = {name: x.requires_grad_() for name, x in inputs.items() if draw.random() < 0.7}
-    case = Draw(inputs, Window(max_keys, draw.randrange(2), z, ramp), bias)
-    found, expected = case.attend("kernel"), case.attend("plain")
+    given, seen = inputs | ({} if bias is None else {"bias": bias}), Window(max_keys, draw.randrange(2), z, ramp)
+    found, expected = call(kernel, given, seen), call(window.attend, given, seen)
     tolerance = 1e-9 if dtype == DOUBLE else 5e-4
     assert_same(found, expected, named=moved, tolerance=tolerance) if moved else assert_near(
         found, expected, tolerance=tolerance

@@ -16,7 +16,7 @@ share is lambda mean_h z_h = lambda S mean_h f_h, and the number of layers does 
 import torch
 from torch import Tensor
 
-from tests.reference.attention import Mask, attention
+from tests.reference.attention import Mask
 
 
 def soft_mask(x: int, *, z: Tensor, ramp: int) -> Tensor:
@@ -60,80 +60,3 @@ def span_loss(fractions: Tensor, *, span: int, weight: float) -> Tensor:
     heads = fractions.shape[-1]
     rows = fractions.reshape(-1, heads)
     return sum(weight / heads * span * rows[row, h] for row in range(len(rows)) for h in range(heads)) / len(rows)
-
-
-def adaptive_span_attention(
-    x: Tensor,
-    *,
-    fractions: Tensor,
-    ramp: int,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
-    wo: Tensor,
-    span: int,
-    attend_self: bool,
-    position: str,
-    table: Tensor | None = None,
-    persistent_keys: Tensor | None = None,
-    persistent_values: Tensor | None = None,
-    past: Tensor | None = None,
-    start: int = 0,
-) -> Tensor:
-    """Attention ``[B, T, D]`` with learned spans: ``fractions [H]``, ``ramp`` R in positions; the rest as there."""
-    return attention(
-        x,
-        wq=wq,
-        wk=wk,
-        wv=wv,
-        wo=wo,
-        heads=len(fractions),
-        span=span,
-        attend_self=attend_self,
-        position=position,
-        table=table,
-        mask=adaptive_mask(fractions, span=span, ramp=ramp),
-        persistent_keys=persistent_keys,
-        persistent_values=persistent_values,
-        past=past,
-        start=start,
-    )
-
-
-def dynamic_span_attention(
-    x: Tensor,
-    *,
-    vectors: Tensor,
-    biases: Tensor,
-    ramp: int,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
-    wo: Tensor,
-    span: int,
-    attend_self: bool,
-    position: str,
-    table: Tensor | None = None,
-    persistent_keys: Tensor | None = None,
-    persistent_values: Tensor | None = None,
-    past: Tensor | None = None,
-    start: int = 0,
-) -> Tensor:
-    """Attention ``[B, T, D]`` with spans from the input: ``vectors [H, D]``, ``biases [H]``; the rest as there."""
-    return attention(
-        x,
-        wq=wq,
-        wk=wk,
-        wv=wv,
-        wo=wo,
-        heads=len(biases),
-        span=span,
-        attend_self=attend_self,
-        position=position,
-        table=table,
-        mask=dynamic_mask(vectors, biases=biases, span=span, ramp=ramp),
-        persistent_keys=persistent_keys,
-        persistent_values=persistent_values,
-        past=past,
-        start=start,
-    )

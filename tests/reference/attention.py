@@ -23,6 +23,8 @@ from tests.reference.positions import alibi_slopes, score
 
 Mask = Callable[[int, int, Tensor], Tensor]
 """(head h, number x of the visible key, input x_t [D] of the query) -> weight in [0, 1], a scalar."""
+Visible = Callable[[int, int], list[tuple[int, int]]]
+"""(head h, index of the query) -> (number x, index) of every key that it sees, nearest first."""
 
 
 def visible_keys(now: int, *, span: int, attend_self: bool) -> list[tuple[int, int]]:
@@ -54,6 +56,8 @@ def attention(
     persistent_keys: Tensor | None = None,
     persistent_values: Tensor | None = None,
     past: Tensor | None = None,
+    past_is_constant: bool = False,
+    visible: Visible | None = None,
     start: int = 0,
 ) -> Tensor:
     """Attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
@@ -68,12 +72,15 @@ def attention(
         mask: soft mask on the context.
         persistent_keys, persistent_values: ``[H, N, K]`` as they enter the equations: already scaled.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``; detached by the caller if so wanted.
+        past_is_constant: whether no gradient goes to ``wk`` and ``wv`` by keys and values of the past.
+        visible: what a query sees in place of the nearest ``span`` keys; indices count from the first of ``past``.
         start: stream position of ``x[:, 0]``.
     """
     width = wq.shape[0] // heads
     slopes = alibi_slopes(heads)
     stream = x if past is None else torch.cat([past, x], dim=1)
     before = stream.shape[1] - x.shape[1]  # stream[:, before] is x[:, 0]
+    visible = visible or (lambda head, now: visible_keys(now, span=span, attend_self=attend_self))
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
@@ -83,10 +90,13 @@ def attention(
                 block = slice(h * width, (h + 1) * width)
                 query = wq[block] @ stream[b, now]
                 weights, values = [], []
-                for number, index in visible_keys(now, span=span, attend_self=attend_self):
+                for number, index in visible(h, now):
+                    key, value = wk[block] @ stream[b, index], wv[block] @ stream[b, index]
+                    if past_is_constant and index < before:
+                        key, value = key.detach(), value.detach()
                     s = score(
                         query,
-                        wk[block] @ stream[b, index],
+                        key,
                         position=position,
                         number=number,
                         query_at=start + t,
@@ -96,7 +106,7 @@ def attention(
                     )
                     m = 1.0 if mask is None else mask(h, number, stream[b, now])
                     weights.append(m * torch.exp(s))
-                    values.append(wv[block] @ stream[b, index])
+                    values.append(value)
                 if persistent_keys is not None:
                     for n in range(persistent_keys.shape[1]):
                         weights.append(torch.exp(query @ persistent_keys[h, n] / math.sqrt(width)))

@@ -8,61 +8,22 @@ per head, then y_t = W_o [o_1; ...; o_H]. t counts from the start of the stream.
 import torch
 from torch import Tensor
 
-from tests.reference.attention import weighted_mean
-from tests.reference.positions import alibi_slopes, score
+from tests.reference.attention import attention
 
 
-def local_attention(
-    x: Tensor,
-    *,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
-    wo: Tensor,
-    heads: int,
-    block: int,
-    attend_self: bool,
-    position: str,
-    table: Tensor | None = None,
-    past: list[Tensor] | None = None,
-    past_wk: Tensor | None = None,
-    past_wv: Tensor | None = None,
-) -> Tensor:
+def local_attention(x: Tensor, *, past: list[Tensor], block: int, attend_self: bool, **others) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]``.
 
     Args:
-        wq, wk, wv, wo, heads, attend_self, position, table: as ``attention`` has them.
-        block: M.
         past: all inputs of each stream before ``x``, ``[L_b, D]``, of lengths of their own.
-        past_wk, past_wv: what past keys and values are made with; None for wk and wv.
+        block: M.
+        others: as ``attention`` has them.
     """
-    width, slopes = wq.shape[0] // heads, alibi_slopes(heads)
-    past = [x.new_zeros(0, x.shape[2])] * x.shape[0] if past is None else past
-    past_wk, past_wv = wk if past_wk is None else past_wk, wv if past_wv is None else past_wv
-    y = torch.zeros_like(x)
-    for b in range(x.shape[0]):
-        before = len(past[b])
-        stream = [*past[b], *x[b]]
-        for now in range(before, len(stream)):
-            outputs = []
-            for h in range(heads):
-                rows = slice(h * width, (h + 1) * width)
-                query, weights, values = wq[rows] @ stream[now], [], []
-                last = now if attend_self else now - 1
-                for j in range(last, now // block * block - 1, -1):
-                    k, v = (past_wk, past_wv) if j < before else (wk, wv)
-                    s = score(
-                        query,
-                        k[rows] @ stream[j],
-                        position=position,
-                        number=last - j,
-                        query_at=now,
-                        key_at=j,
-                        slope=float(slopes[h]),
-                        table=table,
-                    )
-                    weights.append(torch.exp(s))
-                    values.append(v[rows] @ stream[j])
-                outputs.append(weighted_mean(weights, values, width=width))
-            y[b, now - before] = wo @ torch.cat(outputs)
-    return y
+
+    def visible(head: int, now: int) -> list[tuple[int, int]]:
+        nearest = now if attend_self else now - 1
+        return [(nearest - j, j) for j in range(nearest, now // block * block - 1, -1)]
+
+    streams = zip(x.split(1), past, strict=True)
+    same = {"span": block, "attend_self": attend_self, "visible": visible, **others}
+    return torch.cat([attention(one, past=before[None], start=len(before), **same) for one, before in streams])

@@ -9,11 +9,9 @@ in the softmax once, with the score of its true distance. Where we depart: with 
 query, whatever n; a global position sees nothing that follows it, and shares its projections with the others.
 """
 
-import torch
 from torch import Tensor
 
-from tests.reference.attention import weighted_mean
-from tests.reference.positions import alibi_slopes, score
+from tests.reference.attention import attention
 
 
 def visible_keys(now: int, *, window: int, dilation: int, attend_self: bool, global_positions: int = 0) -> list[int]:
@@ -26,51 +24,25 @@ def visible_keys(now: int, *, window: int, dilation: int, attend_self: bool, glo
 def longformer_attention(
     x: Tensor,
     *,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
-    wo: Tensor,
     windows: list[int],
     dilations: list[int],
     attend_self: bool,
-    position: str,
-    table: Tensor | None = None,
+    past: Tensor,
     global_positions: int = 0,
-    past: Tensor | None = None,
-    past_is_constant: bool = True,
+    **others,
 ) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
-        wq, wk, wv: ``[H K, D]``, head h owns rows h K to (h + 1) K; wo: ``[D, H K]``.
         windows, dilations: w and n of each head.
-        position: "none", "rotary", "relative" with its ``table [S, K]``, or "alibi".
         past: ``[B, L, D]``, all inputs of the same streams before ``x``.
-        past_is_constant: whether no gradient goes to the weights by keys and values of the past.
+        others: as ``attention`` has them.
     """
-    heads = len(windows)
-    width = wq.shape[0] // heads
-    slopes = alibi_slopes(heads)
-    stream = x if past is None else torch.cat([past, x], dim=1)
-    before = stream.shape[1] - x.shape[1]
-    y = torch.zeros_like(x)
-    for b in range(x.shape[0]):
-        for t in range(before, stream.shape[1]):
-            outputs = []
-            for h in range(heads):
-                block = slice(h * width, (h + 1) * width)
-                query = wq[block] @ stream[b, t]
-                seen = {"window": windows[h], "dilation": dilations[h], "global_positions": global_positions}
-                weights, values = [], []
-                for j in visible_keys(t, attend_self=attend_self, **seen):
-                    key, value = wk[block] @ stream[b, j], wv[block] @ stream[b, j]
-                    if j < before and past_is_constant:
-                        key, value = key.detach(), value.detach()
-                    number = t - j if attend_self else t - j - 1  # of the positions that an undilated head would see
-                    places = {"number": number, "query_at": t, "key_at": j}
-                    s = score(query, key, position=position, slope=float(slopes[h]), table=table, **places)
-                    weights.append(torch.exp(s))
-                    values.append(value)
-                outputs.append(weighted_mean(weights, values, width=width))
-            y[b, t - before] = wo @ torch.cat(outputs)
-    return y
+
+    def visible(head: int, now: int) -> list[tuple[int, int]]:
+        seen = {"window": windows[head], "dilation": dilations[head], "global_positions": global_positions}
+        keys = visible_keys(now, attend_self=attend_self, **seen)
+        return [(now - j if attend_self else now - j - 1, j) for j in keys]  # numbered as an undilated head would
+
+    same = {"heads": len(windows), "span": max(windows), "attend_self": attend_self, "visible": visible, **others}
+    return attention(x, past=past, start=past.shape[1], **same)

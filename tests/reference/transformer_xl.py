@@ -30,6 +30,7 @@ def transformer_xl(
     span: int,
     attend_self: bool,
     past: Tensor | None = None,
+    past_is_constant: bool = False,
 ) -> Tensor:
     """Attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
@@ -40,6 +41,7 @@ def transformer_xl(
         span: S, how many keys a query sees at most.
         attend_self: whether the query's own position is the nearest key; if not, the one before it is.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``; detached by the caller if so wanted.
+        past_is_constant: whether no gradient goes to ``wk`` and ``wv`` by keys and values of the past.
     """
     heads, width = u.shape
     stream = x if past is None else torch.cat([past, x], dim=1)
@@ -52,11 +54,13 @@ def transformer_xl(
                 block = slice(h * width, (h + 1) * width)
                 query, weights, values = wq[block] @ stream[b, before + t], [], []
                 for number, index in visible_keys(before + t, span=span, attend_self=attend_self):
-                    key = wk[block] @ stream[b, index]
+                    key, value = wk[block] @ stream[b, index], wv[block] @ stream[b, index]
+                    if past_is_constant and index < before:
+                        key, value = key.detach(), value.detach()
                     place = wr[block] @ sinusoid(number, d_model=wr.shape[1])
                     score = query @ key + query @ place + u[h] @ key + v[h] @ place
                     weights.append(torch.exp(score / math.sqrt(width)))
-                    values.append(wv[block] @ stream[b, index])
+                    values.append(value)
                 outputs.append(weighted_mean(weights, values, width=width))
             y[b, t] = wo @ torch.cat(outputs)
     return y
