@@ -206,25 +206,31 @@ def test_a_failure_of_all_is_said_by_one():
     assert second == ("ValueError: process 0 of this run has failed", True, 0)
 
 
-def test_torchrun_stops_all_with_one_checkpoint(here):
+def test_torchrun_begins_again_after_a_kill_and_stops_all_with_one_checkpoint(here):
     """The real thing; torchrun passes SIGTERM on to its processes."""
-    words = ("variant=mhsa", "budget.steps=100000", "eval.every=0.0001", *CARRY, *DROPOUT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    words = ("variant=mhsa", "budget.steps=100000", "eval.every=0.0001", "checkpoint.every_steps=5", *CARRY, *DROPOUT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     environment = os.environ | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     with subprocess.Popen(
-        [*launcher, str(ROOT / "train.py"), *SMALL, *words],
+        [*launcher, f"--master-port={free_port()}", str(ROOT / "train.py"), *SMALL, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
     ) as process:
-        shown = ""
+        shown, killed = "", False
         for line in process.stdout:
             shown += line
-            if re.search(r"valid .* bits", line):
+            if re.search(r"valid .* bits", line) and "resuming at" in shown:
                 process.send_signal(signal.SIGTERM)
                 break
+            if re.search(r"valid .* bits", line) and not killed:
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                os.kill(int(children[1]), signal.SIGKILL)
+                killed = True
         shown += process.communicate(timeout=PATIENCE_SECONDS)[0]
-    assert shown.count("the same command goes on: torchrun --nproc-per-node=2") == 1, shown
-    assert len(list(Path("outputs").glob("mhsa-*/checkpoints/step-*.pt"))) == 1
+    lost = re.search(r"^error: process 0 of 2: another one has ended .* bytes of training are lost", shown, re.M)
+    stopped = re.search(r"stopped at .*; the same command goes on: torchrun --nproc-per-node=2", shown)
+    assert lost and stopped, shown
+    assert len(list(Path("outputs").glob("mhsa-*/checkpoints/step-*.pt"))) == 2
     assert not list(Path("outputs").glob("*/summary.json"))

@@ -288,7 +288,9 @@ class StopSignal:
         if self.number in (signal.SIGUSR1, signal.SIGUSR2):
             self._before[self.number](self.number, None)
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _kind: type | None, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception) and not self.alone:
+            return  # torchrun sends SIGTERM where a process is lost: the others still say and record what is left
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
