@@ -12,10 +12,12 @@ segment stays, the span is the length, and streams carry a full state. FLOPs per
 """
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import hydra
+from annotated_types import Gt
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
@@ -28,14 +30,14 @@ class CostSettings:
 
     variants: list | None
     lengths: list
-    mode: str = field(metadata={"allowed": ("cold", "stream")})
+    mode: Literal["cold", "stream"]
     backends: list
     spans: list
     allocators: list
-    streams: int
-    rounds: int
-    seconds: float
-    memory_limit_gib: float | None
+    streams: Annotated[int, Gt(0)]
+    rounds: Annotated[int, Gt(0)]
+    seconds: Annotated[float, Gt(0)]
+    memory_limit_gib: Annotated[float, Gt(0)] | None
 
 
 OWN = tuple(CostSettings.__dataclass_fields__)

@@ -200,7 +200,7 @@ BAD = [
     ("model.heads=0", "model.heads=0", "above 0"),
     ("model.heads=inf", "model.heads=inf", "int"),
     ("model.embedding_std=nan", "model.embedding_std=nan", "float"),
-    ("model.dropout=1.5", "model.dropout=1.5", "0 to 1"),
+    ("model.dropout=1.5", "model.dropout=1.5", "at most 1"),
     ("model.tied=1", "model.tied=1", "bool"),
     ("model.norm=batch", "model.norm=batch", "rms, layer"),
     ("position.base=abc", "position.base=abc", "float"),

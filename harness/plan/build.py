@@ -34,8 +34,8 @@ PLAIN = {
 }
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
 SECTIONS += ("checkpoint", "init_from")
-PURPOSES = ("result", "tune")
-SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust", "check")
+ALONE = tuple(settings.RunSettings.__dataclass_fields__)
+SINGLES = (*ALONE, "trial", "space", "trust")
 
 MOST_LAYERS = 10_000
 """Each is listed before any is built: a file that says a trillion must not fill the memory."""
@@ -130,6 +130,7 @@ def plan_run(
     """
     config, point = _sections(cfg, typed=typed)
     trust = tuple(dict.fromkeys(_trust(config["trust"]) + trusted))
+    alone = parse(settings.RunSettings, {name: config[name] for name in ALONE}, key="")
     plain = {name: parse(cls, config[name], key=name) for name, cls in PLAIN.items()}
     n_layers, default_bytes = plain["model"].layers, plain["model"].default_bytes
     check_keys(config["budget"], UNITS, key="budget")
@@ -148,28 +149,19 @@ def plan_run(
         data=vars(parse(settings.DataSettings, config["data"], key="data")),
         wandb=parse(settings.WandbSettings, plain["record"].wandb, key="record.wandb"),
         point=point,
-        purpose=checked(config["purpose"], str, key="purpose"),
-        seed=checked(config["seed"], int, key="seed"),
-        outputs=Path(checked(config["outputs"], str, key="outputs")),
-        force=checked(config["force"], bool, key="force"),
-        reuse=checked(config["reuse"], str, key="reuse"),
-        check=checked(config["check"], bool, key="check"),
         trust=trust,
         size=size,
         sweeping=sweeping,
         beside_others=beside_others,
         **plain,
+        **vars(alone) | {"outputs": Path(alone.outputs)},
     )
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
         raise ValueError(
             "init_from.run=null: init_from.restore=everything needs a run's folder; without one init_from.restore=weights"
         )
-    if plan.purpose not in PURPOSES:
-        raise ValueError(f"purpose={plan.purpose}: allowed are {', '.join(PURPOSES)}")
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
         raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the run folder's name")
-    if not 0 <= plan.seed < 2**63:
-        raise ValueError(f"seed={plan.seed}: allowed are integers from 0 to 2**63 - 1")
     if plan.batch.accumulate > plan.batch.streams:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
     return plan
