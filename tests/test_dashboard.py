@@ -12,7 +12,7 @@ import yaml
 
 from bench.dashboard import OF_CONFIG, pattern_of, workspace
 from harness.record.rows import read_rows
-from harness.record.wandb_rows import numbers
+from harness.record.wandb_run import numbers
 from tests.command import call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import CONF
 
@@ -94,12 +94,11 @@ def test_every_metric_over_the_run_is_shown_or_left_out_for_a_reason(offline_run
     assert {pattern for pattern in NOT_SHOWN if not any(fnmatchcase(name, pattern) for name in names)} == set()
 
 
-def test_every_figure_and_table_of_a_run_is_shown_and_every_run_has_its_figures(offline_runs):
-    shown = {name for panel, name in metrics_of() if panel.kind in ("images", "table")}
+def test_every_figure_of_a_run_is_shown_and_every_run_has_its_figures(offline_runs):
+    shown = {name for panel, name in metrics_of() if panel.kind == "images"}
     for folder, run in zip(offline_runs.folders, offline_runs.inspected, strict=True):
-        logged = {name for name in run["summary"] if name.startswith(("figures/", "tables/"))}
-        assert logged <= shown
-        assert {f"figures/{path.stem}" for path in folder.glob("*.png")} == logged - {"tables/spans", "tables/costs"}
+        logged = {name for name in run["summary"] if name.startswith("figures/")}
+        assert logged <= shown and {f"figures/{path.stem}" for path in folder.glob("*.png")} == logged
 
 
 def _rows(folder) -> list[dict]:
@@ -152,7 +151,7 @@ def check_panel(panel, drawn: dict) -> None:
             section, _, rest = name.removeprefix(OF_CONFIG).partition(".")
             accessor = f"{OF_CONFIG}{section}.value.{rest}" if name.startswith(OF_CONFIG) else name
             assert accessor in text, (panel.title, name)
-    assert panel.kind == "runs" or panel.title in text or panel.kind == "table"
+    assert panel.kind == "runs" or panel.title in text
 
 
 # The command

@@ -1,18 +1,13 @@
 """W&B: an offline run is written and read back, jobs stay apart, and nothing that W&B does stops a run."""
 
-import json
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from harness.record import wandb_run
 from harness.record.wandb_run import WandbRun
-from tests.patience import PATIENCE_SECONDS
 from tests.wandb_runs import MODES, PRETENDED_KEY, MisbehavingServer, inspect, lonely_environment, python
 
 TWO_JOBS = """
@@ -79,7 +74,7 @@ def test_jobs_without_key_network_or_terminal_are_runs_of_their_own_on_disk(tmp_
 
 
 class FakeWandb:
-    """As much of the module as we use. ``fails`` maps a call to what it does: raise an exception or wait for an event."""
+    """As much of the module as we use. ``fails`` maps a call to what it raises."""
 
     def __init__(self, *, has_key=False, typed_offline=False, fails=None):
         self.fails, self.has_key, self.calls = fails or {}, has_key, []
@@ -100,10 +95,8 @@ class FakeWandb:
     def called(self, name, value):
         self.calls.append((name, value))
         failure = self.fails.get(name)
-        if isinstance(failure, BaseException):
-            raise failure
         if failure is not None:
-            failure.wait(PATIENCE_SECONDS)
+            raise failure
 
     def names(self):
         return [name for name, _ in self.calls]
@@ -135,7 +128,6 @@ def fake(monkeypatch):
     for variable in list(os.environ):
         if variable.startswith("WANDB_"):
             monkeypatch.delenv(variable)
-    monkeypatch.setattr(wandb_run, "START_SECONDS", 0.3)
 
     def install(**keywords):
         module = FakeWandb(**keywords)
@@ -149,7 +141,6 @@ def run_job(folder, *, config=None, **keywords):
     with WandbRun(folder, config=config or {}, **keywords) as run:
         for step in range(3):
             run.log({"kind": "valid", "bytes_seen": step, "bits_per_byte": 2.0})
-            time.sleep(0.02)
         run.log_end(summary={}, figures=[])
     return run
 
@@ -168,18 +159,6 @@ def test_a_missing_wandb_is_one_line_on_stderr(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert run_job(tmp_path).hint == ""
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("call", ["init", "log", "finish"])
-def test_a_hanging_wandb_is_left_behind(fake, monkeypatch, tmp_path, capsys, call):
-    hang = threading.Event()
-    fake(fails={call: hang})
-    monkeypatch.setattr(wandb_run, "FINISH_SECONDS", -4.8)
-    run = run_job(tmp_path)
-    assert run._thread.is_alive(), "it was waited for"
-    assert "left behind" in capsys.readouterr().err
-    hang.set()
-    run._thread.join()
 
 
 @pytest.mark.parametrize(
@@ -229,23 +208,16 @@ def test_variables_win_over_config(fake, monkeypatch, tmp_path):
     assert given["reinit"] == "finish_previous"
 
 
-def test_train_rows_are_thinned_and_evaluations_are_not(fake, tmp_path):
+def test_train_rows_are_thinned_but_for_the_last_and_evaluations_are_not(fake, tmp_path):
     module = fake()
     with WandbRun(tmp_path, config={}, every_seconds=3600) as run:
         for step in range(5):
             run.log({"kind": "train", "bytes_seen": step, "loss": 1.0})
             run.log({"kind": "valid", "bytes_seen": step, "bits_per_byte": 2.0})
-    sent = [set(value) - {"bytes_seen"} for name, value in module.calls if name == "log"]
-    assert sent.count({"train/loss"}) == 1 and sent.count({"valid/bits_per_byte"}) == 5
-
-
-def test_the_last_train_row_is_sent_at_the_end(fake, tmp_path):
-    module = fake()
-    with WandbRun(tmp_path, config={}, every_seconds=3600) as run:
-        for step in range(5):
-            run.log({"kind": "train", "bytes_seen": step, "loss": 1.0})
         run.log_end(summary={}, figures=[])
-    assert [value["bytes_seen"] for name, value in module.calls if name == "log"] == [0, 4]
+    sent = [value for name, value in module.calls if name == "log"]
+    assert [value["bytes_seen"] for value in sent if "train/loss" in value] == [0, 4]
+    assert len([value for value in sent if "valid/bits_per_byte" in value]) == 5
 
 
 def test_tags_that_wandb_would_refuse_are_made_legal(fake, tmp_path):
@@ -257,29 +229,21 @@ def test_tags_that_wandb_would_refuse_are_made_legal(fake, tmp_path):
 
 
 SERVED = """
-import json, sys, time
+import time
 from pathlib import Path
 from harness.record.wandb_run import WandbRun
-called = set()
-def note(frame, event, argument):
-    if event == "call":
-        called.add(frame.f_code.co_name)
-    elif event == "c_call":
-        called.add(argument.__name__)
 with WandbRun(Path.cwd(), config={"seed": 1}, id="keepthis", every_seconds=0) as run:
     for step in range(100):
         row = {"kind": "train", "bytes_seen": step, "loss": 1.0, "metrics": {"layers.0.attention.span": [1.0] * 64}}
-        sys.setprofile(note)
         run.log(row)
-        sys.setprofile(None)
         time.sleep(0.02)
     run.log_end(summary={"variant": "mhsa"}, figures=[])
-print(json.dumps({"called": sorted(called), "hint": run.hint}))
+print(run.hint)
 """
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_misbehaving_server_is_one_line_and_costs_the_loop_nothing(tmp_path, mode):
+def test_a_misbehaving_server_is_one_line_and_loses_nothing(tmp_path, mode):
     with MisbehavingServer(mode) as server:
         longest = {"WANDB_INIT_TIMEOUT": "1"} if mode != "vanishes" else {"WANDB_FINISH_TIMEOUT": "1"}
         patience = dict.fromkeys(("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"), "100") | longest
@@ -292,26 +256,20 @@ def test_a_misbehaving_server_is_one_line_and_costs_the_loop_nothing(tmp_path, m
         "wandb: TimeoutError" if mode == "vanishes" else "wandb: cannot go online, so this run is written offline: "
     )
     assert line.startswith(expected)
-    said = json.loads(ran.stdout)
-    assert said["called"] == ["_put", "log", "monotonic", "put", "setprofile"], (
-        "a queue is fed, and nothing is waited for"
-    )
     (folder,) = (tmp_path / "wandb").glob(f"{'run' if mode == 'vanishes' else 'offline-run'}-*-keepthis")
-    assert said["hint"] == f"wandb sync wandb/{folder.name}"
+    assert ran.stdout == f"wandb sync wandb/{folder.name}\n"
     run = inspect(folder, environment=environment)
     assert (run["config"], run["project"]) == ({"seed": 1}, "theirs")
     assert (run["summary"]["bytes_seen"], run["summary"]["variant"]) == (99, "mhsa")
 
 
 KILLED = """
-import os, signal, time
+import os, signal
 from pathlib import Path
 from harness.record.wandb_run import WandbRun
 def children():
     return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
 with WandbRun(Path.cwd(), config={}, mode="offline") as run:
-    while not run.hint:
-        time.sleep(0.1)
     (core,) = children()
     os.kill(core, signal.SIGKILL)
     for step in range(5):
@@ -323,8 +281,3 @@ def test_wandbs_own_process_may_die(tmp_path):
     ran = python("-c", KILLED, environment=lonely_environment(tmp_path))
     (line,) = ran.stderr.splitlines()
     assert line.startswith("wandb: ") and line.endswith("(the run itself goes on)")
-
-
-def test_an_unknown_mode_is_the_users_mistake(tmp_path):
-    with pytest.raises(ValueError, match=r"record\.wandb\.mode='on'.*auto, online, offline, disabled"):
-        WandbRun(tmp_path, config={}, mode="on")
