@@ -14,7 +14,7 @@ segment stays, the span is the length, and streams carry a full state. FLOPs per
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import hydra
 from annotated_types import Gt
@@ -116,8 +116,8 @@ def _check_lists(settings: CostSettings) -> None:
     from bench.weights import KINDS
     from harness.plan.settings import RuntimeSettings
 
-    fields = RuntimeSettings.__dataclass_fields__
-    choices = {f"{key}s": fields[key].metadata["allowed"] for key in ("backend", "allocator")} | {"spans": KINDS}
+    hints = RuntimeSettings.__annotations__
+    choices = {f"{key}s": get_args(hints[key]) for key in ("backend", "allocator")} | {"spans": KINDS}
     for key, allowed in choices.items():
         found = getattr(settings, key)
         if not found or set(map(str, found)) - set(allowed):

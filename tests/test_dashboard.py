@@ -105,25 +105,6 @@ def _rows(folder) -> list[dict]:
     return [row for row in read_rows(folder / "record.jsonl") if row["kind"] != "provenance"]
 
 
-def test_rows_on_disk_name_the_metrics_that_the_run_file_has(offline_runs):
-    for folder, logged in zip(offline_runs.folders, history(offline_runs), strict=True):
-        assert {name for row in _rows(folder) for name in numbers(row)} <= logged
-
-
-def test_a_panels_x_axis_is_in_the_rows_of_its_metrics(offline_runs):
-    rows = [numbers(row) for folder in offline_runs.folders for row in _rows(folder)]
-    for panel, name in metrics_of():
-        if panel.kind in OVER_THE_RUN and name != panel.x:
-            having = [row for row in rows if matching(name, list(row))]
-            assert having and all(panel.x in row for row in having), (panel.title, name)
-
-
-def test_a_star_is_a_sublayer_and_not_the_pool_of_all():
-    logged = ["train_span/mean", "train_span/layers.0.attention/mean", "train_span/layers.1.attention/mean"]
-    assert matching("train_span/*/mean", logged) == logged[1:]
-    assert matching("train_span/mean", logged) == logged[:1]
-
-
 # W&B's objects
 
 

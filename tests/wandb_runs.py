@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from tests.patience import PATIENCE_SECONDS
 SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + MADE
 """A training of a second that keeps W&B and its figures."""
 PRETENDED_KEY = "0" * 40
-MODES = ("refuses", "hangs", "vanishes", "fails")
+MODES = ("hangs", "vanishes")
 
 
 def lonely_environment(tmp_path: Path, **variables: str) -> dict[str, str]:
@@ -91,8 +90,7 @@ class MisbehavingServer:
     """A W&B server on a local socket. Use it in a ``with`` statement.
 
     Args:
-        mode: ``refuses`` connections, ``hangs`` (accepts, and never answers), ``vanishes`` (answers until a run has
-            started, then is gone), ``fails`` (answers 500).
+        mode: ``hangs`` (accepts, and never answers), ``vanishes`` (answers until a run has started, then is gone).
 
     Attributes:
         url: for ``WANDB_BASE_URL``.
@@ -102,11 +100,6 @@ class MisbehavingServer:
     def __init__(self, mode: str):
         self.mode, self.asked = mode, 0
         self._stopped = threading.Event()
-        if mode == "refuses":
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-            return
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -127,13 +120,13 @@ class MisbehavingServer:
         if self.mode == "hangs" or self._stopped.is_set():
             self._stopped.wait()
             return
-        content = json.dumps(_answer(json.loads(body)) if self.mode == "vanishes" else {"errors": []}).encode()
-        request.send_response(500 if self.mode == "fails" else 200)
+        content = json.dumps(_answer(json.loads(body))).encode()
+        request.send_response(200)
         request.send_header("Content-Type", "application/json")
         request.send_header("Content-Length", str(len(content)))
         request.end_headers()
         request.wfile.write(content)
-        if self.mode == "vanishes" and b"UpsertBucket" in body:
+        if b"UpsertBucket" in body:
             threading.Thread(target=self._vanish, daemon=True).start()
 
     def _vanish(self) -> None:
@@ -141,7 +134,7 @@ class MisbehavingServer:
         self.close()
 
     def close(self) -> None:
-        if self.mode != "refuses" and not self._stopped.is_set():
+        if not self._stopped.is_set():
             self._stopped.set()
             self._server.shutdown()
             self._server.server_close()

@@ -218,12 +218,10 @@ def _optim(node: Mapping[str, object], trust: tuple[str, ...], *, lr_scale: obje
     check_keys(
         {"name": None, **node}, ("name", "lr", "default", "matrices", "clip", "schedule", "skip_nonfinite"), key="optim"
     )
-    if not isinstance(lr_scale or {}, Mapping):
-        raise ValueError(f"variant.lr_scale={lr_scale}: must be factors of optim.lr by optimizer, e.g. {{muon: 2.0}}")
-    for name, factor in (lr_scale or {}).items():
-        check_number(f"variant.lr_scale.{name}", factor)
-    check_number("optim.lr", node["lr"])
-    lr = node["lr"] * (lr_scale or {}).get(node.get("name"), 1.0)
+    scales = checked(lr_scale, dict | None, key="variant.lr_scale") or {}
+    for name, factor in (scales | {None: node["lr"]}).items():
+        check_number("optim.lr" if name is None else f"variant.lr_scale.{name}", factor)
+    lr = node["lr"] * scales.get(node.get("name"), 1.0)
     matrices = node["matrices"]
     if matrices is not None:
         check_keys(matrices, ("lr_scale", "optimizer"), key="optim.matrices")

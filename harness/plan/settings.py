@@ -22,9 +22,7 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def section(cls: type) -> type:
-    """A dataclass of a section."""
-    return dataclass(frozen=True, kw_only=True)(cls)
+section = dataclass(frozen=True, kw_only=True)
 
 
 @section
@@ -180,34 +178,26 @@ def checked(value: object, hint: object, *, key: str) -> Any:
         errors = refusal.errors(include_url=False)
     places = [] if errors[0]["type"] in ("missing", "too_long") else errors[0]["loc"]
     inside = [str(place) for place in places if isinstance(place, int)]  # the rest names options of a union
-    names = list(dict.fromkeys(_allowed(error) for error in errors))
-    if type(None) in typing.get_args(hint) and not inside:
-        names = list(dict.fromkeys([*names, "null"]))
+    null = ["null"] * (type(None) in typing.get_args(hint) and not inside)
+    names = dict.fromkeys([*map(_allowed, errors), *null])
     word = "allowed are" if errors[0]["type"] == "literal_error" else "must be"
     raise ValueError(f"{'.'.join([key, *inside])}={errors[0]['input']}: {word} {' or '.join(names)}")
 
 
-ALLOWED = {
-    **dict.fromkeys(("int_type", "int_from_float", "less_than"), "int"),
-    **dict.fromkeys(("float_type", "finite_number"), "float"),
-    **dict.fromkeys(("list_type", "tuple_type", "missing", "too_long", "sequence_type"), "a list"),
-    **dict.fromkeys(("dict_type", "mapping_type"), "a mapping"),
-    **{"string_type": "str", "bool_type": "bool", "none_required": "null", "callable_type": PART},
-}
-"""What a value must be, by the type of pydantic's error."""
+ALLOWED = {"int": "int", "less": "int", "float": "float", "finite": "float", "string": "str", "bool": "bool"}
+ALLOWED |= {"none": "null", "callable": PART} | dict.fromkeys(("dict", "mapping"), "a mapping")
+ALLOWED |= dict.fromkeys(("list", "tuple", "sequence", "missing", "too"), "a list")
+"""What a value must be, by the first word of the type of pydantic's error."""
 
 
 def _allowed(error: Mapping) -> str:
-    match error["type"]:
-        case "literal_error":
-            return error["ctx"]["expected"].replace(" or ", ", ").replace("'", "").lower()
-        case "greater_than":
-            return f"above {error['ctx']['gt']}"
-        case "greater_than_equal":
-            return f"at least {error['ctx']['ge']}"
-        case "less_than_equal":
-            return f"at most {error['ctx']['le']}"
-    return ALLOWED.get(error["type"], error["msg"].removeprefix("Input should be "))
+    limits = error.get("ctx", {})
+    for name, word in (("gt", "above"), ("ge", "at least"), ("le", "at most")):
+        if name in limits:
+            return f"{word} {limits[name]:g}"
+    if "expected" in limits:
+        return limits["expected"].replace(" or ", ", ").replace("'", "").lower()
+    return ALLOWED.get(error["type"].partition("_")[0], error["msg"].removeprefix("Input should be "))
 
 
 @cache

@@ -93,19 +93,16 @@ class WandbRun:
         with self._harmless():
             import wandb
 
+            sent = {}
             if row["kind"] in ("provenance", "summary"):  # the configuration is there already
-                stored = facts({key: value for key, value in row.items() if key not in ("kind", "config")})
-                self._run.summary.update(stored)
-                sent = {}
+                self._run.summary.update(facts({key: row[key] for key in row if key not in ("kind", "config")}))
                 for path in figures:
                     with suppress(Exception):  # a picture that cannot be read takes nothing else away
                         sent[f"figures/{path.stem}"] = wandb.Image(str(path))
-                sent |= {key: stored[key] for key in ("bytes_seen",) if sent and key in stored}
+                sent |= {"bytes_seen": row["bytes_seen"]} if sent and row.get("bytes_seen") is not None else {}
             else:
-                found = numbers(row)
-                sent = {
-                    key: wandb.Histogram(value) if isinstance(value, list) else value for key, value in found.items()
-                }
+                for name, value in numbers(row).items():
+                    sent[name] = wandb.Histogram(value) if isinstance(value, list) else value
             if sent.keys() - set(PLACE):
                 self._run.log(sent)
 
@@ -183,41 +180,40 @@ def _hint(run, *, uploaded: bool = True) -> str:
 
 def numbers(row: dict) -> dict[str, float | list[float]]:
     """Numbers of one row by metric; a list is one of a head each, to become a histogram. Texts are left out."""
-    kind, clock = row["kind"], row.get("clock") or {}
-    sent = {name: row.get(name, clock.get(name)) for name in PLACE}
+    kind, row = row["kind"], row | (row.get("clock") or {})
+    sent = {name: row.get(name) for name in PLACE}
     if row.get("final"):
-        sent |= {f"{kind}_{name}": value for name, value in row.items() if name.endswith("bits_per_byte")}
-        return facts(sent)
-    rest = {name: value for name, value in (row | clock).items() if name not in (*PLACE, "kind", "metrics", "clock")}
-    sent, pooled, by_head = sent | _flat(rest, name=kind), {}, set()
+        return facts(sent | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")})
+    rest = {name: value for name, value in row.items() if name not in (*PLACE, "kind", "metrics", "clock")}
+    sent, pooled, lists = sent | _flat(rest, name=kind), {}, {}
     for name, metric in (row.get("metrics") or {}).items():
         place, _, word = name.rpartition(".")
         values = [value for value in (metric if isinstance(metric, list) else [metric]) if _is_number(value)]
-        key, section = f"{kind}_{word}/{place or 'model'}", f"{kind}_{word}"
+        section, key = f"{kind}_{word}", f"{kind}_{word}/{place or 'model'}"
         if values:
-            pooled[section] = pooled.get(section, []) + values
-            sent |= {key: values} | _extent(key, values) if isinstance(metric, list) else {key: values[0]}
-            by_head |= {section} if isinstance(metric, list) else set()
+            pooled.setdefault(section, []).extend(values)
+            if isinstance(metric, list):
+                lists |= {key: values, f"{section}/all": pooled[section]}
+                sent |= _extent(key, values)
+            else:
+                sent[key] = values[0]
     for section, values in pooled.items():
         extent = _extent(section, values)
-        sent |= extent | {f"{section}/all": values} if section in by_head else dict([*extent.items()][:1])
-    lists = {name: value for name, value in sent.items() if isinstance(value, list)}
+        sent |= extent if f"{section}/all" in lists else {f"{section}/mean": extent[f"{section}/mean"]}
     return {name: value for name, value in facts(sent).items() if not isinstance(value, str | bool)} | lists
 
 
 def facts(summary: dict) -> dict[str, float | str]:
-    """Numbers, truths and texts of a summary or provenance row: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``.
-
-    Integers above 2^53 are sent as floats, which readers make of them anyway.
-    """
+    """Numbers, truths and texts of a summary or provenance row: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
     stored = {key: item for key, item in _flat(summary).items() if isinstance(item, str | bool) or _is_number(item)}
+    # Readers make floats of larger integers anyway.
     return {key: float(item) if type(item) is int and abs(item) > 2**53 else item for key, item in stored.items()}
 
 
 def _flat(value: object, *, name: str = "") -> dict[str, object]:
-    """``{"a": {"b": 1}}`` named ``x`` as ``{"x/a/b": 1}``, without lists."""
+    """``{"a": {"b": 1}}`` named ``x`` as ``{"x/a/b": 1}``."""
     if not isinstance(value, dict):
-        return {} if isinstance(value, list) else {name: value}
+        return {name: value}
     before = name and f"{name}/"
     return {key: item for inner, part in value.items() for key, item in _flat(part, name=f"{before}{inner}").items()}
 
