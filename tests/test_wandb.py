@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from harness.record.wandb_run import WandbRun
-from tests.wandb_runs import MODES, PRETENDED_KEY, MisbehavingServer, inspect, lonely_environment, python
+from tests.wandb_runs import inspect, lonely_environment, python
+
+PRETENDED_KEY = "0" * 40
 
 TWO_JOBS = """
 import sys
@@ -149,16 +151,11 @@ def run_job(folder, *, config=None, **keywords):
 @pytest.mark.parametrize("failure", [RuntimeError("boom\nmore"), SystemExit(3)])
 def test_a_failing_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, failure):
     module = fake(fails={call: failure})
-    run_job(tmp_path)
+    hint = run_job(tmp_path).hint
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and type(failure).__name__ in err
+    assert hint.startswith("wandb sync ") == (call != "init")
     assert ("finish" in module.names()) == (call != "init"), "a run that was started is finished"
-
-
-def test_a_missing_wandb_is_one_line_on_stderr(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert run_job(tmp_path).hint == ""
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -186,23 +183,19 @@ def test_mode(fake, monkeypatch, tmp_path, capsys, asked, variable, has_key, typ
     assert hint.startswith(beginning) and bool(hint) == bool(started)
 
 
-def test_an_upload_that_times_out_says_how_to_sync(fake, tmp_path, capsys):
-    fake(has_key=True, fails={"finish": TimeoutError("Timed out finishing run.")})
-    assert run_job(tmp_path).hint.startswith("wandb sync ")
-    assert "TimeoutError" in capsys.readouterr().err
-
-
 def test_variables_win_over_config(fake, monkeypatch, tmp_path):
     module = fake()
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_DIR", "elsewhere")
     monkeypatch.setenv("WANDB_RUN_ID", "given")
     monkeypatch.setenv("WANDB_JOB_TYPE", "theirs")
-    assert run_job(tmp_path, project="ours", group="sweep", job_type="train", id="ours").id == "given"
+    ours = {"project": "ours", "group": "sweep", "job_type": "train", "tags": ("mine", "", "x" * 70, "mine")}
+    assert run_job(tmp_path, **ours, id="ours", config={"at": {-2: ["memory"]}}).id == "given"
     (given,) = [value for name, value in module.calls if name == "init"]
     assert not {"project", "dir", "job_type"} & given.keys()
     assert (given["id"], given["group"], given["resume"]) == ("given", "sweep", "allow")
-    assert given["reinit"] == "finish_previous"
+    assert given["reinit"] == "finish_previous" and given["tags"] == ["mine", "x" * 64], "W&B would refuse others"
+    assert given["config"] == {"at": {"-2": ["memory"]}}, "numbers of layers are keys"
 
 
 def test_train_rows_are_thinned_but_for_the_last_and_evaluations_are_not(fake, tmp_path):
@@ -217,43 +210,24 @@ def test_train_rows_are_thinned_but_for_the_last_and_evaluations_are_not(fake, t
     assert len([value for value in sent if "valid/bits_per_byte" in value]) == 5
 
 
-def test_tags_that_wandb_would_refuse_are_made_legal(fake, tmp_path):
-    module = fake()
-    run_job(tmp_path, tags=("mine", "", "x" * 70, "mine"), config={"at": {-2: ["memory"]}})
-    (given,) = [value for name, value in module.calls if name == "init"]
-    assert given["tags"] == ["mine", "x" * 64]
-    assert given["config"] == {"at": {"-2": ["memory"]}}, "numbers of layers are keys"
-
-
-SERVED = """
-import time
+UNREACHED = """
 from pathlib import Path
 from harness.record.wandb_run import WandbRun
 with WandbRun(Path.cwd(), config={"seed": 1}, id="keepthis", every_seconds=0) as run:
     for step in range(20):
-        row = {"kind": "train", "bytes_seen": step, "loss": 1.0, "metrics": {"layers.0.attention.span": [1.0] * 64}}
-        run.log(row)
-        time.sleep(0.02)
+        run.log({"kind": "train", "bytes_seen": step, "metrics": {"layers.0.attention.span": [1.0] * 64}})
     run.log_end(summary={"variant": "mhsa"}, figures=[])
 print(run.hint)
 """
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_misbehaving_server_is_one_line_and_loses_nothing(tmp_path, mode):
-    with MisbehavingServer(mode) as server:
-        longest = {"WANDB_INIT_TIMEOUT": "1"} if mode != "vanishes" else {"WANDB_FINISH_TIMEOUT": "1"}
-        patience = dict.fromkeys(("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"), "100") | longest
-        key = {"WANDB_API_KEY": PRETENDED_KEY, "WANDB_PROJECT": "theirs", "WANDB_BASE_URL": server.url}
-        environment = lonely_environment(tmp_path, **patience, **key)
-        ran = python("-c", SERVED, environment=environment)  # exit code 0
-    assert server.asked > 0
+def test_a_server_that_cannot_be_reached_is_one_line_and_loses_nothing(tmp_path):
+    key = {"WANDB_API_KEY": PRETENDED_KEY, "WANDB_PROJECT": "theirs", "WANDB_INIT_TIMEOUT": "1"}
+    environment = lonely_environment(tmp_path, **key)
+    ran = python("-c", UNREACHED, environment=environment)  # exit code 0
     (line,) = ran.stderr.splitlines()
-    expected = (
-        "wandb: TimeoutError" if mode == "vanishes" else "wandb: cannot go online, so this run is written offline: "
-    )
-    assert line.startswith(expected)
-    (folder,) = (tmp_path / "wandb").glob(f"{'run' if mode == 'vanishes' else 'offline-run'}-*-keepthis")
+    assert line.startswith("wandb: cannot go online, so this run is written offline: ")
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-keepthis")
     assert ran.stdout == f"wandb sync wandb/{folder.name}\n"
     run = inspect(folder, environment=environment)
     assert (run["config"], run["project"]) == ({"seed": 1}, "theirs")
