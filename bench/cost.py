@@ -13,10 +13,12 @@ segment stays, the span is the length, and streams carry a full state. FLOPs per
 """
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import hydra
+from annotated_types import Gt
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
@@ -29,14 +31,14 @@ class CostSettings:
 
     variants: list | None
     lengths: list
-    mode: str = field(metadata={"allowed": ("cold", "stream")})
+    mode: Literal["cold", "stream"]
     backends: list
     spans: list
     allocators: list
-    streams: int
-    rounds: int
-    seconds: float
-    memory_limit_gib: float | None
+    streams: Annotated[int, Gt(0)]
+    rounds: Annotated[int, Gt(0)]
+    seconds: Annotated[float, Gt(0)]
+    memory_limit_gib: Annotated[float, Gt(0)] | None
     rows: str | None
 
 
@@ -123,8 +125,8 @@ def _check_lists(settings: CostSettings) -> None:
     from bench.weights import KINDS
     from harness.plan.settings import RuntimeSettings
 
-    fields = RuntimeSettings.__dataclass_fields__
-    choices = {f"{key}s": fields[key].metadata["allowed"] for key in ("backend", "allocator")} | {"spans": KINDS}
+    hints = RuntimeSettings.__annotations__
+    choices = {f"{key}s": get_args(hints[key]) for key in ("backend", "allocator")} | {"spans": KINDS}
     for key, allowed in choices.items():
         found = getattr(settings, key)
         if not found or set(map(str, found)) - set(allowed):

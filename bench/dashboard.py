@@ -76,8 +76,6 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
                 return wr.RunComparer(diff_only="split")
             case "images":
                 return wr.MediaBrowser(title=title, media_keys=y, num_columns=1)
-            case "table":
-                return wr.WeavePanelSummaryTable(table_name=y[0])
 
     def section(node: dict):
         layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=-(-len(node["panels"]) // COLUMNS))

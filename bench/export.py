@@ -1,7 +1,7 @@
 """A trained model, taken away: ``python -m bench.export run=outputs/latest out=DIR``.
 
-Weights as safetensors, what was configured, a model card. ``windtunnel.load(DIR)`` reads it with torch and einops
-alone, no configuration's tools; ``bench/exported.py`` has the format.
+Weights as safetensors, what was configured, a model card. ``windtunnel.load(DIR)`` reads it with torch, einops
+and pydantic, no other of the configuration's tools; ``bench/exported.py`` has the format.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Exported models: a folder that needs neither the run nor its configuration's tools, only torch, einops and our packages.
+"""Exported models: a folder that needs neither the run nor its configuration's tools, only torch, einops, pydantic and
+our packages.
 
     model.json           what was configured, the vocabulary, where the weights come from
     weights.safetensors  parameters and buffers

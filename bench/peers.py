@@ -17,8 +17,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import hydra
+from annotated_types import Gt
 from omegaconf import DictConfig
 
 from bench import CONF
@@ -33,8 +35,8 @@ class PeerSettings:
     """``conf/peers.yaml`` says what they mean."""
 
     rows: str | None
-    rounds: int
-    seconds: float
+    rounds: Annotated[int, Gt(0)]
+    seconds: Annotated[float, Gt(0)]
     batches: int
     context: int | None
     variants: list | None

@@ -300,9 +300,9 @@ def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
         ("{toy:{blok:4}}", r"variant\.small\.toy\.blok=4: no such key of Phased; allowed are block$"),
         ("{toy:{block:wide}}", r"variant\.small\.toy\.block=wide: must be int"),
         ("{other:{block:4}}", r"variant\.small\.other=.*: no such sublayer; allowed are .*toy and model"),
-        ("{toy:4}", r"variant\.small\.toy=4: must be a section"),
+        ("{toy:4}", r"variant\.small\.toy=4: must be a mapping"),
         ("{model:{spam:4}}", r"variant\.small\.model\.spam=4: no such key; allowed are d_model, "),
-        ("[4]", r"variant\.small=\[4\]: must be keys by sublayer, of .*toy, or of model; or null"),
+        ("[4]", r"variant\.small=\[4\]: must be a mapping or null"),
     ],
 )
 def test_small_sizes_that_mean_nothing_are_refused(small, line):

@@ -1,8 +1,6 @@
 """Every file under ``conf/`` composes, builds and trains; what is wrong is refused by key, value and what is allowed."""
 
 import math
-import re
-from itertools import product
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from harness.plan.build import plan_run
 from harness.plan.instantiate import keywords, resolve
 from harness.plan.layers import plan_layers
 from tests.composing import CONF, TINY, compose_config, one_step, plan, recall, small
-from variants.attention import Attention
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
@@ -31,7 +28,6 @@ VERBS = ("check", "cost", "dashboard", "fit", "peers")
 COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
 ON_GPU = ("runtime/gpu", "sweep/leaderboard", "sweep/smoke")
 VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
-POSITIONS = [file.removeprefix("position/") for file in FILES if file.startswith("position/")]
 RESERVED = ("values", "keys", "items", "pop", "forward", "training")
 
 
@@ -86,23 +82,6 @@ def test_every_file_composes_builds_and_takes_a_step(file, corpus):
     assert math.isfinite(row["bits_per_byte"])
 
 
-@pytest.mark.parametrize(("variant", "position"), list(product(VARIANTS, POSITIONS)))
-def test_every_variant_takes_every_position_scheme_or_refuses_it_by_name(variant, position, corpus):
-    # Pairwise: each variant and each scheme meets both caches, and both answers to whether a byte sees itself.
-    number = VARIANTS.index(variant) + POSITIONS.index(position)
-    cache = ("kv", "hidden")[number % 2]
-    attend_self = (VARIANTS.index(variant) // 2 + POSITIONS.index(position)) % 2 == 0
-    own = [f"model.cache={cache}", f"model.attend_self={attend_self}", "batch.carry=true"]
-    planned = plan(f"variant={variant}", f"position={position}", *TINY, *small(variant), *own)
-    try:
-        planned.make_model()
-    except ValueError as error:
-        assert re.match(r"(position|model\.cache|model\.attend_self)=", str(error))  # conformance tells whether rightly
-        return
-    row = one_step(planned, corpus)
-    assert math.isfinite(row["bits_per_byte"])
-
-
 def nodes(node, key):
     """A node with ``_target_`` and those inside it."""
     yield key, node
@@ -149,12 +128,6 @@ def test_layers_have_their_own_lists():
     assert names_of(plan(*four, "variant.layers=[feed_forward,attention]"))[0] == ["feed_forward", "attention"]
 
 
-def test_a_model_may_have_as_many_parts_as_layers():
-    made = plan("variant=adaptive_span", *TINY).make_model()
-    spans = [module.span for _, module in made.sublayers() if isinstance(module, Attention)]
-    assert len({id(one) for one in spans}) == len(spans) == 2
-
-
 def test_numbers_are_read_as_the_types_that_they_mean():
     made = plan(*TINY, "budget.bytes=1e6", "model.dropout=0", "eval.bytes=2e5", "model.default_bytes=1e6")
     assert made.budget.amount == 10**6
@@ -176,20 +149,14 @@ def test_a_sweep_reads_no_fallback():
 BAD = [
     # choices and keys
     ("variant=foo", "variant=foo", "adaptive_span", "mhsa"),
-    ("position=foo", "position=foo", "rotary", "alibi"),
     ("data=foo", "data=foo", "enwik8", "recall"),
-    ("recipe=foo", "recipe=foo", "adaptive_span_12"),
     ("data.name=foo", "data.name='foo'", "enwik8", "stdlib"),
     ("model.widht=3", "model.widht=3", "d_model", "heads"),
     ("+model.widht=3", "model.widht=3", "d_model", "heads"),
-    ("+modle.width=3", "modle=", "model", "batch"),
-    ("+data.pth=x", "data.pth=x", "path", "sha256"),
     ("+budget.hours=3", "budget.hours=3", "bytes", "seconds"),
     ("+optim.schedule.warmup=3", "optim.schedule.warmup=3", "warmup_steps"),
-    ("+optim.default.betta=3", "optim.default.betta=3", "AdamW", "betas"),
     ("+optim.default.lr=3", "optim.default.lr=3", "betas"),
     ("+variant.attention.ramp=3", "variant.attention.ramp=3", "Attention", "span"),
-    ("+position.bas=3", "position.bas=3", "Rotary", "base"),
     ("~position", "position: must be given"),
     ("~model.heads", "model.heads: must be given"),
     ("seed=???", "seed=???: must be given"),
@@ -198,21 +165,16 @@ BAD = [
     ("model.heads=abc", "model.heads=abc", "int"),
     ("model.heads=2.5", "model.heads=2.5", "int"),
     ("model.heads=0", "model.heads=0", "above 0"),
-    ("model.heads=inf", "model.heads=inf", "int"),
     ("model.embedding_std=nan", "model.embedding_std=nan", "float"),
-    ("model.dropout=1.5", "model.dropout=1.5", "0 to 1"),
+    ("model.dropout=1.5", "model.dropout=1.5", "at most 1"),
     ("model.tied=1", "model.tied=1", "bool"),
     ("model.norm=batch", "model.norm=batch", "rms, layer"),
     ("position.base=abc", "position.base=abc", "float"),
-    ("position.base=[1]", "position.base=[1]", "float"),
-    ("position=relative position.share=1", "position.share=1", "str"),
     ("data.bytes=many", "data.bytes=many", "int"),
     ("budget=3", "budget=3", "section"),
     ("budget.steps=abc", "budget.steps='abc'", "above 0"),
     ("optim.lr=abc", "optim.lr='abc'", "above 0"),
-    ("optim.default.betas=abc", "optim.default.betas=abc", "list"),
     ("optim.default.betas=[0.9]", "optim.default.betas=[0.9]", "list"),
-    ("optim.default=adam", "optim.default=adam", "_target_"),
     ("optim.matrices=3", "optim.matrices=3", "lr_scale, optimizer"),
     ("optim.schedule.decay=sine", "optim.schedule.decay='sine'", "linear, cosine"),
     ("trust=[1]", "trust=[1]", "list of modules"),
@@ -220,37 +182,30 @@ BAD = [
     # sizes that do not fit together
     ("budget.bytes=1000 budget.steps=3", "budget.bytes=1000", "budget.steps=3", "at most one"),
     ("model.heads=3", "model.heads=3", "model.d_model=32", "divide"),
-    ("model.d_model=6 position=rotary", "even", "not 3"),
     ("batch.accumulate=3", "batch.accumulate=3", "batch.streams=2"),
     ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
     # layers of a variant
     ("variant.layers=attention", "variant.layers=attention", "list", "feed_forward"),
-    ("variant.layers=[]", "variant.layers=[]", "list", "feed_forward"),
-    ("variant.layers=[[attention]]", "variant.layers=[['attention']]", "list", "feed_forward"),
-    ("variant.layers=[attention,memory]", "no sublayer memory", "attention, feed_forward"),
-    ("variant.layers=[attention,attention]", "once", "attention, feed_forward"),
-    ("variant.at=3", "variant.at=3", "-2: [attention]"),
+    ("variant.layers=[attention,memory]", "variant.layers=['attention', 'memory']", "of attention, feed_forward"),
+    ("variant.layers=[attention,attention]", "once", "of attention, feed_forward"),
+    ("variant.at=3", "variant.at=3", "a mapping or null"),
     ("+variant.at={2:[attention]}", "variant.at.2=", "-2 to 1", "model.layers=2"),
-    ("+variant.at={-3:[attention]}", "variant.at.-3=", "-2 to 1"),
     ("+variant.at={x:[attention]}", "variant.at.x=", "-2 to 1"),
     ("+variant.at={-1:[attention],1:[attention]}", "variant.at.1=", "variant.at.-1"),
     ("+variant.at={0:[memory]}", "variant.at.0=", "attention, feed_forward"),
+    ("++variant.numerics=0", "variant.numerics=0", "at least 1"),
     ("+variant.depth=3", "variant.depth=3", "layers, at, groups"),
     # groups of a variant
-    ("variant.groups=3", "variant.groups=3", "match"),
-    ("+variant.groups.x=3", "variant.groups.x=3", "match"),
+    ("variant.groups=3", "variant.groups=3", "a mapping or null"),
+    ("+variant.groups.x=3", "variant.groups.x=3", "a mapping"),
     ("+variant.groups.x={match:'*.nothing'}", "variant.groups.x.match='*.nothing'", "query.weight"),
-    ("+variant.groups.x={lr_scale:1}", "variant.groups.x.match", "given"),
     ("+variant.groups.x={match:'*',rate:1}", "variant.groups.x.rate", "lr_scale"),
-    ("+variant.groups.x={match:'*',optimizer:adam}", "variant.groups.x.optimizer=adam", "_target_"),
     # rates of a variant
-    ("variant.lr_scale=3", "variant.lr_scale=3", "muon"),
+    ("variant.lr_scale=3", "variant.lr_scale=3", "a mapping or null"),
     ("++variant.lr_scale.muon=-1", "variant.lr_scale.muon=-1", "above 0"),
-    ("++variant.lr_scale.adamw=fast", "variant.lr_scale.adamw='fast'", "number"),
     ("optim.lr=fast", "optim.lr='fast'", "number"),
     # parts of a sublayer
     ("variant.attention.span=3", "variant.attention.span=3", "part", "null"),
-    ("variant.attention.span={ramp:3}", "variant.attention.span={'ramp': 3}", "part"),
     ("variant=adaptive_span variant.attention=null", "variant.attention=None", "sublayers"),
     ("variant=all_attention variant.attention.persistent.number=0", "persistent.number=0", "at least 1"),
 ]
@@ -284,19 +239,6 @@ def test_names_that_a_layer_cannot_have_are_refused(name):
     node = {"layers": [name], name: read("sublayer/feed_forward")}
     with pytest.raises(ValueError, match=rf"variant\.{name}: .*feed_forward"):
         plan_layers(node, n_layers=1, trust=())
-
-
-@pytest.mark.parametrize("numerics", [0, -1, 1.0, True, "1"])
-def test_numerics_is_an_integer_from_1(numerics):
-    node = {"layers": ["feed_forward"], "feed_forward": read("sublayer/feed_forward"), "numerics": numerics}
-    with pytest.raises(ValueError, match=rf"variant\.numerics={numerics}: must be an integer from 1, or null"):
-        plan_layers(node, n_layers=1, trust=())
-
-
-@pytest.mark.parametrize("numerics", [{}, {"numerics": None}, {"numerics": 2}])
-def test_a_variant_need_not_say_its_numerics(numerics):
-    node = {"layers": ["feed_forward"], "feed_forward": read("sublayer/feed_forward")}
-    assert len(plan_layers(node | numerics, n_layers=2, trust=())) == 2
 
 
 def test_a_node_inherited_under_another_class_leaks_its_keywords(tmp_path):

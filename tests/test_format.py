@@ -1,4 +1,4 @@
-"""Format numbers: what was written under other names is refused by one message, and the map of names was applied whole."""
+"""Format numbers: what was written under other names is refused by one message."""
 
 import json
 import re
@@ -13,33 +13,8 @@ from harness.record import checkpoint
 from harness.record.rows import FORMAT, RECORD, SUMMARY
 from tests.bench_rows import cost_row, write_rows
 from tests.command import MADE, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.test_style import PRODUCT, ROOT
 
 OLDER = rf"it is of format {FORMAT - 1}, and this code reads format {FORMAT}: docs/renames\.md"
-PLAIN = (
-    "Place",
-    "Reach",
-    "FixedReach",
-    "HeadVectors",
-    "ALONE",
-    "lanes",
-    "Lanes",
-    "score_lanes",
-    "from_first",
-    "wishes",
-)
-PLAIN += (
-    "context512",
-    "progress_bytes",
-    "path_of",
-    "fast_path",
-    "Heat",
-    "Rival",
-    "Entrant",
-    "relative_to_yardstick",
-    "yardstick_in_judge",
-)
-"""Names that mean nothing else: ``first`` and ``path`` are also words."""
 
 
 def older(folder) -> None:
@@ -86,12 +61,3 @@ def test_rows_of_another_format_are_refused_and_the_others_shown(tmp_path):
     found = read([tmp_path])
     assert len(found.of("cost")) == 1 and len(found.refused) == 2
     assert re.search(f"line 2: {OLDER}", found.refused[0]) and f"of format {FORMAT + 1}" in found.refused[1]
-
-
-def test_no_name_of_before_is_left():
-    """Each of these is in the committed map; numbers of a SIMD register are lanes in the kernels."""
-    table = (ROOT / "docs" / "renames.md").read_text(encoding="utf-8")
-    named = re.compile(rf"\b({'|'.join(PLAIN)})\b")
-    assert not [name for name in PLAIN if not re.search(rf"\b{name}\b", table)]
-    files = [path for path in PRODUCT if "kernels" not in path.parts] + [*(ROOT / "conf").rglob("*.yaml")]
-    assert not [f"{path}: {found[0]}" for path in files if (found := named.search(path.read_text(encoding="utf-8")))]

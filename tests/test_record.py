@@ -3,13 +3,11 @@
 import io
 import json
 import math
-import re
 
 import pytest
 import torch
 from rich.console import Console
 
-from bench.progress import Steps
 from harness.loop.progress import ProgressBar
 from harness.record.closing_table import print_closing_table
 from harness.record.figures import draw_figures, draw_spans
@@ -17,12 +15,11 @@ from harness.record.rows import (
     FORMAT,
     SUMMARY_KEYS,
     Record,
+    comparable,
     find_comparable,
-    held_equal,
     plain,
     read_rows,
     repeatable,
-    same_numbers,
     write_summary,
 )
 
@@ -59,18 +56,12 @@ def test_none_keeps_complete_rows_and_zero_none(tmp_path):
         assert len(read_rows(record.path)) == 1, "a row is on disk as soon as it is appended"
         record.append({"kind": "note", "text": "line\nbreak \r \u2028 \ud800"})
     record.path.write_bytes(record.path.read_bytes() + b'{"kind"')
+    with pytest.raises(ValueError, match=r"2 complete rows, but the checkpoint had seen 3.*force=true"):
+        Record(tmp_path, rows=3)
     assert Record(tmp_path).rows == 2
     assert record.path.read_bytes().endswith(b"}\n")
     assert Record(tmp_path, rows=0).rows == 0
     assert record.path.read_bytes() == b""
-
-
-def test_a_record_shorter_than_the_checkpoint_is_refused_and_kept(tmp_path):
-    with Record(tmp_path) as record:
-        record.append(train_row(0))
-    with pytest.raises(ValueError, match=r"1 complete rows, but the checkpoint had seen 2.*force=true"):
-        Record(tmp_path, rows=2)
-    assert len(read_rows(record.path)) == 1
 
 
 def test_rows_are_strict_json_and_keep_every_bit(tmp_path):
@@ -154,26 +145,6 @@ def test_closing_table_has_the_numbers_and_marks():
     assert "*" not in whole and "first" not in whole
 
 
-def test_training_flops_are_about_so_many_where_a_sublayer_does_not_say():
-    said = printed_table(make_summary(training_flops=12_950_000_000_000, flops_estimated_3x=[]))
-    assert re.search(r"training FLOPs +12\.9T needed *\n", said)
-    guessed = printed_table(make_summary(training_flops=12_950_000_000_000, flops_estimated_3x=["layers.0.mine"] * 4))
-    assert "about 12.9T needed (3 x forward in 4 sublayers)" in guessed
-
-
-def test_a_column_of_test_is_there_where_a_run_has_scored_it():
-    untested = make_summary(test_bits_per_byte=None, variant="mhsa", config_hash="22")
-    assert "test" not in printed_table(untested, others=[untested])
-    beside = printed_table(untested, others=[make_summary()])
-    own, other = beside.split("Runs with the same")
-    assert "test" not in own and "test" in other and "2.4123" in other
-
-
-def test_closing_table_of_a_run_without_numbers():
-    bare = make_summary(**{key: None for key in SUMMARY_KEYS if key not in ("variant", "seed", "data")})
-    assert "-" in printed_table(bare | {"compressors": None, "spans": None})
-
-
 def test_earlier_runs_stand_beside_with_what_may_be_compared():
     other = make_summary(
         variant="mhsa", config_hash="22", valid_bits_per_byte=2.2, device="cuda", source="bb", capped={}
@@ -189,45 +160,35 @@ def test_earlier_runs_stand_beside_with_what_may_be_compared():
 
 
 PINNED = {"numerics": {"variant": 1, "shared": 1}, "tree": "tree", "commit": "ab" * 20}
+OTHER = {"source": "bb", "tree": "other"}
 
 
 @pytest.mark.parametrize(
     ("changes", "same"),
     [
-        ({"source": "bb", "tree": "other", "device": "Another CPU"}, True),
-        ({"source": "bb", "numerics": {"variant": 2, "shared": 1}}, False),
-        ({"source": "bb", "numerics": {"variant": None, "shared": 1}}, False),
+        (OTHER | {"device": "Another CPU"}, True),
+        (OTHER | {"numerics": {"variant": 2, "shared": 1}}, False),
+        (OTHER | {"numerics": {"variant": None, "shared": 1}}, False),
         ({"numerics": {"variant": None, "shared": 1}}, True),  # the very same source
-        ({"source": "bb", "numerics": None}, False),
-        ({"source": "bb", "variant": "mhsa", "numerics": {"variant": 7, "shared": 1}, "tree": "other"}, True),
-        ({"source": "bb", "variant": "mhsa", "numerics": {"variant": None, "shared": 1}, "tree": "other"}, True),
-        ({"source": "bb", "variant": "mhsa", "numerics": {"variant": 1, "shared": 2}, "tree": "other"}, False),
-        ({"source": "bb", "variant": "mhsa", "numerics": None, "tree": None}, False),
+        (OTHER | {"variant": "mhsa", "numerics": {"variant": 7, "shared": 1}}, True),
+        (OTHER | {"variant": "mhsa", "numerics": {"variant": 1, "shared": 2}}, False),
         ({"source": "bb", "budget": {"seconds": 9}}, False),
         ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}}, True),  # one tree
-        ({"source": "bb", "variant": "mhsa", "budget": {"seconds": 9}, "tree": "other"}, False),
+        (OTHER | {"variant": "mhsa", "budget": {"seconds": 9}}, False),
+        ({"check": "unchecked"}, False),
+        ({"purpose": "tune"}, False),
+        ({"budget": {"steps": 7}}, False),
+        ({"protocol": {"streams": 8, "split": [0.8, 0.1, 0.1]}}, False),
+        ({"protocol": {"streams": 8, "split": [0.9, 0.05, 0.05]}}, True),  # the default, which older rows do not say
     ],
 )
-def test_code_is_the_same_where_golden_numbers_pin_it(changes, same):
-    one = make_summary(**PINNED) | {key: value for key, value in changes.items() if key == "budget"}
-    other = make_summary(**PINNED) | changes
-    assert same_numbers(one, other) == same_numbers(other, one) == same
-    unpinned = {"numerics": {"variant": None, "shared": 1}}
-    assert not same_numbers(make_summary(**unpinned), make_summary(**unpinned, source="bb"))
-
-
-def test_the_split_is_part_of_the_protocol_and_older_rows_have_the_default():
-    one = make_summary(protocol={"streams": 8})
-    assert held_equal(one) == held_equal(make_summary(protocol={"streams": 8, "split": [0.9, 0.05, 0.05]}))
-    assert held_equal(one) != held_equal(make_summary(protocol={"streams": 8, "split": [0.8, 0.1, 0.1]}))
-
-
-def test_rows_of_other_commits_stand_unmarked_but_for_times():
-    other = PINNED | {"source": "bb", "tree": "later", "commit": "cd" * 20, "variant": "mhsa", "config_hash": "22"}
-    text = printed_table(make_summary(**PINNED), others=[make_summary(**other)])
-    table = text[text.index("Runs with the same") :]
-    assert "mhsa +" not in table and "commits: abababab, cdcdcdcd" in table and "do not compare" in table
-    assert table.count("42.1k") == 1
+def test_whether_two_rows_compare(changes, same):
+    one = make_summary(**PINNED, protocol={"streams": 8})
+    one |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}
+    other = one | changes
+    assert comparable(one, other) == comparable(other, one) == same
+    if changes.get("numerics", {}).get("variant") is None and "source" in changes and "budget" not in changes:
+        assert comparable(one, other, any_source=True), "as with reuse=config"
 
 
 def test_find_comparable_takes_only_what_is_equal(tmp_path):
@@ -323,23 +284,3 @@ def test_progress_in_a_log_is_plain_lines_at_intervals():
     assert "2.5123* bits/byte after 1,000,000 bytes" in text
     assert "50.0%  2,000,000 bytes  2.457 bits/byte  41,234 bytes/s  ETA -" in text
     assert "ETA 1:23" in text
-
-
-def test_progress_on_a_terminal_is_a_bar():
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
-    with ProgressBar(console=console) as progress:
-        progress.update(fraction=0.25, bytes_seen=1, bits_per_byte=2.5, bytes_per_second=1000.0, left_seconds=1.0)
-        progress.print("[red]a line[/red]")
-    text = console.file.getvalue()
-    assert "25%" in text and "2.500 bits/byte" in text and "1,000 bytes/s" in text and "[red]a line[/red]" in text
-
-
-def test_progress_of_a_measurement_on_a_terminal_is_a_bar(monkeypatch):
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
-    monkeypatch.setattr("bench.progress.Console", lambda **_: console)
-    with Steps(4) as progress:
-        progress.doing("mhsa: memory")
-        progress.advance()
-        progress.print("[red]a line[/red]")
-    text = console.file.getvalue()
-    assert "1/4" in text and "mhsa: memory" in text and "[red]a line[/red]" in text

@@ -30,13 +30,6 @@ from tests.runs import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-SPARSE = (
-    *VARIANTS["product_key_memory"],
-    "variant.memory.sparse=true",
-    "~variant.groups.values.weight_decay",
-    "+variant.groups.values.optimizer._target_=torch.optim.SparseAdam",
-    "+variant.groups.values.optimizer._partial_=true",
-)
 
 
 def spans(job: Run) -> list[float]:
@@ -45,13 +38,9 @@ def spans(job: Run) -> list[float]:
 
 RESUMED = {
     "carry, dropout, accumulated, Muon": ("variant=mhsa", *CARRY, *DROPOUT, "batch.accumulate=2"),
-    "windows, moved spans": (*MOVING, *DROPOUT),
     "carry, moved spans, hidden cache": (*MOVING, *CARRY, "model.cache=hidden", "position=relative"),
-    "all-attention, AdamW": (*VARIANTS["all_attention"], *CARRY, *DROPOUT, "optim=adamw"),
     "Adagrad": (*MOVING, *CARRY, "optim=adagrad", "optim.lr=0.003", "optim.schedule.warmup_steps=6"),
-    "SparseAdam": (*SPARSE, *DROPOUT, "optim=adamw"),
     "Adagrad, sparse": (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad"),
-    "bfloat16": ("variant=mhsa", *CARRY, "runtime.precision=bfloat16"),
     "budget of FLOPs": (*MOVING, "budget.flops=1e8"),
 }
 
@@ -72,17 +61,6 @@ def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch):
         assert torch.equal(tensor, last[1]["model"][name]), name
     if given[: len(MOVING)] == MOVING:
         assert len(set(spans(resumed))) > 1
-
-
-def test_resume_across_turns_and_many_stops(here, monkeypatch):
-    given = (*CARRY, *DROPOUT, "data.bytes=600", "budget.steps=20", "eval.bytes=null")  # 8 steps a turn
-    whole, _ = whole_run(*given)
-    elsewhere(here, monkeypatch)
-    for step in (1, 8, 9, 20):
-        stop(make_job(*given), step=step)
-    resumed, _ = whole_run(*given)
-    assert whole.training.stream.steps_per_turn == 8
-    assert rows_of(resumed) == rows_of(whole)
 
 
 def test_a_crash_goes_back_to_the_last_checkpoint(here, monkeypatch):
@@ -112,15 +90,6 @@ def test_a_crash_before_the_first_checkpoint_starts_anew(here, monkeypatch):
     assert again.folder.checkpoint is None and (again.folder.path / RECORD).exists()
     run_job(again)
     assert rows_of(again) == rows_of(whole)
-
-
-def test_a_stop_after_the_budget_is_spent_is_resumed_by_scoring(here, monkeypatch):
-    given = ("variant=mhsa", "budget.steps=9")
-    whole, _ = whole_run(*given)
-    elsewhere(here, monkeypatch)
-    stop(make_job(*given), step=9)
-    resumed, _ = whole_run(*given)
-    assert rows_of(resumed) == rows_of(whole)
 
 
 def test_a_forced_run_that_is_stopped_goes_on_without_force(capsys):

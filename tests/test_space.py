@@ -7,7 +7,6 @@ import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from torch.quasirandom import SobolEngine
 
 from harness.plan.build import plan_run
 from harness.plan.space import Choice, Interval
@@ -46,14 +45,6 @@ def test_the_first_points_are_the_same_for_ever():
     assert tried(SPACE, 0).point == pytest.approx(
         {"model.dropout": 0.475107, "model.heads": 0.5, "model.layers": 0.5, "optim.lr": 0.313852}, abs=1e-6
     )
-
-
-def test_a_sweep_that_goes_on_to_more_trials_keeps_those_it_had():
-    whole = SobolEngine(1, scramble=True, seed=0).draw(32)[:, 0].tolist()
-    space = {"optim.lr": SPACE["optim.lr"]}
-    assert [tried(space, trial).point["optim.lr"] for trial in range(32)] == whole
-    for sixteen in (whole[:16], whole[16:]):
-        assert sorted(int(16 * unit) for unit in sixteen) == list(range(16)), "each sixteenth of the range once"
 
 
 def test_values_lie_between_the_ends_and_reach_them():
@@ -119,7 +110,6 @@ def test_a_trial_is_recorded_and_read_back_as_the_same_run():
     "space, said",
     [
         ({"model.widht": SPACE["optim.lr"]}, "space.model.widht: there is no such key"),
-        ({"variant.attention.span.ramp": SPACE["optim.lr"]}, "space.variant.attention.span.ramp: there is no such key"),
         ({"optim.lr": {"low": 1, "high": 1, "scale": "log"}}, "space.optim.lr.low=1.0: must be below high=1.0"),
         ({"optim.lr": {"low": 0, "high": 1, "scale": "log"}}, "space.optim.lr.low=0.0: must be above 0"),
         (
@@ -129,9 +119,6 @@ def test_a_trial_is_recorded_and_read_back_as_the_same_run():
         ({"optim.lr": {"low": 0.5, "high": 2, "scale": "integer"}}, "space.optim.lr.low=0.5: must be a whole number"),
         ({"optim.lr": {"lo": 0, "high": 1, "scale": "log"}}, "space.optim.lr.lo=0: no such key"),
         ({"optim.lr": {"choices": [1]}}, "space.optim.lr.choices=[1]: must be a list of two"),
-        ({"optim.lr": {"choices": [1, 2], "low": 1}}, "space.optim.lr.low=1: no such key"),
-        ({"optim.lr": 3}, "space.optim.lr=3: must be a section"),
-        ({}, "trial=0: there is no space for it"),
         (None, "trial=0: there is no space for it"),
     ],
 )

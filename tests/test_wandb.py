@@ -1,19 +1,16 @@
 """W&B: an offline run is written and read back, jobs stay apart, and nothing that W&B does stops a run."""
 
-import json
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from harness.record import wandb_run
 from harness.record.wandb_run import WandbRun
-from tests.patience import PATIENCE_SECONDS
-from tests.wandb_runs import MODES, PRETENDED_KEY, MisbehavingServer, inspect, lonely_environment, python
+from tests.wandb_runs import inspect, lonely_environment, python
+
+PRETENDED_KEY = "0" * 40
 
 TWO_JOBS = """
 import sys
@@ -79,7 +76,7 @@ def test_jobs_without_key_network_or_terminal_are_runs_of_their_own_on_disk(tmp_
 
 
 class FakeWandb:
-    """As much of the module as we use. ``fails`` maps a call to what it does: raise an exception or wait for an event."""
+    """As much of the module as we use. ``fails`` maps a call to what it raises."""
 
     def __init__(self, *, has_key=False, typed_offline=False, fails=None):
         self.fails, self.has_key, self.calls = fails or {}, has_key, []
@@ -100,10 +97,8 @@ class FakeWandb:
     def called(self, name, value):
         self.calls.append((name, value))
         failure = self.fails.get(name)
-        if isinstance(failure, BaseException):
-            raise failure
         if failure is not None:
-            failure.wait(PATIENCE_SECONDS)
+            raise failure
 
     def names(self):
         return [name for name, _ in self.calls]
@@ -135,7 +130,6 @@ def fake(monkeypatch):
     for variable in list(os.environ):
         if variable.startswith("WANDB_"):
             monkeypatch.delenv(variable)
-    monkeypatch.setattr(wandb_run, "START_SECONDS", 0.3)
 
     def install(**keywords):
         module = FakeWandb(**keywords)
@@ -149,7 +143,6 @@ def run_job(folder, *, config=None, **keywords):
     with WandbRun(folder, config=config or {}, **keywords) as run:
         for step in range(3):
             run.log({"kind": "valid", "bytes_seen": step, "bits_per_byte": 2.0})
-            time.sleep(0.02)
         run.log_end(summary={}, figures=[])
     return run
 
@@ -158,28 +151,11 @@ def run_job(folder, *, config=None, **keywords):
 @pytest.mark.parametrize("failure", [RuntimeError("boom\nmore"), SystemExit(3)])
 def test_a_failing_wandb_is_one_line_on_stderr(fake, tmp_path, capsys, call, failure):
     module = fake(fails={call: failure})
-    run_job(tmp_path)
+    hint = run_job(tmp_path).hint
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and type(failure).__name__ in err
+    assert hint.startswith("wandb sync ") == (call != "init")
     assert ("finish" in module.names()) == (call != "init"), "a run that was started is finished"
-
-
-def test_a_missing_wandb_is_one_line_on_stderr(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert run_job(tmp_path).hint == ""
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("call", ["init", "log", "finish"])
-def test_a_hanging_wandb_is_left_behind(fake, monkeypatch, tmp_path, capsys, call):
-    hang = threading.Event()
-    fake(fails={call: hang})
-    monkeypatch.setattr(wandb_run, "FINISH_SECONDS", -4.8)
-    run = run_job(tmp_path)
-    assert run._thread.is_alive(), "it was waited for"
-    assert "left behind" in capsys.readouterr().err
-    hang.set()
-    run._thread.join()
 
 
 @pytest.mark.parametrize(
@@ -191,10 +167,7 @@ def test_a_hanging_wandb_is_left_behind(fake, monkeypatch, tmp_path, capsys, cal
         ("online", None, True, False, "online", 0),
         ("online", None, False, False, "offline", 1),
         ("offline", None, True, False, "offline", 0),
-        ("auto", "offline", True, False, "offline", 0),
         ("offline", "online", True, False, "online", 0),
-        ("disabled", "offline", False, False, "offline", 0),
-        ("disabled", None, True, False, None, 0),
         ("online", "disabled", True, False, None, 0),
     ],
 )
@@ -210,108 +183,64 @@ def test_mode(fake, monkeypatch, tmp_path, capsys, asked, variable, has_key, typ
     assert hint.startswith(beginning) and bool(hint) == bool(started)
 
 
-def test_an_upload_that_times_out_says_how_to_sync(fake, tmp_path, capsys):
-    fake(has_key=True, fails={"finish": TimeoutError("Timed out finishing run.")})
-    assert run_job(tmp_path).hint.startswith("wandb sync ")
-    assert "TimeoutError" in capsys.readouterr().err
-
-
 def test_variables_win_over_config(fake, monkeypatch, tmp_path):
     module = fake()
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_DIR", "elsewhere")
     monkeypatch.setenv("WANDB_RUN_ID", "given")
     monkeypatch.setenv("WANDB_JOB_TYPE", "theirs")
-    assert run_job(tmp_path, project="ours", group="sweep", job_type="train", id="ours").id == "given"
+    ours = {"project": "ours", "group": "sweep", "job_type": "train", "tags": ("mine", "", "x" * 70, "mine")}
+    assert run_job(tmp_path, **ours, id="ours", config={"at": {-2: ["memory"]}}).id == "given"
     (given,) = [value for name, value in module.calls if name == "init"]
     assert not {"project", "dir", "job_type"} & given.keys()
     assert (given["id"], given["group"], given["resume"]) == ("given", "sweep", "allow")
-    assert given["reinit"] == "finish_previous"
+    assert given["reinit"] == "finish_previous" and given["tags"] == ["mine", "x" * 64], "W&B would refuse others"
+    assert given["config"] == {"at": {"-2": ["memory"]}}, "numbers of layers are keys"
 
 
-def test_train_rows_are_thinned_and_evaluations_are_not(fake, tmp_path):
+def test_train_rows_are_thinned_but_for_the_last_and_evaluations_are_not(fake, tmp_path):
     module = fake()
     with WandbRun(tmp_path, config={}, every_seconds=3600) as run:
         for step in range(5):
             run.log({"kind": "train", "bytes_seen": step, "loss": 1.0})
             run.log({"kind": "valid", "bytes_seen": step, "bits_per_byte": 2.0})
-    sent = [set(value) - {"bytes_seen"} for name, value in module.calls if name == "log"]
-    assert sent.count({"train/loss"}) == 1 and sent.count({"valid/bits_per_byte"}) == 5
-
-
-def test_the_last_train_row_is_sent_at_the_end(fake, tmp_path):
-    module = fake()
-    with WandbRun(tmp_path, config={}, every_seconds=3600) as run:
-        for step in range(5):
-            run.log({"kind": "train", "bytes_seen": step, "loss": 1.0})
         run.log_end(summary={}, figures=[])
-    assert [value["bytes_seen"] for name, value in module.calls if name == "log"] == [0, 4]
+    sent = [value for name, value in module.calls if name == "log"]
+    assert [value["bytes_seen"] for value in sent if "train/loss" in value] == [0, 4]
+    assert len([value for value in sent if "valid/bits_per_byte" in value]) == 5
 
 
-def test_tags_that_wandb_would_refuse_are_made_legal(fake, tmp_path):
-    module = fake()
-    run_job(tmp_path, tags=("mine", "", "x" * 70, "mine"), config={"at": {-2: ["memory"]}})
-    (given,) = [value for name, value in module.calls if name == "init"]
-    assert given["tags"] == ["mine", "x" * 64]
-    assert given["config"] == {"at": {"-2": ["memory"]}}, "numbers of layers are keys"
-
-
-SERVED = """
-import json, sys, time
+UNREACHED = """
 from pathlib import Path
 from harness.record.wandb_run import WandbRun
-called = set()
-def note(frame, event, argument):
-    if event == "call":
-        called.add(frame.f_code.co_name)
-    elif event == "c_call":
-        called.add(argument.__name__)
 with WandbRun(Path.cwd(), config={"seed": 1}, id="keepthis", every_seconds=0) as run:
-    for step in range(100):
-        row = {"kind": "train", "bytes_seen": step, "loss": 1.0, "metrics": {"layers.0.attention.span": [1.0] * 64}}
-        sys.setprofile(note)
-        run.log(row)
-        sys.setprofile(None)
-        time.sleep(0.02)
+    for step in range(20):
+        run.log({"kind": "train", "bytes_seen": step, "metrics": {"layers.0.attention.span": [1.0] * 64}})
     run.log_end(summary={"variant": "mhsa"}, figures=[])
-print(json.dumps({"called": sorted(called), "hint": run.hint}))
+print(run.hint)
 """
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_misbehaving_server_is_one_line_and_costs_the_loop_nothing(tmp_path, mode):
-    with MisbehavingServer(mode) as server:
-        longest = {"WANDB_INIT_TIMEOUT": "1"} if mode != "vanishes" else {"WANDB_FINISH_TIMEOUT": "1"}
-        patience = dict.fromkeys(("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"), "100") | longest
-        key = {"WANDB_API_KEY": PRETENDED_KEY, "WANDB_PROJECT": "theirs", "WANDB_BASE_URL": server.url}
-        environment = lonely_environment(tmp_path, **patience, **key)
-        ran = python("-c", SERVED, environment=environment)  # exit code 0
-    assert (server.asked > 0) == (mode != "refuses")
+def test_a_server_that_cannot_be_reached_is_one_line_and_loses_nothing(tmp_path):
+    key = {"WANDB_API_KEY": PRETENDED_KEY, "WANDB_PROJECT": "theirs", "WANDB_INIT_TIMEOUT": "1"}
+    environment = lonely_environment(tmp_path, **key)
+    ran = python("-c", UNREACHED, environment=environment)  # exit code 0
     (line,) = ran.stderr.splitlines()
-    expected = (
-        "wandb: TimeoutError" if mode == "vanishes" else "wandb: cannot go online, so this run is written offline: "
-    )
-    assert line.startswith(expected)
-    said = json.loads(ran.stdout)
-    assert said["called"] == ["_put", "log", "monotonic", "put", "setprofile"], (
-        "a queue is fed, and nothing is waited for"
-    )
-    (folder,) = (tmp_path / "wandb").glob(f"{'run' if mode == 'vanishes' else 'offline-run'}-*-keepthis")
-    assert said["hint"] == f"wandb sync wandb/{folder.name}"
+    assert line.startswith("wandb: cannot go online, so this run is written offline: ")
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-keepthis")
+    assert ran.stdout == f"wandb sync wandb/{folder.name}\n"
     run = inspect(folder, environment=environment)
     assert (run["config"], run["project"]) == ({"seed": 1}, "theirs")
-    assert (run["summary"]["bytes_seen"], run["summary"]["variant"]) == (99, "mhsa")
+    assert (run["summary"]["bytes_seen"], run["summary"]["variant"]) == (19, "mhsa")
 
 
 KILLED = """
-import os, signal, time
+import os, signal
 from pathlib import Path
 from harness.record.wandb_run import WandbRun
 def children():
     return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
 with WandbRun(Path.cwd(), config={}, mode="offline") as run:
-    while not run.hint:
-        time.sleep(0.1)
     (core,) = children()
     os.kill(core, signal.SIGKILL)
     for step in range(5):
@@ -323,8 +252,3 @@ def test_wandbs_own_process_may_die(tmp_path):
     ran = python("-c", KILLED, environment=lonely_environment(tmp_path))
     (line,) = ran.stderr.splitlines()
     assert line.startswith("wandb: ") and line.endswith("(the run itself goes on)")
-
-
-def test_an_unknown_mode_is_the_users_mistake(tmp_path):
-    with pytest.raises(ValueError, match=r"record\.wandb\.mode='on'.*auto, online, offline, disabled"):
-        WandbRun(tmp_path, config={}, mode="on")

@@ -1,14 +1,10 @@
-"""W&B in tests: an environment without key or server, servers that misbehave, and run files read back."""
+"""W&B in tests: an environment without key or server, and run files read back."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from tests.command import MADE, ROOT, TINY, Ended, run_folders
@@ -17,8 +13,6 @@ from tests.patience import PATIENCE_SECONDS
 
 SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + MADE
 """A training of a second that keeps W&B and its figures."""
-PRETENDED_KEY = "0" * 40
-MODES = ("refuses", "hangs", "vanishes", "fails")
 
 
 def lonely_environment(tmp_path: Path, **variables: str) -> dict[str, str]:
@@ -56,19 +50,12 @@ def inspect(folder: Path, *, environment: dict[str, str]) -> dict:
     return json.loads(python(*command, environment=environment).stdout)
 
 
-def records(folder: Path, *, environment: dict[str, str]) -> list[dict]:
-    """All records of an offline run's file, as W&B's own reader has them."""
-    lines = python("-m", "wandb", "leet", "inspect", "--json", folder, environment=environment).stdout.splitlines()
-    return [json.loads(line) for line in lines]
-
-
 @dataclass(frozen=True, kw_only=True)
 class OfflineRuns:
-    """Finished runs: their folders, and of each W&B's own reading of its file: ``inspect`` and ``records``."""
+    """Finished runs: their folders, and of each W&B's own reading of its file."""
 
     folders: list[Path]
     inspected: list[dict]
-    records: list[list[dict]]
 
 
 def make_offline_runs(here: Path) -> OfflineRuns:
@@ -83,80 +70,4 @@ def make_offline_runs(here: Path) -> OfflineRuns:
     return OfflineRuns(
         folders=folders,
         inspected=[inspect(file, environment=environment) for file in files],
-        records=[records(file, environment=environment) for file in files],
     )
-
-
-class MisbehavingServer:
-    """A W&B server on a local socket. Use it in a ``with`` statement.
-
-    Args:
-        mode: ``refuses`` connections, ``hangs`` (accepts, and never answers), ``vanishes`` (answers until a run has
-            started, then is gone), ``fails`` (answers 500).
-
-    Attributes:
-        url: for ``WANDB_BASE_URL``.
-        asked: how many requests came.
-    """
-
-    def __init__(self, mode: str):
-        self.mode, self.asked = mode, 0
-        self._stopped = threading.Event()
-        if mode == "refuses":
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-            return
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                outer.answer(self)
-
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads, self._server.block_on_close = True, False
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        self.asked += 1
-        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
-        if self.mode == "hangs" or self._stopped.is_set():
-            self._stopped.wait()
-            return
-        content = json.dumps(_answer(json.loads(body)) if self.mode == "vanishes" else {"errors": []}).encode()
-        request.send_response(500 if self.mode == "fails" else 200)
-        request.send_header("Content-Type", "application/json")
-        request.send_header("Content-Length", str(len(content)))
-        request.end_headers()
-        request.wfile.write(content)
-        if self.mode == "vanishes" and b"UpsertBucket" in body:
-            threading.Thread(target=self._vanish, daemon=True).start()
-
-    def _vanish(self) -> None:
-        time.sleep(0.2)  # the answer arrives
-        self.close()
-
-    def close(self) -> None:
-        if self.mode != "refuses" and not self._stopped.is_set():
-            self._stopped.set()
-            self._server.shutdown()
-            self._server.server_close()
-
-    def __enter__(self) -> "MisbehavingServer":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-
-def _answer(asked: dict) -> dict:
-    """As much as a run needs to start online."""
-    if "UpsertBucket" not in asked["query"]:
-        return {"data": {}}
-    project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}}
-    bucket = {"id": "b", "name": asked["variables"].get("name"), "config": "{}", "project": project}
-    return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}

@@ -34,8 +34,8 @@ PLAIN = {
 }
 SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
 SECTIONS += ("checkpoint", "init_from")
-PURPOSES = ("result", "tune")
-SINGLES = ("purpose", "trial", "space", "seed", "outputs", "force", "reuse", "trust", "check")
+ALONE = tuple(settings.RunSettings.__dataclass_fields__)
+SINGLES = (*ALONE, "trial", "space", "trust")
 
 MOST_LAYERS = 10_000
 """Each is listed before any is built: a file that says a trillion must not fill the memory."""
@@ -130,6 +130,7 @@ def plan_run(
     """
     config, point = _sections(cfg, typed=typed)
     trust = tuple(dict.fromkeys(_trust(config["trust"]) + trusted))
+    alone = parse(settings.RunSettings, {name: config[name] for name in ALONE}, key="")
     plain = {name: parse(cls, config[name], key=name) for name, cls in PLAIN.items()}
     n_layers, default_bytes = plain["model"].layers, plain["model"].default_bytes
     check_keys(config["budget"], UNITS, key="budget")
@@ -148,28 +149,19 @@ def plan_run(
         data=vars(parse(settings.DataSettings, config["data"], key="data")),
         wandb=parse(settings.WandbSettings, plain["record"].wandb, key="record.wandb"),
         point=point,
-        purpose=checked(config["purpose"], str, key="purpose"),
-        seed=checked(config["seed"], int, key="seed"),
-        outputs=Path(checked(config["outputs"], str, key="outputs")),
-        force=checked(config["force"], bool, key="force"),
-        reuse=checked(config["reuse"], str, key="reuse"),
-        check=checked(config["check"], bool, key="check"),
         trust=trust,
         size=size,
         sweeping=sweeping,
         beside_others=beside_others,
         **plain,
+        **vars(alone) | {"outputs": Path(alone.outputs)},
     )
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
         raise ValueError(
             "init_from.run=null: init_from.restore=everything needs a run's folder; without one init_from.restore=weights"
         )
-    if plan.purpose not in PURPOSES:
-        raise ValueError(f"purpose={plan.purpose}: allowed are {', '.join(PURPOSES)}")
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
         raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the run folder's name")
-    if not 0 <= plan.seed < 2**63:
-        raise ValueError(f"seed={plan.seed}: allowed are integers from 0 to 2**63 - 1")
     if plan.batch.accumulate > plan.batch.streams:
         raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
     return plan
@@ -226,12 +218,10 @@ def _optim(node: Mapping[str, object], trust: tuple[str, ...], *, lr_scale: obje
     check_keys(
         {"name": None, **node}, ("name", "lr", "default", "matrices", "clip", "schedule", "skip_nonfinite"), key="optim"
     )
-    if not isinstance(lr_scale or {}, Mapping):
-        raise ValueError(f"variant.lr_scale={lr_scale}: must be factors of optim.lr by optimizer, e.g. {{muon: 2.0}}")
-    for name, factor in (lr_scale or {}).items():
-        check_number(f"variant.lr_scale.{name}", factor)
-    check_number("optim.lr", node["lr"])
-    lr = node["lr"] * (lr_scale or {}).get(node.get("name"), 1.0)
+    scales = checked(lr_scale, dict | None, key="variant.lr_scale") or {}
+    for name, factor in (scales | {None: node["lr"]}).items():
+        check_number("optim.lr" if name is None else f"variant.lr_scale.{name}", factor)
+    lr = node["lr"] * scales.get(node.get("name"), 1.0)
     matrices = node["matrices"]
     if matrices is not None:
         check_keys(matrices, ("lr_scale", "optimizer"), key="optim.matrices")

@@ -12,15 +12,14 @@ import contextlib
 import functools
 import importlib
 import inspect
-import operator
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from harness.plan.settings import checked
+from harness.plan.settings import PART, checked
 from variants.contract import VERSION, Part, Position, Sublayer
 
 OURS = ("variants", "harness", "torch.optim")
@@ -28,15 +27,7 @@ LONGEST_TARGET = 300
 """Python imports a name of a thousand parts in as many frames."""
 CONTRACT = (Sublayer, Position, Part, torch.optim.Optimizer)
 
-PART = "a part with _target_ and _partial_: true"
 MODULE = "a torch.nn.Module with _target_"
-KINDS = {
-    **{int: "int", float: "float", str: "str", bool: "bool", types.NoneType: "null"},
-    **dict.fromkeys((list, tuple, collections.abc.Sequence), "a list"),
-    **dict.fromkeys((dict, collections.abc.Mapping), "a mapping"),
-    collections.abc.Callable: PART,
-}
-"""What configuration writes for an annotation. Values of other annotations are left to the class."""
 
 
 def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Callable:
@@ -153,48 +144,20 @@ def _inside(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def _value(value: object, hint: object, *, key: str, trust: tuple[str, ...]) -> object:
-    """A keyword's value, as its annotation wants it."""
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    options = typing.get_args(hint) if union else (hint,)
-    kind = _made_by(options)
-    names = [KINDS.get(typing.get_origin(option) or option) for option in options]
-    names = [MODULE if name == PART and kind is nn.Module else name for name in names]
-    if isinstance(value, Mapping):
-        is_part = "_target_" in value
-        if is_part and {PART, MODULE, None}.intersection(names):
-            return resolve(value, key=key, kind=kind, trust=trust)
-        if not is_part and ("a mapping" in names or None in names):
-            return value
-    elif isinstance(value, list):
-        fitting = [own for option in options if (own := _elements(option, len(value))) is not None]
-        if fitting:
-            numbered = enumerate(zip(value, fitting[0], strict=True))
-            return tuple(_value(one, own, key=f"{key}.{at}", trust=trust) for at, (one, own) in numbered)
-        if None in names:
-            return tuple(value)
-    else:
-        plain = [option for option in options if option in (int, float, str, bool, types.NoneType)]
-        if plain:
-            with contextlib.suppress(ValueError):
-                return checked(value, functools.reduce(operator.or_, plain), key=key)
-        elif None in names:
-            return value
-    raise ValueError(f"{key}={value}: must be {' or '.join(name for name in names if name)}")
+    """A keyword's value, as its annotation wants it; a part becomes a partial."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is(hint, typing.Union) else (hint,)
+    parts = [option for option in options if _is(option, collections.abc.Callable)]
+    kinds = [cls for option in parts for cls in typing.get_args(option)[-1:] if inspect.isclass(cls)]
+    kind = next((cls for cls in kinds if cls is nn.Module or issubclass(cls, Part)), Part)
+    is_part = isinstance(value, Mapping) and "_target_" in value
+    if is_part and (parts or hint is typing.Any):
+        return resolve(value, key=key, kind=kind, trust=trust)
+    if is_part or (parts and kind is nn.Module):
+        names = [MODULE if kind is nn.Module else PART] if parts else [getattr(one, "__name__", "") for one in options]
+        raise ValueError(f"{key}={value}: must be {' or '.join(names).replace('NoneType', 'null')}")
+    value = checked(value, hint, key=key)
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _made_by(options: tuple[object, ...]) -> type:
-    """The part, or ``nn.Module`` itself, that a ``Callable[..., part]`` among the annotations returns."""
-    results = [typing.get_args(option)[-1:] for option in options if KINDS.get(typing.get_origin(option)) == PART]
-    classes = [cls for (cls,) in filter(None, results) if inspect.isclass(cls)]
-    classes = [cls for cls in classes if issubclass(cls, Part) or cls is nn.Module]
-    return classes[0] if classes else Part
-
-
-def _elements(option: object, length: int) -> Sequence[object] | None:
-    """Annotations of the values of a list of this length; None where it cannot be one: ``tuple[float, float]`` has two."""
-    if KINDS.get(typing.get_origin(option) or option) != "a list":
-        return None
-    elements = typing.get_args(option) or (typing.Any, ...)
-    if typing.get_origin(option) is not tuple or ... in elements:
-        return elements[:1] * length
-    return elements if len(elements) == length else None
+def _is(hint: object, origin: object) -> bool:
+    return hint is origin or typing.get_origin(hint) is origin

@@ -1,12 +1,15 @@
 """Layers of a variant, as its node says: which sublayers each has, and which parameters have an optimizer of their own."""
 
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
+from annotated_types import Ge
 from torch import nn
 from torch.optim import Optimizer
 
 from harness.model import Layers
 from harness.plan.instantiate import resolve
+from harness.plan.settings import checked
 from variants.contract import LayerContext, Sublayer
 
 KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
@@ -22,27 +25,17 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
     Raises:
         ValueError: naming the key, the value and what is allowed.
     """
-    numerics = variant.get("numerics")
-    if numerics is not None and (type(numerics) is not int or numerics < 1):
-        raise ValueError(
-            f"variant.numerics={numerics}: must be an integer from 1, or null: no golden file pins its numbers"
-        )
+    checked(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
     makes = _sublayers(variant, trust)
 
     def chosen(names: object, key: str) -> dict[str, Callable[[LayerContext], Sublayer]]:
-        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{key}={names}: must be a list of sublayers, of {', '.join(makes)}")
-        for name in names:
-            if name not in makes:
-                raise ValueError(f"{key}={names}: there is no sublayer {name}; allowed are {', '.join(makes)}")
-        if len(set(names)) < len(names):
-            raise ValueError(f"{key}={names}: a sublayer stands once in a layer; allowed are {', '.join(makes)}")
+        is_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+        if not is_list or len(set(names)) < len(names) or not set(names) <= makes.keys():
+            raise ValueError(f"{key}={names}: must be a list of sublayers, each once, of {', '.join(makes)}")
         return {name: makes[name] for name in names}
 
     layers = [chosen(variant.get("layers"), "variant.layers") for _ in range(n_layers)]
-    at = variant.get("at") or {}
-    if not isinstance(at, Mapping):
-        raise ValueError(f"variant.at={at}: must be layer numbers with lists of sublayers, e.g. {{-2: [attention]}}")
+    at = checked(variant.get("at"), dict | None, key="variant.at") or {}
     taken: dict[int, object] = {}
     for place, names in at.items():
         key = f"variant.at.{place}"
@@ -81,14 +74,10 @@ def plan_groups(node: object, *, trust: tuple[str, ...]) -> dict[str, dict]:
     Raises:
         ValueError: naming the key, the value and what is allowed.
     """
-    found = {}
-    if not isinstance(node or {}, Mapping):
-        raise ValueError(f"variant.groups={node}: must be names with the keys of a group, e.g. spans: {{match: ..}}")
-    for name, group in (node or {}).items():
+    groups = {}
+    for name, group in (checked(node, dict | None, key="variant.groups") or {}).items():
         key = f"variant.groups.{name}"
-        if not isinstance(group, Mapping):
-            raise ValueError(f"{key}={group}: must be a group's keys, e.g. match, lr_scale, weight_decay")
-        own = group.get("optimizer")
+        own = checked(group, dict, key=key).get("optimizer")
         own = own and resolve(own, key=f"{key}.optimizer", kind=Optimizer, trust=trust)
-        found[name] = {**group, "optimizer": own}
-    return found
+        groups[name] = {**group, "optimizer": own}
+    return groups

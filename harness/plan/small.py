@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness.plan.build import Plan, varied
 from harness.plan.instantiate import resolve
 from harness.plan.layers import KEYS
-from harness.plan.settings import ModelSettings, parse
+from harness.plan.settings import ModelSettings, checked, parse
 from variants.contract import Sublayer
 
 HEADS, HEAD_WIDTH = 2, 16
@@ -37,15 +37,13 @@ def with_small(plan: Plan, *, given: Collection[str] = ()) -> Plan:
 def _small(plan: Plan) -> dict[str, dict]:
     """``small`` of the plan's variant; ValueError naming the key, the value and what is allowed."""
     variant = plan.config["variant"]
-    own, names = variant.get("small") or {}, [name for name in variant if name not in KEYS]
-    if not isinstance(own, Mapping):
-        raise ValueError(f"variant.small={own}: must be keys by sublayer, of {', '.join(names)}, or of model; or null")
+    own = checked(variant.get("small"), dict | None, key="variant.small") or {}
+    names = [name for name in variant if name not in KEYS]
     for name, keys in own.items():
         key = f"variant.small.{name}"
         if name not in (*names, "model"):
             raise ValueError(f"{key}={keys}: no such sublayer; allowed are {', '.join(names)} and model")
-        if not isinstance(keys, Mapping):
-            raise ValueError(f"{key}={keys}: must be a section, e.g. {{block: 4}}")
+        checked(keys, dict, key=key)
         if name == "model":
             parse(ModelSettings, plan.config["model"] | keys, key=key)
         else:

@@ -6,7 +6,8 @@ resumes, and goes on from 16 trials to 32.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 from torch.quasirandom import SobolEngine
@@ -26,7 +27,7 @@ class Interval:
 
     low: float
     high: float
-    scale: str = field(metadata={"allowed": ("log", "linear", "integer")})
+    scale: Literal["log", "linear", "integer"]
 
     def at(self, unit: float) -> tuple[float, float]:
         """The value at ``unit`` of [0, 1), and where between the ends it lies, from 0 to 1."""

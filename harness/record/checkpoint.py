@@ -37,12 +37,11 @@ def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
     Those of later steps go, too: the run passed them over, because they are damaged.
     """
     path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
-    found = _all(folder)
-    until = found.index(path) + 1
-    for old in found[: max(0, until - keep)] + found[until:]:
+    every = _all(folder)
+    newest = every[: every.index(path) + 1][-keep:]
+    for old in set(every).difference(newest):
         old.unlink()
-    kept = {kept.name for kept in found[max(0, until - keep) : until - 1]}
-    own = content.get(shards.KEY, {}).get("folder")
+    kept, own = {kept.name for kept in newest[:-1]}, content.get(shards.KEY, {}).get("folder")
     shards.forget(path.parent, lambda name: name == own or name.rpartition("-")[0] in kept)
     return path
 
@@ -67,8 +66,7 @@ def must_have_best(folder: Path) -> None:
 
 def newest(folder: Path) -> Path | None:
     """The newest checkpoint of a run folder, be it damaged or not, or None."""
-    found = _all(folder)
-    return found[-1] if found else None
+    return next(reversed(_all(folder)), None)
 
 
 def load_newest(folder: Path, whose: Mapping[str, object]) -> dict:

@@ -17,7 +17,6 @@ from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
 COMPRESSORS |= {f"order-{order}": f"counts of order {order}" for order in (2, 3, 5)}
-SPLITS = ("valid", "test")
 WINDOWS = "window 1024, stride 512"
 """What a score without carried state is called."""
 
@@ -33,10 +32,8 @@ def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: 
     rows = [("this run", *(bits(summary, split=split) for split in splits))]
     rows += [(f"  {WINDOWS}", *(bits(summary, split=split, how="_windows") for split in splits))]
     for key, label in COMPRESSORS.items():
-        found = [((summary.get("compressors") or {}).get(split) or {}).get(key) for split in splits]
-        rows.append(
-            (label, *(_marked(summary, value, split=split) for value, split in zip(found, splits, strict=True)))
-        )
+        compressed = {split: ((summary.get("compressors") or {}).get(split) or {}).get(key) for split in splits}
+        rows.append((label, *(_marked(summary, value, split=split) for split, value in compressed.items())))
     title = f"{summary['variant']}, seed {summary['seed']}"
     tables = [_table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"]))]
     tables += [_table("Costs", heads=("cost", ""), rows=_costs(summary), notes=() if others else _notes([summary]))]
@@ -79,9 +76,8 @@ def short_commit(row: dict) -> str:
 
 def scored_splits(summaries: Sequence[dict]) -> list[str]:
     """Valid, and test where one of the runs has scored it."""
-    return [
-        split for split in SPLITS if split == "valid" or any(s.get("test_bits_per_byte") is not None for s in summaries)
-    ]
+    tested = any(summary.get("test_bits_per_byte") is not None for summary in summaries)
+    return ["valid", "test"] if tested else ["valid"]
 
 
 def bits(summary: dict, *, split: str, how: str = "") -> str:
@@ -101,17 +97,13 @@ def _table(title: str, *, heads: Sequence[str], rows: Iterable[Sequence[str]], *
 
 
 def _costs(summary: dict) -> Iterator[tuple[str, str]]:
-    parameters, flops, memory, spans = (
-        summary.get(key) or {} for key in ("parameters", "flops_per_byte", "memory", "spans")
-    )
+    keys = ("parameters", "flops_per_byte", "memory", "spans")
+    parameters, flops, memory, spans = (summary.get(key) or {} for key in keys)
     if parameters:
         whole, touched = (_count(parameters.get(key)) for key in ("total", "touched"))
         yield "parameters", f"{whole} in all, {touched} touched per byte"
     if flops:
-        yield (
-            "FLOPs per byte",
-            f"{_executed(summary)} executed, {_short(flops.get('ideal'))} ideal (forward)",
-        )
+        yield "FLOPs per byte", f"{_executed(summary)} executed, {_short(flops.get('ideal'))} ideal (forward)"
     if summary.get("training_flops") is not None:
         thrice = len(summary.get("flops_estimated_3x") or [])
         about, how = ("about ", f" (3 x forward in {cells.count_of(thrice, 'sublayer')})") if thrice else ("", "")
@@ -141,10 +133,8 @@ def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, 
         parameters, flops, memory = (run.get(key) or {} for key in ("parameters", "flops_per_byte", "memory"))
         row = [label if same_numbers(run, summary) else f"{label} +", str(run["seed"])]
         row += [*(bits(run, split=split) for split in splits), _short(parameters.get("total"))]
-        measured = [
-            _size(memory.get("peak_bytes")),
-            f"{_short(run.get('bytes_per_second'))}{cells.busy_mark(run.get('load'))}",
-        ]
+        speed = f"{_short(run.get('bytes_per_second'))}{cells.busy_mark(run.get('load'))}"
+        measured = [_size(memory.get("peak_bytes")), speed]
         rows.append([*row, _executed(run), *(measured if _ground(run) == _ground(summary) else "##")])
     heads = (heading, "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
     styles = ["bold" * (run is summary and heading == "variant") for _, run in best_first]

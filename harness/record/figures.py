@@ -7,18 +7,8 @@ from pathlib import Path
 from matplotlib import colormaps
 
 from harness.cache import written_whole
-from harness.record.drawing import (
-    GREY,
-    LAYERS,
-    bits_axis,
-    count_axis,
-    draw_bits,
-    draw_span_cells,
-    layer_names,
-    panels,
-    points,
-    spans_of,
-)
+from harness.record import drawing
+from harness.record.drawing import GREY, LAYERS, panels, points
 
 COLOUR = "#0072B2"  # of Okabe and Ito's, told apart with any colour vision
 
@@ -56,10 +46,10 @@ def draw_learning_curve(
     if not points(rows, kind="train") and not points(rows, kind="valid") and last[1] is None:
         return None
     figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **_titles(label))
-    draw_bits(ax, rows, last=last, colour=COLOUR)
+    drawing.draw_bits(ax, rows, last=last, colour=COLOUR)
     for index, (name, bits) in enumerate(sorted((compressors or {}).items(), key=lambda item: -item[1])):
         ax.axhline(bits, color=GREY, linewidth=1, linestyle=(":", "--", "-.")[index % 3], label=f"{name} {bits:.2f}")
-    bits_axis(ax, [rows], others=[last[1], *(compressors or {}).values()])
+    drawing.bits_axis(ax, [rows], others=[last[1], *(compressors or {}).values()])
     _bytes_axis(ax)
     handles, labels = ax.get_legend_handles_labels()
     capped = {bool(row.get("final")) for row in rows if row["kind"] == "valid" and row.get("capped_bytes")}
@@ -82,20 +72,18 @@ def draw_context(curve: list[dict], *, path: Path, label: str) -> Path:
 
 def draw_spans(rows: list[dict], *, path: Path, label: str, span_limit: int | None = None) -> Path | None:
     """Spans by layer at the end, and over the run; None, and no file, if no row has spans."""
-    history = [
-        (row["bytes_seen"], found) for row in rows if "bytes_seen" in row and (found := spans_of(row.get("metrics")))
-    ]
+    history = [(row["bytes_seen"], drawing.spans_of(row.get("metrics"))) for row in rows if "bytes_seen" in row]
+    history = [(at, spans) for at, spans in history if spans]
     if not history:
         return None
     _, last = history[-1]
-    names = layer_names(last)
-    height = max(4.2, 1.5 + 0.32 * len(names))
-    figure, (now, over) = panels(1, 2, width=11.0, height=height, **_titles(label))
-    draw_span_cells(now, last, limit=span_limit)
+    names = drawing.layer_names(last)
+    figure, (now, over) = panels(1, 2, width=11.0, height=max(4.2, 1.5 + 0.32 * len(names)), **_titles(label))
+    drawing.draw_span_cells(now, last, limit=span_limit)
     now.set_title("at the end", fontsize="medium")
     colours = [colormaps[LAYERS](0.9 * index / max(len(names) - 1, 1)) for index in range(len(names))]
     for name, colour in zip(last, colours, strict=True):
-        seen = [(at, found[name]) for at, found in history if name in found]
+        seen = [(at, spans[name]) for at, spans in history if name in spans]
         over.plot(*zip(*seen, strict=True), color=colour, linewidth=0.9, alpha=0.8)
     over.set_title("over the run: one line a head", fontsize="medium")
     _bytes_axis(over)
@@ -105,19 +93,16 @@ def draw_spans(rows: list[dict], *, path: Path, label: str, span_limit: int | No
     if span_limit is not None:
         over.axhline(span_limit, color=GREY, linewidth=1, linestyle="--", label=f"longest possible: {span_limit}")
     over.set_ylim(bottom=0)
-    if len(names) > 1:
-        named = range(len(names)) if len(names) <= 6 else (0, len(names) // 2, len(names) - 1)
-        for index in named:
-            over.plot([], [], color=colours[index], label=f"layer {names[index]}")
-    if over.get_legend_handles_labels()[0]:
-        over.legend(edgecolor="none", framealpha=0.9, fontsize="small")  # lines may pass behind it
+    for index in sorted({0, len(names) // 2, len(names) - 1}):
+        over.plot([], [], color=colours[index], label=f"layer {names[index]}")
+    over.legend(edgecolor="none", framealpha=0.9, fontsize="small")  # lines may pass behind it
     return _save(figure, path)
 
 
 def _bytes_axis(ax) -> None:
     ax.set_xlabel("bytes seen")
     ax.set_xlim(left=0)
-    count_axis(ax.xaxis, unit="B")
+    drawing.count_axis(ax.xaxis, unit="B")
 
 
 def _titles(label: str) -> dict[str, str]:

@@ -90,8 +90,6 @@ class RunFolder:
     """
 
     def __init__(self, outputs: Path, identity: Identity, *, force: bool = False, reuse: str = "source"):
-        if reuse not in ("source", "config"):
-            raise ValueError(f"reuse={reuse}: allowed are source, config")
         self.path, self.identity, self.note, self._lock = outputs / identity.name, identity, "", None
         same, self.odd = _same_config(outputs, identity)
         older = [path for path in same if path != self.path]
@@ -207,8 +205,8 @@ class RunFolder:
             self._lock.close()
 
     def _must_agree(self) -> None:
-        row, own = _provenance(self.path), self.identity
-        if not row:
+        row, own = read_object(self.path / RECORD, first_line=True), self.identity
+        if row.get("kind") != "provenance":
             return
         pairs = {"data.sha256": (row["data"]["sha256"], own.data), "device_kind": (row["device_kind"], own.device)}
         pairs |= {"precision": (row["precision"], own.precision)}
@@ -248,11 +246,6 @@ def finished_summary(path: Path) -> dict | None:
     """The summary in a run folder, if the run was finished and it is whole."""
     found = read_object(path / SUMMARY)
     return found if found.get("status") == "finished" and not misfit(found, shape=shapes()["summary"]) else None
-
-
-def _provenance(path: Path) -> dict:
-    row = read_object(path / RECORD, first_line=True)  # records are long, and a sweep's jobs ask for all
-    return row if row.get("kind") == "provenance" else {}
 
 
 def _same_config(outputs: Path, identity: Identity) -> tuple[list[Path], list[str]]:

@@ -232,34 +232,30 @@ def write_summary(folder: Path, *, summary: dict) -> Path:
 
 
 def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -> list[dict]:
-    """Summaries of other finished runs that may stand beside this one, best valid bits first.
-
-    What is :func:`held_equal` is equal, and, unless ``any_source`` (as with ``reuse=config``), the code has :func:`same_numbers`.
+    """Summaries of other finished runs that are :func:`comparable` with this one, best valid bits first.
 
     Args:
         outputs: the folder whose subfolders are run folders; one whose summary is odd is named and left out.
     """
-    found = []
+    others, summary = [], plain(summary)  # as the others were when they were written
     for path in sorted(outputs.glob(f"*/{SUMMARY}")):
         other, reason = (None, None) if path.parent.is_symlink() else look_at(path)  # a link: outputs/latest
-        if other and other.get("status") == "finished" and not other_format(other):
-            reason = misfit(other, shape=shapes()["summary"])
-        if reason:
+        if other and (other.get("status") != "finished" or other_format(other)):
+            continue
+        if reason := reason or other and misfit(other, shape=shapes()["summary"]):
             print(f"not compared with {str(path)!r}: {reason}")
-        elif other and _comparable(other, summary=summary, any_source=any_source):
-            found.append(other)
-    return sorted(found, key=lambda other: other["valid_bits_per_byte"])
+        elif other and not all(other.get(key) == summary.get(key) for key in ("config_hash", "source")):
+            scored = other.get("valid_bits_per_byte") is not None
+            others += [other] if scored and comparable(other, summary, any_source=any_source) else []
+    return sorted(others, key=lambda other: other["valid_bits_per_byte"])
 
 
-def _comparable(other: dict, *, summary: dict, any_source: bool) -> bool:
-    summary = plain(summary)  # as the others were when they were written
-    if other.get("status") != "finished" or other.get("valid_bits_per_byte") is None:
-        return False
-    if not {other.get("check"), summary.get("check")}.isdisjoint(UNCOMPARED):
-        return False
-    if all(other.get(key) == summary.get(key) for key in ("config_hash", "source")):
-        return False
-    return held_equal(other) == held_equal(summary) and (any_source or same_numbers(other, summary))
+def comparable(one: Mapping, other: Mapping, *, any_source: bool = False) -> bool:
+    """Whether bits per byte of two rows may be compared: what is :func:`held_equal` is equal and, unless ``any_source`` (as with
+    ``reuse=config``), their code has :func:`same_numbers`. Nothing is compared with an unchecked mechanism."""
+    checks = {row.get("check") for row in (one, other)}
+    equal = checks.isdisjoint(UNCOMPARED) and held_equal(one) == held_equal(other)
+    return equal and (any_source or same_numbers(one, other))
 
 
 def held_equal(row: Mapping) -> dict[str, object]:
@@ -303,17 +299,14 @@ def _cut_back(path: Path, *, rows: int | None, sha256: str | None) -> bytes:
     """Truncate to the first ``rows`` complete rows (None: all of them), which have that digest, and return them."""
     content = path.read_bytes() if path.exists() else b""
     *complete, rest = content.split(b"\n")
-    if rows is not None and rows > len(complete):
-        raise Damaged(
-            f"{path} has {len(complete)} complete rows, but the checkpoint had seen {rows}: the record was cut or "
-            "replaced. Put it back, or start the run again with force=true"
-        )
     kept = b"".join(line + b"\n" for line in complete[:rows])
-    if sha256 not in (None, hashlib.sha256(kept).hexdigest()):
-        raise Damaged(
-            f"{path}: its first {rows} rows are not those that the checkpoint had seen: the record was damaged or changed. "
-            "Put it back, or start the run again with force=true"
-        )
+    wrong = None
+    if rows is not None and rows > len(complete):
+        wrong = f"{path} has {len(complete)} complete rows, but the checkpoint had seen {rows}: the record was cut or replaced"
+    elif sha256 not in (None, hashlib.sha256(kept).hexdigest()):
+        wrong = f"{path}: its first {rows} rows are not those that the checkpoint had seen: the record was damaged or changed"
+    if wrong:
+        raise Damaged(f"{wrong}. Put it back, or start the run again with force=true")
     if len(kept) < len(content):
         os.truncate(path, len(kept))
     return kept
