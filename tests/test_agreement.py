@@ -81,7 +81,7 @@ def test_a_wrong_number_fails_though_the_contract_is_kept(here, monkeypatch, wro
 
 def test_no_device_is_compared_unasked(here, kept):  # noqa: F811
     ended = call("bench/check.py", "variant=mhsa", "runtime.device=cpu", "runtime.backend=plain", *PLACE)
-    assert ended.code == 0 and ended.out.count("\n") == 2
+    assert ended.code == 0 and ended.out.count("\n") == 4
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def derivatives(subject: Subject) -> Verdict:
 
 def modes_agree(subject: Subject) -> Verdict:
     outputs = []
-    for _, model, still in subject.modes():
+    for _, model, still in list(
+        subject.modes()
+    ):  # all built before one runs: two that share a parameter are another promise
         with still():
             outputs.append(run(model, subject.bytes(), cuts=(subject.span + 2,))[0])
     if len(outputs) == 1:
