@@ -142,30 +142,6 @@ def fit_row(*, variant: str = "mhsa", **changes) -> dict:
     return identity("fit", variant=variant) | found | changes
 
 
-def speed_row(*, case: str = "fixed", ratio: float = 0.5, **changes) -> dict:
-    """One case of the speed targets that committed rows have."""
-    found = {
-        "case": case,
-        "position": "rotary",
-        "cache": "kv",
-        "backend": "fused",
-        "ratio": ratio,
-        "relative_to": "reference_model",
-        "target": 0.4,
-        "reached": ratio >= 0.4,
-        "peak_bytes": 4 * 10**8,
-        "peak_limit_bytes": 6 * 10**8,
-        "peak_reached": True,
-        "allocator": "keep",  # of the ratio and of timed_peak
-        "peak_allocator": "return",
-        "timed_peak": {"bytes": 5 * 10**8, "limit_bytes": 6 * 10**8, "reached": True},
-        "status": "measured",
-        "reason": None,
-        "invalid": None,
-    }
-    return identity("speed", variant="mhsa") | found | changes
-
-
 def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:
     """``rows.jsonl`` in a folder of its own, as ``RowFile`` writes it."""
     path = folder / name / "rows.jsonl"

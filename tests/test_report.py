@@ -167,6 +167,17 @@ def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
     assert column(shown, "test, bits per byte")[:2] == ["2.4300*", ""], "no mean over some of the seeds"
 
 
+def test_runs_that_diverged_are_shown_last_and_named(tmp_path):
+    for seed, variant in enumerate(("mhsa", "adaptive_span")):
+        write_run(tmp_path, variant=variant, seed=seed, valid_bits_per_byte=None, test_bits_per_byte=None)
+    assert column(tables(tmp_path)["runs-1"], "variant")[:2] == ["adaptive_span", "mhsa"]
+    write_run(tmp_path, variant="local")
+    shown = tables(tmp_path)["runs-1"]
+    assert column(shown, "variant")[:3] == ["local", "adaptive_span", "mhsa"]
+    assert any(note.endswith("finite): adaptive_span, seed 1; mhsa, seed 0.") for note in shown.notes)
+    assert figures.draw_all(read([tmp_path]), spoilt=[])
+
+
 def test_every_look_at_test_is_counted_of_failed_runs_and_later_evaluations_too(tmp_path):
     folder = write_run(tmp_path, variant="mhsa")
     rows = [{"split": "test"}, {"split": "valid"}, {"split": "test"}, [], "garbage"]

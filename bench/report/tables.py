@@ -1,6 +1,7 @@
 """Tables of runs that compare: means over seeds, differences with intervals, every seed, and time and memory by
 ground."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -75,28 +76,23 @@ def summed(arms: pd.DataFrame) -> list[dict]:
         arms: from ``with_arms``.
     """
     newest = arms.drop_duplicates(["arm", "seed"], keep="last")
-    best = arms.groupby("arm", sort=False)["valid_bits_per_byte"].mean() if "valid_bits_per_byte" in arms else None
     numbers = newest.select_dtypes("number").columns.drop(["seed", "order"])
     means, counts = (getattr(newest.groupby("arm", sort=False)[list(numbers)], how)() for how in ("mean", "count"))
+    best = arms.groupby("arm")["valid_bits_per_byte"].mean().dropna() if "valid_bits_per_byte" in arms else {}
     rows = []
     for arm, own in newest.groupby("arm", sort=False):
-        row = means.loc[arm].dropna().to_dict() | {
-            "n": len(own),
-            "arm": arm,
-            "best": best[arm] if best is not None else None,
-        }
-        for how in ("", "windows_"):  # no mean of a split that only some of the runs were scored on
-            keys = [f"{split}_{how}bits_per_byte" for split in ("test", "valid")]
-            scored = [counts[key][arm] if key in counts else 0 for key in ("test_bits_per_byte", "valid_bits_per_byte")]
-            if scored[0] < scored[1]:
-                row.pop(keys[0], None)
-        last, busy = own.iloc[-1], [load for load in own["load"] if isinstance(load, dict) and busy_words(load)]
-        texts = {key: last[key] for key in ("backend", "in_evaluation", "optimizers") if isinstance(last[key], str)}
-        about = {"row": last["row"], "variant": last["variant"], "source_mark": last["source_mark"]}
+        row, last = means.loc[arm].dropna().to_dict(), own.iloc[-1]
+        scored = [counts[key][arm] if key in counts else 0 for key in (f"{split}_bits_per_byte" for split in SPLITS)]
+        if scored[1] < scored[0]:  # no mean of a split that only some of the runs were scored on
+            row = {key: value for key, value in row.items() if not key.startswith("test_")}
         if not row.get("compile_seconds"):
             row.pop("compile_seconds", None)
-        rows.append(row | texts | about | {"load": busy[0] if busy else None, "loads": list(own["load"]), "runs": own})
-    return sorted(rows, key=lambda row: (pd.isna(row["best"]), row["best"]))
+        busy = [load for load in own["load"] if isinstance(load, dict) and busy_words(load)]
+        row |= {key: last[key] for key in ("backend", "in_evaluation", "optimizers") if isinstance(last[key], str)}
+        row |= {key: last[key] for key in ("arm", "row", "variant", "source_mark")}
+        row |= {"n": len(own), "load": busy[0] if busy else None, "loads": list(own["load"]), "runs": own}
+        rows.append(row)
+    return sorted(rows, key=lambda row: best.get(row["arm"], math.inf))
 
 
 def run_columns(arms: pd.DataFrame, *, costs: bool, without: Sequence[str] = ()) -> tuple[list[dict], list[Column]]:
