@@ -1,7 +1,7 @@
 """Evidence: the runs of one stage of the front page, each on a core of its own: ``python -m bench.evidence stage=b path=FILE``.
 
 ``conf/evidence.yaml`` says which cells a stage has: points of a sweep's grid, rates one step beyond those that have a row, and
-spans replayed from ``adaptive_span`` of the same seed. A finished or failed run becomes one line of ``<rows>/<table>.jsonl``: its
+spans replayed from a run of the same seed. A finished or failed run becomes one line of ``<rows>/<table>.jsonl``: its
 cell, its summary, its record without train rows. A cell that has a line is skipped on any machine, and a run that was interrupted
 goes on in its folder.
 """
@@ -27,25 +27,27 @@ from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, plain, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE, REPLAYS = "adaptive_span", ("replayed_spans", "uniform_span")
-"""Whose spans are replayed, and by which variants: as they are, or all equal to their mean."""
 RECORDED = (0, BUG, Diverged.exit_code)
 """Exit codes of runs that count; after any other the cell is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A run: its words, the file of its line, and whether it is also scored by the bytes seen."""
+    """A run.
+
+    Attributes:
+        words: of its command.
+        file: of its line.
+        context: whether it is also scored by the bytes seen.
+        source: words of the run whose spans it takes, or None.
+        mean: whether it takes their mean in every head.
+    """
 
     words: tuple[str, ...]
     file: Path
     context: bool
-
-    @property
-    def source(self) -> tuple[str, ...] | None:
-        """Words of the run whose spans this one takes."""
-        swapped = (f"variant={SOURCE}" if word.startswith("variant=") else word for word in self.words)
-        return tuple(swapped) if any(f"variant={name}" in self.words for name in REPLAYS) else None
+    source: tuple[str, ...] | None = None
+    mean: bool = False
 
     def line(self, words: tuple[str, ...]) -> dict | None:
         """What the file has for a cell of these words."""
@@ -61,8 +63,12 @@ def sweep_params(sweep: str) -> dict[str, object]:
     return {key: value for name in begin for key, value in sweep_params(name).items()} | own
 
 
-def cells(grids: list[dict], *, words: list[str], rows: Path) -> list[Cell]:
-    """All points of a stage's grids, seeds outermost; cells that take spans stand after those that have them."""
+def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
+    """All points of a stage's grids, seeds outermost; cells that take spans stand after those that have them.
+
+    Args:
+        replays: variants: ``source`` learns spans, ``spans`` takes them as they are, ``mean`` takes their mean.
+    """
     found = []
     for grid in grids:
         file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
@@ -75,7 +81,11 @@ def cells(grids: list[dict], *, words: list[str], rows: Path) -> list[Cell]:
             for values in product(*(str(params[key]).split(",") for key in keys)):
                 point = (f"{key}={value}" for key, value in zip(keys, values, strict=True))
                 own = (f"sweep={grid['sweep']}", *point, *words)
-                found.append(Cell(words=own, file=file, context=grid.get("context", False)))
+                takes = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in own), None)
+                source = tuple(f"variant={replays['source']}" if w.startswith("variant=") else w for w in own)
+                context = grid.get("context", False)
+                cell = Cell(words=own, file=file, context=context, source=takes and source, mean=takes == "mean")
+                found.append(cell)
     return found
 
 
@@ -84,7 +94,7 @@ def span_word(line: dict | None, *, mean: bool) -> str:
     metrics = (line or {}).get("summary", {}).get("valid_metrics") or {}
     layers = {int(key.split(".")[1]): spans for key, spans in metrics.items() if key.endswith(".span")}
     if not layers:
-        raise ValueError(f"{SOURCE} of this seed has no row with spans to replay")
+        raise ValueError("the run whose spans are replayed has no row with spans")
     average = sum(map(sum, layers.values())) / sum(map(len, layers.values()))
     spans = [[round(average if mean else span, 4) for span in layers[layer]] for layer in sorted(layers)]
     return f"variant.attention.span.spans={json.dumps(spans, separators=(',', ':'))}"
@@ -113,7 +123,7 @@ class Runner:
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
         words = [*cell.words, f"outputs={folder}"]
         words += [f"data.path={self.path}"] if self.path and "sweep=recall" not in words else []
-        words += [span_word(cell.line(cell.source), mean="variant=uniform_span" in words)] if cell.source else []
+        words += [span_word(cell.line(cell.source), mean=cell.mean)] if cell.source else []
         code, run = self.child("train.py", *words), folder / "latest"
         if code in RECORDED and (run / SUMMARY).exists():
             line = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
@@ -156,7 +166,7 @@ def main(cfg: DictConfig) -> None:
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
-    every = cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve())
+    every = cells(grids, words=list(cfg.words), rows=Path(cfg.rows).resolve(), replays=dict(cfg.replays))
     left = [cell for cell in every if not cell.line(cell.words)]
     print(f"stage {cfg.stage}: {len(every)} cells, {len(every) - len(left)} have a row", flush=True)
     if cfg.list:

@@ -1,17 +1,19 @@
 """The driver of the front page's runs: which cells a stage has, what is skipped, and whose spans are replayed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from bench.evidence import Cell, Runner, cells, span_word, sweep_params
+from bench.evidence import Runner, cells, span_word, sweep_params
 from bench.picks import RATE
 from tests.composing import CONF, compose_config, plan
 
-STAGES = OmegaConf.to_container(compose_config("stage=a", name="evidence").stages, resolve=True)
+EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
+STAGES, REPLAYS = EVIDENCE["stages"], EVIDENCE["replays"]
 
 
 def line(words, spans, *, status="finished") -> dict:
@@ -20,7 +22,7 @@ def line(words, spans, *, status="finished") -> dict:
 
 
 def test_stages_have_the_cells_of_their_grids(tmp_path):
-    found = {name: cells(grids, words=[], rows=tmp_path) for name, grids in STAGES.items()}
+    found = {name: cells(grids, words=[], rows=tmp_path, replays=REPLAYS) for name, grids in STAGES.items()}
     assert {name: len(own) for name, own in found.items()} == {
         "a": 63,
         "a2": 0,
@@ -44,7 +46,11 @@ def test_sweeps_and_stages_are_of_one_protocol_and_arithmetic(name, tmp_path):
     words = [f"{key}={value}" for key, value in sweep_params(name).items()]
     jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
     typed = {frozenset(job) for job in jobs}
-    staged = {frozenset(cell.words[1:]) for grids in STAGES.values() for cell in cells(grids, words=[], rows=tmp_path)}
+    staged = {
+        frozenset(cell.words[1:])
+        for grids in STAGES.values()
+        for cell in cells(grids, words=[], rows=tmp_path, replays=REPLAYS)
+    }
     assert typed <= staged, "what the sweep's command runs is what the driver runs"
     for job in jobs[:: len(jobs) // 3]:
         made = plan(f"sweep={name}", *job)
@@ -69,7 +75,7 @@ def test_a_best_rate_at_an_end_is_tried_one_step_further_until_it_is_none(tmp_pa
     scores = {"mhsa": {"0.5": 3.0, "1": 2.9, "2": 2.8}, "local": {"0.5": 2.7, "1": 2.8, "2": None}}
     scores |= {"linear": {"0.5": 3.0, "1": 2.9, "2": 2.95}, "reformer": {"1": 3.0, "2": 2.9}}  # in between; not whole
     rates_file(tmp_path, scores)
-    left = cells(STAGES["a2"], words=[], rows=tmp_path)
+    left = cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
     first = ("sweep=rates", "seed=100")
     assert [cell.words for cell in left] == [
         (*first, "variant=mhsa", f"{RATE}=4"),
@@ -78,7 +84,7 @@ def test_a_best_rate_at_an_end_is_tried_one_step_further_until_it_is_none(tmp_pa
     assert plan(*left[0].words).config["variant"]["lr_scale"] == {"muon": 4}
     scores["mhsa"]["4"], scores["local"]["0.25"] = 2.85, 2.6
     rates_file(tmp_path, scores)
-    (again,) = cells(STAGES["a2"], words=[], rows=tmp_path)
+    (again,) = cells(STAGES["a2"], words=[], rows=tmp_path, replays=REPLAYS)
     assert again.words == (*first, "variant=local", f"{RATE}=0.125")
 
 
@@ -88,13 +94,19 @@ def test_spans_are_replayed_by_layer_or_as_their_mean():
     assert json.loads(word.partition("=")[2]) == [[0.0, 3.0], *spans[1:]]
     assert json.loads(span_word(line([], spans), mean=True).partition("=")[2]) == [[4.2273, 4.2273]] * 11
     for nothing in (None, line([], [], status="diverged")):
-        with pytest.raises(ValueError, match="adaptive_span of this seed has no row with spans to replay"):
+        with pytest.raises(ValueError, match="the run whose spans are replayed has no row with spans"):
             span_word(nothing, mean=True)
 
 
 def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path, monkeypatch):
     words = ("sweep=front_page", "seed=3", "variant=uniform_span")
-    cell = Cell(words=words, file=tmp_path / "rows" / "front_page.jsonl", context=False)
+    (cell,) = [
+        cell
+        for cell in cells(STAGES["d"], words=[], rows=tmp_path / "rows", replays=REPLAYS)
+        if cell.words[:3] == words
+    ]
+    assert cell.mean and cell.source == ("sweep=front_page", "seed=3", "variant=adaptive_span")
+    cell = replace(cell, context=False)
     runner, typed, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
 
     def child(*given):
