@@ -131,6 +131,7 @@ def test_windows_and_dilation_by_depth():
     assert [layer.period for layer in layers] == [1, 1, 2, 3]
     layers[3].set_span(64)
     assert layers[3].span.visible_keys() == (32, 32, 22, 22)
+    assert build(4, 6, dilated=1).span.visible_keys() == (4, 4, 2)  # S = 12 leaves distances 0 and 6
     given = build(10, 2, dilated=1)
     given.set_span(7)
     assert given.span.visible_keys() == (7, 7, 4)
