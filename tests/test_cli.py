@@ -118,7 +118,8 @@ def test_a_folder_that_cannot_be_written(here, tmp_path):
     (tmp_path / "file").write_text("")
     outputs = tmp_path / "file" / "below"
     assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(here, *MADE, f"outputs={outputs}")
-    assert f"outputs={outputs}: " in refused(here, "-m", *MADE, f"outputs={outputs}", "seed=0")
+    swept = train("-m", *MADE, f"outputs={outputs}", "seed=0")
+    assert swept.code == 2 and swept.err.startswith(f"error: outputs={outputs}: ") and not list(here.iterdir())
 
 
 def test_a_broken_file_of_yaml(here, tmp_path):
