@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from bench import CONF
 from bench.turns import MOST_MS, Asked, in_turn, load_meter
 from harness.compose.cli import run_command
+from harness.data.public import PINNED
 
 EACH, FAIR = "<each>", 0.97
 
@@ -164,7 +165,7 @@ def make_entries(comparison: ComparisonSettings, *, batches: int) -> list[Entry]
                 raise ValueError(f"peer={asked.peer}: there is no such peer; allowed are {', '.join(PACKAGES)}")
             package = PACKAGES[asked.peer]
             config = identity["config"] | {"variant": {"name": name, "package": package}}
-            identity |= {"variant": name, "config": config, "config_hash": folder.config_hash(config)}
+            identity |= {"variant": name, "config": config, "config_hash": folder.config_hash(config, pinned=PINNED)}
         if spans is not None:
             spans = tuple(spans * m.heads if len(spans) == 1 else spans)
             if len(spans) != m.heads or not all(isinstance(z, int) and 0 <= z <= m.span for z in spans):

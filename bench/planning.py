@@ -19,6 +19,7 @@ from harness.compose.cli import MISTAKES, explain
 from harness.compose.untrusted_config import TYPED, read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
+from harness.data.public import PINNED
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.prepare import planned
@@ -76,7 +77,7 @@ def typed_command(verb: str) -> str:
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
     """The part of a row that says what was measured, by which code and on what."""
     known = {
-        "config_hash": folder.config_hash(plan.config),
+        "config_hash": folder.config_hash(plan.config, pinned=PINNED),
         "source": source.digest(plan.config, trust=plan.trust, measuring=True),
     }
     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text, for JSON

@@ -49,7 +49,7 @@ FILES = {
 
 def small(variant: str, *overrides: str) -> LanguageModel:
     """A model whose weights are shaken, so that no two of its probabilities are alike."""
-    more = MEMORY if "memory" in variant else ()
+    more = MEMORY if "product_key_memory" in variant or variant == "adaptive_span_memory" else ()
     wide = [f"model.d_model={16 * (1 + ('memory' in variant))}"]
     torch.manual_seed(1)
     model = plan(*TINY, *wide, f"variant={variant}", *fitting(variant), *more, *overrides).make_model()

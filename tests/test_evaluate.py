@@ -79,6 +79,7 @@ def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
         "selection_bytes": 200,
         "vocabulary": 256,
         "drop_newlines": False,
+        "split": [0.9, 0.05, 0.05],
     }
     assert whole["protocol"] == protocol and other["protocol"] == protocol | {"streams": 1, "segment": 7}
     assert whole["bytes"] == other["bytes"] == 999 and whole["split"] == "test"

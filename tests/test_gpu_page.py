@@ -35,7 +35,22 @@ PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 SETTINGS = {"cost": CostSettings, "peers": PeerSettings}
 KEYS = {verb: tuple(kind.__dataclass_fields__) for verb, kind in SETTINGS.items()}
 KEYS |= {"check": CHECK_KEYS, "fit": FIT_KEYS}
-VARIANTS = {path.stem for path in (CONF / "variant").glob("*.yaml")}
+CONTROLS = (
+    "all_attention_6",
+    "all_attention_10",
+    "linear_decay",
+    "mhsa_8_layers",
+    "mhsa_alibi",
+    "mhsa_memory_flops",
+    "mhsa_span_8",
+)
+CONTROLS += (
+    "mhsa_span_32",
+    "mhsa_span_128",
+    "performer_decay",
+    "uniform_span",
+)  # other sizes and positions of the same classes
+VARIANTS = {path.stem for path in (CONF / "variant").glob("*.yaml")} - {*CONTROLS}
 GPU_BACKENDS = {"plain", "chunked", "fused", "kernel"}
 NOT_COMPOSED = ("pip", "pytest", "bench.report")
 SMALL = (*TINY, "budget.seconds=null", "eval.streams=2", "runtime.backend=auto", "runtime.precision=float32")

@@ -135,7 +135,9 @@ def test_flops_by_hand():
     needed = attention.needed_flops(6, carried=7)
     assert needed.forward == pytest.approx(matrices + pair * 15 / 6)
     assert needed.backward == pytest.approx(2 * needed.forward - pair * 3 / 6)
-    other = build(block=4, attend_self=False).needed_flops(6, carried=7)  # one key fewer each, of which as many are past
+    other = build(block=4, attend_self=False).needed_flops(
+        6, carried=7
+    )  # one key fewer each, of which as many are past
     assert other.forward == pytest.approx(matrices + pair * 9 / 6)
     hidden = build(block=4, cache="hidden").needed_flops(6, carried=7)
     again = 3 * 2 * (2 * D * 6) / 6  # keys and values of three inputs

@@ -305,7 +305,14 @@ def test_describe_gives_rates_and_shares():
     rows = Optimizers(groups, lr=0.01, schedule=Schedule()).describe()
     assert rows == [
         {"name": "default", "optimizer": "AdamW", "lr": 0.01, "parameters": 402, "share": 402 / 530},
-        {"name": "matrices", "optimizer": "Muon", "lr": 0.05, "parameters": 128, "share": 128 / 530},
+        {
+            "name": "matrices",
+            "optimizer": "Muon",
+            "lr": 0.05,
+            "parameters": 128,
+            "share": 128 / 530,
+            "products": ["float32"],
+        },
     ]
     assert sum(p.numel() for p in Toy().parameters()) == 530
 

@@ -338,7 +338,7 @@ def test_peers_of_different_calls_do_not_mix_and_void_ones_say_so(tmp_path):
     write_rows(tmp_path, [peer_row(), peer_row(job="product-key layer")], name="20261120-000000-peers")
     reason = "the reference model is slow"
     failed = peer_row(name="bad", status="failed", reason="not causal", bytes_per_second=None, time=None)
-    rows = [peer_row(void=reason), peer_row(allocator="return"), failed]
+    rows = [peer_row(invalid=reason), peer_row(allocator="return"), failed]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
     found = tables(tmp_path)
     assert sorted(found) == ["peers-1", "peers-2", "peers-3"]

@@ -71,6 +71,8 @@ KNOWN = {
         alphabet=b" abcdefghijklmnopqrstuvwxyz",
     ),
 }
+PINNED = frozenset(name for name, known in KNOWN.items() if known.sha256)
+"""Corpora whose bytes are known by their digest."""
 
 
 def fetch(name: str) -> Path:

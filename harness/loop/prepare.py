@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from harness import source
 from harness.count.memory import PeakMemory
 from harness.data import corpora
+from harness.data.public import PINNED
 from harness.device import choice, runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.admission import admission
@@ -91,7 +92,7 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
     identity = folder.Identity(
         variant=plan.variant,
         seed=plan.seed,
-        config=folder.config_hash(plan.config),
+        config=folder.config_hash(plan.config, pinned=PINNED),
         source=source.digest(plan.config, trust=plan.trust),
         data=data_digest,
         device=runtime.device_kind(plan.runtime),

@@ -11,14 +11,13 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from harness.cache import NO_ROOM, sha256_of, storage_failure, write_all, write_whole
-from harness.data.public import KNOWN
 from harness.failures import kind_of
 from harness.record import checkpoint, shards
 from harness.record.provenance import refuse_links
@@ -36,14 +35,17 @@ HOLD_SECONDS = 0.5
 """How long to try for a folder: whoever asks whether it is held has it for an instant."""
 
 
-def config_hash(config: Mapping[str, object]) -> str:
+def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str:
     """SHA-256 of a resolved configuration, less what cannot change a number.
 
     A run to start from counts by its newest checkpoint, whatever its path: it may have gone on since.
+
+    Args:
+        pinned: names of corpora whose digest is known, so that where they lie does not count.
     """
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
     kept["data"] = {key: value for key, value in kept["data"].items() if key != "fallback"}  # null in a sweep's job
-    if (known := KNOWN.get(kept["data"]["name"])) and known.sha256:  # the same bytes wherever they lie
+    if kept["data"]["name"] in pinned:
         kept["data"]["path"] = None
     start = kept["init_from"]
     newest = None if start["run"] is None else checkpoint.newest(Path(start["run"]))

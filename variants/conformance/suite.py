@@ -83,7 +83,7 @@ def check(
 
 
 def learns(
-    make_model: Callable[[], nn.Module], *, vocabulary: int = 256, steps: int = 150, below_bits: float = 0.1
+    make_model: Callable[[], nn.Module], *, vocabulary: int = 256, steps: int = 300, below_bits: float = 0.1
 ) -> Finding:
     """Train on two repeated strings, in float32 with AdamW, until ``below_bits`` a byte: seven different bytes, which a
     mechanism without a past can pass, and ABAC, where a past is needed.
