@@ -32,9 +32,9 @@ def words_of(variant: str) -> tuple[str, ...]:
 
 def mechanism(variant: str, *words: str) -> Sublayer:
     """The last sublayer that sees a past, in float64, off its start."""
+    torch.manual_seed(0)
     model = plan(*TINY, *words_of(variant), "data=recall", *words).make_model()
     sees = [sublayer for _, sublayer in model.sublayers() if sublayer.honours is not None]
-    torch.manual_seed(0)
     return move(sees[-1].double())
 
 
@@ -88,33 +88,47 @@ def tensors(state) -> list[Tensor]:
     return found
 
 
+STREAMED = [
+    (variant, f"model.cache={cache}", *words)
+    for variant, *words in (
+        ("local", "position=rotary"),
+        ("longformer", "position=rotary"),
+        ("longformer", "position=rotary", "variant.attention.global_bytes=6"),
+        ("compressed", "position=rotary"),
+        ("compressed_top_k", "position=rotary"),
+        ("reformer", "position=rotary"),
+        ("linear",),
+        ("linear_decay",),
+        ("transformer_xl",),
+    )
+    for cache in ("kv", "hidden")
+    if cache == "kv" or not variant.startswith("linear")
+]
+
+
 @pytest.mark.numeric
-@pytest.mark.parametrize("cache", ["kv", "hidden"])
-@pytest.mark.parametrize(
-    "variant",
-    ["local", "longformer", "compressed", "compressed_top_k", "reformer", "linear", "linear_decay", "transformer_xl"],
-)
-def test_a_state_does_not_grow_and_float32_stays_near(variant, cache):
-    """Over 2,000 bytes in segments of 125, and then single bytes. Where a rounded score chooses keys otherwise, only single
-    bytes are off."""
-    if variant.startswith("linear") and cache == "hidden":
-        return
-    layers = {dtype: mechanism(variant, f"model.cache={cache}").to(dtype) for dtype in (torch.float64, torch.float32)}
-    x, states, shapes, off = inputs(2008), dict.fromkeys(layers), [], []
-    lengths = [125] * 16 + [1] * 8
+@pytest.mark.parametrize("words", STREAMED, ids=" ".join)
+def test_a_state_does_not_grow_and_float32_stays_near(words):
+    """Over 4,000 bytes in segments of 125, and then single bytes, far along unless first bytes are others' keys.
+    Where a rounded score chooses keys otherwise, only single bytes are off."""
+    layers = {dtype: mechanism(*words).to(dtype) for dtype in (torch.float64, torch.float32)}
+    lengths, place = [125] * 32 + [1] * 8, 0 if "variant.attention.global_bytes=6" in words else 10**7
+    states, shapes, off = dict.fromkeys(layers), [], []
     with torch.no_grad():
-        for place, piece in zip([sum(lengths[:i]) for i in range(len(lengths))], x.split(lengths, 1), strict=True):
+        for piece in inputs(sum(lengths)).split(lengths, 1):
             outs = {dtype: layer(piece.to(dtype), states[dtype], at(place)) for dtype, layer in layers.items()}
-            states = {dtype: out.state for dtype, out in outs.items()}
+            states, place = {dtype: out.state for dtype, out in outs.items()}, place + piece.shape[1]
             shapes.append([part.shape for part in tensors(states[torch.float64])])
             off.append((outs[torch.float32].y.double() - outs[torch.float64].y).abs().amax(-1))
     assert all(shape == shapes[0] for shape in shapes)
     assert not any(part.requires_grad for part in tensors(states[torch.float64]))
+    rounded = [outs[torch.float32].y, *tensors(states[torch.float32])]
+    assert all(part.dtype == torch.float32 for part in rounded if part.is_floating_point())
     off = torch.cat(off, dim=1)
-    if variant in ("compressed_top_k", "reformer"):
-        assert off.median() < 1e-5 and (off > 1e-4).double().mean() < 0.02
+    if words[0] in ("compressed_top_k", "reformer"):
+        assert off.median() < 1e-6 and (off > 1e-4).double().mean() < 0.01
     else:
-        assert off.max() < 1e-4
+        assert off.max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -149,8 +163,8 @@ def test_dropout_keeps_the_mean_follows_the_seed_and_is_for_training(variant, ba
     for past, length in ((0, 25), (20, 25), (20, 3)):
         x = inputs(45, streams=1)[:, : past + length]
         state = layer.eval()(x[:, :past], None, at(0, streams=1)).state if past else None
-        expected = still.eval()(x[:, past:], state, at(past, streams=1)).y
-        assert_near(layer(x[:, past:], state, at(past, streams=1)).y, expected)
+        expected, found = (one.eval()(x[:, past:], state, at(past, streams=1)).y for one in (still, layer))
+        assert_near(found, expected)
 
         def drawn(x: Tensor, seed: int, *, streams: int = 1, state=state, past=past) -> Tensor:
             torch.manual_seed(seed)
@@ -158,11 +172,12 @@ def test_dropout_keeps_the_mean_follows_the_seed_and_is_for_training(variant, ba
             with torch.no_grad():
                 return layer.train()(x[:, past:].expand(streams, -1, -1), many, at(past, streams=streams)).y
 
-        mean = drawn(x, 3, streams=500).mean(0)
-        assert ((mean - expected[0]).norm() / expected.norm()).item() < 0.2
+        off = (drawn(x, 3, streams=2000).mean(0) - expected[0]).detach()
+        assert off.abs().max() < 0.1 * expected.abs().max() and off.norm() < 0.1 * expected.norm()
         assert torch.equal(drawn(x, 1), drawn(x, 1)) and not torch.allclose(drawn(x, 1), drawn(x, 2))
-        later = torch.cat([x[:, :-1], x[:, -1:] + 1], dim=1)
-        assert_near(drawn(later, 1)[:, :-1], drawn(x, 1)[:, :-1])
+        early = length // 2
+        later = torch.cat([x[:, : past + early], x[:, past + early :] + 1], dim=1)
+        assert_near(drawn(later, 1)[:, :early], drawn(x, 1)[:, :early])
 
 
 REFUSED = {
