@@ -47,11 +47,12 @@ def refused(here, *words) -> str:
 # test_config has those that the plan finds.
 
 VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
+SWEEPS = ", ".join(sorted(path.stem for path in (ROOT / "conf" / "sweep").glob("[!w]*.yaml")))
 MISTAKES = {
     ("variant=nonsense",): ("variant=nonsense", *VARIANTS),
     ("variant=",): ("variant=:", *VARIANTS),
     ("variant=3",): ("variant=3", "name"),
-    ("sweep=nonsense",): ("sweep=nonsense", "leaderboard, learning_rates, rates, recall, slots"),
+    ("sweep=nonsense",): ("sweep=nonsense", SWEEPS),
     ("sweep=wandb_grid",): ("wandb sweep conf/sweep/wandb_grid.yaml",),
     ("sublayer@variant.nonsense=mhsa",): ("sublayer@variant.nonsense", "sublayer@variant.attention"),
     ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
@@ -230,7 +231,7 @@ def test_edited_source_is_another_run(here, tmp_path):
     command = (str(tmp_path / "train.py"), *TINY, *MADE)
     assert python(*command, cwd=here).returncode == 0
     (old,) = run_folders(here / "outputs")
-    with (tmp_path / "variants" / "window.py").open("a") as source:
+    with (tmp_path / "variants" / "attention.py").open("a") as source:
         source.write("# an edit\n")
     ended = python("-c", TWICE, *command, cwd=here, PYTHONPATH=str(tmp_path))
     accepted, anew, _ = ended.stdout.split("and then\n")

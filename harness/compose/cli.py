@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from harness import failures, source
-from harness.compose.untrusted_config import CONF, UserFiles
+from harness.compose.untrusted_config import CONF, FileConfigSource
 from harness.device.torchrun import check_launch, is_later, read_launch
 
 GROUP = "record.wandb.group"
@@ -52,7 +52,7 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
     global running
     running = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's own source of files
-    SourcesRegistry.instance().types["file"] = UserFiles
+    SourcesRegistry.instance().types["file"] = FileConfigSource
     trace = os.environ.get(TRACE, os.environ.get("HYDRA_FULL_ERROR", ""))
     with env_override({"HYDRA_FULL_ERROR": "1", TRACE: trace}):
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins import file_config_source
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
@@ -28,8 +28,11 @@ ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
 """What ``defaults`` may name: a group's file on the search path, for a place of the run's."""
 
 
-class UserFiles(FileConfigSource):
-    """Hydra's files of YAML; ValueError where a user's sets what is to be typed, or has the name of one of ours."""
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's files of YAML; ValueError where a user's sets what is to be typed, or has the name of one of ours.
+
+    Its name is Hydra's own: where a launcher's process registers Hydra's again, by the name this one stays.
+    """
 
     def load_config(self, config_path: str) -> ConfigResult:
         loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)
