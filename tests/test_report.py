@@ -220,7 +220,7 @@ def test_differences_are_judged_together_but_for_the_one_that_was_named_in_advan
 
 
 def test_a_pick_is_made_on_tuning_seeds_and_reported_on_fresh_ones(tmp_path):
-    """A lost seed makes a trial no choice, an end of the range is flagged, and a result of a tuning seed is none."""
+    """A lost seed makes a trial no choice, an end of the range is flagged, and scores of tuning seeds are not reported."""
     ends = {"optim.lr": 0.99}
     for trial, (rate, bits) in enumerate(((0.001, 2.5), (0.003, 2.4), (0.01, 2.3))):
         for seed in (100, 101):

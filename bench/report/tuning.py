@@ -4,7 +4,7 @@ report it.
 A *setting* is all of a configuration but the keys of its space and the seed; a *trial* is a point of that space, by its
 number. The pick is the trial with the lowest mean over the seeds, among trials of which every seed of the setting ended
 with a score: means over different seeds do not compare. Test scores choose nothing; fresh runs have the same setting,
-the picked point and other seeds. A result of a tuning seed is none.
+the picked point and other seeds. Scores of tuning seeds are never reported.
 """
 
 import json
@@ -228,5 +228,5 @@ def _notes(pick: Pick) -> list[str]:
         which = f"trial {run['trial']:.0f} with seed {run['seed']:.0f}"
         notes.append(f"{pick.arm}: the run of {which} failed: {why} ({run['run']}).")
     if len(pick.spoilt):
-        notes.append(f"{pick.arm}: a result of a tuning seed is none: {listed(pick.spoilt['run'])}.")
+        notes.append(f"{pick.arm}: scores of tuning seeds are not reported: {listed(pick.spoilt['run'])}.")
     return notes
