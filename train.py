@@ -28,13 +28,13 @@ def train(run) -> float | None:
     """Train until the budget is spent, or until a signal asks to stop."""
     if not run.hold():
         return run.earlier_result()
-    training, plan = run.training, run.plan
+    trainer, plan = run.trainer, run.plan
     with run.opened() as progress, run.stop as stop:
-        while not training.finished and not stop.number:
+        while not trainer.finished and not stop.number:
             run.step()
-            if training.spent.steps % plan.record.every_steps == 0:
-                run.append(training.train_row())
-            if training.validation_due():
+            if trainer.spent.steps % plan.record.every_steps == 0:
+                run.append(trainer.train_row())
+            if run.validation_due():
                 run.validate(progress)
             if run.checkpoint_due():
                 run.save()
@@ -44,7 +44,7 @@ def train(run) -> float | None:
         if stop.number:
             stop.pass_on()
             same = "the same command without force=true" if plan.force else "the same command"
-            progress.print(f"stopped at {training.spent.bytes:,} bytes; {same} goes on: {run.command}")
+            progress.print(f"stopped at {trainer.spent.bytes:,} bytes; {same} goes on: {run.command}")
             raise SystemExit(128 + stop.number)
         summary = run.finish(progress)
     run.show(summary)

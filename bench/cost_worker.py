@@ -1,6 +1,6 @@
-"""The subject of ``bench.cost``: a plan's model, the trainer's very step, scoring and generation, in a process of its own.
+"""The subject of ``bench.cost``: a plan's model, the trainer's very update, scoring and generation, in a process of its own.
 
-What is timed is ``harness.loop.step.Trainer.step`` on bytes of the corpus, with the learning rate at 0: the optimizer does all
+What is timed is ``harness.loop.update.Update`` on bytes of the corpus, with the learning rate at 0: the optimizer does all
 its work, but weights and spans stay where they were put: shaken and at a list of spans, or as a checkpoint has them.
 """
 
@@ -25,8 +25,8 @@ from harness.device import runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.settle import settled
-from harness.loop.step import Trainer
-from harness.loop.train_state import backend_of
+from harness.loop.trainer import backend_of
+from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, plan_run
 from variants.contract import State
@@ -95,11 +95,7 @@ class Subject:
             "backend": backend_of(m, self.runtime),
             "evaluation_backend": backend_of(m, self.runtime, training=False),
             "backend_choice": self.plan.backend_choice,
-            "parameters": {
-                "total": sum(p.numel() for p in m.parameters()),
-                "touched": m.touched_parameters(),
-                "by_sublayer": m.parameters_by_sublayer(),
-            },
+            "parameters": summary.parameters(m),
             "spans": summary.spans(m.metrics({})),
             "spans_from": self.task.spans if self.task.weights is None and learned_spans(m) else None,
         }
@@ -117,7 +113,7 @@ class Subject:
         seconds that the first steps took beyond a later one."""
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
-        self.trainer = Trainer(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
+        self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
         steps = partial(times, self._train, synchronise=self.runtime.synchronise, most_seconds=0)
         taken_ms = steps(least_calls=WARM_STEPS)
         self.meter.reset()
@@ -127,7 +123,7 @@ class Subject:
         found = {
             "parameter_bytes": parameter_bytes(self.model),
             "touched_bytes": self.model.touched_parameters() * next(self.model.parameters()).element_size(),
-            "gradient_bytes": self.trainer.gradient_bytes,
+            "gradient_bytes": self.update.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
             "train_peak_bytes": peak.bytes,
             "peak_reserved_bytes": peak.reserved_bytes,
@@ -159,12 +155,12 @@ class Subject:
         plainly = dataclasses.replace(self.runtime, compile=False)
         nothing = {"step": lambda fraction, loss: None, "zero_grad": lambda: None}  # gradients stay, for the update
         nothing = SimpleNamespace(**nothing, skip_nonfinite=False)
-        backward_only = Trainer(self.model, nothing, plainly, accumulate=self.plan.batch.accumulate)
+        backward_only = Update(self.model, nothing, plainly, accumulate=self.plan.batch.accumulate)
         inputs, targets = self._batch()
-        step = count_flops(lambda: backward_only.step(inputs, targets, self.state, fraction=MIDDLE), gradients=True)
+        step = count_flops(lambda: backward_only(inputs, targets, self.state, fraction=MIDDLE), gradients=True)
         needed = self.model.needed_flops(segment, carried=self.span if self.task.warm else 0)
-        update = optimizer_flops(lambda: self.trainer.optimizers.step(MIDDLE))
-        self.trainer.optimizers.zero_grad()
+        update = optimizer_flops(lambda: self.update.optimizers.step(MIDDLE))
+        self.update.optimizers.zero_grad()
         return {
             "flops": {
                 "executed_per_byte": warm.per_byte,
@@ -194,7 +190,7 @@ class Subject:
 
     def _train(self) -> None:
         inputs, targets = self._batch()
-        _, after = self.trainer.step(inputs, targets, self.state, fraction=MIDDLE)
+        _, after = self.update(inputs, targets, self.state, fraction=MIDDLE)
         self.state = after if self.state is not None else None
 
     @torch.no_grad()
@@ -237,7 +233,7 @@ def _rehearse(plan: Plan, where: Runtime) -> None:
     """A counted step on 16 bytes of a model that is thrown away: what is loaded and kept at first belongs to no model."""
     model = plan.make_model().to(where.device)
     tokens = torch.zeros(1, REHEARSED_BYTES, dtype=torch.int64, device=where.device)
-    trainer = Trainer(model, plan.make_optimizers(model), where)
-    count_flops(lambda: trainer.step(tokens, tokens, None, fraction=MIDDLE), gradients=True)
-    optimizer_flops(lambda: trainer.optimizers.step(MIDDLE))
+    update = Update(model, plan.make_optimizers(model), where)
+    count_flops(lambda: update(tokens, tokens, None, fraction=MIDDLE), gradients=True)
+    optimizer_flops(lambda: update.optimizers.step(MIDDLE))
     forward_flops_per_byte(model, segment=REHEARSED_BYTES, most_bytes=REHEARSED_BYTES)

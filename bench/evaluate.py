@@ -24,7 +24,7 @@ def main(cfg: DictConfig) -> None:
     from harness.device import runtime
     from harness.loop.futures import MOST_NATS, NOT_CAUSAL
     from harness.loop.settle import settled
-    from harness.loop.train_state import backend_of
+    from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import checked
     from harness.record.provenance import refuse_links
@@ -65,7 +65,7 @@ def main(cfg: DictConfig) -> None:
 
 def _score(model, split, device, protocol: dict, *, look: int) -> dict:
     """Bits per byte of the stream, of windows, and by context."""
-    from harness.loop.step import score_context, score_stream, score_windows
+    from harness.loop.scoring import score_context, score_stream, score_windows
 
     segment, cut = protocol["segment"], {key: protocol[key] for key in ("streams", "segment", "context")}
     score = score_stream(model, split, runtime=device, collect_stats=True, look=look, **cut)

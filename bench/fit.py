@@ -1,6 +1,6 @@
 """Will it fit? ``python -m bench.fit variant=V model=base device_memory=24GiB``, without the hardware.
 
-The trainer's very step runs on fake tensors, which have shapes and no data, under torch's ``MemTracker``: peak memory by
+The trainer's very update runs on fake tensors, which have shapes and no data, under torch's ``MemTracker``: peak memory by
 cause, and the largest batch or span that stays within the device's memory. The model is built on real tensors and
 projected first, because spans need values; learned spans are as they start, or ``spans``.
 
@@ -40,7 +40,7 @@ from harness.data import corpora
 from harness.device import choice
 from harness.device.runtime import Runtime
 from harness.loop.admission import admission
-from harness.loop.step import Trainer
+from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.plan.settings import checked
@@ -246,13 +246,13 @@ def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
     model.project_ = lambda: None  # on the instance: it was projected, and fake parameters have no values
     optimizers = plan.make_optimizers(model)
     optimizers.may_update = lambda: True  # there is no value to ask for
-    trainer = Trainer(model, optimizers, runtime, accumulate=b.accumulate)
+    update = Update(model, optimizers, runtime, accumulate=b.accumulate)
     inputs, targets = (torch.zeros(b.streams, b.segment, dtype=torch.int64) for _ in range(2))
     past = torch.zeros(b.streams, max(span, b.segment), dtype=torch.int64)
     state = full_state(model, past, span=span, where=runtime) if b.carry else None
-    after = trainer.step(inputs, targets, state, fraction=0.5)[1]  # makes the optimizers' state
+    after = update(inputs, targets, state, fraction=0.5)[1]  # makes the optimizers' state
     state, past, after = after if b.carry else None, None, None
-    tracker, forward = MemTracker(), trainer.forward
+    tracker, forward = MemTracker(), update.forward
     tracker.track_external(model, *optimizers.optimizers.values(), inputs, targets, *tensors_of(state))
     kept = tracker.get_tracker_snapshot()[CPU]["Optstate"]
 
@@ -260,9 +260,9 @@ def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
         tracker.reset_mod_stats()  # it follows one forward of a model, and accumulation makes several
         return forward(*args, **kwargs)
 
-    trainer.forward = tracked
+    update.forward = tracked
     with tracker:
-        trainer.step(inputs, targets, state, fraction=0.5)
+        update(inputs, targets, state, fraction=0.5)
     peak = tracker.get_tracker_snapshot("peak")[CPU]
     optimizer_bytes = min(kept, peak["Optstate"])  # what an update makes for itself is counted there, too
     return {

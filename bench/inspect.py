@@ -32,8 +32,8 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained
     from harness.device import runtime
     from harness.loop.sampling import numbers_of
+    from harness.loop.scoring import score_context
     from harness.loop.settle import settled
-    from harness.loop.step import score_context
     from harness.plan.settings import checked
     from harness.record.figures import draw_context
 

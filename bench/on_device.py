@@ -30,8 +30,8 @@ from harness.device import runtime
 from harness.device.first_use import Choice
 from harness.device.runtime import Runtime
 from harness.loop.settle import chosen, products, settled
-from harness.loop.step import Trainer
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
+from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, varied
 from harness.plan.settings import RuntimeSettings, parse
@@ -146,10 +146,10 @@ def learns_alike(plan: Plan, *, seeds: Sequence[int], settle: Callable[..., Plan
 
 def _bits(plan: Plan, corpus: Corpus) -> float:
     """Of valid, after the plan's budget of steps."""
-    training = TrainState(plan, corpus, runtime.start(plan.runtime))
+    training = Trainer(plan, corpus, runtime.start(plan.runtime))
     while not training.finished:
         training.step()
-    return training.validate().bits_per_byte
+    return training.evaluate(training.choosing(), pairs=training.spent.bytes // 10).bits_per_byte
 
 
 def agreement(
@@ -268,7 +268,7 @@ def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 
 def _two_steps(plan: Plan, model: LanguageModel, device: Runtime) -> list[float]:
     """Nats before and after one step of the trainer's own."""
-    trainer = Trainer(model, plan.make_optimizers(model), device)
+    update = Update(model, plan.make_optimizers(model), device)
     model.zero_grad(set_to_none=True)
     tokens = torch.zeros(plan.batch.streams, plan.batch.segment + 1, dtype=torch.int64, device=device.device)
-    return [trainer.step(tokens[:, :-1], tokens[:, 1:], None, fraction=0.5)[0].item() for _ in range(2)]
+    return [update(tokens[:, :-1], tokens[:, 1:], None, fraction=0.5)[0].item() for _ in range(2)]

@@ -21,8 +21,8 @@ from bench.weights import learned_spans, place_spans, shake_
 from harness.count.memory import PeakMemory
 from harness.device import runtime
 from harness.loop.settle import settled
-from harness.loop.step import Trainer
-from harness.loop.train_state import backend_of
+from harness.loop.trainer import backend_of
+from harness.loop.update import Update
 from harness.plan.build import Plan, plan_run
 
 REFERENCE, TRANSFORMERS, MEMORY = "reference_model", "x-transformers", "product-key-memory"
@@ -150,7 +150,7 @@ class Worker:
             forward = self.runtime.forward(self.model)
             self.call = lambda x: forward(x).y
             return
-        self.trainer, self.backend = Trainer(whole, optimizers, self.runtime), backend_of(whole, self.runtime)
+        self.update, self.backend = Update(whole, optimizers, self.runtime), backend_of(whole, self.runtime)
         if self.task.spans is not None:
             if not learned_spans(whole):
                 raise ValueError(f"spans={list(self.task.spans)}: cannot be set, no sublayer has learned spans")
@@ -183,7 +183,7 @@ class Worker:
         carry = self.plan.batch.carry
         if carry and self.state is None:
             self.state = full_state(self.model, self.inputs[0], span=self.plan.model.span, where=self.runtime)
-        _, after = self.trainer.step(inputs, targets, self.state, fraction=MIDDLE)
+        _, after = self.update(inputs, targets, self.state, fraction=MIDDLE)
         self.state = after if carry else None
 
     def weigh(self) -> dict:

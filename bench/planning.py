@@ -23,7 +23,7 @@ from harness.data.public import PINNED
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.prepare import planned
-from harness.loop.train_state import load_weights
+from harness.loop.trainer import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder

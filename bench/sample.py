@@ -23,7 +23,7 @@ def main(cfg: DictConfig) -> None:
 
     from bench.planning import open_trained
     from harness.device import runtime
-    from harness.loop.sampling import check_choice, check_streams, numbers_of, sampled
+    from harness.loop.sampling import numbers_of, sampled
     from harness.plan.settings import checked
 
     number, seed = checked(cfg.bytes, int, key="bytes"), checked(cfg.seed, int, key="seed")
@@ -32,17 +32,14 @@ def main(cfg: DictConfig) -> None:
     prompt = checked(cfg.prompt, str, key="prompt").encode("utf-8", "surrogateescape")
     if number < 1:
         raise ValueError(f"bytes={number}: must be at least 1")
-    check_choice(**choice)
     opened = open_trained(Path(cfg.run), key="run", runtime=cfg.runtime, trust=cfg.trust)
     model, symbols = opened.model(), opened.symbols()
-    check_streams(model)
     device = runtime.start(opened.plan.runtime)
     numbers = numbers_of(prompt, symbols, key="prompt")
     generator = torch.Generator().manual_seed(seed)
     drawn = sampled(model.to(device.device), numbers, symbols=len(symbols), generator=generator, **choice)
-    shown = Shown()
+    shown, first = Shown(), next(drawn)  # reads the prompt
     print(shown.text(prompt), end="")
-    first = next(drawn)  # reads the prompt
     began = time.perf_counter()
     for symbol in itertools.chain([first], itertools.islice(drawn, number - 1)):
         print(shown.text(symbols[symbol : symbol + 1]), end="", flush=True)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device import runtime
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, plan_run
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -49,6 +49,6 @@ def recall() -> Corpus:
 
 def one_step(plan: Plan, corpus: Corpus) -> dict:
     """Build the run and take a training step on ``corpus``, whatever the plan's data are: a row of the record."""
-    run = TrainState(plan, corpus, runtime.start(plan.runtime))
+    run = Trainer(plan, corpus, runtime.start(plan.runtime))
     run.step()
     return run.train_row()

@@ -18,7 +18,7 @@ from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.prepare import prepare
 from harness.loop.run import Run
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
 from harness.record.rows import RECORD, SUMMARY, read_rows, repeatable
 from tests.composing import CONF, plan
 from train import train
@@ -76,10 +76,15 @@ def elsewhere(here: Path, monkeypatch) -> None:
     monkeypatch.chdir(here / "other")
 
 
-def make_run(*overrides: str) -> TrainState:
+def make_run(*overrides: str) -> Trainer:
     """A run that stands before its first step, without a folder."""
     plan_ = plan(*SMALL, *overrides)
-    return TrainState(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
+    return Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime))
+
+
+def tensors(state) -> list[torch.Tensor]:
+    """Those of a carried state."""
+    return [state] if isinstance(state, torch.Tensor) else [t for part in state or () for t in tensors(part)]
 
 
 def make_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
@@ -119,7 +124,7 @@ def after_step(job: Run, step: int, do: Callable[[], None]) -> Run:
 
     def stepping() -> None:
         inner()
-        if job.training.spent.steps == step:
+        if job.trainer.spent.steps == step:
             do()
 
     job.step = stepping

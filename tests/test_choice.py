@@ -91,10 +91,10 @@ def test_a_run_is_what_auto_means_here(here, monkeypatch):
         monkeypatch.setattr(choice, "abilities", lambda name, b=bfloat16: Abilities("cpu", bfloat16=b, compiles=False))
         found, again = (make_job(*AUTO) for _ in range(2))
         assert found.folder.path == again.folder.path
-        assert found.training.runtime.precision == found.plan.config["runtime"]["precision"]
-        typed = make_job(f"runtime.precision={found.training.runtime.precision}", "runtime.compile=false")
+        assert found.trainer.runtime.precision == found.plan.config["runtime"]["precision"]
+        typed = make_job(f"runtime.precision={found.trainer.runtime.precision}", "runtime.compile=false")
         assert typed.folder.path == found.folder.path, "what is typed is what auto means"
-        jobs[found.training.runtime.precision] = found.folder.path
+        jobs[found.trainer.runtime.precision] = found.folder.path
     assert set(jobs) == {"float32", "bfloat16"} and jobs["float32"] != jobs["bfloat16"]
 
 

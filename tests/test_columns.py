@@ -9,7 +9,7 @@ from torch import nn
 from harness.device.columns import Columns
 from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.units import gathered
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
 from tests.many import launch
 from tests.runs import CARRY, SPARSE, VARIANTS, elsewhere, make_run, own_folder, restored, run_job  # noqa: F401 - fixtures
 from tests.test_processes import divided_run
@@ -46,9 +46,9 @@ CASES = {
 }
 
 
-def tables_of(run: TrainState) -> list[nn.Parameter]:
+def tables_of(run: Trainer) -> list[nn.Parameter]:
     names = [name for name, _ in run.model.named_parameters()]
-    found = zip(names, run.trainer.units.parameters, strict=True)
+    found = zip(names, run.update.units.parameters, strict=True)
     return [parameter for name, parameter in found if name.endswith("values")]
 
 
@@ -57,13 +57,13 @@ def found_by(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
     for _ in range(STEPS):
         run.step()
         bits.append(run.train_row()["bits_per_byte"])
-    score = run.score(run.corpus.splits["valid"][:300])
+    score = run.evaluate(run.corpus.splits["valid"][:300])
     return {
         "bits": bits,
         "score": score.bits_per_byte,
         "metrics": run.model.metrics(score.stats),
         "shapes": [tuple(table.shape) for table in tables_of(run)],
-        "averaged": [table in {*run.trainer.units.whole} for table in tables_of(run)],
+        "averaged": [table in {*run.update.units.whole} for table in tables_of(run)],
         "weights": gathered(run.model.state_dict()),
         "optimizers": gathered(run.optimizers.state_dict())["groups"],
         "flops": run.model.ideal_flops(),

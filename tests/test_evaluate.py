@@ -116,8 +116,8 @@ def test_spans_that_grew_are_scored_over_all_of_their_keys(tmp_path):
     best = checkpoint.load(path)
     best["model"]["layers.0.attention.sublayer.span.fraction"].fill_(0.7)
     checkpoint.save_best(job.folder.path, best)
-    job.training.take_weights(best["model"])
-    expected = job.training.score(job.training.corpus.reported("valid", selection_bytes=200)).bits_per_byte
+    job.trainer.take_weights(best["model"])
+    expected = job.trainer.evaluate(job.trainer.corpus.reported("valid", selection_bytes=200)).bits_per_byte
     assert evaluated(job.folder.path)["bits_per_byte"] == expected
 
 

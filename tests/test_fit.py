@@ -23,23 +23,23 @@ MEASURE = """
 import json, multiprocessing, sys, torch, torch._dynamo  # which every optimizer imports
 from harness.device import runtime
 from harness.count.memory import PeakMemory
-from harness.loop.step import Trainer
+from harness.loop.update import Update
 from tests.composing import plan
 
 def steps(made, number, *, streams, state=None):
     model, batch = made.make_model(), made.batch
-    trainer = Trainer(model, made.make_optimizers(model), runtime.start(made.runtime))
+    update = Update(model, made.make_optimizers(model), runtime.start(made.runtime))
     for _ in range(number):
-        yield trainer
+        yield
         inputs, targets = (torch.randint(256, (streams, batch.segment)) for _ in range(2))
-        state = trainer.step(inputs, targets, state, fraction=0.5)[1]
+        state = update(inputs, targets, state, fraction=0.5)[1]
         state = state if batch.carry else None
 
 def measure(case):
     made = plans[case]
     list(steps(made, 1, streams=1))  # loads what libraries need
     meter = PeakMemory(torch.device("cpu"))
-    for number, trainer in enumerate(steps(made, 2, streams=made.batch.streams)):
+    for number, _ in enumerate(steps(made, 2, streams=made.batch.streams)):
         if number == 1:
             meter.reset()
     return meter.read().bytes

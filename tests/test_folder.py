@@ -68,12 +68,12 @@ def test_edited_source_never_returns_an_old_number(monkeypatch, capsys):
     job, _ = whole_run("budget.steps=3")
     monkeypatch.setattr("harness.source.digest", lambda config, trust: "e" * 64)
     edited = make_job("budget.steps=3")
-    assert edited.training is not None and edited.folder.path.name != job.folder.path.name
+    assert edited.trainer is not None and edited.folder.path.name != job.folder.path.name
     capsys.readouterr()
     run_job(edited)
     assert f"the source changed since outputs/{job.folder.path.name}: this is a new run" in capsys.readouterr().out
     accepted = make_job("budget.steps=3", "reuse=config")
-    assert accepted.training is None and accepted.earlier["source"] == "e" * 64
+    assert accepted.trainer is None and accepted.earlier["source"] == "e" * 64
     monkeypatch.setattr("harness.source.digest", lambda config, trust: "f" * 64)
     assert make_job("budget.steps=3", "reuse=config").earlier["source"] == "e" * 64  # the newest of any source
     with pytest.raises(ValueError, match="reuse=nothing: allowed are source, config"):

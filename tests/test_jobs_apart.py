@@ -12,7 +12,7 @@ import torch
 
 from harness.compose import sweep
 from harness.device import choice, machine, runtime
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
 from tests.command import MADE, ROOT, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.composing import plan
 from tests.patience import PATIENCE_SECONDS, wait_for
@@ -92,7 +92,7 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
     """What a job finds is what it would find as the first of its process."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     usual, found = runtime._THREADS, []
-    start = TrainState.step
+    start = Trainer.step
 
     def step(self, *flags) -> tuple:
         found.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.rand(()).item()))
@@ -100,7 +100,7 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
             torch.set_num_threads(usual + 2)
         return start(self, *flags)
 
-    monkeypatch.setattr(TrainState, "step", step)
+    monkeypatch.setattr(Trainer, "step", step)
     words = ("model.dropout=0.1", "runtime.threads=null", "budget.steps=1")
     assert train("-m", *MADE, "runtime.deterministic=false,true", *words).code == 0
     assert train("-m", *MADE, "runtime.deterministic=true", *words, "outputs=alone").code == 0

@@ -17,8 +17,8 @@ from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.runtime import Runtime
 from harness.device.units import gathered
 from harness.loop.run import Run
-from harness.loop.step import score_stream, score_windows
-from harness.loop.train_state import TrainState
+from harness.loop.scoring import score_stream, score_windows
+from harness.loop.trainer import Trainer
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests.composing import plan
@@ -56,45 +56,45 @@ DIVIDED = {
 LEARNS = ("model.head_zero_init=false", f"budget.steps={STEPS}")
 
 
-def in_float64(run: TrainState) -> TrainState:
+def in_float64(run: Trainer) -> Trainer:
     """The run, exact enough to compare: in float32 optimizers follow rounding, which every CPU does in its own way."""
     return in_precision(run, "float64")
 
 
-def in_precision(run: TrainState, name: str) -> TrainState:
+def in_precision(run: Trainer, name: str) -> Trainer:
     """The run without bfloat16, which Muon has where the processor multiplies it in AMX tiles."""
     run.model.to(getattr(torch, name))
     return with_muon_in(run, name)
 
 
-def with_muon_in(run: TrainState, name: str) -> TrainState:
+def with_muon_in(run: Trainer, name: str) -> Trainer:
     for group in (g for optimizer in run.optimizers.optimizers.values() for g in optimizer.param_groups):
         if "precision" in group:
             group["precision"] = name
     return run
 
 
-def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> TrainState:
+def divided_run(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> Trainer:
     plan_ = plan(*SMALL, *overrides)
-    run = TrainState(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
+    run = Trainer(plan_, corpora.load(**plan_.data), runtime.start(plan_.runtime, processes=processes))
     in_precision(run, precision).spread()
     return run
 
 
-def digest(run: TrainState) -> str:
+def digest(run: Trainer) -> str:
     """Of the whole parameters; all processes call it."""
     weights = gathered(run.model.state_dict()).values()
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights)).hexdigest()
 
 
-def trained(run: TrainState) -> dict:
+def trained(run: Trainer) -> dict:
     """Bits of every step, a digest of the parameters after each, and where it all ends."""
     bits, digests = [], []
     while not run.finished:
         run.step()
         digests.append(digest(run))
         bits.append(run.train_row()["bits_per_byte"])
-    score = run.score(run.corpus.splits["valid"])
+    score = run.evaluate(run.corpus.splits["valid"])
     return {
         "bits": bits,
         "digests": digests,
@@ -212,7 +212,7 @@ def exact_job(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
         job = make_job(*overrides, processes=processes)
     finally:
         torch.set_default_dtype(torch.float32)
-    with_muon_in(job.training, "float64")
+    with_muon_in(job.trainer, "float64")
     return job
 
 
@@ -232,7 +232,7 @@ def divided_job(
             train(job)
         except SystemExit as ended:
             code = ended.code
-        return code, job.training.spent.steps, digest(job.training)
+        return code, job.trainer.spent.steps, digest(job.trainer)
 
 
 RESUMED = {

@@ -76,9 +76,7 @@ def test_executed_flops_have_the_second_forward_and_needed_ones_do_not():
     for how in ("none", "layers"):
         run = make_run("variant=mhsa", "runtime.backend=plain", f"runtime.checkpoint={how}")
         inputs, targets = torch.zeros(2, 4, 16, dtype=torch.int64)
-        step = count_flops(
-            lambda run=run, x=inputs, y=targets: run.trainer.step(x, y, None, fraction=0.0), gradients=True
-        )
+        step = count_flops(lambda run=run, x=inputs, y=targets: run.update(x, y, None, fraction=0.0), gradients=True)
         flops[how], needed[how] = step.total, run.model.needed_flops(16, carried=0)
         with torch.no_grad():
             forward = count_flops(lambda run=run, x=inputs: run.model(x)).total
@@ -115,7 +113,7 @@ def test_compiled_it_is_the_same(monkeypatch):
         torch.manual_seed(7)
         run = make_run("optim=adamw", "model.head_zero_init=false", *MOVING, *CARRY, "runtime.checkpoint=layers")
         if compiled:
-            run.trainer.forward = torch.compile(run.model, backend="aot_eager")
+            run.update.forward = torch.compile(run.model, backend="aot_eager")
         run.step()
         run.optimizers.zero_grad = lambda: None
         run.step()

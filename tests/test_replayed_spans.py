@@ -56,10 +56,10 @@ def test_whole_spans_with_a_ramp_of_one_are_a_hard_window():
 
 def test_a_finished_run_hands_over_its_weights_with_its_spans(here):
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=4", "variant.attention.span.initial=0.4")
-    learned = [spans.fraction.tolist() for spans in spans_of(job.training.model)]
+    learned = [spans.fraction.tolist() for spans in spans_of(job.trainer.model)]
     follower = make_job(
         "variant=replayed_spans", "variant.attention.span.ramp=4", f"init_from.run={job.folder.path}", "budget.steps=2"
-    ).training
+    ).trainer
     newest = [spans.fraction.tolist() for spans in spans_of(follower.model)]
     follower.step()
     assert newest == learned == [spans.fraction.tolist() for spans in spans_of(follower.model)]
@@ -69,9 +69,9 @@ def test_a_finished_run_hands_over_its_weights_with_its_spans(here):
 def test_spans_that_are_given_are_kept_beside_another_run_s_weights(here):
     """The configuration of the run says them, and so does its row."""
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
-    model = make_job(*GIVEN, f"init_from.run={job.folder.path}", "budget.steps=2").training.model
+    model = make_job(*GIVEN, f"init_from.run={job.folder.path}", "budget.steps=2").trainer.model
     assert [spans.metrics({})["span"].tolist() for spans in spans_of(model)] == SPANS
-    assert torch.equal(model.embedding.weight, job.training.model.embedding.weight)
+    assert torch.equal(model.embedding.weight, job.trainer.model.embedding.weight)
 
 
 @pytest.mark.parametrize("spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"])

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def spans(job: Run) -> list[float]:
-    return [span for layer in job.training.model.layers for span in layer["attention"].sublayer.span.fraction.tolist()]
+    return [span for layer in job.trainer.model.layers for span in layer["attention"].sublayer.span.fraction.tolist()]
 
 
 RESUMED = {
@@ -52,7 +52,7 @@ def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch):
     elsewhere(here, monkeypatch)
     stop(make_job(*given), step=5)  # between two train rows, and after a validation that made best.pt
     resumed = make_job(*given)
-    assert resumed.folder.checkpoint is not None and resumed.training.spent.steps == 0
+    assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0
     again = run_job(resumed)
     assert rows_of(resumed) == rows_of(whole)
     assert again["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
@@ -102,7 +102,7 @@ def test_a_finished_run_is_returned_and_force_redoes_it():
     job, summary = whole_run("budget.steps=5")
     (job.folder.path / "evaluations.jsonl").write_text("of the run that was\n")
     again = make_job("budget.steps=5")
-    assert again.training is None and again.earlier_result() == summary["valid_bits_per_byte"]
+    assert again.trainer is None and again.earlier_result() == summary["valid_bits_per_byte"]
     forced, same = whole_run("budget.steps=5", "force=true")
     assert forced.folder.path == job.folder.path and same["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
     assert not (job.folder.path / "evaluations.jsonl").exists()

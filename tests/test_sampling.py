@@ -7,7 +7,7 @@ import torch
 
 from bench.sample import Shown
 from bench.weights import shake_
-from harness.loop.sampling import _drawn, check_streams, numbers_of, sampled
+from harness.loop.sampling import draw, numbers_of, sampled
 from tests.command import MADE, call, run_folders, train
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import CONF, TINY, plan, small
@@ -25,59 +25,54 @@ def network(variant: str, *words: str):
     return model.eval()
 
 
+@torch.no_grad()
 def drawn_by_hand(model, text: torch.Tensor, number: int, **choice) -> list[int]:
     """As a forward over all that there is so far has the next byte."""
-    generator, found = torch.Generator().manual_seed(3), text.tolist()
+    generator, numbers = torch.Generator().manual_seed(3), text.tolist()
     for _ in range(number):
-        with torch.no_grad():
-            logits = model(torch.tensor([found])).logits[0, -1]
-        found.append(_drawn(logits, generator=generator, **choice))
-    return found[len(text) :]
+        logits = model(torch.tensor([numbers])).logits[0, -1]
+        numbers.append(draw(logits, generator=generator, **choice))
+    return numbers[len(text) :]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streamed_text_is_that_of_whole_forwards(variant):
-    model = network(variant)
-    for choice in ({"temperature": 0, "top_k": None, "top_p": None}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}):
-        generator = torch.Generator().manual_seed(3)
-        streamed = sampled(model, PROMPT, symbols=256, generator=generator, **choice)
-        assert list(itertools.islice(streamed, 14)) == drawn_by_hand(model, PROMPT, 14, **choice)
+    model, choice = network(variant), {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
+    streamed = sampled(model, PROMPT, symbols=256, generator=torch.Generator().manual_seed(3), **choice)
+    assert list(itertools.islice(streamed, 14)) == drawn_by_hand(model, PROMPT, 14, **choice)
 
 
 def test_a_long_prompt_is_read_in_segments_and_no_number_without_a_byte_is_drawn():
     model, prompt = network("mhsa"), PROMPT.repeat(40)
-    choice = {"temperature": 1.0, "top_k": None, "top_p": None}
-    streamed = itertools.islice(sampled(model, prompt, symbols=256, generator=torch.Generator().manual_seed(3)), 3)
-    assert list(streamed) == drawn_by_hand(model, prompt, 3, **choice)
+    choice = {"temperature": 0, "top_k": None, "top_p": None}
+    assert list(itertools.islice(sampled(model, prompt, symbols=256, **choice), 3)) == drawn_by_hand(
+        model, prompt, 3, **choice
+    )
     few = itertools.islice(sampled(model, PROMPT % 7, symbols=7, temperature=100.0), 200)
     assert set(few) == set(range(7))
 
 
 def test_choices_narrow_what_is_drawn():
-    logits = torch.tensor([0.1, 0.5, 0.2, 0.15, 0.05]).log().double()
+    logits, generator = torch.tensor([0.1, 0.5, 0.2, 0.15, 0.05]).log().double(), torch.Generator().manual_seed(0)
     cases = (
         (3, None, {1, 2, 3}),
         (None, 0.5, {1}),
         (None, 0.51, {1, 2}),
         (2, 1.0, {1, 2}),
-        (None, None, {0, 1, 2, 3, 4}),
+        (None, None, set(range(5))),
     )
-    generator = torch.Generator().manual_seed(0)
     for top_k, top_p, allowed in cases:
-        one = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "generator": generator}
-        assert {_drawn(logits, **one) for _ in range(300)} == allowed
-    assert {_drawn(logits, temperature=0, top_k=None, top_p=None, generator=generator) for _ in range(9)} == {1}
+        choice = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "generator": generator}
+        assert {draw(logits, **choice) for _ in range(300)} == allowed
+    assert {draw(logits, **choice | {"temperature": 0}) for _ in range(9)} == {1}
     with pytest.raises(ValueError, match="not finite"):
-        _drawn(logits * float("nan"), temperature=0, top_k=None, top_p=None, generator=generator)
+        draw(logits * float("nan"), **choice)
 
 
-def test_a_mechanism_without_a_state_is_refused_by_name():
-    batch = plan("variant=product_key_memory", "variant.memory.query_norm=batch", *TINY, *small("product_key_memory"))
+def test_a_mechanism_without_a_state_and_a_byte_that_the_vocabulary_lacks_are_refused_by_name():
+    batch = network("product_key_memory", "variant.memory.query_norm=batch")
     with pytest.raises(ValueError, match=r"layers\.\d\.memory \(ProductKeyMemory\) has the limit `segments`"):
-        check_streams(batch.make_model())
-
-
-def test_a_byte_that_the_vocabulary_lacks_is_named():
+        next(sampled(batch, PROMPT, symbols=256))
     assert numbers_of(b"ba", b"ab", key="prompt").tolist() == [1, 0]
     with pytest.raises(ValueError, match=r"prompt: has byte 99 \('c'\), which is not among the 2 of the model"):
         numbers_of(b"abc", b"ab", key="prompt")
@@ -87,22 +82,23 @@ def test_a_byte_that_the_vocabulary_lacks_is_named():
 
 def test_a_terminal_is_given_nothing_that_it_would_obey():
     shown, text = Shown(), "é\x1b[2J\u202e\r\n\tx".encode() + b"\xff\xc3"
-    found = "".join(shown.text(bytes([byte])) for byte in text) + shown.text(b"", final=True)
-    assert found == "é\\x1b[2J\\xe2\\x80\\xae\\x0d\n\tx\\xff\\xc3"
+    letters = "".join(shown.text(bytes([byte])) for byte in text) + shown.text(b"", final=True)
+    assert letters == "é\\x1b[2J\\xe2\\x80\\xae\\x0d\n\tx\\xff\\xc3"
 
 
 def test_the_command(here):  # noqa: F811
-    assert train(*MADE, "variant=linear").code == 0
+    assert train(*MADE, "variant=linear", "budget.steps=2").code == 0
     (run,) = run_folders(here / "outputs")
     words = (f"run={run}", "prompt='4'", "bytes=20", "runtime.device=cpu", "runtime.threads=1")
     first, again, other = (call("bench/sample.py", *words, f"seed={seed}") for seed in (0, 0, 1))
     assert first.code == 0 and first.out.startswith("4") and "20 bytes, " in first.err, first
     assert first.out == again.out != other.out
-    wrong = {
+    refusals = {
         "bytes=0": "bytes=0: must be at least 1",
         "top_p=0": "top_p=0.0: must be above 0",
         "top_k=0": "top_k=0: must be",
+        "temperature=-1": "temperature=-1.0: must be a number from 0",
     }
-    for word, said in (wrong | {"temperature=-1": "temperature=-1.0: must be a number from 0"}).items():
+    for word, message in refusals.items():
         refused = call("bench/sample.py", *words, word)
-        assert refused.code == 2 and said in refused.err, refused
+        assert refused.code == 2 and message in refused.err and not refused.out, refused

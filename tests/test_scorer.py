@@ -18,7 +18,7 @@ def test_bits_per_byte_of_a_trained_run(variant):
     job, summary = whole_run(*VARIANTS[variant], *RAMP.get(variant, ()), *TRAINED)
     best = checkpoint.load(job.folder.path / checkpoint.FOLDER / checkpoint.BEST)
     weights = {name: tensor.double().numpy() for name, tensor in best["model"].items()}
-    split = job.training.corpus.splits["test"].numpy().astype(np.int64)
+    split = job.trainer.corpus.splits["test"].numpy().astype(np.int64)
     assert len(split) == 1000 and summary["protocol"]["segment"] == 64  # sixteen segments
     expected = bits_per_byte(weights, split, **SIZES)
     assert summary["test_bits_per_byte"] < 4.5  # letters have been learned

@@ -138,7 +138,7 @@ def test_a_run_records_how_its_backend_was_chosen_and_goes_on_with_it(monkeypatc
     given = ("variant=mhsa", "budget.steps=6", "checkpoint.every_steps=2")
     seen = on_cpu("fused")
     job = make_job(*given)
-    assert job.training.backend == "fused" and seen == [None]
+    assert job.trainer.backend == "fused" and seen == [None]
     stop(job, step=3)
     (row,) = [row for row in read_rows(job.folder.path / RECORD) if row["kind"] == "provenance"]
     assert row["backend"] == "fused" and row["config"]["runtime"]["backend"] == "auto"

@@ -10,31 +10,24 @@ from torch import Tensor
 from harness.data.recall import recall_floor
 from harness.data.streams import score_streams, whole_context
 from harness.device.runtime import Runtime
-from harness.loop.step import Score, Trainer, score_context, score_stream, score_windows
+from harness.loop.scoring import Score, score_context, score_stream, score_windows
+from harness.loop.update import Update
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers, assign
-from tests.runs import MEMORY, VARIANTS, make_run, restored  # noqa: F401 - a fixture
+from tests.runs import MEMORY, VARIANTS, make_run, restored, tensors  # noqa: F401 - a fixture
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
 MOVING = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.3")
 LEARNS = ("optim=adamw", "budget.steps=100", "batch.carry=true", "model.head_zero_init=false")
 
 
-def tensors(state) -> list[Tensor]:
-    return [state] if isinstance(state, Tensor) else [t for part in state or () for t in tensors(part)]
-
-
-@pytest.mark.parametrize("accumulate", [2, 3])
-@pytest.mark.parametrize("variant", [("variant=mhsa",), MOVING, VARIANTS["product_key_memory"]])
-def test_accumulation_equals_the_unsplit_step(variant, accumulate):
-    runs = []
-    for parts in (1, accumulate):
-        run = make_run(*variant, *LEARNS, f"batch.accumulate={parts}")
+@pytest.mark.parametrize("variant", [MOVING, VARIANTS["product_key_memory"]])
+def test_accumulation_equals_the_unsplit_step(variant):
+    whole, split = (make_run(*variant, *LEARNS, f"batch.accumulate={parts}") for parts in (1, 3))
+    for run in (whole, split):
         run.model.double()  # so that a rounding error has no direction for Adam to follow
         for _ in range(3):
             run.step()
-        runs.append(run)
-    whole, split = runs
     for (name, one), other in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
     assert whole.train_row()["bits_per_byte"] == pytest.approx(split.train_row()["bits_per_byte"], abs=1e-12)
@@ -43,22 +36,19 @@ def test_accumulation_equals_the_unsplit_step(variant, accumulate):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
 
 
-def one_step(model, batch, *, lr: float, parts: int = 1) -> Tensor:
-    """A step of plain gradient descent: a parameter moves by its gradient times ``lr``. Returns the nats."""
-    groups = assign(model, default=torch.optim.SGD)
-    trainer = Trainer(model, Optimizers(groups, lr=lr, schedule=Schedule()), CPU, accumulate=parts)
-    return trainer.step(*batch, None, fraction=0.0)[0]
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 def test_auxiliary_losses_are_in_the_gradient_and_never_in_the_number(parts):
     weight, heads, span, lr = 0.01, 2, 16, 0.5
-    loss = "variant.attention.span.loss_weight"
-    runs = [make_run(*MOVING, "model.head_zero_init=false", f"{loss}={w}") for w in (0.0, weight)]
+    words = (*MOVING, "model.head_zero_init=false")
+    runs = [make_run(*words, f"variant.attention.span.loss_weight={w}") for w in (0.0, weight)]
     batch = runs[0].stream.batch(0)
-    scores = [run.score(run.reported("valid")[:200]).bits_per_byte for run in runs]
-    nats = [one_step(run.model, batch, lr=lr, parts=parts).item() for run in runs]
-    logits = make_run(*MOVING, "model.head_zero_init=false").model(batch[0]).logits
+    logits = runs[0].model(batch[0]).logits.detach()
+    scores = [run.evaluate(run.reported("valid")[:200]).bits_per_byte for run in runs]
+    nats = []
+    for run in runs:  # by plain gradient descent a parameter moves by its gradient times the rate
+        groups = assign(run.model, default=torch.optim.SGD)
+        update = Update(run.model, Optimizers(groups, lr=lr, schedule=Schedule()), CPU, accumulate=parts)
+        nats.append(update(*batch, None, fraction=0.0)[0].item())
     assert nats[0] == pytest.approx(F.cross_entropy(logits.transpose(1, 2), batch[1]).item(), abs=1e-6)
     assert nats[0] == nats[1] and scores[0] == scores[1]
     fractions = [run.model.layers[0]["attention"].sublayer.span.fraction for run in runs]
@@ -66,15 +56,13 @@ def test_auxiliary_losses_are_in_the_gradient_and_never_in_the_number(parts):
     torch.testing.assert_close(fractions[0] - fractions[1], expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_step_sees_the_state_that_is_carried(parts):
-    run = make_run("model.head_zero_init=false", "variant.attention.zero_init=false")
+def test_a_step_sees_the_state_that_is_carried():
+    run = make_run("model.head_zero_init=false", "variant.attention.zero_init=false", "batch.accumulate=3")
     first, second = run.stream.batch(0), run.stream.batch(1)
     state = run.model(first[0]).state
     logits = [run.model(second[0], before).logits.detach() for before in (state, None)]
     warm, cold = (F.cross_entropy(x.transpose(1, 2), second[1]).item() for x in logits)
-    trainer = Trainer(run.model, run.optimizers, CPU, accumulate=parts)
-    nats, after = trainer.step(*second, state, fraction=0.0)
+    nats, after = run.update(*second, state, fraction=0.0)
     assert nats.item() == pytest.approx(warm, abs=1e-6) != pytest.approx(cold, abs=1e-4)
     assert after[0].tolist() == [32] * 4
 
@@ -92,145 +80,109 @@ def test_parameters_are_back_in_their_range_after_every_step():
 
 
 def test_bfloat16_is_finite_and_keeps_float32_parameters():
-    runs = [make_run(*MOVING, *LEARNS, f"runtime.precision={precision}") for precision in ("float32", "bfloat16")]
-    for run in runs:
+    high, low = (make_run(*MOVING, *LEARNS, f"runtime.precision={precision}") for precision in ("float32", "bfloat16"))
+    bits = []
+    for run in (high, low):
         for _ in range(3):
             run.step()
-    bits = [run.train_row()["bits_per_byte"] for run in runs]
+        bits.append(run.train_row()["bits_per_byte"])
     assert bits[0] != bits[1] and bits[0] == pytest.approx(bits[1], abs=0.05)
-    low = runs[1]
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in low.model.parameters())
     assert {t.dtype for t in tensors(low.state)} == {torch.int64, torch.bfloat16}
-    assert low.score(low.reported("valid")[:200]).nats.isfinite().all()
-
-
-def test_a_compiled_step_is_the_eager_one():
-    from torch._inductor import config as inductor  # it takes a second
-
-    given = (*MOVING, *LEARNS, "model.layers=1", "variant.layers=[attention]")  # little for the C++ compiler to do
-    runs = [make_run(*given, f"runtime.compile={c}") for c in ("false", "true")]
-    known = {"cpp.vec_isa_ok": True, "cpp.simdlen": 256}  # or the compiler tries out all kinds of CPU first
-    with inductor.patch(known):
-        for run in runs:
-            run.step()
-    assert runs[1].backend == f"{runs[0].backend}, compiled"
-    for (name, one), other in zip(runs[0].model.named_parameters(), runs[1].model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-    assert runs[0].train_row()["bits_per_byte"] == pytest.approx(runs[1].train_row()["bits_per_byte"], abs=1e-4)
+    assert low.evaluate(low.reported("valid")[:200]).nats.isfinite().all()
 
 
 # Scoring
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model():
     """A model that says something different everywhere, in float64."""
     run = make_run("variant=product_key_memory", *MEMORY, "model.head_zero_init=false", "model.span=6")
     with torch.no_grad():
         for parameter in run.model.double().parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return run.model
+    return run.model.eval()
 
 
 def some_bytes(number: int) -> Tensor:
     return torch.randint(256, (number,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 
 
-def cost(logits: Tensor, target: int) -> float:
-    return -torch.log_softmax(logits.double(), dim=-1)[target].item()
-
-
 @torch.no_grad()
 def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
     """Nats of pairs ``first`` to ``end - 1``, each byte in a forward pass of its own, from a cold start."""
-    model.eval()
-    found, state = [], None
+    nats, state = [], None
     for pair in range(first, end):
         out = model(split[pair].long().view(1, 1), state)
-        found.append(cost(out.logits[0, 0], split[pair + 1].item()))
+        nats.append(-out.logits[0, 0].double().log_softmax(-1)[split[pair + 1].item()].item())
         state = out.state
-    return found
+    return nats
 
 
-@pytest.mark.parametrize("streams", [1, 3, 4])  # 101 pairs: streams of 33 and 34, of 25 and 26
-@pytest.mark.parametrize("wanted", [0, 11])
-def test_stream_is_every_stream_byte_by_byte_after_its_context(model, streams, wanted):
-    split = some_bytes(102)
-    for segment in (1, 7, 26, 64):
-        before, expected = whole_context(wanted, n_pairs=101, streams=streams, segment=segment), []
-        assert before == (0 if wanted == 0 or 101 // streams < segment else -(-wanted // segment) * segment)
-        for first, end in score_streams(101, streams, context=before):
-            read = before if first else 0
-            expected += byte_by_byte(model, split, first=first - read, end=end)[read:]
-        score = score_stream(model, split, runtime=CPU, streams=streams, segment=segment, context=wanted)
-        assert len(score.nats) == 101
-        torch.testing.assert_close(score.nats.double(), torch.tensor(expected).double(), rtol=0, atol=1e-5)
-        assert score.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / 101, abs=1e-6)
+@pytest.mark.parametrize(("streams", "context", "segment"), [(1, 11, 26), (3, 0, 64), (3, 11, 7), (4, 11, 1)])
+def test_stream_is_every_stream_byte_by_byte_after_its_context(model, streams, context, segment):
+    """Of 101 pairs: streams of 33 and 34, or of 25 and 26."""
+    split, expected = some_bytes(102), []
+    before = whole_context(context, n_pairs=101, streams=streams, segment=segment)
+    assert before == (0 if context == 0 else -(-context // segment) * segment)
+    for first, end in score_streams(101, streams, context=before):
+        read = before if first else 0
+        expected += byte_by_byte(model, split, first=first - read, end=end)[read:]
+    score = score_stream(model, split, runtime=CPU, streams=streams, segment=segment, context=context)
+    torch.testing.assert_close(score.nats.double(), torch.tensor(expected).double(), rtol=0, atol=1e-5)
+    assert score.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / 101, abs=1e-6)
 
 
 def test_statistics_are_of_the_scored_bytes_alone(model):
-    for streams, segment, filling in ((4, 64, 0), (4, 7, 0), (3, 64, 1)):  # 100 pairs; three streams of 33, 33 and 34
-        score = score_stream(model, some_bytes(101), runtime=CPU, streams=streams, segment=segment, collect_stats=True)
-        assert score.stats["layers.0.memory"]["bytes"] == 100 + filling * (streams - 1)
-        assert score.stats["layers.0.memory"]["usage_count"].sum() == (100 + filling * (streams - 1)) * 2 * 4
+    # Of 100 pairs; in the last case after 12 of context: all but the first stream's 12 are counted once.
+    for streams, segment, context, number in ((4, 64, 0, 100), (4, 7, 0, 100), (3, 64, 0, 102), (4, 6, 12, 88)):
+        cut = {"streams": streams, "segment": segment, "context": context}
+        score = score_stream(model, some_bytes(101), runtime=CPU, collect_stats=True, **cut)
+        assert len(score.nats) == 100 and score.stats["layers.0.memory"]["bytes"] == number
+        assert score.stats["layers.0.memory"]["usage_count"].sum() == number * 2 * 4
     assert not score_stream(model, some_bytes(101), runtime=CPU, streams=4, segment=9).stats
-    # 100 pairs after 12 of context, three times: streams of 34 and 22; all but the first's 12 are counted once.
-    score = score_stream(model, some_bytes(101), runtime=CPU, streams=4, segment=6, context=12, collect_stats=True)
-    assert len(score.nats) == 100 and score.stats["layers.0.memory"]["bytes"] == 100 - 12
 
 
 def test_blocks_sum_to_the_total():
     score = Score(torch.rand(25_000, generator=torch.Generator().manual_seed(0)), {})
     blocks = score.blocks()
     assert len(blocks) == 3 and blocks[2] == pytest.approx(score.nats[20_000:].double().sum().item())
-    assert sum(blocks) == pytest.approx(score.nats.double().sum().item(), rel=1e-12)
     assert score.bits_per_byte == pytest.approx(sum(blocks) / math.log(2) / 25_000, rel=1e-12)
 
 
 @torch.no_grad()
 def test_windows_are_each_window_alone(model):
-    split = some_bytes(1900)
-    expected, model_ = torch.full((1899,), torch.nan, dtype=torch.float64), model.eval()
+    split, expected = some_bytes(1900), torch.full((1899,), torch.nan, dtype=torch.float64)
     for first in (0, 512, 1024):
         last = min(first + 1024, 1899)
-        logits = model_(split[None, first:last].long()).logits[0]
-        for pair in range(first + 512 if first else 0, last):
-            expected[pair] = cost(logits[pair - first], split[pair + 1].item())
-    for batch in (1, 2, 8):
+        logits = model(split[None, first:last].long()).logits[0]
+        nats = F.cross_entropy(logits, split[first + 1 : last + 1].long(), reduction="none")
+        expected[first + 512 if first else 0 : last] = nats[512 if first else 0 :]
+    for batch in (2, 8):
         nats = score_windows(model, split, runtime=CPU, batch=batch).nats
         torch.testing.assert_close(nats.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_context_by_place(model):
-    split, longest = some_bytes(48), 12  # 47 pairs: three whole windows, and one of 11
+    split = some_bytes(48)  # 47 pairs: three whole windows, and one of 11
     naive = [byte_by_byte(model, split, first=first, end=min(first + 12, 47)) for first in (0, 12, 24, 36)]
-    for segment, batch in ((64, 8), (5, 3), (1, 1)):
-        curve = score_context(model, split, runtime=CPU, longest=longest, segment=segment, batch=batch)
-        assert [(point["from_bytes"], point["to_bytes"]) for point in curve] == [
-            (1, 1),
-            (2, 2),
-            (3, 4),
-            (5, 8),
-            (9, 12),
-        ]
-        for point in curve:
-            places = range(point["from_bytes"] - 1, point["to_bytes"])
-            nats = [window[place] for window in naive for place in places if place < len(window)]
-            assert point["bits_per_byte"] == pytest.approx(sum(nats) / len(nats) / math.log(2), abs=1e-5)
+    curve = score_context(model, split, runtime=CPU, longest=12, segment=5, batch=3)
+    edges = [(1, 1), (2, 2), (3, 4), (5, 8), (9, 12)]
+    assert [(point["from_bytes"], point["to_bytes"]) for point in curve] == edges
+    for point in curve:
+        nats = [nats for window in naive for nats in window[point["from_bytes"] - 1 : point["to_bytes"]]]
+        assert point["bits_per_byte"] == pytest.approx(sum(nats) / len(nats) / math.log(2), abs=1e-5)
+    short = score_context(model, split[:6], runtime=CPU, longest=12, segment=4)
+    assert [(point["from_bytes"], point["to_bytes"]) for point in short] == [(1, 1), (2, 2), (3, 4), (5, 5)]
 
 
-def test_context_of_a_split_shorter_than_the_window(model):
-    curve = score_context(model, some_bytes(6), runtime=CPU, longest=12, segment=4)
-    assert [(point["from_bytes"], point["to_bytes"]) for point in curve] == [(1, 1), (2, 2), (3, 4), (5, 5)]
-
-
-@pytest.mark.parametrize("variant", ["adaptive_span", "product_key_memory"])
-def test_a_trained_model_stays_above_the_floor_of_recall(variant):
-    given = ("data.distances=[3]", "batch.streams=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
-    run = make_run(*VARIANTS[variant], *given, "model.d_model=32", "model.span=8", "data.bytes=60000")
+def test_a_trained_model_stays_above_the_floor_of_recall():
+    words = ("data.distances=[3]", "batch.streams=8", "batch.segment=64", "optim.lr=0.01", "budget.steps=80")
+    run = make_run(*VARIANTS["adaptive_span"], *words, "model.d_model=32", "model.span=8", "data.bytes=30000")
     while not run.finished:
         run.step()
-    score = run.score(run.corpus.splits["valid"])
+    score = run.evaluate(run.corpus.splits["valid"])
     floor = recall_floor(len(score.nats) + 1)
     assert floor - 40 / len(score.nats) < score.bits_per_byte < 3.9
     assert score_windows(run.model, run.corpus.splits["valid"], runtime=CPU).bits_per_byte > floor

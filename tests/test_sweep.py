@@ -15,7 +15,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.compose import sweep
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows, repeatable
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.composing import plan
@@ -81,7 +81,7 @@ def test_the_other_jobs_run_where_one_has_a_mistake(here):
 
 
 def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
-    step, failed = TrainState.step, []
+    step, failed = Trainer.step, []
 
     def failing(self, *flags) -> tuple:
         if self.plan.seed == 1 and self.spent.steps == 2:
@@ -91,7 +91,7 @@ def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
         return step(self, *flags)
 
     with monkeypatch.context() as broken:
-        broken.setattr(TrainState, "step", failing)
+        broken.setattr(Trainer, "step", failing)
         ended = train("-m", *MADE, "seed=0,1,2", "checkpoint.every_steps=1")
     assert ended.code == 1 and ended.err.count("Traceback") == 1 and "in failing" in ended.err
     assert "error (in the job " in ended.err and "wandb.group" not in ended.err

@@ -133,7 +133,7 @@ def failing() -> tuple[int, int, str]:
         try:
             train(job)
         except ProcessLost as error:
-            return exit_code(error), job.training.spent.steps, str(error)
+            return exit_code(error), job.trainer.spent.steps, str(error)
 
 
 def test_no_process_waits_for_one_that_has_ended():
@@ -192,7 +192,7 @@ def failure(*overrides: str) -> tuple[str, bool, int]:
             job = make_job("budget.steps=100", "checkpoint.every_steps=3", *overrides, processes=group)
             train(job)
         except (OSError, RuntimeError, ValueError) as error:
-            steps = job.training.spent.steps if job else 0
+            steps = job.trainer.spent.steps if job else 0
             return f"{type(error).__name__}: {error}", getattr(error, "already_printed", False), steps
 
 

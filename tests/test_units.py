@@ -15,7 +15,7 @@ from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.runtime import Runtime
 from harness.device.units import gathered
 from harness.loop.kept_whole import kept_whole
-from harness.loop.step import Trainer
+from harness.loop.update import Update
 from harness.optim import Muon
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers, assign
@@ -85,19 +85,19 @@ def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
     for part in optimizers.optimizers["matrices"].param_groups:
         part["precision"] = "float64"
     runtime = Runtime(device=torch.device("cpu"), precision="float32", compile=False, processes=processes)
-    trainer = Trainer(model, optimizers, runtime, accumulate=2)
-    trainer.spread(shard=shard)
+    update = Update(model, optimizers, runtime, accumulate=2)
+    update.spread(shard=shard)
     tokens = torch.randint(31, (6, 12), generator=torch.Generator().manual_seed(1))
     own = tokens.chunk(processes.world_size)[processes.rank]
     for _ in range(6):
-        trainer.step(own[:, :-1], own[:, 1:], None, fraction=0.5)
-    model, units = trainer.model, trainer.units
+        update(own[:, :-1], own[:, 1:], None, fraction=0.5)
+    model, units = update.model, update.units
     found = {"metrics": model.metrics({}), "flops": model.ideal_flops()}
     found |= {"divided": sum(type(p) is not nn.Parameter or isinstance(p, DTensor) for p in units.parameters)}
     found |= {"bytes": sum(p.nbytes for p in units.parameters), "gathered": gathered(model.state_dict())}
     with units.gathered():
         found["plain"] = all(type(p) is nn.Parameter for p in model.parameters())
-    return found | {"state": gathered(trainer.optimizers.state_dict())["groups"]}
+    return found | {"state": gathered(update.optimizers.state_dict())["groups"]}
 
 
 def three_ways() -> dict[str, dict]:

@@ -7,7 +7,7 @@ import yaml
 
 from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.units import gathered
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
 from tests.composing import CONF, small
 from tests.many import launch
 from tests.runs import CARRY, SPARSE, own_folder, restored  # noqa: F401 - fixtures
@@ -39,11 +39,11 @@ CASES |= {
 }
 
 
-def made(processes: ProcessGroup, words: tuple[str, ...], shard: str) -> TrainState:
+def made(processes: ProcessGroup, words: tuple[str, ...], shard: str) -> Trainer:
     return divided_run(processes, *COMMON, *words, f"runtime.shard={shard}", precision="float64")
 
 
-def bits(run: TrainState, until: int) -> list[float]:
+def bits(run: Trainer, until: int) -> list[float]:
     found = []
     while run.spent.steps < until:
         run.step()
@@ -58,7 +58,7 @@ def trained(processes: ProcessGroup, words: tuple[str, ...], shard: str, begun: 
     except ValueError as error:
         return {"refused": str(error)}
     first = bits(run, STEPS // 2)
-    middle = copy.deepcopy(gathered(run.content(rows=0)))
+    middle = copy.deepcopy(gathered(run.content()))
     found = {"bits": first + bits(run, STEPS), "weights": gathered(run.model.state_dict()), "middle": middle}
     for name, content in {"again": middle, "other": begun}.items():
         if content is not None:

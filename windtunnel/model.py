@@ -12,7 +12,7 @@ import harness  # noqa: F401 - sets what must be set before kernels are compiled
 from bench import exported
 from harness.device.runtime import Runtime
 from harness.loop.sampling import numbers_of, sampled
-from harness.loop.step import score_stream
+from harness.loop.scoring import score_stream
 from harness.model import LanguageModel
 
 

@@ -1,3 +1,2 @@
-"""Run: ``prepare`` begins it, ``step`` is one training step and the scoring of a split, ``train_state`` what changes from
-step to step, ``run`` what is around the loop of ``train.py``, ``progress`` and ``summary`` what is said on the way and at
-the end."""
+"""Run: ``prepare`` begins it; ``run`` is its folder, record and signals; ``trainer`` is model, data, state and step, of which
+``update`` is what moves the model; ``scoring`` gives bits per byte; ``progress`` and ``summary`` are what a user sees."""

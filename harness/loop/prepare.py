@@ -1,11 +1,7 @@
 """Preparation of a run, from a composed configuration until it can begin: planned, read, found on disk, built,
-perhaps from another run.
-
-Nothing is written.
-"""
+perhaps from another run. Nothing is written."""
 
 import dataclasses
-import math
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,8 +16,7 @@ from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.admission import admission
 from harness.loop.run import Run, recording
 from harness.loop.settle import settled
-from harness.loop.train_state import TrainState
-from harness.optim.budget import Spent
+from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder, shards
 from harness.record.provenance import read_provenance
@@ -29,6 +24,8 @@ from harness.record.rows import RECORD, identity_of, read_object
 
 WARM_BYTES = 16
 """Bytes of the step that is thrown away before memory is measured."""
+FREE = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
+"""Keys of ``model`` that may differ from those of a run that gives its weights."""
 
 
 def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) -> Run:
@@ -44,22 +41,22 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     if place.summary:
         return Run(plan, place, None, command=command, processes=processes)
     plan = dataclasses.replace(plan, admission=processes.on_main(lambda: admission(plan)))
-    known = {"variant": plan.variant, "seed": plan.seed, "command": command}
-    with ExitStack() as held, recording(plan, place, known, processes):
+    provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
+    with ExitStack() as held, recording(plan, place, provenance, processes):
         with processes.fail_together():
             lease = runtime.take_gpu(plan.runtime) if processes.world_size == 1 else None
             held.callback(lease.release if lease else lambda: None)
             device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
-        plan = settled(plan, device, recorded=processes.on_main(lambda: _recorded(place)))
+        plan = settled(plan, device, recorded=processes.on_main(lambda: _recorded_choice(place)))
         with processes.fail_together():
             _warm(plan, corpus, device)
             runtime.forget_earlier_jobs()
             peak = PeakMemory(device.device)
-            training = TrainState(plan, corpus, device)
-        training.spread()
-        if place.checkpoint is None:
-            begin_from(training)
-        return Run(plan, place, training, command=command, processes=processes, peak=peak, held=held.pop_all())
+            trainer = Trainer(plan, corpus, device)
+        trainer.spread()
+        if place.checkpoint is None and plan.init_from.run is not None:
+            begin_from(trainer)
+        return Run(plan, place, trainer, command=command, processes=processes, peak=peak, held=held.pop_all())
 
 
 def planned(cfg: DictConfig, **facts: object) -> Plan:
@@ -69,22 +66,9 @@ def planned(cfg: DictConfig, **facts: object) -> Plan:
         facts: keywords of ``plan_run``.
     """
     plan = plan_run(cfg, **facts)
-    own = choice.settled(plan.runtime)
-    words = plan.config["runtime"] | {"precision": own.precision, "compile": own.compile}
-    return dataclasses.replace(plan, runtime=own, config=plan.config | {"runtime": words})
-
-
-def _recorded(place: folder.RunFolder) -> dict | None:
-    """How the run that is gone on with has chosen its backend."""
-    return read_object(place.path / RECORD, first_line=True).get("backend_choice") if place.checkpoint else None
-
-
-def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
-    """One small step, thrown away: what libraries load and kernels compile once is neither the memory nor the seconds of
-    the process's first run."""
-    few = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
-    alone = dataclasses.replace(device, compile=False, processes=SINGLE)
-    TrainState(dataclasses.replace(plan, batch=few), corpus, alone).step()
+    here = choice.settled(plan.runtime)
+    words = plan.config["runtime"] | {"precision": here.precision, "compile": here.compile}
+    return dataclasses.replace(plan, runtime=here, config=plan.config | {"runtime": words})
 
 
 def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
@@ -101,7 +85,20 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
     return folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
 
 
-def begin_from(training: TrainState) -> None:
+def _recorded_choice(place: folder.RunFolder) -> dict | None:
+    """How the run that is gone on with has chosen its backend."""
+    return read_object(place.path / RECORD, first_line=True).get("backend_choice") if place.checkpoint else None
+
+
+def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:
+    """One small step, thrown away: what libraries load and kernels compile once is neither the memory nor the seconds of
+    the process's first run."""
+    few = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_BYTES), accumulate=1)
+    alone = dataclasses.replace(device, compile=False, processes=SINGLE)
+    Trainer(dataclasses.replace(plan, batch=few), corpus, alone).step()
+
+
+def begin_from(trainer: Trainer) -> None:
     """``init_from.run``: another run's weights with a new schedule, or everything with a larger budget.
 
     Rates, decays and clips are this run's own; moments and sums are the other's. The first process reads it for all.
@@ -109,78 +106,62 @@ def begin_from(training: TrainState) -> None:
     Raises:
         ValueError: naming ``init_from.run``, what differs and what is allowed.
     """
-    init_from, processes = training.plan.init_from, training.runtime.processes
-    if init_from.run is None:
-        return
-    content, theirs = processes.on_main(lambda: _read_start(init_from.run))
-    content = shards.put_back(content, training.trainer.units.empty)
+    path, processes = trainer.plan.init_from.run, trainer.runtime.processes
+    content, theirs = processes.on_main(lambda: _read_start(Path(path)))
+    content = shards.put_back(content, trainer.update.units.empty)
     with processes.fail_together():
         try:
-            _take(training, content, theirs)
+            _restore(trainer, content, theirs)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise ValueError(
-                f"init_from.run={init_from.run}: its checkpoint or its {RECORD} is not what this code wrote "
+                f"init_from.run={path}: its checkpoint or its {RECORD} is not what this code wrote "
                 f"({type(error).__name__}: {error}); allowed is the folder of a run"
             ) from error
 
 
-def _read_start(path: str) -> tuple[dict, dict]:
+def _read_start(path: Path) -> tuple[dict, dict]:
     """The newest checkpoint of a run folder, and its provenance."""
-    place = Path(path)
-    if checkpoint.newest(place) is None or place.is_symlink():  # a link such as outputs/latest is soon another run
+    if checkpoint.newest(path) is None or path.is_symlink():  # a link such as outputs/latest is soon another run
         raise ValueError(f"init_from.run={path}: must be a run folder that has a checkpoint, and no link to one")
-    theirs = read_provenance(place, key="init_from.run")
-    return checkpoint.load_newest(place, identity_of(theirs)), theirs
+    theirs = read_provenance(path, key="init_from.run")
+    return checkpoint.load_newest(path, identity_of(theirs)), theirs
 
 
-def _take(training: TrainState, content: dict, theirs: dict) -> None:
-    init_from, plan = training.plan.init_from, training.plan
-    if init_from.restore == "weights":
-        training.take_weights(content["model"])
-        _must_agree(plan, _model_facts(theirs["config"]), _model_facts(plan.config))
-        return
-    unit = plan.budget.unit
-    if content["spent"][unit] >= plan.budget.amount:
+def _restore(trainer: Trainer, content: dict, theirs: dict) -> None:
+    plan, everything = trainer.plan, trainer.plan.init_from.restore == "everything"
+    what, unit = f"init_from.run={plan.init_from.run}", plan.budget.unit
+    if everything and content["spent"][unit] >= plan.budget.amount:
         raise ValueError(
-            f"budget.{unit}={plan.budget.amount}: init_from.run={init_from.run} has spent {content['spent'][unit]} already; "
+            f"budget.{unit}={plan.budget.amount}: {what} has spent {content['spent'][unit]} already; "
             "allowed with init_from.restore=everything is more"
         )
-    now = {
+    if not everything:
+        trainer.take_weights(content["model"])
+    ours = {
         "config": plan.config,
-        "data": {"sha256": training.corpus.sha256},
-        "optimizers": training.optimizers.describe(),
+        "data": {"sha256": trainer.corpus.sha256},
+        "optimizers": trainer.optimizers.describe(),
     }
-    _must_agree(plan, _stream_facts(theirs), _stream_facts(now))
-    for name, optimizer in training.optimizers.optimizers.items():
-        content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
-    spent = Spent(**content["spent"])
-    validated = {"bytes": spent.bytes, "fraction": plan.budget.fraction(spent)}
-    fresh = {"nats": 0.0, "steps": 0, "best_bits": math.inf, "wandb_id": None, "validated": validated}
-    training.restore(content | fresh)
-
-
-def _model_facts(config: dict) -> dict[str, object]:
-    """What makes two models of equal shapes compute differently, by configuration key; rates of dropout may change."""
-    free = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
-    facts = {f"model.{name}": value for name, value in config["model"].items() if name not in free}
-    return facts | {f"position.{name}": value for name, value in config["position"].items()}
-
-
-def _stream_facts(row: dict) -> dict[str, object]:
-    """What must also be the same to go on where a run ended: what it reads, in which order, and what moves it."""
-    config = row["config"]
-    facts = {f"batch.{name}": config["batch"][name] for name in ("streams", "segment", "carry")}
-    facts |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
-    facts |= {f"optim {o['name']}": (o["optimizer"], o["parameters"]) for o in row["optimizers"]}
-    return _model_facts(config) | facts
-
-
-def _must_agree(plan: Plan, theirs: dict[str, object], own: dict[str, object]) -> None:
-    differ = [
-        f"{key} was {theirs.get(key)}, is {own.get(key)}" for key in own | theirs if theirs.get(key) != own.get(key)
-    ]
+    then, now = (_facts(row, everything=everything) for row in (theirs, ours))
+    differ = [f"{key} was {then.get(key)}, is {now.get(key)}" for key in now | then if then.get(key) != now.get(key)]
     if differ:
-        init_from = plan.init_from
         raise ValueError(
-            f"init_from.run={init_from.run}: cannot be taken up with init_from.restore={init_from.restore}: {'; '.join(differ)}"
+            f"{what}: cannot be taken up with init_from.restore={plan.init_from.restore}: {'; '.join(differ)}"
         )
+    if everything:
+        for name, optimizer in trainer.optimizers.optimizers.items():
+            content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
+        trainer.restore(content | {"nats": 0.0, "steps": 0})
+
+
+def _facts(row: dict, *, everything: bool) -> dict[str, object]:
+    """By key, what makes two models of equal shapes compute differently; to go on where a run ended, also what it reads, in
+    which order, and what moves it."""
+    config = row["config"]
+    facts = {f"model.{name}": value for name, value in config["model"].items() if name not in FREE}
+    facts |= {f"position.{name}": value for name, value in config["position"].items()}
+    if everything:
+        facts |= {f"batch.{name}": config["batch"][name] for name in ("streams", "segment", "carry")}
+        facts |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
+        facts |= {f"optim {o['name']}": (o["optimizer"], o["parameters"]) for o in row["optimizers"]}
+    return facts

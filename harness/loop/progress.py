@@ -1,14 +1,10 @@
-"""Progress bar of a run: a bar on a terminal, plain lines everywhere else (logs, pipes, Slurm).
-
-The budget may be bytes, seconds, steps or FLOPs: what comes in is the fraction spent.
-"""
+"""Progress of a run: a bar on a terminal, plain lines everywhere else (logs, pipes, Slurm)."""
 
 import time
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 BAR_SECONDS = 0.5
 
@@ -24,7 +20,7 @@ class ProgressBar:
     def __init__(self, *, every_seconds: float = 10.0, name: str | None = None, console: Console | None = None):
         self._console = console or Console(highlight=False, soft_wrap=True)
         columns = (BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
-        bar = Bar(*columns, console=self._console, refresh_per_second=1 / BAR_SECONDS, expand=True)
+        bar = Progress(*columns, console=self._console, refresh_per_second=1 / BAR_SECONDS, expand=True)
         self._bar = bar if self._console.is_interactive and not name else None
         self._name = f"{name}: " if name else ""
         self._every_seconds = BAR_SECONDS if self._bar else every_seconds
@@ -44,9 +40,12 @@ class ProgressBar:
         bytes_per_second: float,
         left_seconds: float | None,
     ) -> None:
-        """Show where the run is, now: the ``fraction`` of its budget, 0 to 1, and the seconds left, None if not known."""
+        """Show where the run is: the ``fraction`` of its budget, 0 to 1, and the seconds of training left, None if not known."""
         self._shown_seconds = time.monotonic()
-        text = f"{bits_per_byte:.3f} bits/byte  {bytes_per_second:,.0f} bytes/s  ETA {_clock(left_seconds)}"
+        minutes, seconds = divmod(round(left_seconds or 0), 60)
+        clock = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+        eta = "-" if left_seconds is None else clock
+        text = f"{bits_per_byte:.3f} bits/byte  {bytes_per_second:,.0f} bytes/s  ETA {eta}"
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=fraction, text=text)
         else:
@@ -54,8 +53,7 @@ class ProgressBar:
 
     def evaluated(self, *, split: str, bits_per_byte: float, bytes_seen: int, capped: bool = False) -> None:
         """One line for an evaluation; ``capped`` marks a number from a prefix of the split."""
-        mark = "*" if capped else ""
-        self.print(f"{split:>6}  {bits_per_byte:.4f}{mark} bits/byte after {bytes_seen:,} bytes")
+        self.print(f"{split:>6}  {bits_per_byte:.4f}{'*' * capped} bits/byte after {bytes_seen:,} bytes")
 
     def print(self, line: str) -> None:
         """One line of text, above the bar if there is one."""
@@ -67,15 +65,6 @@ class ProgressBar:
             self._bar.start()
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
-
-
-def _clock(seconds: float | None) -> str:
-    """``1:02:03``, ``2:03``, or a dash while it is not known."""
-    if seconds is None:
-        return "-"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

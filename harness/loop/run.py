@@ -1,5 +1,5 @@
-"""Everything around the loop of ``train.py``: in it, when and what to record; after it, the best weights' scores, the
-summary, the figures and the closing table. What comes before it is in ``prepare.py``."""
+"""Run: one command's work in a run folder. It holds the folder, listens to signals, says when to record, validate and save, and
+at the end scores the best weights and writes the summary. What comes before is in ``prepare.py``, a step in ``trainer.py``."""
 
 import json
 import math
@@ -22,23 +22,25 @@ from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
 from harness.loop import summary
 from harness.loop.futures import NOT_CAUSAL
 from harness.loop.progress import ProgressBar
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder, shards
-from harness.record.cells import busy_words
 from harness.record.closing_table import bits, print_closing_table, scored_splits
 from harness.record.rows import CONFIG, Record, find_comparable, read_rows, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_STEPS = 2
 """Steps after which peak memory is measured: the first compile, and make the optimizers' state."""
+TRAINED_PER_SCORED = 10
+"""Bytes that are trained on for each that a validation on the way scores: a count, so that what is chosen does not depend
+on the machine's speed."""
 
 
 @contextmanager
-def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: ProcessGroup) -> Iterator[None]:
+def recording(plan: Plan, place: folder.RunFolder, provenance: dict, processes: ProcessGroup) -> Iterator[None]:
     """Errors are recorded in the run folder, by the one process that writes there; short memory says what to lower."""
-    with place.failing(known) if processes.is_main else nullcontext():
+    with place.failing(provenance) if processes.is_main else nullcontext():
         try:
             yield
         except Exception as error:
@@ -46,14 +48,11 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
                 raise processes.loss(error) from error
             if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
-            said, words = (
-                str(error).partition("\n")[0],
-                re.split(r"\btrain(?:\.py)?(?: |$)", known["command"], maxsplit=1)[-1],
-            )
-            b, m = plan.batch, plan.model
+            b, reason = plan.batch, str(error).partition("\n")[0][:200] or type(error).__name__
+            words = re.split(r"\btrain(?:\.py)?(?: |$)", provenance["command"], maxsplit=1)[-1]
             short = OutOfMemory(
-                f"out of memory ({said[:200] or type(error).__name__}). Lower batch.streams={b.streams}, batch.segment="
-                f"{b.segment} or model.span={m.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
+                f"out of memory ({reason}). Lower batch.streams={b.streams}, batch.segment={b.segment} or model.span="
+                f"{plan.model.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
                 f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words} "
                 "device_memory=24GiB (or as much as there is)"
             )
@@ -62,32 +61,35 @@ def recording(plan: Plan, place: folder.RunFolder, known: dict, processes: Proce
 
 
 class Run:
-    """One run, as one command works on it in its folder; of several processes, the first one alone holds and writes it.
+    """One run, as one command works on it; of several processes, the first one alone holds the folder and writes.
 
     Attributes:
+        trainer: what trains; None where an earlier command finished the run, which is returned.
         stop: the signals that end training between two steps.
-        training: what changes from step to step, or None where an earlier command finished the run, which is returned.
+        best_bits: lowest bits per byte of the validations on the way, or infinity.
+        validated: bytes and fraction of the budget spent before the last validation, and the pairs that each reads, once known.
     """
 
     def __init__(
         self,
         plan: Plan,
         place: folder.RunFolder,
-        training: TrainState | None,
+        trainer: Trainer | None,
         *,
         command: str,
         processes: ProcessGroup,
         peak: PeakMemory | None = None,
         held: ExitStack | None = None,
     ):
-        self.plan, self.folder, self.training, self.command = plan, place, training, command
-        self._peak, self._most, self._held = peak, Peak(None, approximate=False), held
-        self._saved, self._saved_seconds = training.spent if training else Spent(), time.monotonic()
-        self._last_bits = float("nan")
-        self._steps_here = 0
-        self._scored_bytes_per_second: float | None = None
-        self._processes = processes
+        self.plan, self.folder, self.trainer, self.command = plan, place, trainer, command
+        self._processes, self._held = processes, held
+        self._peak, self._most, self._steps_here = peak, Peak(None, approximate=False), 0
         self.stop = StopSignal(alone=processes.world_size == 1)
+        self._saved, self._saved_seconds, self._save_late = Spent(), time.monotonic(), False
+        if trainer:
+            self._saved = trainer.spent
+        self.best_bits, self._last_bits = math.inf, math.nan
+        self.validated = {"bytes": self._saved.bytes, "fraction": plan.budget.fraction(self._saved), "size": None}
 
     @property
     def earlier(self) -> dict | None:
@@ -118,121 +120,120 @@ class Run:
     @contextmanager
     def opened(self) -> Iterator[ProgressBar]:
         """Record and W&B are open, the run stands where its checkpoint left it; yields progress."""
+        plan, trainer = self.plan, self.trainer
         with self._held as stack:
-            whose = summary.identity(self.training, self.folder.identity, command=self.command)
-            stack.enter_context(recording(self.plan, self.folder, whose, self._processes))
-            seen = self._restore()
+            provenance = summary.identity(trainer, self.folder.identity, command=self.command)
+            stack.enter_context(recording(plan, self.folder, provenance, self._processes))
+            rows, sha256, wandb_id = self._restore()
+            verb = f"resuming at {trainer.spent.bytes:,} bytes" if rows else "training"
+            how = f"{trainer.backend}, {trainer.runtime.precision}"
+            print(f"{verb}: {self.folder.path}  |  {trainer.corpus.label()}  |  {how}")
+            for line in filter(None, (self.folder.note, *self.folder.odd)):
+                print(line)
             if self._processes.world_size > 1:
-                self._processes.standing = self._left
+                self._processes.standing = self._losses
             with self._processes.fail_together():
                 if self._processes.is_main:
-                    self._open(stack, seen=seen, whose=whose)
-            name = self.folder.path.name if self.plan.beside_others else None
-            self._load = self.training.runtime.load_meter()
-            yield stack.enter_context(ProgressBar(every_seconds=self.plan.record.progress_seconds, name=name))
+                    write_whole(self.folder.path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
+                    self._record = stack.enter_context(Record(self.folder.path, rows=rows, sha256=sha256))
+                    self._wandb = stack.enter_context(self._wandb_run(id=wandb_id, data=trainer.corpus.name))
+                    if not rows:  # the numbers of layers are keys: as text, for JSON
+                        config = json.loads(json.dumps(plan.config))
+                        self.append({"kind": "provenance", **provenance, "config": config})
+            self._load = trainer.runtime.load_meter()
+            name = self.folder.path.name if plan.beside_others else None
+            yield stack.enter_context(ProgressBar(every_seconds=plan.record.progress_seconds, name=name))
 
-    def _left(self) -> str:
-        """What is left of the run where it ends now, as sentences."""
-        now, newest = self.training.spent.bytes, checkpoint.newest(self.folder.path)
+    def _losses(self) -> str:
+        """What a run that ends now, without saving, loses; as sentences."""
+        spent, newest = self.trainer.spent.bytes, checkpoint.newest(self.folder.path)
         what = f"The newest whole checkpoint is {newest}" if newest else f"{self.folder.path} has no checkpoint yet"
-        lost = f"{now - self._saved.bytes:,} of {now:,} bytes of training are lost"
+        lost = f"{spent - self._saved.bytes:,} of {spent:,} bytes of training are lost"
         return f"{what}, and {lost}; the same command goes on: {self.command}"
 
-    def _open(self, stack: ExitStack, *, seen: dict, whose: dict) -> None:
-        """What is written into: the record, which has the rows ``seen`` or begins with ``whose`` it is, and W&B."""
-        text = yaml.safe_dump(self.plan.config, sort_keys=False)
-        write_whole(self.folder.path / CONFIG, text.encode())
-        self._record = stack.enter_context(Record(self.folder.path, **seen))
-        self._wandb = self._wandb_run(id=self.training.wandb_id, data=self.training.corpus.name)
-        stack.enter_context(self._wandb)
-        self.training.wandb_id = self._wandb.id
-        if not seen["rows"]:
-            config = json.loads(json.dumps(self.plan.config))  # the numbers of layers are keys: as text, for JSON
-            self.append({"kind": "provenance", **whose, "config": config})
-
     def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
-        plan, path = self.plan, self.folder.path
-        own = {"name": path.name, "job_type": plan.purpose}
-        own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))}
-        return WandbRun(path, config=plan.config, id=id, **vars(plan.wandb) | own)
+        plan, name = self.plan, self.folder.path.name
+        tags = (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))
+        settings = vars(plan.wandb) | {"name": name, "job_type": plan.purpose, "tags": tags}
+        return WandbRun(self.folder.path, config=plan.config, id=id, **settings)
 
-    def _restore(self) -> dict:
-        """Go on from the checkpoint if there is one; returns what it had seen of the record, as keywords of ``Record``."""
-        training, seen = self.training, {"rows": 0}
+    def _restore(self) -> tuple[int, str | None, str | None]:
+        """Go on from the newest checkpoint that is whole, if there is one: the rows that it had seen, their digest, W&B's run."""
         if self._processes.is_main:
             self.folder.begin()
-        if self.folder.checkpoint is not None:
-            content = self._processes.on_main(self._read_checkpoint)
-            content = shards.put_back(content, training.trainer.units.empty)
-            with self._processes.fail_together():
-                training.restore(content)
-            seen = {"rows": content["rows"], "sha256": content["sha256"]}
-            self._saved = training.spent
-        verb = f"resuming at {training.spent.bytes:,} bytes" if seen["rows"] else "training"
-        how = f"{training.backend}, {training.runtime.precision}"
-        print(f"{verb}: {self.folder.path}  |  {training.corpus.label()}  |  {how}")
-        for line in (self.folder.note, *self.folder.odd):
-            if line:
-                print(line)
-        return seen
+        if self.folder.checkpoint is None:
+            return 0, None, None
+        content = shards.put_back(self._processes.on_main(self._read), self.trainer.update.units.empty)
+        with self._processes.fail_together():
+            self.trainer.restore(content)
+        self.best_bits, self.validated = content["best_bits"], content["validated"]
+        self._saved = self.trainer.spent
+        return content["rows"], content["sha256"], content["wandb_id"]
 
-    def _read_checkpoint(self) -> dict:
-        """The newest that is whole; the best weights are looked at as well: at the end they would be missed too late."""
-        path, whose = self.folder.path, vars(self.folder.identity)
-        content = checkpoint.load_newest(path, whose)
+    def _read(self) -> dict:
+        """The checkpoint; the best weights are looked at as well: at the end they would be missed too late."""
+        content = checkpoint.load_newest(self.folder.path, vars(self.folder.identity))
         if content["best_bits"] < math.inf:
-            checkpoint.load_best(path, whose)
+            checkpoint.load_best(self.folder.path, vars(self.folder.identity))
         return content
 
     def append(self, row: dict) -> None:
         """A row for the record and for W&B."""
-        if not self._processes.is_main:
-            return
-        row = self._record.append(row)
-        self._last_bits = row.get("bits_per_byte") or self._last_bits
-        self._wandb.log(row)
+        if self._processes.is_main:
+            row = self._record.append(row)
+            self._last_bits = row.get("bits_per_byte") or self._last_bits
+            self._wandb.log(row)
 
     def step(self) -> None:
-        """One training step."""
-        self.training.step(self.stop.heard, self._save_is_due())
-        self.stop.agreed = self.training.agreed[0]
+        """One training step, after which all processes know of a signal that one has received, and whether by the clock of the
+        first one a checkpoint is due."""
+        self.trainer.step()
+        every = self.plan.checkpoint.every_seconds
+        late = every is not None and time.monotonic() - self._saved_seconds >= every
+        words = self._processes.all_gather_numbers([self.stop.heard, late and self._processes.is_main])
+        signals, lates = zip(*words, strict=True)
+        self.stop.agreed, self._save_late = int(max(signals)), bool(max(lates))
         self._steps_here += 1
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
 
     def standing(self) -> dict:
         """For the progress line."""
+        trainer, fraction = self.trainer, self.trainer.fraction
         return {
-            "fraction": self.training.fraction,
-            "bytes_seen": self.training.spent.bytes,
-            "bits_per_byte": self.training.recent_bits(self._last_bits),
-            "bytes_per_second": self.training.bytes_per_second,
-            "left_seconds": self._left_seconds(),
+            "bits_per_byte": trainer.recent_bits(self._last_bits),
+            "fraction": fraction,
+            "bytes_seen": trainer.spent.bytes,
+            "bytes_per_second": trainer.bytes_per_second,
+            "left_seconds": trainer.spent.seconds * (1 - fraction) / fraction if fraction else None,
         }
 
-    def _left_seconds(self) -> float | None:
-        """Until the end, scoring included; before a validation has been timed a forward takes a third of a step."""
-        training, fraction = self.training, self.training.fraction
-        training.settle()
-        if not fraction:
-            return None
-        rate = self._scored_bytes_per_second or 3 * training.bytes_per_second
-        return training.spent.seconds * (1 - fraction) / fraction + training.bytes_to_score / rate
+    def validation_due(self) -> bool:
+        """Whether another ``eval.every`` of the budget is spent, and enough read since the last validation; the end has
+        its own."""
+        every, last, trainer = self.plan.eval.every, self.validated, self.trainer
+        if every <= 0 or trainer.finished:
+            return False
+        marks, before = (int(fraction / every + 1e-9) for fraction in (trainer.fraction, last["fraction"]))
+        return marks > before and trainer.spent.bytes - last["bytes"] >= TRAINED_PER_SCORED * (last["size"] or 1)
 
     def validate(self, progress: ProgressBar) -> None:
-        """Score bytes of valid that are in no reported score, and keep the weights if they are the best so far."""
-        training, began = self.training, time.monotonic()
+        """Score bytes of valid that are in no reported score, and save the weights if they are the best so far. The first
+        validation decides how many pairs each of them reads, or they would not compare."""
+        trainer, last, part = self.trainer, self.validated, self.trainer.choosing()
+        most = min(len(part), self.plan.eval.bytes or math.inf) - 1
+        size = last["size"] or max(1, min(most, (trainer.spent.bytes - last["bytes"]) // TRAINED_PER_SCORED))
         self._most = self._most.or_higher(self._peak.read())  # of training steps: scoring is apart
-        score = training.validate()
-        found = score.bits_per_byte
-        self._scored_bytes_per_second = training.validated.size / max(time.monotonic() - began, 1e-9)
-        row = {"kind": "valid", **training.place(), "bits_per_byte": found, "capped_bytes": len(score.nats)}
-        self.append(row | {"metrics": training.model.metrics(score.stats)})
-        progress.evaluated(split="valid", bits_per_byte=found, bytes_seen=training.spent.bytes, capped=True)
-        better = found < training.best_bits
-        if better or training.best_bits == math.inf:  # the first always, even NaN: there must be weights to score
-            training.best_bits = found if better else math.inf
-            best = {"model": gathered(training.model.state_dict()), "bytes": training.spent.bytes}
+        score = trainer.evaluate(part, pairs=size)
+        value = score.bits_per_byte
+        self.validated = {"bytes": trainer.spent.bytes, "fraction": trainer.fraction, "size": size}
+        row = {"kind": "valid", **trainer.place(), "bits_per_byte": value, "capped_bytes": len(score.nats)}
+        self.append(row | {"metrics": trainer.model.metrics(score.stats)})
+        progress.evaluated(split="valid", bits_per_byte=value, bytes_seen=trainer.spent.bytes, capped=True)
+        # The first always, even NaN: there must be weights to score.
+        if value < self.best_bits or self.best_bits == math.inf:
+            self.best_bits = value if value < math.inf else math.inf
+            best = {"model": gathered(trainer.model.state_dict()), "bytes": trainer.spent.bytes}
             with self._processes.fail_together():
                 if self._processes.is_main:
                     checkpoint.save_best(self.folder.path, best | {"identity": vars(self.folder.identity)})
@@ -240,40 +241,32 @@ class Run:
 
     def checkpoint_due(self) -> bool:
         every = self.plan.checkpoint.every_steps
-        return bool(self.training.agreed[1]) or (every is not None and self.training.spent.steps % every == 0)
-
-    def _save_is_due(self) -> bool:
-        """By the clock of the first process."""
-        every = self.plan.checkpoint.every_seconds
-        late = every is not None and time.monotonic() - self._saved_seconds >= every
-        return late and self._processes.is_main
+        return self._save_late or (every is not None and self.trainer.spent.steps % every == 0)
 
     def save(self) -> None:
         """A checkpoint that agrees with the rows written so far."""
-        with self._processes.fail_together():
-            rows = self._record.rows if self._processes.is_main else 0
-            if self._processes.is_main and self.training.validated.size:
-                checkpoint.must_have_best(self.folder.path)
-        content, divided = taken_out(self.training.content(rows=rows))
+        step = self.trainer.spent.steps
+        content, divided = taken_out(self.trainer.content())
         if divided:
-            content[shards.KEY] = self._save_shards(divided)
+            content[shards.KEY] = self._save_shards(divided, step=step)
         with self._processes.fail_together():
             if self._processes.is_main:
-                content |= {"identity": vars(self.folder.identity), "sha256": self._record.sha256}
-                checkpoint.save(
-                    self.folder.path, content, step=self.training.spent.steps, keep=self.plan.checkpoint.keep
-                )
-        self._saved, self._saved_seconds = self.training.spent, time.monotonic()
+                if self.validated["size"]:
+                    checkpoint.must_have_best(self.folder.path)
+                content |= {"best_bits": self.best_bits, "validated": self.validated, "wandb_id": self._wandb.id}
+                content |= {"rows": self._record.rows, "sha256": self._record.sha256}
+                content["identity"] = vars(self.folder.identity)
+                checkpoint.save(self.folder.path, content, step=step, keep=self.plan.checkpoint.keep)
+        self._saved, self._saved_seconds = self.trainer.spent, time.monotonic()
 
-    def _save_shards(self, divided: dict) -> dict:
+    def _save_shards(self, divided: dict, *, step: int) -> dict:
         """Each process's rows, beside the checkpoint that is to name them."""
         from harness.record import shard_files  # late: slow to import
 
-        make = partial(checkpoint.new_shards, self.folder.path, step=self.training.spent.steps)
-        place = self._processes.on_main(make)
+        place = self._processes.on_main(partial(checkpoint.new_shards, self.folder.path, step=step))
         with self._processes.fail_together():
-            tensors, own = shard_files.write(place, divided)
-        digests = {name: digest for each in self._processes.gather_values(own) for name, digest in each.items()}
+            tensors, written = shard_files.write(place, divided)
+        digests = {name: digest for each in self._processes.gather_values(written) for name, digest in each.items()}
         with self._processes.fail_together():
             if self._processes.is_main and (unseen := [name for name in digests if not (place / name).is_file()]):
                 raise StorageFailure(
@@ -284,66 +277,62 @@ class Run:
 
     def finish(self, progress: ProgressBar) -> dict:
         """The last validation, the best weights' scores on whole splits, the summary and the figures."""
-        training, plan = self.training, self.plan
-        found = summary.identity(training, self.folder.identity, command=self.command) | {"load": self._load.read()}
-        if said := busy_words(found["load"]):
-            progress.print(said)
+        trainer, plan = self.trainer, self.plan
+        row = summary.identity(trainer, self.folder.identity, command=self.command) | {"load": self._load.read()}
         self.validate(progress)
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
-        training.take_weights(best["model"])
-        peak = self._most.across(self._processes.largest)
-        found |= summary.costs(training, peak=peak)  # FLOPs are those of the weights that are scored
-        if unreached := found["unreached"]:
-            progress.print(f"no gradient ever came to {', '.join(unreached)}: in this run they learn nothing")
-        found |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(training.model.metrics({}))}
-        found |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
-        for split in training.splits:
-            row = summary.final_score(training, split, found)
-            self.append(row)
-            score, capped = row["bits_per_byte"], bool(row["capped_bytes"])
-            if row["check"] == NOT_CAUSAL:
-                told = f"what comes after a byte changes its prediction by {row['future_nats']:.2g} nats"
-                progress.print(f"final {split}: NOT CAUSAL: {told}; no table compares this run")
-            progress.evaluated(split=f"final {split}", bits_per_byte=score, bytes_seen=best["bytes"], capped=capped)
-        found["memory"]["inference_peak_bytes"] = self._peak.read().across(self._processes.largest).bytes
-        found["spans"] = found["spans"] or summary.spans(found["valid_metrics"])
-        found["status"] = "finished"
+        trainer.take_weights(best["model"])
+        row |= summary.costs(trainer, peak=self._most.across(self._processes.largest))  # FLOPs of the best weights
+        if row["unreached"]:
+            progress.print(f"no gradient ever came to {', '.join(row['unreached'])}: in this run they learn nothing")
+        row |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(trainer.model.metrics({}))}
+        row |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
+        for split in trainer.splits:
+            scored = summary.final_score(trainer, split, row)
+            self.append(scored)
+            if scored["check"] == NOT_CAUSAL:
+                change = f"what comes after a byte changes its prediction by {scored['future_nats']:.2g} nats"
+                progress.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
+            shown = {"bits_per_byte": scored["bits_per_byte"], "capped": bool(scored["capped_bytes"])}
+            progress.evaluated(split=f"final {split}", bytes_seen=best["bytes"], **shown)
+        row["memory"]["inference_peak_bytes"] = self._peak.read().across(self._processes.largest).bytes
+        row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
+        row["status"] = "finished"
         if self._processes.is_main:
-            write_summary(self.folder.path, summary=found)
-            self._wandb.log_end(summary=found, figures=self._figures(found) if plan.record.figures else [])
-        return found
+            write_summary(self.folder.path, summary=row)
+            self._wandb.log_end(summary=row, figures=self._figures(row) if plan.record.figures else [])
+        return row
 
-    def _figures(self, found: dict) -> list:
+    def _figures(self, row: dict) -> list:
         """What could be drawn: the result does not depend on it."""
-        drawn = []
+        drawn, plan = [], self.plan
         try:
             from harness.record.figures import draw_figures  # late: matplotlib is slow to import
 
-            for path in draw_figures(
+            drawn += draw_figures(
                 read_rows(self._record.path),
                 folder=self.folder.path,
-                label=f"{self.plan.variant}, seed {self.plan.seed}: {self.training.corpus.label()}",
-                compressors=found["compressors"]["valid"],
-                span_limit=self.plan.model.span,
-            ):
-                drawn.append(path)
+                label=f"{plan.variant}, seed {plan.seed}: {self.trainer.corpus.label()}",
+                compressors=row["compressors"]["valid"],
+                span_limit=plan.model.span,
+            )
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             print(f"figures: {reason} (the run itself is finished)", file=sys.stderr)
         return drawn
 
-    def _comparable(self, found: dict) -> list[dict]:
-        return find_comparable(self.plan.outputs, summary=found, any_source=self.plan.reuse == "config")
+    def _comparable(self, row: dict) -> list[dict]:
+        return find_comparable(self.plan.outputs, summary=row, any_source=self.plan.reuse == "config")
 
-    def show(self, found: dict) -> None:
+    def show(self, row: dict) -> None:
         """The closing table, beside earlier runs that compare, and how to sync W&B; of a sweep's job one line."""
         if not self._processes.is_main:
             return
         if self.plan.sweeping:  # the sweep has a table of all its jobs at its end
-            scores = ", ".join(f"{split} {bits(found, split=split)}" for split in scored_splits([found]))
+            scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits([row]))
             print(f"finished: {self.folder.path}  {scores} bits per byte")
             return
-        print_closing_table(found, others=self._comparable(found))
+        print_closing_table(row, others=self._comparable(row))
         print(f"run folder: {self.folder.path}")
         if self._wandb.hint:
             print(self._wandb.hint)

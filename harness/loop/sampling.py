@@ -12,38 +12,16 @@ SEGMENT = 512
 """Bytes of a prompt that one forward pass reads."""
 
 
-def check_choice(*, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """ValueError naming what cannot be."""
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: must be a number from 0, which is the likeliest byte")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: must be at least 1, or null for all")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1, or null for all")
-
-
-def check_streams(network: LanguageModel) -> None:
-    """ValueError naming a mechanism that carries no state from segment to segment."""
-    for name, sublayer in network.sublayers():
-        if "segments" in sublayer.limits:
-            who = f"{name} ({type(sublayer).__name__})"
-            raise ValueError(
-                f"{who} has the limit `segments`: it carries no state, so it cannot write byte after byte; "
-                "allowed are mechanisms without that limit"
-            )
-
-
 def numbers_of(text: bytes, symbols: bytes, *, key: str) -> Tensor:
     """The numbers of bytes in a vocabulary, int64 ``[T]``; ValueError naming ``key`` and a byte that it lacks."""
     if not text:
         raise ValueError(f"{key}: is empty; at least one byte is needed, for there is no prediction of the first")
-    number_of = {byte: number for number, byte in enumerate(symbols)}
     for byte in text:
-        if byte not in number_of:
+        if byte not in symbols:
             raise ValueError(
                 f"{key}: has byte {byte} ({chr(byte)!r}), which is not among the {len(symbols)} of the model"
             )
-    return torch.tensor([number_of[byte] for byte in text])
+    return torch.tensor([*map(symbols.index, text)])
 
 
 @torch.no_grad()
@@ -70,8 +48,18 @@ def sampled(
     Raises:
         ValueError: logits that are not finite, a choice that cannot be, or a mechanism that carries no state.
     """
-    check_choice(temperature=temperature, top_k=top_k, top_p=top_p)
-    check_streams(network)
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be a number from 0, which is the likeliest byte")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: must be at least 1, or null for all")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1, or null for all")
+    for name, sublayer in network.sublayers():
+        if "segments" in sublayer.limits:
+            raise ValueError(
+                f"{name} ({type(sublayer).__name__}) has the limit `segments`: it carries no state, so it cannot write byte "
+                "after byte; allowed are mechanisms without that limit"
+            )
     network.eval()
     device, state = next(network.parameters()).device, None
     parts = prompt[None].to(device).split(SEGMENT, dim=1)
@@ -79,27 +67,22 @@ def sampled(
         for part in parts:
             out = network(part, state)
             state = out.state
-        number = _drawn(
-            out.logits[0, -1, :symbols].cpu().double(),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            generator=generator,
-        )
+        logits = out.logits[0, -1, :symbols].cpu().double()
+        number = draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         yield number
         parts = (torch.tensor([[number]], device=device),)
 
 
-def _drawn(
+def draw(
     logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> int:
+    """One number by its logits, float64 ``[V]``; the keywords are those of ``sampled``."""
     if not logits.isfinite().all():
         raise ValueError("the weights give no probabilities, logits are not finite; allowed is another run")
     if temperature == 0:
         return int(logits.argmax())
     ordered, order = (logits / temperature).sort(descending=True, stable=True)
-    ordered, order = ordered[:top_k], order[:top_k]
-    probabilities = ordered.softmax(0)
+    probabilities = ordered[:top_k].softmax(0)
     if top_p is not None:
         probabilities = probabilities * (probabilities.cumsum(0) - probabilities < top_p)
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])

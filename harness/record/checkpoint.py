@@ -1,7 +1,7 @@
 """Checkpoints: everything an exact resume needs, written whole or not at all, and known again.
 
-A checkpoint is one file of tensors and plain values, ``TrainState.content`` and the run's ``Identity``. The newest are kept,
-beside ``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states. Where
+A checkpoint is one file of tensors and plain values: ``Trainer.content``, and what ``Run.save`` adds. The newest are kept, beside
+``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states. Where
 parameters are divided among processes, it names shards, in a folder beside it, and what of each tensor is in which.
 
 The file is a zip archive as torch writes it. The archive's comment, which readers of zip pass over, is the SHA-256 of the

@@ -8,9 +8,8 @@ import torch
 from harness.compose import cli
 from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure
 from harness.loop.run import Run
-from harness.loop.train_state import TrainState
 from harness.record import figures
-from tests.command import MADE, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command import MADE, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +28,10 @@ def summary_of(here) -> dict:
         (ZeroDivisionError("a bug"), 1, "failed"),
         (ValueError("optim.lr=-1: must be above 0"), 2, "failed"),
         (Diverged("step 3 diverged"), 3, "diverged"),
-        (StorageFailure("outputs: no space left"), 4, "storage"),
         (PermissionError(13, "Permission denied", "/some/file"), 4, "storage"),
         (OSError(28, "No space left on device"), 4, "storage"),
         (ConnectionResetError(104, "Connection reset by peer"), 1, "failed"),
         (Damaged("best.pt is damaged"), 4, "storage"),
-        (MemoryError(), 5, "out of memory"),
         (ProcessLost("process 0 of 2: another one has ended"), 6, "process lost"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 5, "out of memory"),
     ],
@@ -52,19 +49,18 @@ def test_codes_and_statuses_agree(error, code, status, here, monkeypatch):
 
 def short_of_memory() -> str:
     """What a run says whose first step asks for more than there is."""
-    step = TrainState.step
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TrainState, "step", lambda self, *flags: (step(self, *flags), torch.empty(2**60))[0])
+        patched.setattr(Run, "step", lambda self: torch.empty(2**60))
         ended = train(*MADE, "runtime.threads=1")
     assert ended.code == OutOfMemory.exit_code and "Traceback" not in ended.err
     return ended.err
 
 
 def test_out_of_memory_says_what_to_lower_and_who_predicts(here):
-    told = short_of_memory()
+    message = short_of_memory()
     words = ("batch.streams=2", "batch.segment=32", "model.span=32", "batch.accumulate=1", "runtime.checkpoint=layers")
-    assert all(word in told for word in words)
-    assert "python -m bench.fit model.d_model=32 " in told and "runtime.threads=1" in told
+    assert all(word in message for word in words)
+    assert "python -m bench.fit model.d_model=32 " in message and "runtime.threads=1" in message
 
 
 def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):
@@ -76,6 +72,8 @@ def test_a_sweep_ends_with_the_highest_code_of_its_jobs(here, monkeypatch):
     monkeypatch.setattr(Run, "step", fail)
     ended = train("-m", *MADE, "seed=0,1,2")
     assert ended.code == 4 and "0 of 3 done" in ended.out
+    copy = cli.portable(StorageFailure("outputs: no space left"))  # as a job sends it to its sweep
+    assert isinstance(copy, StorageFailure) and str(copy) == "outputs: no space left"
 
 
 def test_figures_that_cannot_be_drawn_take_no_result_away(here, monkeypatch):
@@ -87,8 +85,3 @@ def test_figures_that_cannot_be_drawn_take_no_result_away(here, monkeypatch):
     assert ended.code == 0 and summary_of(here)["status"] == "finished"
     assert ended.err == "figures: OSError: [Errno 28] No space left on device (the run itself is finished)\n"
     assert not list((here / "outputs").glob("*/failed.txt"))
-
-
-def test_a_failure_keeps_its_kind_from_a_job_to_the_sweep():
-    copy = cli.portable(StorageFailure("outputs: no space left"))
-    assert isinstance(copy, StorageFailure) and str(copy) == "outputs: no space left"

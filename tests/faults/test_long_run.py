@@ -37,12 +37,12 @@ def test_nothing_grows_with_the_number_of_steps(record_property):
     inner = job.step
 
     def stepping() -> None:
-        at = job.training.spent.steps
+        at = job.trainer.spent.steps
         calls[at] = calls_of(inner) if (at - 1) % (STEPS // 20) == 0 else inner()
-        if job.training.spent.steps % (STEPS // 100) == 0:
+        if job.trainer.spent.steps % (STEPS // 100) == 0:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
             found.append(
-                (job.training.spent.steps, resident / 1e6, len(os.listdir("/proc/self/fd")), time.process_time())
+                (job.trainer.spent.steps, resident / 1e6, len(os.listdir("/proc/self/fd")), time.process_time())
             )
 
     job.step = stepping

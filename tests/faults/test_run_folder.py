@@ -195,7 +195,7 @@ def test_a_hostile_record_is_one_message(run, attack):
 
 @pytest.mark.parametrize("restore", ["weights", "everything"])
 def test_a_start_from_a_checkpoint_of_nonsense_is_one_message(run, restore, monkeypatch):
-    theirs, training = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "outputs=mine").training
+    theirs, training = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "outputs=mine").trainer
     good = prepare.checkpoint.load(prepare.checkpoint.newest(run))
     contents = [{}, *(good | {"model": value} for value in ("text", None, {"a": 1}))]
     if restore == "everything":

@@ -152,7 +152,7 @@ def test_a_run_whose_folder_is_removed_ends_at_the_next_row(what):
     after_step(job, 3, remove)
     with pytest.raises(StorageFailure, match=f"{RECORD} was removed or replaced while the run wrote to it"):
         run_job(job)
-    assert job.training.spent.steps == 3
+    assert job.trainer.spent.steps == 3
     if what in ("folder", "outputs"):
         assert not folder.exists(), "what was removed shall stay so"
     else:

@@ -21,7 +21,7 @@ from harness.data import corpora
 from harness.data.corpora import Corpus
 from harness.device import runtime
 from harness.hashing import integer_hash
-from harness.loop.train_state import TrainState
+from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import plan_run
 from tests.composing import CONF, compose_config, small
@@ -93,11 +93,11 @@ def numerics(case: str) -> dict[str, int | None]:
     return {"variant": variant_file(CASES[case][0]).get("numerics"), "shared": NUMERICS}
 
 
-def make_run(case: str, *, optim: str, backend: str) -> TrainState:
+def make_run(case: str, *, optim: str, backend: str) -> Trainer:
     """A training run before its first step. ValueError where the case cannot be computed by ``backend``."""
     config = OmegaConf.merge(_composed(case, optim), {"runtime": {"backend": backend}})
     planned = plan_run(config)
-    run = TrainState(planned, _corpus(**planned.data), runtime.start(planned.runtime))
+    run = Trainer(planned, _corpus(**planned.data), runtime.start(planned.runtime))
     torch.manual_seed(planned.seed + 1)
     fill_(run.model, like=planned.make_model())
     return run
@@ -173,7 +173,7 @@ def measure(case: str, *, backend: str) -> dict | None:
     return found
 
 
-def _train(run: TrainState) -> dict:
+def _train(run: Trainer) -> dict:
     """Mean bits per byte of each step, then of held-out bytes with carried state, and FLOPs that the steps needed."""
     losses = []
     for _ in range(STEPS):
@@ -182,7 +182,7 @@ def _train(run: TrainState) -> dict:
     assert run.state is not None and run.finished
     return {
         "losses": losses,
-        "valid_bits_per_byte": run.score(run.reported("valid")).bits_per_byte,
+        "valid_bits_per_byte": run.evaluate(run.reported("valid")).bits_per_byte,
         "training_flops": run.spent.flops,
     }
 
