@@ -181,6 +181,7 @@ class Trainer:
             if pairs is None:
                 cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
                 return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, look=look, **cut)
+            pairs = min(pairs, len(part) - 1)
             streams, context = sample_cut(pairs, streams=e.streams, segment=e.segment, context=self.plan.model.span)
             cut = {"pairs": pairs, "streams": streams, "segment": e.segment, "context": context}
             return score_samples(self.model, part, runtime=self.runtime, **cut)
