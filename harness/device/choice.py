@@ -38,8 +38,9 @@ def named(name: str) -> torch.device:
         device = None
     if device is not None and (device.type == "cpu" or (device.type == kind and (device.index or 0) < count)):
         return device
-    kinds = f", and {kind} or {kind}:N of {count} devices" if built else ""
-    raise ValueError(f"runtime.device={name}: allowed here, with torch {torch.__version__}, are auto and cpu{kinds}")
+    kinds = f", {kind}, {kind}:N" if built else ""
+    here = f"torch {torch.__version__} sees {count} accelerators here"
+    raise ValueError(f"runtime.device={name}: {here}; allowed are auto, cpu{kinds}")
 
 
 def of_rank(name: str, processes: ProcessGroup) -> torch.device:
