@@ -6,7 +6,6 @@ of one sweep or of several, share a machine without knowing of each other, and a
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from typing import NamedTuple, TextIO
 
 import torch
 
-from harness.cache import cache_folder
+from harness.cache import cache_folder, try_lock
 
 FAMILIES = ("GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
 """How variables of libraries begin that change times, memory or the order of sums."""
@@ -146,9 +145,7 @@ def take_free(gpus: Sequence[str], *, folder: Path | None = None) -> Lease:
 
 def _take(index: int, path: Path) -> Lease | None:
     lock = open(path, "w")  # noqa: SIM115 - held until release
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(lock):
         lock.close()
         return None
     return Lease(index, lock)
