@@ -1,18 +1,66 @@
-"""W&B: an offline run is written and read back, jobs stay apart, and nothing that W&B does stops a run."""
+"""W&B: offline runs are written and read back, jobs stay apart, nothing that W&B does stops a run, and the dashboard's panels
+name what runs log."""
 
 import json
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import wandb_workspaces.workspaces as ws
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from bench.dashboard import OF_CONFIG, pattern_of, workspace
 from harness.plan.build import hydra_facts, plan_run
-from harness.record.wandb_run import WandbRun
+from harness.record.rows import read_rows
+from harness.record.wandb_run import WandbRun, numbers
+from tests import forked
+from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders  # noqa: F401 - a fixture
 from tests.composing import CONF, compose_config, plan
-from tests.wandb_runs import inspect, lonely_environment, python
+from tests.patience import PATIENCE_SECONDS
+
+SIZES = tuple(word for word in TINY if not word.startswith(("record.", "budget.", "eval.every"))) + MADE
+"""A training of a second that keeps W&B and its figures."""
+
+
+def lonely_environment(tmp_path: Path, **variables: str) -> dict[str, str]:
+    """No settings of this user, no key unless it is given, and a server that nobody can reach."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    kept |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "no_netrc"), "WANDB_CONFIG_DIR": str(tmp_path / "config")}
+    kept |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(ROOT)}
+    return kept | variables
+
+
+def python(*arguments, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    """Python in a process of its own, in the environment's home folder."""
+    given = {"env": environment, "cwd": environment["HOME"], "stdin": subprocess.DEVNULL, "timeout": PATIENCE_SECONDS}
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=True, **given)
+
+
+def inspect(folder: Path, *, environment: dict[str, str]) -> dict:
+    """State, configuration and summary of an offline run, as W&B's own reader has them."""
+    command = ("-m", "wandb", "leet", "inspect", "--summary", "--json", folder)
+    return json.loads(python(*command, environment=environment).stdout)
+
+
+@pytest.fixture(scope="module")
+def offline_runs(tmp_path_factory) -> list[tuple[Path, dict]]:
+    """Run folders of two jobs of one multirun, each with W&B's own reading of its file."""
+    here = tmp_path_factory.mktemp("wandb")
+    environment = lonely_environment(here)
+    words = (*SIZES, "variant=adaptive_span,product_key_memory", "budget.steps=12", "eval.every=0.4", "eval.test=true")
+    words += ("record.every_steps=3", "record.wandb.every_seconds=0.001", "record.wandb.group=together")
+    words += ("record.wandb.tags=[mine]", "eval.windows=true")
+    ended = forked.run("train.py", "-m", *words, folder=here, environment=environment)
+    assert ended.code == 0, ended
+    files = {folder: next((folder / "wandb").glob("offline-run-*")) for folder in run_folders(here / "outputs")}
+    return [(folder, inspect(file, environment=environment)) for folder, file in files.items()]
+
 
 SCRIPT = """
 import os, signal, sys
@@ -70,10 +118,11 @@ def test_jobs_without_network_or_terminal_are_runs_of_their_own_on_disk(tmp_path
     assert killed.startswith("wandb: ") and killed.endswith("(the run itself goes on)")
 
     def read(hint: str) -> dict:
-        return inspect(tmp_path / hint.removeprefix("wandb sync "), environment=environment)
+        first = min(tmp_path.glob(hint.removeprefix("wandb sync ")))  # relative to the working directory
+        return inspect(first, environment=environment)
 
     first, second, lonely = read(first_hint), read(second_hint), read(lonely_hint)
-    assert first_hint.startswith("wandb sync first/wandb/")  # relative to the working directory
+    assert first_hint.startswith("wandb sync first/wandb/")
     assert (first["run_id"], first["project"], first["config"]) == (first_id, "first", {"seed": 1})
     assert (first["exit_code"], first["tags"], first["summary"]["train/loss"]) == (1, ["a"], 1.5)
     assert (second["run_id"], second["exit_code"]) == (second_id, 0)
@@ -88,7 +137,7 @@ def test_jobs_without_network_or_terminal_are_runs_of_their_own_on_disk(tmp_path
     assert summary["command"] == "python train.py", "of the provenance row"
     assert summary["figures/spans"]["_type"] == "image-file" and "figures/broken" not in summary
     assert "train/loss" not in summary and not {"valid/text", "valid/blocks"} & set(summary) and "commit" not in summary
-    assert again_hint == f"wandb sync second/wandb/offline-run-*-{second_id}*"
+    assert again_hint == second_hint == f"wandb sync second/wandb/*run-*-{second_id}*"
     assert len(list(tmp_path.glob(again_hint.removeprefix("wandb sync ")))) == 2
     assert (lonely["run_id"], lonely["summary"]["bytes_seen"], lonely["summary"]["variant"]) == ("keepthis", 19, "mhsa")
 
@@ -211,12 +260,12 @@ def test_variables_win_over_config_and_train_rows_are_thinned_but_for_the_last(f
 
 
 def test_two_jobs_of_a_multirun_are_two_runs_with_their_configurations_and_summaries(offline_runs):
-    runs = offline_runs.inspected
+    runs = [run for _, run in offline_runs]
     assert len({run["run_id"] for run in runs}) == 2 and [run["exit_code"] for run in runs] == [0, 0]
     assert [run["tags"] for run in runs] == [
         ["mine", name, "recall"] for name in ("adaptive_span", "product_key_memory")
     ]
-    for folder, run in zip(offline_runs.folders, runs, strict=True):
+    for folder, run in offline_runs:
         assert run["name"] == folder.name
         written = yaml.safe_load((folder / "config.yaml").read_text())
         assert run["config"] == json.loads(json.dumps(_without_empty(written)))
@@ -265,3 +314,77 @@ def test_a_sweep_of_wandb_is_made_of_our_keys(file):
     cfg = OmegaConf.merge(OmegaConf.to_container(compose_config(), resolve=False), {"sweep": sweep})
     with pytest.raises(ValueError, match=r"^sweep: .*wandb sweep conf/sweep/wandb_"):
         plan_run(cfg)
+
+
+# The dashboard
+
+SECTIONS = yaml.safe_load((CONF / "dashboard.yaml").read_text(encoding="utf-8"))["sections"]
+METRICS = [
+    (panel, name)
+    for section in SECTIONS
+    for panel in section["panels"]
+    for name in (*panel.get("y", ()), *filter(None, [panel.get("x")]))
+]
+"""Every panel, and every metric that it names, its x axis among them."""
+
+
+def test_every_metric_that_a_panel_names_is_logged_and_every_figure_is_shown(offline_runs):
+    rows = [row for folder, _ in offline_runs for row in read_rows(folder / "record.jsonl")]
+    logged = {name for row in rows if row["kind"] != "provenance" for name in numbers(row)}
+    stored = {name for _, run in offline_runs for name in run["summary"]}
+    config = OmegaConf.create(offline_runs[0][1]["config"])
+    for panel, name in METRICS:
+        if name.startswith(OF_CONFIG):
+            assert OmegaConf.select(config, name.removeprefix(OF_CONFIG)) is not None
+        elif panel["kind"] in ("curve", "histogram"):  # over the run: in rows
+            assert any(re.search(pattern_of(name), one) for one in logged), (panel["title"], name)
+        else:
+            assert name in stored, (panel["title"], name)
+    shown = {name for panel, name in METRICS if panel["kind"] == "images"}
+    assert {name for name in stored if name.startswith("figures/")} == shown
+
+
+def test_the_workspace_has_every_section_panel_and_metric():
+    made = workspace(SECTIONS, entity="me", project="mine", name="A title")
+    assert (made.entity, made.project, made.name) == ("me", "mine", "A title")
+    spec = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]
+    sizes = [(one["name"], len(one["panels"])) for one in spec["section"]["panelBankConfig"]["sections"]]
+    assert sizes == [(section["title"], len(section["panels"])) for section in SECTIONS]
+    text = json.dumps(spec)
+    assert all(name in text for _, name in METRICS if "*" not in name and not name.startswith(OF_CONFIG))
+
+
+def dashboard(*words: str):
+    return call("bench/dashboard.py", *words)
+
+
+def test_the_command_saves_and_says_why_not(here, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    words, has_key, saved = ("entity=me", "project=p"), [], []
+    monkeypatch.setattr("wandb.login", lambda **asked: bool(has_key))
+    ended = dashboard(*words)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert "no API key is configured" in ended.err and "wandb login" in ended.err
+    assert "python -m bench.dashboard entity=me project=p" in ended.err and "python -m bench.report" in ended.err
+    has_key.append(True)
+    monkeypatch.setattr(ws.Workspace, "save", lambda made: saved.append((made.entity, made.project)))
+    monkeypatch.setattr(ws.Workspace, "url", "https://example.org/here")
+    ended = dashboard(*words)
+    assert (ended.code, ended.err, saved) == (0, "", [("me", "p")])
+    assert ended.out.splitlines() == ["workspace: https://example.org/here"]
+
+    def refuse(made):
+        raise ConnectionError("nobody\nthere")
+
+    monkeypatch.setattr(ws.Workspace, "save", refuse)
+    ended = dashboard(*words)
+    assert ended.code == 2 and "entity=me project=p: W&B refused (ConnectionError: nobody there)" in ended.err
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(("project=null",), "project=None: must be str"), ((), "WANDB_MODE=offline")]
+)
+def test_a_mistake_is_one_message(here, words, said):
+    ended = dashboard(*words)
+    assert ended.code == 2 and ended.err.count("\n") == 1 and said in ended.err

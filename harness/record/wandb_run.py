@@ -169,11 +169,8 @@ def _hint(run, *, uploaded: bool = True) -> str:
     """One line: where the run is, or how to upload it. The parts of a resumed offline run go up together."""
     if run.disabled or (uploaded and not run.offline):
         return "" if run.disabled else f"wandb: {run.url}"
-    here = Path(run.dir).parent
-    several = len(list(here.parent.glob(f"offline-run-*-{run.id}*"))) > 1
-    where = str(here.parent if several else here)
-    shown = shlex.quote(min(where, os.path.relpath(where), key=len))
-    return f"wandb sync {shown}" + (f"/offline-run-*-{run.id}*" if several else "")
+    folder = str(Path(run.dir).parents[1])
+    return f"wandb sync {shlex.quote(min(folder, os.path.relpath(folder), key=len))}/*run-*-{run.id}*"
 
 
 def numbers(row: dict) -> dict[str, float | list[float]]:
