@@ -60,10 +60,10 @@ def main(cfg: DictConfig) -> None:
         measure_together,
     )
     from bench.planning import bench_plan
-    from bench.progress import Steps
     from bench.report.tables_costs import cost_tables, for_terminal
     from bench.rows import RowFile
     from harness.loop.admission import admission
+    from harness.loop.progress import Steps
     from harness.record.rows import read_rows
     from harness.record.table import print_table
 

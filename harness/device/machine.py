@@ -7,7 +7,6 @@ waits.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -24,7 +23,7 @@ from typing import NamedTuple, TextIO
 
 import torch
 
-from harness.cache import cache_folder
+from harness.cache import cache_folder, try_lock
 
 CHANGE_RESULTS = re.compile(
     r"(GOMP_|KMP_(?!INIT_AT_FORK)|MALLOC_|MKL_(?!NUM_THREADS)|OMP_(?!DISPLAY_ENV|NUM_THREADS)|ONEDNN_"
@@ -115,11 +114,9 @@ def take_free(gpus: Sequence[str], *, folder: Path | None = None) -> Lease:
     while True:
         for index, name in enumerate(gpus):
             lock = open(folder / f"{name}.lock", "w")  # noqa: SIM115 - held until release
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if try_lock(lock):
                 return Lease(index, lock)
-            except BlockingIOError:
-                lock.close()
+            lock.close()
         if warning:
             print(warning, file=sys.stderr)
         warning = ""

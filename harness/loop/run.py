@@ -28,7 +28,8 @@ from harness.plan.build import Plan
 from harness.record import checkpoint, folder, shards
 from harness.record.cells import busy_words
 from harness.record.closing_table import bits, print_closing_table, scored_splits
-from harness.record.rows import CONFIG, Record, find_comparable, read_rows, write_summary
+from harness.record.comparison import find_comparable
+from harness.record.rows import CONFIG, Record, read_rows, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_STEPS = 2
