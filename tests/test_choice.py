@@ -6,12 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.compose import sweep
 from harness.device import choice, runtime
 from harness.device.choice import Abilities
-from harness.loop.prepare import planned
-from tests.command import MADE, TINY, call, run_folders
-from tests.composing import compose_config, plan
+from tests.composing import plan
 from tests.pretended_device import pretend
 from tests.runs import make_job, own_folder, restored  # noqa: F401 - fixtures
 
@@ -96,50 +93,6 @@ def test_a_run_is_what_auto_means_here(here, monkeypatch):
         assert typed.folder.path == found.folder.path, "what is typed is what auto means"
         jobs[found.training.runtime.precision] = found.folder.path
     assert set(jobs) == {"float32", "bfloat16"} and jobs["float32"] != jobs["bfloat16"]
-
-
-class Launcher:
-    """Any launcher that starts nothing."""
-
-
-class SlurmLauncher(Launcher):
-    """By its name one of other machines."""
-
-
-def swept(chosen: Launcher, *words: str) -> list[str]:
-    """What the sweep adds to a job's words."""
-    asked = compose_config(*words)
-    return sweep.settled_words(asked.runtime, planned(asked).config["runtime"], chosen)
-
-
-def test_a_sweep_says_what_auto_means_to_all_its_jobs(monkeypatch):
-    monkeypatch.setattr(choice, "abilities", lambda name: FAST)
-    both = ["runtime.precision=bfloat16", "runtime.compile=true"]
-    assert swept(Launcher()) == both
-    assert swept(Launcher(), "runtime.precision=float32") == both[1:]
-    assert swept(Launcher(), "runtime.precision=float32", "runtime.compile=false") == []
-    pretend(monkeypatch, None)
-    assert swept(SlurmLauncher()) == [], "a machine without a GPU does not know those of the jobs"
-    assert swept(SlurmLauncher(), "runtime.device=cpu") == both
-    pretend(monkeypatch, "cuda")
-    assert swept(SlurmLauncher()) == both
-
-
-def test_a_sweeps_jobs_run_as_the_launcher_settled(here, monkeypatch):
-    """The machine where they run would take ``auto`` another way."""
-    launch = sweep.Sweep._launch
-
-    def elsewhere(self, jobs: list[sweep.SweepJob]) -> list[sweep.SweepJob]:
-        monkeypatch.setattr(choice, "abilities", lambda name: SLOW._replace(bfloat16=True))
-        return launch(self, jobs)
-
-    monkeypatch.setattr(choice, "abilities", lambda name: SLOW)
-    monkeypatch.setattr(sweep.Sweep, "_launch", elsewhere)
-    words = [word for word in TINY if not word.startswith("runtime.precision")]
-    ended = call("train.py", "-m", *words, *MADE, "seed=0,1")
-    assert ended.code == 0, ended.err
-    assert [", float32" in line for line in ended.out.splitlines() if line.startswith("training: ")] == [True, True]
-    assert len(run_folders(here / "outputs")) == 2
 
 
 def test_tf32_is_for_cuda_where_it_is_asked_for(monkeypatch):

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness.plan.build import hydra_facts, plan_run
+from harness.plan.build import plan_run
 from tests.composing import CONF, compose_config, plan
 
 SWEEPS = sorted((CONF / "sweep").glob("wandb_*.yaml"))
@@ -56,16 +55,6 @@ def test_summaries_are_the_last_value_and_of_valid_bits_the_least(offline_runs):
         flat |= {"parameters/total": saved["parameters"]["total"], "data/sha256": saved["data"]["sha256"]}
         assert {name: summary.get(name) for name in flat} == flat
         assert summary["figures/learning_curve"]["_type"] == "image-file"
-
-
-def test_the_size_is_named_only_where_it_is_what_is_trained():
-    def size(*words: str) -> str | None:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            return hydra_facts(compose("train", overrides=list(words), return_hydra_config=True).hydra)["size"]
-
-    assert size("seed=1") == "tiny"
-    assert size("model=small", "model.layers=3") is None
-    assert size("recipe=adaptive_span_12") == "adaptive_span_12"
 
 
 # Sweeps of W&B
