@@ -19,8 +19,6 @@ from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, compose_config
 from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of
 from variants.any_module import AnyModule
-from variants.conformance.fixture import Subject
-from variants.conformance.sizes import reach
 from variants.contract import Honours, LayerContext, Position, Sublayer
 
 PACKAGE = """import torch
@@ -257,17 +255,6 @@ def test_the_check_holds_a_module_to_what_is_said_of_it(layers):
     assert broken(()) == {SEGMENTS}
     # Seeing the future is no limit that could be declared.
     assert broken(("segments",), causal=False) == {FUTURE_EVAL, FUTURE_TRAIN}
-
-
-def test_and_to_how_far_it_sees(layers):
-    def beyond(target: str, **promises) -> str:
-        """The first byte that matters beyond the declared reach."""
-        breaks, _ = reach(Subject(model_of(partial(made(node(f"{NAME}.{target}")), **promises)), 5, 31))
-        return (breaks or [""])[0]
-
-    assert not beyond("Mean") and not beyond("Window", reach=3)
-    assert "beyond its reach of 2" in beyond("Window", reach=2)
-    assert "what sees a past declares honours" in beyond("Mean", honours=None)
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,16 @@ def status_lines(text: str) -> list[str]:
 
 
 def test_finished_jobs_are_skipped_and_new_ones_run(here, monkeypatch):
+    launch, groups = sweep.Sweep._launch, []
+
+    def noting(self, jobs: list[sweep.SweepJob]) -> list[sweep.SweepJob]:
+        groups.append(os.environ["WANDB_RUN_GROUP"])
+        return launch(self, jobs)
+
+    monkeypatch.setattr(sweep.Sweep, "_launch", noting)
     assert train(*MADE, "seed=1").code == 0
     first = train("-m", *MADE, "seed=0,1,2")
-    assert first.code == 0 and first.out.count("training: ") == 2
+    assert first.code == 0 and first.out.count("training: ") == 2 and groups[0].startswith("sweep-")
     assert status_lines(first.out) == ["3 jobs: 1 finished before, 2 new", "3 of 3 done"]
     again = train("-m", *MADE, "seed=0,1,2")
     assert again.code == 0 and "training: " not in again.out and "finished before: " not in again.out
@@ -214,17 +221,3 @@ def test_slurm_gets_one_array_of_jobs(here, monkeypatch):
     for line in ("partition=gpus", "time=30", "array=0-1%2", "gpus-per-node=1", "cpus-per-task=8", "signal=USR2@120"):
         assert f"#SBATCH --{line}" in asked, asked
     assert {summary["status"] for summary in summaries(here / "outputs").values()} == {"finished"}
-
-
-def test_jobs_share_cores_where_their_launcher_does_not_and_a_group_in_wandb(monkeypatch):
-    for name in (*sweep.CORES, "WANDB_RUN_GROUP"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    config = SimpleNamespace(record=SimpleNamespace(wandb=SimpleNamespace(group=None)))
-    launchers = [type(name, (), {})() for name in ("LocalLauncher", "JoblibLauncher")]
-    swept = [SimpleNamespace(config=config, resumes=True, name="mine-1", launcher=one) for one in launchers]
-    variables = [sweep.Sweep._environment(one, 3) for one in swept]
-    assert [one.get("OMP_NUM_THREADS") for one in variables] == ["2", None]
-    assert variables[0]["WANDB_RUN_GROUP"] == "mine-1"
-    config.record.wandb.group = "typed"
-    assert "WANDB_RUN_GROUP" not in sweep.Sweep._environment(swept[0], 3)

@@ -74,7 +74,9 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
 
 def exit_code(errors: Sequence[Exception]) -> int:
     """Of a command that ends with these: a bug's, or else the highest."""
-    codes = {getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES) for error in errors}
+    codes = {
+        error.code if isinstance(error, JobFailed) else failures.exit_code(error, mistakes=MISTAKES) for error in errors
+    }
     return failures.BUG if failures.BUG in codes else max(codes, default=0)
 
 

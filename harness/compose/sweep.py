@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.experimental.callback import Callback
+from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -103,8 +104,10 @@ class Sweep:
         if any(job.folder for job in jobs):
             counts = ", ".join(f"{n} {state}" for state, n in sorted(Counter(job.state() for job in jobs).items()))
             print(f"sweep {self.name}: {len(jobs)} job{'s' * (len(jobs) != 1)}: {counts}", flush=True)
-        left = jobs
-        with env_override(self._environment(len(jobs))):
+        variables, left = environment(self.launcher, len(jobs)), jobs
+        if self.resumes and self.config.record.wandb.group is None:
+            variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", self.name)
+        with env_override(variables):
             while left := [job for job in left if job.state() != "finished before"]:
                 if free := [job for job in left if job.state() != "running elsewhere"]:
                     tried = self._launch(free)
@@ -150,20 +153,6 @@ class Sweep:
         except Exception:  # whatever it is, the job meets it too
             return SweepJob(overrides)
 
-    def _environment(self, n_jobs: int) -> dict[str, str]:
-        """Variables for jobs: one group in W&B; in fresh processes this very source, and a share of the cores.
-
-        Submitit's local executor knows nothing of cores, joblib divides them. It goes by the number of the sweep's jobs, not
-        of those that are left: a resumed job must have as many threads as before.
-        """
-        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {"PYTHONPATH": os.pathsep.join(paths)}
-        if self.resumes and self.config.record.wandb.group is None:
-            variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", self.name)
-        if type(self.launcher).__name__ == "LocalLauncher" and not any(name in os.environ for name in CORES):
-            variables |= dict.fromkeys(CORES, str(max(1, len(os.sched_getaffinity(0)) // max(1, n_jobs))))
-        return variables
-
     def _launch(self, jobs: Sequence[SweepJob]) -> list[SweepJob]:
         """Those that finished or failed, and not those that another process took before their turn."""
         tried = []
@@ -190,3 +179,16 @@ class Sweep:
                 finished.append((" ".join(differing) or summary["variant"], summary))
         print(f"sweep {self.name}: {len(finished)} of {len(jobs)} done")
         print_sweep_table(finished)
+
+
+def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
+    """Variables for jobs in fresh processes: they import this very source, and those that start at once share the cores.
+
+    Submitit's local executor knows nothing of cores, joblib divides them. It goes by the number of the sweep's jobs, not of
+    those that are left: a resumed job must have as many threads as before.
+    """
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"PYTHONPATH": os.pathsep.join(paths)}
+    if type(launcher).__name__ == "LocalLauncher" and not any(name in os.environ for name in CORES):
+        variables |= dict.fromkeys(CORES, str(max(1, len(os.sched_getaffinity(0)) // max(1, n_jobs))))
+    return variables

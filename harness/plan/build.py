@@ -171,7 +171,7 @@ def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | 
         )
     cfg = OmegaConf.merge({"check": True}, cfg)  # which runs of before, and verbs that train nothing, do not say
     names = (*SECTIONS, *ALONE, "trial", "space", "trust")
-    check_keys({key: cfg._get_node(key) for key in cfg if key != "hydra"}, names, key="")
+    check_keys({key: node for key, node in OmegaConf.to_container(cfg).items() if key != "hydra"}, names, key="")
     cfg, point = take_trial(cfg, typed=typed)
     try:
         config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

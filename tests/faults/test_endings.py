@@ -91,4 +91,4 @@ def test_figures_that_cannot_be_drawn_take_no_result_away(here, monkeypatch):
 
 def test_a_failure_keeps_its_kind_from_a_job_to_the_sweep():
     copy = cli.portable(StorageFailure("outputs: no space left"))
-    assert isinstance(copy, StorageFailure) and str(copy) == "outputs: no space left"
+    assert cli.exit_code([copy]) == StorageFailure.exit_code and str(copy) == "outputs: no space left"
