@@ -23,8 +23,7 @@ VERBS = {"train": TINY, "bench": TINY, "evidence": ("stage=a",)}
 VERBS |= dict.fromkeys(("check", "cost", "dashboard", "fit", "peers"), ())
 VERBS |= dict.fromkeys(("evaluate", "inspect", "sample"), ("run=somewhere",)) | {"export": ("run=somewhere", "out=b")}
 VERBS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
-VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
-STEPPED = ("variant/", "position/", "optim/", "sublayer/", "recipe/")
+STEPPED = ("variant/", "position/", "optim/", "recipe/")
 """Groups whose files compute something of their own; of the others the plan is enough."""
 
 
@@ -48,11 +47,6 @@ def read(file):
 def chosen(file):
     """The overrides that put a file into a training run."""
     group, _, name = file.partition("/")
-    if group == "sublayer" and f"variant/{name}" in FILES:
-        return chosen(f"variant/{name}")  # with the position that it can follow
-    if group == "sublayer":
-        slot = "attention" if read(file)["_target_"].endswith(".Attention") else "feed_forward"
-        return [f"sublayer@variant.{slot}={name}", *(small(name, slot=slot) if name in VARIANTS else [])]
     return [f"{group}={name}", *(small(name) if group == "variant" else [])]
 
 
@@ -65,11 +59,9 @@ def test_every_command_composes():
         assert compose_config(*overrides, name=name)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(("sublayer/", "space/"))])
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(("sublayer/", "space/", "sweep/"))])
 def test_every_file_composes_builds_and_takes_a_step(file, corpus):
     tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else list(TINY)
-    if file in ("runtime/gpu", "sweep/leaderboard", "sweep/smoke"):
-        tiny += ["runtime.compile=false", "runtime.backend=auto"]
     if "product_key_memory_12" in file:
         tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
     made = plan(*chosen(file), *tiny)

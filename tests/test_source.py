@@ -190,8 +190,8 @@ HARMLESS = (
     *("bench/report/figures.py", "harness/record/figures.py", "harness/record/rows.yaml", "harness/compose/cli.py"),
     *("harness/loop/progress.py", "docs/numbers.md", "README.md", "tests/test_source.py"),
 )
-USED = ("variants/attention.py", "variants/position.py", "variants/kernels/window_cpu.cpp", "harness/loop/run.py")
-USED += ("harness/optim/muon.py", "harness/record/checkpoint.py", "harness/data/streams.py", "train.py")
+USED = ("variants/attention.py", "variants/kernels/window_cpu.cpp", "harness/loop/run.py", "harness/optim/muon.py")
+USED += ("harness/record/checkpoint.py", "train.py")
 WORDS = (*MADE, "variant=mhsa", "outputs=o")
 
 
