@@ -185,7 +185,7 @@ class Subject:
             if self.task.spans != "initial":
                 place_spans(model, spans_of(self.task.spans, span=self.span), heads=self.plan.model.heads)
             return model
-        opened = open_trained(Path(self.task.weights), key="checkpoint", trust=[], trusted=self.plan.trust)
+        opened = open_trained(Path(self.task.weights), key="checkpoint", trust=list(self.plan.trust))
         return opened._replace(plan=self.plan).model(span=self.span)
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,8 +20,7 @@ from torch import Tensor
 from harness.cache import write_whole
 from harness.model import LanguageModel
 from harness.plan.instantiate import resolve
-from harness.plan.layers import plan_layers
-from harness.plan.network import make_network
+from harness.plan.network import make_network, plan_layers
 from harness.plan.settings import ModelSettings, checked, parse
 from harness.record.rows import look_at
 from variants.contract import Position

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.compose import sweep
 from harness.device import choice, random_state, runtime
 from harness.device.choice import Abilities
-from harness.loop.prepare import planned
-from tests.composing import compose_config, plan
+from tests.composing import plan
 from tests.pretended_device import pretend
 from tests.runs import make_job, own_folder, restored  # noqa: F401 - fixtures
 
@@ -68,29 +66,6 @@ def test_a_run_is_what_auto_means_here(here, monkeypatch):
         assert typed.folder.path == job.folder.path, "what is typed is what auto means"
         jobs[precision] = job.folder.path
     assert jobs["float32"] != jobs["bfloat16"]
-
-
-class Launcher:
-    """Any launcher that starts nothing."""
-
-
-class SlurmLauncher(Launcher):
-    """By its name one of other machines."""
-
-
-def test_a_sweep_says_what_auto_means_to_all_its_jobs(monkeypatch):
-    def swept(launcher: Launcher, *words: str) -> list[str]:
-        """What the sweep adds to a job's words."""
-        asked = compose_config(*words)
-        return sweep.settled_words(asked.runtime, planned(asked).config["runtime"], launcher)
-
-    monkeypatch.setattr(choice, "abilities", lambda name: FAST)
-    both = ["runtime.precision=bfloat16", "runtime.compile=true"]
-    assert swept(Launcher()) == both
-    assert swept(Launcher(), "runtime.precision=float32") == both[1:] and swept(Launcher(), *TYPED) == []
-    pretend(monkeypatch, None)
-    assert swept(SlurmLauncher()) == [], "a machine without a GPU does not know those of the jobs"
-    assert swept(SlurmLauncher(), "runtime.device=cpu") == both
 
 
 def test_tf32_is_for_cuda_where_it_is_asked_for(monkeypatch):

@@ -154,7 +154,7 @@ class Run:
     def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
         plan, path = self.plan, self.folder.path
         own = {"name": path.name, "job_type": plan.purpose}
-        own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))}
+        own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, data)))}
         return WandbRun(path, config=plan.config, id=id, **vars(plan.wandb) | own)
 
     def _restore(self) -> dict:
