@@ -14,7 +14,7 @@ from harness.loop.trainer import Trainer
 from harness.loop.update import Update
 from harness.optim.optimizers import Optimizers
 from harness.record import checkpoint
-from harness.record.rows import SUMMARY_KEYS
+from harness.record.shapes import misfit, shapes
 from tests.composing import plan
 from tests.runs import (
     DROPOUT,
@@ -162,7 +162,7 @@ def test_summary_table_and_figures(variant, monkeypatch, capsys):
     monkeypatch.setattr(Optimizers, "unreached", lambda self: ["layers.0.a", "layers.1.a"])
     words = ("record.figures=true", "eval.windows=true", "budget.steps=8", "runtime.allocator=return")
     job, summary = whole_run(*VARIANTS[variant], *words)
-    assert summary["status"] == "finished" and not set(SUMMARY_KEYS) - summary.keys()
+    assert summary["status"] == "finished" and misfit(summary, shape=shapes()["summary"]) is None
     assert summary["data"].keys() >= {"name", "bytes", "sha256"}
     assert summary["parameters"].keys() == {"total", "touched", "by_sublayer"}
     assert 0 < summary["flops_per_byte"]["ideal"] <= summary["flops_per_byte"]["executed"]

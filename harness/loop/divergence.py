@@ -7,7 +7,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from harness.device import runtime
+from harness.device import random_state
 from harness.failures import Diverged
 
 
@@ -31,7 +31,7 @@ class FiniteCheck:
             if left_out():
                 self._steps.clear()
                 optimizers, seen = self._trainer.optimizers, self._nonfinite(number, random)
-                seen = min(sum(self._trainer.runtime.processes.gather_values(seen), start=[]), default=None)
+                seen = min(sum(self._trainer.runtime.processes.all_gather(seen), start=[]), default=None)
                 which = f"{seen[1]} is the first that is not" if seen else "which one is not known: made again, all are"
                 rate = optimizers.lr * optimizers.schedule.factor(fraction, step=number)
                 self._raise(
@@ -79,7 +79,7 @@ class FiniteCheck:
             with torch.no_grad(), t.runtime.autocast():
                 for earlier in range(number - past, number):
                     state = t.model(t.send(earlier)[0], state).state
-            runtime.set_dropout_state(random)
+            random_state.set_dropout_state(random)
             for name, module in t.model.named_modules():
                 watch(name, module)
             note("the loss", t.update.gradients(*t.send(number), state, forward=t.model)[1])

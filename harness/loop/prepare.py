@@ -19,8 +19,8 @@ from harness.loop.settle import settled
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder, shards
-from harness.record.provenance import read_provenance
-from harness.record.rows import RECORD, identity_of, read_object
+from harness.record.folder import identity_of, read_provenance
+from harness.record.rows import RECORD, read_object
 
 WARM_BYTES = 16
 """Bytes of the step that is thrown away before memory is measured."""

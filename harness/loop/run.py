@@ -16,7 +16,7 @@ import yaml
 from harness.cache import write_whole
 from harness.count.memory import Peak, PeakMemory
 from harness.device.processes import ProcessGroup, is_connection_failure
-from harness.device.runtime import StopSignal
+from harness.device.stop_signal import StopSignal
 from harness.device.units import gathered, taken_out
 from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
 from harness.loop import summary
@@ -27,7 +27,8 @@ from harness.optim.budget import Spent
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder, shards
 from harness.record.closing_table import bits, print_closing_table, scored_splits
-from harness.record.rows import CONFIG, Record, find_comparable, read_rows, write_summary
+from harness.record.comparison import find_comparable
+from harness.record.rows import CONFIG, Record, read_rows, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_STEPS = 2
@@ -153,7 +154,7 @@ class Run:
 
     def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
         plan, name = self.plan, self.folder.path.name
-        tags = (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))
+        tags = (*plan.wandb.tags, *filter(None, (plan.variant, data)))
         settings = vars(plan.wandb) | {"name": name, "job_type": plan.purpose, "tags": tags}
         return WandbRun(self.folder.path, config=plan.config, id=id, **settings)
 
@@ -190,9 +191,9 @@ class Run:
         self.trainer.step()
         every = self.plan.checkpoint.every_seconds
         late = every is not None and time.monotonic() - self._saved_seconds >= every
-        words = self._processes.all_gather_numbers([self.stop.heard, late and self._processes.is_main])
+        words = self._processes.all_gather((self.stop.heard, late and self._processes.is_main))
         signals, lates = zip(*words, strict=True)
-        self.stop.agreed, self._save_late = int(max(signals)), bool(max(lates))
+        self.stop.agreed, self._save_late = max(signals), any(lates)
         self._steps_here += 1
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
@@ -266,7 +267,7 @@ class Run:
         place = self._processes.on_main(partial(checkpoint.new_shards, self.folder.path, step=step))
         with self._processes.fail_together():
             tensors, written = shard_files.write(place, divided)
-        digests = {name: digest for each in self._processes.gather_values(written) for name, digest in each.items()}
+        digests = {name: digest for each in self._processes.all_gather(written) for name, digest in each.items()}
         with self._processes.fail_together():
             if self._processes.is_main and (unseen := [name for name in digests if not (place / name).is_file()]):
                 raise StorageFailure(

@@ -140,7 +140,7 @@ def _score(
     scored = torch.cat(nats, along)[torch.cat(masks, along)] if nats else torch.empty(0)
     if processes.world_size > 1:
         stats = {name: {key: value.cpu() for key, value in own.items()} for name, own in stats.items()}
-    stats = functools.reduce(add_stats, processes.gather_values(stats))
+    stats = functools.reduce(add_stats, processes.all_gather(stats))
     changes = torch.cat(processes.gather(futures.changes if futures else torch.empty(0)))
     return Score(torch.cat(processes.gather(scored)), stats, changes.mean().item() if len(changes) else 0.0)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harness.data.corpora import Corpus
 from harness.data.streams import Streams, sample_cut, score_streams, share
-from harness.device import runtime
+from harness.device import random_state
 from harness.device.runtime import Runtime
 from harness.device.units import gathered, is_divided
 from harness.loop.divergence import FiniteCheck
@@ -19,7 +19,7 @@ from harness.model import LanguageModel
 from harness.optim.budget import Spent
 from harness.optim.optimizers import BY_ROWS
 from harness.plan.build import Plan
-from variants.contract import map_state
+from variants.contract import cat_streams, map_state
 
 
 class Trainer:
@@ -39,7 +39,7 @@ class Trainer:
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
         self.plan, self.corpus, self.runtime = plan, corpus, device
-        runtime.seed(plan.seed)
+        random_state.seed(plan.seed)
         b, processes = plan.batch, device.processes
         cut = {"streams": b.streams, "segment": b.segment, "carry": b.carry}
         self.stream = Streams(corpus.splits["train"], seed=plan.seed, **cut)
@@ -62,7 +62,7 @@ class Trainer:
             if reason := next(self._refusals(), None):
                 raise ValueError(reason)
             # From here on, draws are dropout's.
-            runtime.seed_apart(plan.seed, step=0, rank=processes.rank)
+            random_state.seed_apart(plan.seed, step=0, rank=processes.rank)
 
     def spread(self) -> None:
         """Have the processes train together, from the first one's weights; all call it, before anything else."""
@@ -96,7 +96,7 @@ class Trainer:
         state = None if self.stream.begins(number) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last)) / 2
-        random = runtime.dropout_state()
+        random = random_state.dropout_state()
         with self.runtime.compile_clock() as compiling:
             nats, after = self.update(inputs, targets, state, fraction=middle)
         self._finite.add(number, middle, random)
@@ -107,7 +107,7 @@ class Trainer:
         self._ahead = not self._timed
         seconds = time.perf_counter() - began - compiling.seconds
         if self._timed:  # what follows from them must be the same everywhere
-            seconds = self.runtime.processes.all_gather_numbers([seconds])[0][0]
+            seconds = self.runtime.processes.all_gather(seconds)[0]
         self.compile_seconds += compiling.seconds
         self._unread.append(nats)
         self._steps += 1
@@ -234,8 +234,8 @@ class Trainer:
         self.settle()
         self._finite.check_weights()
         processes = self.runtime.processes
-        state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.world_size > 1 else s)), self.state)
-        random, *others = processes.gather_values(runtime.random_state())
+        state = cat_streams(processes.all_gather(map_state(lambda s: s.cpu(), self.state)))
+        random, *others = processes.all_gather(random_state.random_state())
         content = {
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
@@ -260,9 +260,9 @@ class Trainer:
         self._nats, self._steps, self.compile_seconds = (content[key] for key in ("nats", "steps", "compile_seconds"))
         randoms = [content["random"], *content.get("random_others", ())]
         if len(randoms) == processes.world_size:
-            runtime.set_random_state(randoms[processes.rank])
+            random_state.set_random_state(randoms[processes.rank])
         else:
-            runtime.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
+            random_state.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """The parameters of another run; ValueError if the models differ."""

@@ -68,8 +68,6 @@ class Update:
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.units.parameters)
         with processes.fail_together() if first else nullcontext():  # an optimizer may refuse what it is given
             optimizers.step(fraction, loss=loss)
-        if first:
-            processes.shorten_timeout()
         if optimizers.skip_nonfinite:
             after = self._repaired(after, before)
         optimizers.zero_grad()
