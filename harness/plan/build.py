@@ -145,7 +145,7 @@ def plan_run(
         scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
         optim=_optim(config["optim"], trust, lr_scale=config["variant"].get("lr_scale")),
         groups=plan_groups(config["variant"].get("groups"), trust=trust),
-        budget=Budget(**config["budget"], default_bytes=default_bytes),
+        budget=parse(Budget, config["budget"] | {"default_bytes": default_bytes}, key="budget"),
         data=vars(parse(settings.DataSettings, config["data"], key="data")),
         wandb=parse(settings.WandbSettings, plain["record"].wandb, key="record.wandb"),
         point=point,
