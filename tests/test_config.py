@@ -172,11 +172,11 @@ BAD = [
     ("position.base=abc", "position.base=abc", "float"),
     ("data.bytes=many", "data.bytes=many", "int"),
     ("budget=3", "budget=3", "section"),
-    ("budget.steps=abc", "budget.steps='abc'", "above 0"),
+    ("budget.steps=abc", "budget.steps=abc", "must be"),
     ("optim.lr=abc", "optim.lr='abc'", "above 0"),
     ("optim.default.betas=[0.9]", "optim.default.betas=[0.9]", "list"),
     ("optim.matrices=3", "optim.matrices=3", "lr_scale, optimizer"),
-    ("optim.schedule.decay=sine", "optim.schedule.decay='sine'", "linear, cosine"),
+    ("optim.schedule.decay=sine", "optim.schedule.decay=sine", "linear, cosine"),
     ("trust=[1]", "trust=[1]", "list of modules"),
     ("trust=[no_such_module]", "trust=no_such_module", "imported"),
     # sizes that do not fit together
