@@ -15,26 +15,29 @@ segment stays, the span is the length, and streams carry a full state. FLOPs per
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import hydra
-from annotated_types import Gt
+from annotated_types import Gt, MinLen
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.compose.cli import run_command
+from harness.plan.settings import RuntimeSettings
+
+BACKEND, ALLOCATOR = (RuntimeSettings.__annotations__[key] for key in ("backend", "allocator"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostSettings:
     """The keys of ``conf/cost.yaml``, which says what they mean."""
 
-    variants: list | None
-    lengths: list
+    variants: Annotated[list[str], MinLen(1)] | None
+    lengths: Annotated[list[Annotated[int, Gt(0)]], MinLen(1)]
     mode: Literal["cold", "stream"]
-    backends: list
-    spans: list
-    allocators: list
+    backends: Annotated[list[BACKEND], MinLen(1)]
+    spans: Annotated[list[Literal["learned", "one_long", "initial"]], MinLen(1)]
+    allocators: Annotated[list[ALLOCATOR], MinLen(1)]
     streams: Annotated[int, Gt(0)]
     rounds: Annotated[int, Gt(0)]
     seconds: Annotated[float, Gt(0)]
@@ -104,7 +107,6 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     from harness.plan.settings import parse
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
-    _check_lists(settings)
     if not isinstance(cfg.checkpoint, str):  # the section that says when a training run writes one
         if settings.variants is None:
             return settings, [cfg], None
@@ -116,24 +118,8 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
                 f"{', '.join(BESIDE_A_CHECKPOINT)}"
             )
     typed = {"runtime": cfg.runtime, "trust": cfg.trust}
-    own = open_trained(Path(cfg.checkpoint), key="checkpoint", **typed)
-    return settings, [OmegaConf.create(own.plan.config)], cfg.checkpoint
-
-
-def _check_lists(settings: CostSettings) -> None:
-    from bench.weights import KINDS
-    from harness.plan.settings import RuntimeSettings
-
-    hints = RuntimeSettings.__annotations__
-    choices = {f"{key}s": get_args(hints[key]) for key in ("backend", "allocator")} | {"spans": KINDS}
-    for key, allowed in choices.items():
-        found = getattr(settings, key)
-        if not found or set(map(str, found)) - set(allowed):
-            raise ValueError(f"{key}={found}: must be a list of {', '.join(allowed)}")
-    if not settings.lengths or not all(isinstance(length, int) and length > 0 for length in settings.lengths):
-        raise ValueError(f"lengths={settings.lengths}: must be a list of bytes, each an integer above 0")
-    if settings.variants is not None and not settings.variants:
-        raise ValueError("variants=[]: must be a list of variants, or null for the one of variant=")
+    trained = open_trained(Path(cfg.checkpoint), key="checkpoint", **typed)
+    return settings, [OmegaConf.create(trained.plan.config)], cfg.checkpoint
 
 
 def _task(config: DictConfig, settings: CostSettings, *, length: int, weights: str | None, spans: str, **runtime: str):
@@ -141,13 +127,13 @@ def _task(config: DictConfig, settings: CostSettings, *, length: int, weights: s
     from bench.cost_worker import Task
     from bench.planning import bench_plan, typed_command
 
-    own, warm = copy.deepcopy(config), settings.mode == "stream"
-    own.batch.streams, own.batch.carry, own.batch.accumulate = settings.streams, warm, 1
-    own.batch.segment = own.batch.segment if warm else length
-    own.runtime.update(runtime)
+    cell, warm = copy.deepcopy(config), settings.mode == "stream"
+    cell.batch.streams, cell.batch.carry, cell.batch.accumulate = settings.streams, warm, 1
+    cell.batch.segment = cell.batch.segment if warm else length
+    cell.runtime.update(runtime)
     if weights is None:
-        own.model.span = length
-    plan, same = bench_plan(own), {"weights": weights, "spans": spans, "command": typed_command("cost")}
+        cell.model.span = length
+    plan, same = bench_plan(cell), {"weights": weights, "spans": spans, "command": typed_command("cost")}
     return Task(config=plan.config, trusted=plan.trust, warm=warm, span=length, **same)
 
 

@@ -19,7 +19,7 @@ from harness.compose.cli import MISTAKES, explain
 from harness.compose.untrusted_config import TYPED, read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
-from harness.data.public import PINNED
+from harness.data.sources import PINNED
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.prepare import planned

@@ -35,17 +35,17 @@ def compare_ideal(model: LanguageModel, *, span: int) -> tuple[list[str], str]:
         for hook in hooks:
             hook.remove()
     ideal = model.ideal_flops()
-    told = [f"eval, segments of {segment} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"]
-    breaks = told[:] if ideal > executed else []
+    compared = [f"eval, segments of {segment} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"]
+    breaks = compared[:] if ideal > executed else []
     for name, sublayer in sublayers.items():
-        own = sum(count_flops(call).total for call in calls[name]) / (number * segment)
+        executed_part = sum(count_flops(call).total for call in calls[name]) / (number * segment)
         least, reason = sublayer.ideal_share
-        share = sublayer.ideal_flops() / own if own else 1.0
-        line = f"{name}: ideal is {share:.2g} of {own:,.0f} executed per byte"
+        share = sublayer.ideal_flops() / executed_part if executed_part else 1.0
+        line = f"{name}: ideal is {share:.2g} of {executed_part:,.0f} executed per byte"
         if share < least or (least < HALF and not reason):
             breaks.append(f"{line}; allowed is {HALF} or more, or ideal_share=({least}, '{reason}') with a reason")
-        told += [f"{line}, because {reason}"] if share < HALF else []
-    return breaks, "; ".join(told)
+        compared += [f"{line}, because {reason}"] if share < HALF else []
+    return breaks, "; ".join(compared)
 
 
 def excuses(model: LanguageModel) -> list[str]:
