@@ -9,12 +9,11 @@ Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
 import json
 import zlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import hydra
 import numpy as np
 import torch
-from annotated_types import Ge
 from omegaconf import DictConfig
 
 from bench import CONF
@@ -151,7 +150,11 @@ def main(cfg: DictConfig) -> None:
     file, split = checked(cfg.file, str | None, key="file"), checked(cfg.split, SPLIT | None, key="split")
     if (file is None) == (split is None):
         raise ValueError(f"file={file} split={split}: one of them must be given, the other null")
-    streams = checked(cfg.streams, Annotated[int, Ge(1)] | None, key="streams")
+    streams = cfg.streams
+    if streams is not None and type(streams) is not int:
+        raise ValueError(f"streams={streams}: must be int or null")
+    if streams is not None and streams < 1:
+        raise ValueError(f"streams={streams}: must be at least 1, or null for one every {STREAM_BYTES} bytes")
     out = checked(cfg.out, str, key="out")
     content = read_input(file, out=out)
     trained, how, conditions = open_run(cfg)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import hydra
-from annotated_types import Gt, MinLen
+from annotated_types import Gt
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
@@ -32,12 +32,12 @@ BACKEND, ALLOCATOR = (RuntimeSettings.__annotations__[key] for key in ("backend"
 class CostSettings:
     """The keys of ``conf/cost.yaml``, which says what they mean."""
 
-    variants: Annotated[list[str], MinLen(1)] | None
-    lengths: Annotated[list[Annotated[int, Gt(0)]], MinLen(1)]
+    variants: list[str] | None
+    lengths: list[Annotated[int, Gt(0)]]
     mode: Literal["cold", "stream"]
-    backends: Annotated[list[BACKEND], MinLen(1)]
-    spans: Annotated[list[Literal["learned", "one_long", "initial"]], MinLen(1)]
-    allocators: Annotated[list[ALLOCATOR], MinLen(1)]
+    backends: list[BACKEND]
+    spans: list[Literal["learned", "one_long", "initial"]]
+    allocators: list[ALLOCATOR]
     streams: Annotated[int, Gt(0)]
     rounds: Annotated[int, Gt(0)]
     seconds: Annotated[float, Gt(0)]
@@ -107,6 +107,9 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     from harness.plan.settings import parse
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
+    for key in ("variants", "lengths", "backends", "spans", "allocators"):
+        if (values := getattr(settings, key)) is not None and not values:
+            raise ValueError(f"{key}=[]: must be a list of one or more")
     if not isinstance(cfg.checkpoint, str):  # the section that says when a training run writes one
         if settings.variants is None:
             return settings, [cfg], None
