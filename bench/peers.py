@@ -85,7 +85,7 @@ class Entry(Asked):
 def main(cfg: DictConfig) -> None:
     from bench.planning import own_keys
     from bench.progress import Steps
-    from bench.report.tables_peers import peer_tables
+    from bench.report.tables_costs import peer_tables
     from bench.rows import RowFile
     from harness.plan.settings import parse
     from harness.record.table import print_table

@@ -12,7 +12,8 @@ from bench import measuring
 from bench.cost_worker import Subject, Task
 from bench.planning import read_run
 from bench.progress import Steps
-from bench.report.tables_costs import cost_tables, for_terminal
+from bench.report.columns import for_terminal
+from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Asked, in_turn
 from harness.record.cells import LEAST_CALLS, significant
@@ -181,11 +182,11 @@ def test_a_model_with_dropout_is_told_apart_by_what_runs_in_evaluation(here):
     assert [row["backend"] for row in (plain, auto)] == ["plain", "plain"]
     assert plain["evaluation_backend"] == "plain" != auto["evaluation_backend"]
     assert auto["flops"]["executed_per_byte"] < plain["flops"]["executed_per_byte"]
-    (table, _) = cost_tables([plain, auto])
+    (table,) = cost_tables([plain, auto])
     place = [column.heading for column in table.columns].index("in evaluation")
     assert {row[place].text for row in table.rows} == {"", auto["evaluation_backend"]}
     assert "in evaluation" in ended.out
-    (table, _) = cost_tables([plain])
+    (table,) = cost_tables([plain])
     assert "in evaluation" not in [column.heading for column in table.columns]
 
 
@@ -199,7 +200,7 @@ def test_the_state_is_as_long_as_the_window_and_the_square_is_in_the_plain_rows(
 
 
 def test_a_table_shows_both_settings_of_the_allocator_and_one_figure_each(side_by_side):
-    (speed, _) = cost_tables(side_by_side)
+    (speed,) = cost_tables(side_by_side)
     headings = [column.heading for column in speed.columns]
     freed, backend = headings.index("freed memory"), headings.index("backend")
     shown = [(row[backend].text, row[freed].text) for row in speed.rows]

@@ -6,7 +6,8 @@ from rich.console import Console
 
 from bench.measuring import _line
 from bench.model_flops import dense_peak, utilisation
-from bench.report.tables_costs import cost_tables, for_terminal
+from bench.report.columns import for_terminal
+from bench.report.tables_costs import cost_tables
 from harness.record.table import print_table
 from tests.bench_rows import cost_row
 from tests.composing import CONF
