@@ -60,11 +60,11 @@ def main(cfg: DictConfig) -> None:
         measure_together,
     )
     from bench.planning import bench_plan
-    from bench.progress import Steps
     from bench.report.columns import for_terminal
     from bench.report.tables_costs import cost_tables
     from bench.rows import RowFile
     from harness.loop.admission import admission
+    from harness.loop.progress import Steps
     from harness.record.rows import read_rows
     from harness.record.table import print_table
 

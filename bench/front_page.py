@@ -16,11 +16,10 @@ from bench.report.frame import copies, read
 from bench.report.tables import result_tables, summed
 from bench.report.tuning import Pick, picks, point_words
 from bench.report.words import budget_words, data_words
-from bench.rows import ground
 from harness.cache import write_whole
 from harness.failures import exit_code
 from harness.record.cells import listed
-from harness.record.rows import same_numbers
+from harness.record.comparison import ground, same_numbers
 from harness.record.table import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,8 +27,8 @@ from harness.loop.train_state import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
-from harness.record.provenance import read_provenance
-from harness.record.rows import CONFIG, RECORD, identity_of
+from harness.record.folder import identity_of, read_provenance
+from harness.record.rows import CONFIG, RECORD
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shutil
 import signal
 import weakref
 from pathlib import Path
@@ -18,7 +17,7 @@ from harness.compose import sweep
 from harness.loop.train_state import TrainState
 from harness.record.rows import read_rows, repeatable
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.composing import plan
+from tests.composing import CONF, plan
 from tests.forked import exit_code, started
 from tests.patience import wait_for
 
@@ -217,19 +216,9 @@ def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here, launcher, undisturb
     assert disturbed == undisturbed and len(disturbed) == 2
 
 
-def test_slurm_gets_one_array_of_jobs(here, monkeypatch):
-    """With commands that pretend to be Slurm's: what is asked of it, and that the jobs come back."""
-    (here / "bin").mkdir()
-    for name in ("sbatch", "srun", "sacct", "scontrol"):
-        shutil.copy(ROOT / "tests" / "pretended_slurm.py", here / "bin" / name)
-        (here / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("PRETENDED_SLURM", str(here))
-    words = ("seed=0,1,2", "hydra/launcher=slurm", "hydra.launcher.partition=gpus", "hydra.launcher.timeout_min=30")
-    assert train(*MADE, "seed=1").code == 0
-    ended = train("-m", *MADE, *words)
-    assert ended.code == 0 and status_lines(ended.out)[-1] == "3 of 3 done", ended
-    asked = (here / "submitted.sh").read_text()
-    for line in ("partition=gpus", "time=30", "array=0-1%2", "gpus-per-node=1", "cpus-per-task=8", "signal=USR2@120"):
-        assert f"#SBATCH --{line}" in asked, asked
-    assert {found["status"] for found in summaries(here / "outputs").values()} == {"finished"}
+def test_slurm_gets_one_array_of_jobs_with_a_gpu_each():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", overrides=["hydra/launcher=slurm"], return_hydra_config=True)
+    launcher = config.hydra.launcher
+    assert launcher._target_.endswith(".SlurmLauncher") and launcher.array_parallelism > 1
+    assert launcher.gpus_per_node == 1 and launcher.max_num_timeout > 0

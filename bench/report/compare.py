@@ -1,8 +1,8 @@
 """Which rows stand in one table, which differ by their seed only, and how those that differ are named.
 
-Bits per byte compare where ``harness.record.rows.held_equal`` is equal; rows of other numbers (``same_numbers``) stand
-with them, marked ``+``. Time and memory compare on equal ``bench.rows.ground`` and code. An *arm* is one variant at one
-configuration, whatever its seed.
+Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` is equal; rows of other numbers
+(``same_numbers``) stand with them, marked ``+``. Time and memory compare on equal ``ground`` and code. An *arm* is one
+variant at one configuration, whatever its seed.
 """
 
 import json
@@ -14,11 +14,9 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from bench.report.frame import number
 from bench.report.words import short_commit, source_words
-from bench.rows import ground
 from harness.record.cells import BUSY, NOTHING, OLDER, busy_words, count_of, listed
-from harness.record.rows import held_equal, numbers_of, same_numbers, tree_of
+from harness.record.comparison import ground, held_equal, numbers_of, same_numbers, tree_of
 from harness.record.shapes import VERBS
 from harness.record.table import Cell, Column, words
 
@@ -45,24 +43,13 @@ IN_CAPTIONS = {"freed": "what becomes of freed memory", "spans_from": "where lea
 def groups(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
     """Runs that compare, with their number, in the order in which the first of each ended."""
     if len(runs):
-        keys = [comparable(row) for row in runs["row"]]
+        keys = [held_equal(row) for row in runs["row"]]
         yield from ((index, same) for index, (_, same) in enumerate(runs.groupby(keys, sort=False), start=1))
 
 
 def is_tuning(runs: pd.DataFrame) -> bool:
     """Whether runs that compare were there to choose a setting on the validation split: ``purpose=tune``."""
     return runs["row"].iloc[-1].get("purpose") == "tune"
-
-
-def comparable(row: dict) -> str:
-    """Equal for runs whose bits per byte may stand in one table or figure, and whose budget was the same.
-
-    A span that is the model's own is a setting that may be compared, not a way of scoring.
-    """
-    held = held_equal(row)
-    if number(row["config"], "model", "span") == row["protocol"]["span"]:
-        held["protocol"] |= {"span": None, "context": None}
-    return json.dumps(held, sort_keys=True)
 
 
 def cost_ground(row: dict) -> str:

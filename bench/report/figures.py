@@ -16,9 +16,9 @@ from bench.report.frame import Rows, copies
 from bench.report.style import FONT_POINTS, LINES, finish, legend, looks, memory_unit, plain_number, styled, value_axis
 from bench.report.tables import REFERENCE, bits_by_seed, compare, summed
 from bench.report.words import budget_words, data_words, freed_words, machine_words
-from bench.rows import ground
 from harness.record import drawing
 from harness.record.cells import count_of
+from harness.record.comparison import ground
 from harness.record.table import Drawing
 
 COSTS = {

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import comparable, flat, head_columns, settings_of, source_notes, with_arms
+from bench.report.compare import flat, head_columns, settings_of, source_notes, with_arms
 from bench.report.words import budget_words, data_words
 from harness.record.cells import filled_table, listed
+from harness.record.comparison import held_equal
 from harness.record.table import Table
 
 HOW = tuple(f"runtime.{key}" for key in ("device", "backend", "compile", "threads", "deterministic", "processes"))
@@ -61,7 +62,7 @@ def picks(frame: pd.DataFrame) -> list[Pick]:
     runs = runs.dropna(subset=["trial"])
     if not (runs["kind"] == "run").any():
         return []
-    sweeps = [comparable(row | {"capped": {}}) for row in runs["row"]]  # a run that failed does not say what was capped
+    sweeps = [held_equal(row | {"capped": {}}) for row in runs["row"]]  # a run that failed does not say what was capped
     spaces = [json.dumps([row["config"].get("space"), sorted(row["point"])]) for row in runs["row"]]
     settings = [_setting(row, without=tuple(row["point"])) for row in runs["row"]]
     tuned = [

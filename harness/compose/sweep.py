@@ -83,13 +83,13 @@ class SweepJob(NamedTuple):
 
     @property
     def state(self) -> str:
-        from harness.record.folder import ending
+        from harness.record.folder import status_of
 
         if self.folder is None or self.finished:
             return "finished before" if self.finished else "new"
         if self.held:
             return "running elsewhere"
-        failed = (ending(self.folder.path) or ("finished",))[0] != "finished"
+        failed = status_of(self.folder.path) not in (None, "finished")
         return "failed before and tried again" if failed else "to go on" if self.folder.begun else "new"
 
 
