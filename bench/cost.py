@@ -63,7 +63,8 @@ def main(cfg: DictConfig) -> None:
         measure_together,
     )
     from bench.planning import bench_plan
-    from bench.report.tables_costs import cost_tables, for_terminal
+    from bench.report.columns import for_terminal
+    from bench.report.tables_costs import cost_tables
     from bench.rows import RowFile
     from harness.loop.admission import admission
     from harness.loop.progress import Steps
@@ -94,7 +95,7 @@ def main(cfg: DictConfig) -> None:
         for group in filter(None, groups):
             for row in measure_together(group, settings=settings, progress=progress):
                 rows.append(file.append(row))
-    for table in cost_tables(rows)[::2]:  # those of speed; what they are made of is in the report
+    for table in cost_tables(rows):  # the other columns are in the report
         print_table(for_terminal(table))
     print(f"rows: {file.path}")
 

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import CONF
 from bench.cost_worker import full_state
 from bench.planning import own_keys, provenance, typed_command
-from bench.report.tables_costs import fit_tables, for_terminal
+from bench.report.columns import for_terminal
+from bench.report.tables_costs import fit_tables
 from bench.rows import RowFile
 from bench.weights import place_spans
 from harness.compose.cli import run_command

@@ -10,7 +10,8 @@ import torch
 from bench import measuring
 from bench.cost_worker import Subject, Task
 from bench.planning import read_run
-from bench.report.tables_costs import cost_tables, for_terminal
+from bench.report.columns import for_terminal
+from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Asked, in_turn
 from harness.loop.progress import Steps
@@ -180,7 +181,7 @@ def test_nobody_is_asked_again_after_a_minute():
 
 
 def test_a_table_shows_both_settings_of_the_allocator_and_one_figure_each():
-    (speed, _) = cost_tables([cost_row(length=512, allocator=setting) for setting in ("keep", "return")])
+    (speed,) = cost_tables([cost_row(length=512, allocator=setting) for setting in ("keep", "return")])
     freed = [column.heading for column in speed.columns].index("freed memory")
     assert [row[freed].text for row in speed.rows] == ["keep", "return"]
     assert "what becomes of freed memory" in speed.caption

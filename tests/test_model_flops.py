@@ -5,7 +5,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from bench.model_flops import dense_peak, utilisation
-from bench.report.tables_costs import cost_tables, for_terminal
+from bench.report.columns import for_terminal
+from bench.report.tables_costs import cost_tables
 from harness.record.table import print_table
 from tests.bench_rows import cost_row
 from tests.composing import CONF
