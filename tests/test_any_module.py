@@ -317,7 +317,7 @@ def test_the_check_holds_a_module_to_what_is_said_of_it(layers):
 def test_and_to_how_far_it_sees(layers):
     def beyond(target: str, **said) -> str:
         """The first byte that matters beyond the declared reach."""
-        breaks, _ = reach(Subject(model_of(partial(made(node(f"{NAME}.{target}")), **said)), 5, 31))
+        breaks = list(reach(Subject(model_of(partial(made(node(f"{NAME}.{target}")), **said)), 5, 31)))
         return (breaks or [""])[0]
 
     assert not beyond("Mean") and not beyond("Window", reach=3)
@@ -338,7 +338,7 @@ def test_and_to_what_it_follows(layers, module, honours, said):
     own = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "module": node(f"{NAME}.{module}")}
     cfg = compose_config(*TINY, f"trust=[{NAME}]", "model.d_model=16", "model.span=13", "position=none")
     cfg.variant = {"name": "mine", "layers": ["mixer"], "at": {}, "groups": {}, "mixer": {**own, "honours": honours}}
-    breaks, _ = follows(plan_run(cfg))
+    breaks = list(follows(plan_run(cfg)))
     assert [line.partition(" with ")[2] for line in breaks] == said
 
 

@@ -22,33 +22,33 @@ SPANS = (13, 64)
 """Odd and prime, or for mechanisms that want a multiple of something."""
 
 
-def with_small(plan: Plan, *, given: Collection[str] = ()) -> Plan:
-    """The plan with what its variant says under ``small``, but for keys that were ``given`` on the command line."""
-    own = _small(plan)
-    if not own:
+def with_small(plan: Plan, *, typed: Collection[str] = ()) -> Plan:
+    """The plan with what its variant says under ``small``, but for keys that were ``typed`` on the command line."""
+    small = _small(plan)
+    if not small:
         return plan
-    typed = {key.removeprefix("variant.") for key in given}
-    config = {name: _untyped(keys, typed, name) for name, keys in own.items()}
-    model = config.pop("model", {})
-    variant = {name: _merged(plan.config["variant"][name], keys) for name, keys in config.items()}
+    keys = {key.removeprefix("variant.") for key in typed}
+    changes = {name: _untyped(own, keys, name) for name, own in small.items()}
+    model = changes.pop("model", {})
+    variant = {name: _merged(plan.config["variant"][name], own) for name, own in changes.items()}
     return varied(plan, variant=variant, model=model)
 
 
 def _small(plan: Plan) -> dict[str, dict]:
     """``small`` of the plan's variant; ValueError naming the key, the value and what is allowed."""
     variant = plan.config["variant"]
-    own = checked(variant.get("small"), dict | None, key="variant.small") or {}
+    small = checked(variant.get("small"), dict | None, key="variant.small") or {}
     names = [name for name in variant if name not in KEYS]
-    for name, keys in own.items():
+    for name, own in small.items():
         key = f"variant.small.{name}"
         if name not in (*names, "model"):
-            raise ValueError(f"{key}={keys}: no such sublayer; allowed are {', '.join(names)} and model")
-        checked(keys, dict, key=key)
+            raise ValueError(f"{key}={own}: no such sublayer; allowed are {', '.join(names)} and model")
+        checked(own, dict, key=key)
         if name == "model":
-            parse(ModelSettings, plan.config["model"] | keys, key=key)
+            parse(ModelSettings, plan.config["model"] | own, key=key)
         else:
-            resolve(_merged(variant[name], keys), key=key, kind=Sublayer, trust=plan.trust)
-    return dict(own)
+            resolve(_merged(variant[name], own), key=key, kind=Sublayer, trust=plan.trust)
+    return dict(small)
 
 
 def _merged(node: Mapping, keys: Mapping) -> dict:
@@ -57,12 +57,11 @@ def _merged(node: Mapping, keys: Mapping) -> dict:
 
 def _untyped(keys: Mapping, typed: Collection[str], prefix: str) -> dict:
     """Keys, at any depth, that nobody typed."""
-    found = {}
-    for name, value in keys.items():
-        key = f"{prefix}.{name}"
-        if key not in typed:
-            found[name] = _untyped(value, typed, key) if isinstance(value, Mapping) else value
-    return found
+    return {
+        name: _untyped(value, typed, f"{prefix}.{name}") if isinstance(value, Mapping) else value
+        for name, value in keys.items()
+        if f"{prefix}.{name}" not in typed
+    }
 
 
 def shrunk(plan: Plan) -> Plan:
@@ -76,8 +75,8 @@ def shrunk(plan: Plan) -> Plan:
     Other keywords of sublayers (an explicit ``d_head``) stay as they are, so one that was interpolated from
     ``model.d_model`` needs all the width asked for.
     """
-    own, sized = with_small(plan), _small(plan).get("model", {})
-    return _narrowed(own, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sized)
+    small, sized = with_small(plan), _small(plan).get("model", {})
+    return _narrowed(small, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sized)
 
 
 def narrow(plan: Plan) -> Plan:
