@@ -163,7 +163,7 @@ def test_a_model_that_does_not_learn_is_caught():
         return Deaf([{"gate": Gate}], lambda i: context(layer=i), vocabulary=31)
 
     finding = learns(make, vocabulary=31, steps=60)
-    assert not finding.passed and finding.detail.endswith("after 60 steps")
+    assert not finding.passed and finding.detail.endswith("after 60 steps of seed 2")
     assert not findings_of(make)[p.INFLUENCE].passed
 
 
