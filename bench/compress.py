@@ -18,7 +18,6 @@ from omegaconf import DictConfig
 from bench import CONF
 from bench.arithmetic import BITS, ESCAPE, Coder, Decoder, Encoder, frequencies
 from bench.planning import Trained, open_trained
-from bench.progress import Steps
 from harness import source
 from harness.cache import write_whole
 from harness.compose.cli import run_command
@@ -26,6 +25,7 @@ from harness.data.corpora import SPLITS
 from harness.data.sources import digest
 from harness.data.streams import score_streams
 from harness.device import runtime
+from harness.loop.progress import Steps
 from harness.plan.settings import checked
 from harness.record import checkpoint
 from harness.record.cells import count_of

@@ -60,10 +60,10 @@ def main(cfg: DictConfig) -> None:
         measure_together,
     )
     from bench.planning import bench_plan
-    from bench.progress import Steps
     from bench.report.tables_costs import cost_tables, for_terminal
     from bench.rows import RowFile
     from harness.loop.admission import admission
+    from harness.loop.progress import Steps
     from harness.record.rows import read_rows
     from harness.record.table import print_table
 
@@ -101,7 +101,6 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     from hydra.core.hydra_config import HydraConfig
 
     from bench.planning import open_trained, own_keys, recompose
-    from harness.plan.build import hydra_facts
     from harness.plan.settings import parse
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
@@ -116,7 +115,7 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
                 f"{word}: checkpoint={cfg.checkpoint} has its own configuration; allowed beside it are "
                 f"{', '.join(BESIDE_A_CHECKPOINT)}"
             )
-    typed = {"runtime": cfg.runtime, "trust": cfg.trust, "trusted": hydra_facts()["trusted"]}
+    typed = {"runtime": cfg.runtime, "trust": cfg.trust}
     own = open_trained(Path(cfg.checkpoint), key="checkpoint", **typed)
     return settings, [OmegaConf.create(own.plan.config)], cfg.checkpoint
 

@@ -21,7 +21,7 @@ from harness.count.flops import count_flops, forward_flops_per_byte, optimizer_f
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
 from harness.data.corpora import Streams
-from harness.device import runtime
+from harness.device import random_state, runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.settle import settled
@@ -81,7 +81,7 @@ class Subject:
         """The model, and in warm state the streams' past."""
         _rehearse(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline lies below all that the model needs
-        runtime.seed(self.plan.seed)
+        random_state.seed(self.plan.seed)
         self.model = self._model().to(self.device)
         self.forward = self.runtime.forward(self.model)
         self.state = self._full_state(self._batch()[0]) if self.task.warm else None
@@ -185,7 +185,7 @@ class Subject:
             if self.task.spans != "initial":
                 place_spans(model, spans_of(self.task.spans, span=self.span), heads=self.plan.model.heads)
             return model
-        opened = open_trained(Path(self.task.weights), key="checkpoint", trust=[], trusted=self.plan.trust)
+        opened = open_trained(Path(self.task.weights), key="checkpoint", trust=list(self.plan.trust))
         return opened._replace(plan=self.plan).model(span=self.span)
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,6 @@ Each call appends one row with its protocol to ``evaluations.jsonl`` of the run 
 against context: windows that start cold, so that byte n of a window has n bytes of context. ``context.png`` draws it.
 """
 
-import json
 import math
 from pathlib import Path
 
@@ -20,15 +19,14 @@ from harness.compose.cli import run_command
 def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained  # late, as everything slow
     from harness import source
-    from harness.cache import append_whole
     from harness.device import runtime
     from harness.loop.futures import MOST_NATS, NOT_CAUSAL
     from harness.loop.settle import settled
     from harness.loop.train_state import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import checked
-    from harness.record.provenance import refuse_links
-    from harness.record.rows import EVALUATIONS, FORMAT, plain
+    from harness.record.folder import refuse_links
+    from harness.record.rows import EVALUATIONS, FORMAT, append_row
 
     path = Path(cfg.run)
     opened = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
@@ -53,12 +51,16 @@ def main(cfg: DictConfig) -> None:
     row |= _score(model, split[:limit], device, protocol, look=saved["seed"])
     row["check"] = NOT_CAUSAL if not row["future_nats"] <= MOST_NATS else saved.get("check")
     row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
-    row |= {"trained_source": saved["source"], "commit": source.commit()}
-    row |= {"source": source.digest(plan.config, trust=plan.trust)}
-    row |= {"measuring_source": source.digest(plan.config, trust=plan.trust, measuring=True)}
-    row |= {"evaluation_backend": backend_of(model, device, training=False)}
-    row |= {"weights_bytes_seen": opened.best["bytes"], **device.describe()}
-    append_whole(path / EVALUATIONS, json.dumps(plain(row), allow_nan=False).encode() + b"\n")
+    row |= {
+        "trained_source": saved["source"],
+        "commit": source.commit(),
+        "source": source.digest(plan.config, trust=plan.trust),
+        "measuring_source": source.digest(plan.config, trust=plan.trust, measuring=True),
+        "evaluation_backend": backend_of(model, device, training=False),
+        "weights_bytes_seen": opened.best["bytes"],
+        **device.describe(),
+    }
+    append_row(path / EVALUATIONS, row)
     _show(row, path)
     print(f"appended to {path / EVALUATIONS}")
 
@@ -90,17 +92,13 @@ def _show(row: dict, path: Path) -> None:
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
     sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context {p['context']}"
     label = f"{row['variant']}, seed {row['seed']}: {row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
-    print(label)
-    print(f"  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
+    print(f"{label}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
     print(f"  {row['windows_bits_per_byte']:.4f}{mark} bits per byte with {WINDOWS}")
-    for point in row["context_curve"]:
-        context = f"{point['from_bytes']:>5} to {point['to_bytes']:>5} bytes of context"
-        print(f"  {point['bits_per_byte']:.4f} with {context}")
     if row["check"] == NOT_CAUSAL:
         print(f"  NOT CAUSAL: what comes after a byte changes its prediction by {row['future_nats']:.2g} nats")
     if mark:
         print(f"* first {p['bytes']:,} bytes only")
-    print(f"drawn in {draw_context(row['context_curve'], path=path / 'context.png', label=label)}")
+    print(f"by context: {draw_context(row['context_curve'], path=path / 'context.png', label=label)}")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,7 @@ class Cell:
 
     def line(self, words: tuple[str, ...]) -> dict | None:
         """What the file has for a cell of these words."""
-        lines = map(json.loads, self.file.read_text().splitlines() if self.file.exists() else [])
-        return next((line for line in lines if tuple(line["cell"]) == words), None)
+        return next((line for line in read_rows(self.file) if tuple(line["cell"]) == words), None)
 
 
 def sweep_params(sweep: str) -> dict[str, object]:

@@ -25,13 +25,12 @@ def main(cfg: DictConfig) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={out}: is there already; allowed is a folder that is not, or is empty")
     opened = open_trained(path, key="run", trust=cfg.trust)
-    config, saved, summary = opened.plan.config, opened.saved, read_object(path / SUMMARY)
+    plan, saved, summary = opened.plan, opened.saved, read_object(path / SUMMARY)
     trained = {key: saved.get(key) for key in ("variant", "seed", "data", "command", "commit", "source", "parameters")}
-    trained |= {"bytes_seen": opened.best["bytes"]}
     trained |= {key: summary.get(key) for key in ("valid_bits_per_byte", "test_bits_per_byte")}
-    described = {name: config[name] for name in ("variant", "model", "position")}
-    described |= {"vocabulary": opened.plan.data["vocabulary"], "symbols": list(opened.symbols())}
-    described |= {"protocol": opened.plan.protocol(), "trained": trained}
+    described = {name: plan.config[name] for name in ("variant", "model", "position")}
+    described |= {"vocabulary": plan.data["vocabulary"], "symbols": list(opened.symbols())}
+    described |= {"protocol": plan.protocol(), "trained": trained | {"bytes_seen": opened.best["bytes"]}}
     described = json.loads(json.dumps(described))  # the numbers of layers are keys: as text
     try:
         exported.write(out, opened.model(), described=described, card=_card(described))

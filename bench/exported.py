@@ -20,8 +20,7 @@ from torch import Tensor
 from harness.cache import write_whole
 from harness.model import LanguageModel
 from harness.plan.instantiate import resolve
-from harness.plan.layers import plan_layers
-from harness.plan.network import make_network
+from harness.plan.network import make_network, plan_layers
 from harness.plan.settings import ModelSettings, checked, parse
 from harness.record.rows import look_at
 from variants.contract import Position
@@ -29,11 +28,8 @@ from variants.contract import Position
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 FORMAT = 1
 KEYS = ("format", "variant", "model", "position", "vocabulary", "symbols", "shared", "protocol", "trained")
-TYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    "BOOL": torch.bool,
-}
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
+TYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 """Of tensors, as the format calls them."""
 MOST_TEXT = 1 << 24
 """Bytes of JSON that are read of a file that somebody made."""
@@ -44,7 +40,7 @@ def write(folder: Path, network: LanguageModel, *, described: Mapping[str, objec
 
     Args:
         described: ``KEYS``, less ``format`` and ``shared``.
-        card: what a reader is told, in Markdown.
+        card: what a reader is about, in Markdown.
     """
     stored, shared, name_of = {}, {}, {}
     for name, tensor in network.state_dict().items():
@@ -69,23 +65,21 @@ def read(folder: Path, *, trust: Sequence[str] = ()) -> tuple[LanguageModel, dic
     Raises:
         ValueError: naming the file and what is wrong with it.
     """
-    told, wrong = look_at(folder / MODEL)
-    if told is None:
+    about, wrong = look_at(folder / MODEL)
+    if about is None:
         raise ValueError(f"{folder / MODEL}: {wrong or 'there is no such file'}")
-    if told.get("format") != FORMAT or set(told) != set(KEYS):
+    if about.get("format") != FORMAT or set(about) != set(KEYS):
         raise ValueError(f"{folder / MODEL}: must be of format {FORMAT}, with {', '.join(KEYS)}")
     try:
-        shared, variant, symbols = told["shared"], told["variant"], bytes(told["symbols"])
-        if (
-            len(set(symbols)) < len(symbols)
-            or not len(symbols) <= checked(told["vocabulary"], int, key="vocabulary") <= 256
-        ):
+        shared, variant, symbols = about["shared"], about["variant"], bytes(about["symbols"])
+        vocabulary = checked(about["vocabulary"], int, key="vocabulary")
+        if len(set(symbols)) < len(symbols) or not len(symbols) <= vocabulary <= 256:
             raise ValueError("symbols: must be different bytes, no more than vocabulary, which is at most 256")
         variant = variant | {"at": {int(place): names for place, names in (variant.get("at") or {}).items()}}
-        sizes = parse(ModelSettings, told["model"], key="model")
+        sizes = parse(ModelSettings, about["model"], key="model")
         layers = plan_layers(variant, n_layers=sizes.layers, trust=tuple(trust))
-        scheme = resolve(told["position"], key="position", kind=Position, trust=tuple(trust))
-        network = make_network(layers, scheme, sizes, vocabulary=told["vocabulary"], backend="auto")
+        scheme = resolve(about["position"], key="position", kind=Position, trust=tuple(trust))
+        network = make_network(layers, scheme, sizes, vocabulary=vocabulary, backend="auto")
         weights = unpacked(folder / WEIGHTS)
         network.load_state_dict(weights | {name: weights[first] for name, first in shared.items()})
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -93,7 +87,7 @@ def read(folder: Path, *, trust: Sequence[str] = ()) -> tuple[LanguageModel, dic
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     network.project_()
-    return network, told
+    return network, about
 
 
 def packed(tensors: Mapping[str, Tensor]) -> bytes:
@@ -102,8 +96,9 @@ def packed(tensors: Mapping[str, Tensor]) -> bytes:
     header, parts, begin = {}, [], 0
     for name, tensor in tensors.items():
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        own = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, begin + len(raw)]}
-        header[name], begin = own, begin + len(raw)
+        end = begin + len(raw)
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
         parts.append(raw)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as readers that map the file wish
@@ -112,30 +107,24 @@ def packed(tensors: Mapping[str, Tensor]) -> bytes:
 
 def unpacked(path: Path) -> dict[str, Tensor]:
     """The tensors of a file. ValueError where a place or a size is not what its header says."""
-    length, size = int.from_bytes(_head(path, 8), "little"), path.stat().st_size
-    if length > min(MOST_TEXT, size - 8):
-        raise ValueError(f"{path}: is damaged or cut off, its header ends behind it")
     try:
-        header = json.loads(_head(path, 8 + length)[8:])
+        size = path.stat().st_size if path.is_file() else None  # a pipe would be waited for
+        if size is None:
+            raise ValueError(f"{path}: must be a file")
+        mapped = torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0)
+        length = int.from_bytes(bytes(mapped[:8].tolist()), "little")
+        if size < 8 or length > min(MOST_TEXT, size - 8):
+            raise ValueError(f"{path}: is damaged or cut off, its header ends behind it")
+        header, mapped, tensors = json.loads(bytes(mapped[8 : 8 + length].tolist())), mapped[8 + length :], {}
         header.pop("__metadata__", None)
-        found, mapped = {}, torch.from_file(str(path), size=size, dtype=torch.uint8)[8 + length :]
-        for name, own in header.items():
-            kind, shape, (begin, end) = TYPES[own["dtype"]], own["shape"], own["data_offsets"]
+        for name, entry in header.items():
+            kind, shape, (begin, end) = TYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
             whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
             if not whole or end - begin != math.prod(shape) * kind.itemsize or end > len(mapped):
                 raise ValueError(f"{path}: is damaged or cut off at {name}")
-            found[name] = mapped[begin:end].clone().view(kind).view(shape)
-    except (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: is damaged ({type(error).__name__})") from error
-    return found
-
-
-def _head(path: Path, length: int) -> bytes:
-    """The first so many bytes of a file, or all; ValueError where it cannot be read."""
-    try:
-        if not path.is_file():  # a pipe would be waited for
-            raise ValueError(f"{path}: must be a file")
-        with path.open("rb") as file:
-            return file.read(length)
+            tensors[name] = mapped[begin:end].clone().view(kind).view(shape)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: is damaged ({type(error).__name__})") from error
+    return tensors

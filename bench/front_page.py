@@ -24,11 +24,10 @@ from bench.report.tables import (
 )
 from bench.report.tuning import Pick, at_point, picks, point_words, what_is_tuned
 from bench.report.words import budget_words, data_words
-from bench.rows import ground
 from harness.cache import write_whole
 from harness.failures import exit_code
 from harness.record.cells import listed, whole
-from harness.record.rows import same_numbers
+from harness.record.comparison import ground, same_numbers
 from harness.record.table import Column, markdown_rows, words
 
 ROOT = Path(__file__).resolve().parent.parent

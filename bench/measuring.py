@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from bench.cost_worker import Subject, Task
 from bench.measure import percentiles
 from bench.model_flops import utilisation
-from bench.progress import Steps
 from bench.turns import Asked, in_turn, load_meter
 from harness.device.cell import OUT_OF_MEMORY, Cell
+from harness.loop.progress import Steps
 from harness.record.cells import busy_words
 
 KINDS = ("train", "evaluate", "generate")

@@ -19,7 +19,7 @@ from bench.cost_worker import MEASURED_STEPS, MIDDLE, WARM_STEPS, full_state
 from bench.measure import peak_bytes, times
 from bench.weights import learned_spans, place_spans, shake_
 from harness.count.memory import PeakMemory
-from harness.device import runtime
+from harness.device import random_state, runtime
 from harness.loop.settle import settled
 from harness.loop.step import Trainer
 from harness.loop.train_state import backend_of
@@ -119,7 +119,7 @@ class Worker:
         self.device, self.taken, self.state = self.runtime.device, 0, None
         self.rehearse()
         self.meter = PeakMemory(self.device)  # what is imported belongs to no model
-        runtime.seed(self.plan.seed)
+        random_state.seed(self.plan.seed)
         if task.layer:
             generator, b = torch.Generator().manual_seed(self.plan.seed), self.plan.batch
             pair = torch.randn(2, b.streams, b.segment, self.plan.model.d_model, generator=generator)

@@ -84,9 +84,9 @@ class Entry(Asked):
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
 def main(cfg: DictConfig) -> None:
     from bench.planning import own_keys
-    from bench.progress import Steps
     from bench.report.tables_peers import peer_tables
     from bench.rows import RowFile
+    from harness.loop.progress import Steps
     from harness.plan.settings import parse
     from harness.record.table import print_table
 

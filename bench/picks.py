@@ -3,10 +3,11 @@
 A best factor of ``optim.lr`` at an end of those tried is marked; ``python -m bench.evidence stage=a2`` tries one step beyond.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
+
+from harness.record.rows import read_rows
 
 RATE = "++variant.lr_scale.muon"
 LEAST = 3  # rates of a mechanism before one is picked
@@ -15,7 +16,7 @@ LEAST = 3  # rates of a mechanism before one is picked
 def tried(file: Path) -> dict[str, dict[float, float]]:
     """Bits per byte of valid by mechanism and factor, infinite for a failed run; nothing where the file is not there."""
     scores: dict[str, dict[float, float]] = {}
-    for line in map(json.loads, file.read_text().splitlines() if file.exists() else []):
+    for line in read_rows(file):
         words, summary = dict(word.split("=", 1) for word in line["cell"]), line["summary"]
         bits = summary["valid_bits_per_byte"] if summary["status"] == "finished" else math.inf
         scores.setdefault(words["variant"], {})[float(words[RATE])] = bits

@@ -27,8 +27,8 @@ from harness.loop.train_state import load_weights
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder
-from harness.record.provenance import read_provenance
-from harness.record.rows import CONFIG, RECORD, identity_of
+from harness.record.folder import identity_of, read_provenance
+from harness.record.rows import CONFIG, RECORD
 
 
 def own_keys(cfg: DictConfig, *names: str) -> dict:
@@ -99,7 +99,7 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
     return saved, checkpoint.load_best(path, identity_of(saved))
 
 
-def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str, trusted: tuple[str, ...] = ()) -> Plan:
+def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
     """The plan of a run that somebody made, to be computed as ``runtime`` says.
 
     Nothing in the folder is believed: its configuration has plain values only, and names no class but of our modules and of
@@ -107,7 +107,6 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str,
 
     Args:
         trust: as it was typed for this command; what the run was trained with does not count.
-        trusted: packages named in ``hydra.searchpath``.
 
     Raises:
         ValueError: naming the folder, the file, the key and what is allowed.
@@ -116,7 +115,7 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str,
     own = read_config(path / CONFIG, what=what)
     try:
         own.runtime, own.trust = runtime, trust
-        return plan_run(own, trusted=trusted)
+        return plan_run(own)
     except MISTAKES as error:
         raise ValueError(f"{what}: {CONFIG}: {explain(error)}") from error
 
@@ -152,14 +151,12 @@ class Trained(NamedTuple):
         return bytes(range(256)) if self.plan.data["vocabulary"] == 256 else self.corpus().symbols
 
 
-def open_trained(
-    path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str, trusted: tuple[str, ...] = ()
-) -> Trained:
+def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str) -> Trained:
     """A run folder, of which nothing is believed: the one way to it for whatever looks at a trained model.
 
     Args:
         runtime: None for that of ``conf``, in float32 on the CPU and not compiled.
-        trust, trusted: as ``plan_of_run`` has them.
+        trust: as ``plan_of_run`` has it.
 
     Raises:
         ValueError: naming ``key``, the folder and what is wrong with it.
@@ -168,4 +165,4 @@ def open_trained(
         own = {"device": "cpu", "precision": "float32", "compile": False}
         runtime = OmegaConf.merge(OmegaConf.load(Path(CONF) / "runtime" / "default.yaml"), own)
     saved, best = read_run(path, key=key)
-    return Trained(plan_of_run(path, key=key, runtime=runtime, trust=trust, trusted=trusted), saved, best, key)
+    return Trained(plan_of_run(path, key=key, runtime=runtime, trust=trust), saved, best, key)

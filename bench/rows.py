@@ -1,15 +1,14 @@
 """Rows: what every verb of bench writes and the report reads, one JSON object a line, each of which can stand alone.
 
-A row says what was measured, by which code, on what and how; a reader needs neither torch nor another file. Time and
-memory of two rows may be compared only on equal ``ground``, bits per byte only on equal ``data`` and ``protocol``.
+A row says what was measured, by which code, on what and how; a reader needs neither torch nor another file.
+``harness.record.comparison`` says which rows compare.
 """
 
-import json
 import time
 from pathlib import Path
 
-from harness.cache import append_whole
-from harness.record.rows import GROUND, UNSAID, other_format, plain
+from harness.record.comparison import GROUND, UNSAID
+from harness.record.rows import append_row, other_format, plain
 
 ROWS = "rows.jsonl"
 """Of one call of a verb, in a folder of its own."""
@@ -34,20 +33,18 @@ class RowFile:
         while path is None and self.path.parent.exists():  # another call of the same second
             number += 1
             self.path = outputs / f"{name}-{number}" / ROWS
-        self._key, root = (f"outputs={outputs}", outputs) if path is None else (f"rows={path}", path.parent)
+        key, root = (f"outputs={outputs}", outputs) if path is None else (f"rows={path}", path.parent)
         probe = next(place for place in (root, *root.absolute().parents) if place.exists())
         if not probe.is_dir():
-            raise ValueError(f"{self._key}: cannot be written ({probe} is a file)")
+            raise ValueError(f"{key}: cannot be written ({probe} is a file)")
         if self.path.is_dir():
-            raise ValueError(f"{self._key}: cannot be written ({self.path} is a folder)")
+            raise ValueError(f"{key}: cannot be written ({self.path} is a folder)")
 
     def append(self, row: dict) -> dict:
         """Write one row and return it as written; AssertionError if it could not be traced."""
-        row = plain(row)
-        reason = refusal(row)
+        reason = refusal(plain(row))
         assert reason is None, reason
-        append_whole(self.path, json.dumps(row, allow_nan=False).encode() + b"\n")
-        return row
+        return append_row(self.path, row)
 
 
 def refusal(row: object) -> str | None:
@@ -60,18 +57,3 @@ def refusal(row: object) -> str | None:
     if not (isinstance(row["data"], dict) and row["data"].get("sha256")):
         return "no provenance: data.sha256 missing"
     return other_format(row)
-
-
-def ground(row: dict, *, without: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
-    """What two rows must have in common for their times and memory to stand in one table, hashable.
-
-    Args:
-        without: what the table shows of each row itself.
-    """
-    return tuple((key, ground_value(row, key)) for key in GROUND if key not in without)
-
-
-def ground_value(row: dict, key: str) -> str:
-    """One of ``GROUND`` as text that is equal where the values are."""
-    value = row.get(key)
-    return json.dumps(UNSAID.get(key) if value is None else value, sort_keys=True)

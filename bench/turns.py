@@ -4,9 +4,9 @@ machine's moods."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.progress import Steps
 from harness.device.cell import Cell, CellError
 from harness.device.load import LoadMeter
+from harness.loop.progress import Steps
 
 MOST_MS = 60_000.0
 """Of one quantity: after that no further round is begun, whatever ``rounds`` says."""

@@ -12,7 +12,8 @@ from pathlib import Path
 import yaml
 
 from bench.report.uncertainty import paired
-from harness.record.rows import UNCOMPARED
+from harness.record.comparison import UNCOMPARED
+from harness.record.rows import read_rows
 
 SEEDS = 3
 MEASURES = {
@@ -83,4 +84,4 @@ def _ground(summary: dict) -> str:
 
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:] or ["bench/results/front_page.jsonl"]):
-        print(f"{path.stem}\n\n{verdict_table([json.loads(line) for line in path.read_text().splitlines()])}\n")
+        print(f"{path.stem}\n\n{verdict_table(read_rows(path))}\n")

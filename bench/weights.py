@@ -31,13 +31,13 @@ def shake_(model: nn.Module, *, spans: bool = False) -> None:
         spans: whether ``Spans`` move, too: learned lengths by half a key, off the kinks of whole ones, for 0.02 of a span of 8192
             is 164 keys, and a length that noise drives to 0 is whole again.
     """
-    own = [part for part in model.modules() if isinstance(part, Spans) and (part.placeable or not spans)]
-    kept = {id(parameter) for part in own for parameter in part.parameters()}
+    parts = [part for part in model.modules() if isinstance(part, Spans) and (part.placeable or not spans)]
+    lengths = {parameter for part in parts for parameter in part.parameters()}
     generator = torch.Generator().manual_seed(0)
-    for parameter in (parameter for parameter in model.parameters() if id(parameter) not in kept):
-        for part in parameter.view(-1).split(ONCE):
-            part.add_(NOISE * torch.randn(part.shape, generator=generator).to(part))
-    for part in own if spans else ():
+    for parameter in (parameter for parameter in model.parameters() if parameter not in lengths):
+        for piece in parameter.view(-1).split(ONCE):
+            piece.add_(NOISE * torch.randn(piece.shape, generator=generator).to(piece))
+    for part in parts if spans else ():
         part.place_([keys + 0.5 for keys in part.metrics({})["span"].tolist()])
     if hasattr(model, "project_"):
         model.project_()
@@ -50,19 +50,17 @@ def learned_spans(model: LanguageModel) -> list[Spans]:
 
 
 def place_spans(model: LanguageModel, spans: Sequence[Sequence[float]], *, heads: int) -> None:
-    """Put learned spans at so many keys, or at S where that is less.
+    """Put learned spans of H = ``heads`` heads at so many keys, or at S where that is less.
 
     Args:
-        spans: a list for each sublayer that has spans, with a number for each head. Fewer lists or numbers than there are
-            sublayers or heads are read in a circle.
-        heads: H.
+        spans: a list for each sublayer, a number for each head, read in a circle where there are more of them.
     """
     for number, part in enumerate(learned_spans(model)):
-        own = spans[number % len(spans)]
-        part.place_([own[head % len(own)] for head in range(heads)])
+        keys = spans[number % len(spans)]
+        part.place_([keys[head % len(keys)] for head in range(heads)])
 
 
 def spans_of(kind: str, *, span: int) -> list[list[float]]:
     """Lists for ``place_spans`` of a kind that has them; a layer's longest comes first, so that few heads have it, too."""
-    lists = [sorted(own, reverse=True) for own in LEARNED["spans"]]
-    return [[float(span), *own[1:]] for own in lists] if kind == "one_long" else lists
+    lists = [sorted(layer, reverse=True) for layer in LEARNED["spans"]]
+    return [[float(span), *layer[1:]] for layer in lists] if kind == "one_long" else lists

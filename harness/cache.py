@@ -1,11 +1,10 @@
-"""The user's cache folder: what was downloaded or unpacked once, for all projects and runs of this user."""
+"""Files: the user's cache folder, locks among processes, and files that others see whole or not at all."""
 
 import errno
 import fcntl
 import glob
 import hashlib
 import os
-import resource
 import shutil
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import IO
 
 from harness.failures import StorageFailure
 
@@ -26,14 +26,21 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-windtunnel"
 
 
+def try_lock(file: IO, *, shared: bool = False) -> bool:
+    """Lock an open file among all processes if it is free; the lock goes when the file is closed, also by the process's end."""
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def locked(path: Path, *, waiting: str = "data: waiting for another process that fetches") -> Iterator[None]:
     """Hold ``<path>.lock`` alone among all processes; says ``waiting`` and the path if it has to wait. OSError if it cannot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             print(f"{waiting} {path}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -44,9 +51,7 @@ def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFa
     if isinstance(error, StorageFailure):
         return error
     room = ""
-    if error.errno == errno.EFBIG:
-        room = f": {needed:,} bytes are needed, a file may have {resource.getrlimit(resource.RLIMIT_FSIZE)[0]:,} (ulimit -f)"
-    elif error.errno in NO_ROOM:
+    if error.errno in NO_ROOM:
         there = next(place for place in path.absolute().parents if place.exists())
         room = f": {needed:,} bytes are needed, {shutil.disk_usage(there).free:,} are left on its disk"
     return StorageFailure(f"{path}: cannot be written ({error.strerror or error}){room}")
@@ -68,52 +73,58 @@ def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
         left = left[file.write(left) :]
 
 
-class Passing:
-    """A file that goes on counting when it is refused more: who writes into it need not know, and what it takes is known."""
+class Writer:
+    """Writer that keeps counting after the disk is full, so the error can state the size needed.
 
-    def __init__(self, file: FileIO):
-        self._file, self.needed, self.refused = file, 0, None
+    Attributes:
+        needed: bytes written, or refused.
+        refused: the error of the first write that failed.
+    """
+
+    file: FileIO
+    needed = 0
+    refused: OSError | None = None
 
     def write(self, content: bytes | bytearray | memoryview) -> int:
         size = memoryview(content).nbytes
         self.needed += size
         try:
             if self.refused is None:
-                write_all(self._file, content)
+                write_all(self.file, content)
         except OSError as error:
             self.refused = error
         return size
+
+    def replace_end(self, length: int, content: bytes) -> None:
+        """Write in the place of the last ``length`` bytes."""
+        if self.refused is None:
+            self.file.seek(-length, os.SEEK_CUR)
+        self.write(content)
 
     def flush(self) -> None:
         """Nothing is held back."""
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Passing]:
+def written_whole(path: Path) -> Iterator[Writer]:
     """A file to write to, of which others see all or nothing. StorageFailure if it cannot be written."""
-    passing = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    passing, out = path.with_name(f"{path.name}.{os.getpid()}.tmp"), Writer()
     try:
-        with storing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            forget_left(path.parent, glob.escape(path.name))
-            file = passing.open("wb", buffering=0)
-        out = Passing(file)
-        with file:
-            try:
-                yield out
-            except Exception as error:
-                if isinstance(error.__context__, KeyboardInterrupt):
-                    raise error.__context__ from None  # torch hides it when it closes a file that is not whole
-                raise
-            try:
-                if out.refused is None:
-                    os.fsync(file.fileno())  # before the rename: a crash must not leave a name on missing bytes
-                    passing.replace(path)
-            except OSError as error:
-                out.refused = error
-        if out.refused is not None:
-            passing.unlink(missing_ok=True)  # closed and gone before it is said how much is left
-            raise storage_failure(path, out.refused, needed=out.needed) from out.refused
+        path.parent.mkdir(parents=True, exist_ok=True)
+        forget_left(path.parent, glob.escape(path.name))
+        with passing.open("wb", buffering=0) as out.file:
+            yield out
+            if out.refused:
+                raise out.refused
+            os.fsync(out.file.fileno())  # before the rename: a crash must not leave a name on missing bytes
+            passing.replace(path)
+    except OSError as error:
+        passing.unlink(missing_ok=True)  # before it is said how much is left
+        raise storage_failure(path, error, needed=out.needed) from error
+    except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None  # torch hides it when it closes a file that is not whole
+        raise
     finally:
         passing.unlink(missing_ok=True)
 

@@ -18,22 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 TINY = (
     *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=32", "batch.streams=2", "batch.segment=32"),
-    *(
-        "budget.steps=3",
-        "eval.selection_bytes=200",
-        "eval.bytes=300",
-        "eval.segment=32",
-        "eval.streams=2",
-        "eval.every=0",
-    ),
-    *(
-        "eval.windows=false",
-        "runtime.device=cpu",
-        "runtime.precision=float32",
-        "runtime.threads=1",
-        "record.wandb.mode=disabled",
-    ),
-    "record.figures=false",
+    *("budget.steps=3", "eval.selection_bytes=200", "eval.bytes=300", "eval.segment=32", "eval.streams=2"),
+    *("eval.every=0", "eval.windows=false", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"),
+    *("record.wandb.mode=disabled", "record.figures=false"),
 )
 """A run of a second."""
 MADE = ("data=recall", "data.bytes=60000")
@@ -49,15 +36,9 @@ class Ended:
     err: str
 
 
-def forget_source() -> None:
-    """What this process has read of the source: another one would read it anew."""
-    for remembered in (source._closure, source._trusted, source._first_read, source._check_once):
-        remembered.cache_clear()
-
-
 def call(script: str, *words: str) -> Ended:
     """``python SCRIPT WORDS`` from the current folder, in this process; ``script`` is relative to the repository."""
-    forget_source()
+    source.forget()
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     sys.argv, code = [str(ROOT / script), *words], 0

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, settings
 
 from tests.caches import own_cache
 from tests.needs import need
-from tests.wandb_runs import OfflineRuns, make_offline_runs
 
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes run tests as there are cores
@@ -46,12 +45,6 @@ def enwik8_4m() -> Path:
     """The first 4,000,000 bytes of enwik8, packed; a run without them skips, but CI must have them."""
     need(ENWIK8_4M.exists(), "the corpus shared/data/enwik8_4m.xz does not lie beside this checkout")
     return ENWIK8_4M
-
-
-@pytest.fixture(scope="session")
-def offline_runs(tmp_path_factory) -> OfflineRuns:
-    """Two jobs of one multirun, recorded by W&B without a key or server."""
-    return make_offline_runs(tmp_path_factory.mktemp("wandb"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,10 +9,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
-import tests.command
-import tests.runs
 from tests.patience import PATIENCE_SECONDS
 from variants.kernels import product_search, window_cpu
 
@@ -44,8 +40,8 @@ def launch(function: Callable, *arguments, number: int = 2) -> list:
     started = []
     for rank in range(number):
         here, there = context.Pipe(duplex=False)
-        own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(number)}
-        process = context.Process(target=_answer, args=(there, own, os.getcwd(), function, arguments))
+        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(number)}
+        process = context.Process(target=_answer, args=(there, environment, os.getcwd(), function, arguments))
         process.start()
         there.close()
         started.append((process, here))
@@ -76,14 +72,3 @@ def _result(process, pipe):
         return Dead(process.exitcode)
     assert whole, value
     return value
-
-
-def commands(ports: list[int], cases: list[tuple[str, ...]]) -> list[tests.command.Ended]:
-    """What a user types, one after the other, each on a port of its own."""
-    ended = []
-    for port, words in zip(ports, cases, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        ended.append(tests.command.train(*words))
-        if dist.is_initialized():  # as at the end of a process
-            dist.destroy_process_group()
-    return ended

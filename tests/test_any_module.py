@@ -19,8 +19,6 @@ from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, compose_config
 from tests.promises import FUTURE_EVAL, FUTURE_TRAIN, SEGMENTS, findings_of, model_of
 from variants.any_module import AnyModule
-from variants.conformance.fixture import Subject
-from variants.conformance.sizes import reach
 from variants.contract import Honours, LayerContext, Position, Sublayer
 
 PACKAGE = """import torch
@@ -74,11 +72,6 @@ class Deaf(Mean):
 class Told(nn.Module):
     def forward(self, x):
         return {"y": x}
-
-
-class Nothing(nn.Module):
-    def forward(self, x):
-        return ()
 
 
 class Kept(Sublayer):
@@ -151,142 +144,94 @@ def test_what_nobody_trusts_is_not_imported(here, layers):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("words", "message"),
     [
-        (
-            {"widht": 3},
-            r"variant\.mixer\.module\.widht=3: no such key of Mean; allowed are dim, width, causal, out_dim",
-        ),
-        (
-            {"width": -1},
-            r"variant\.mixer\.module=.*Mean: cannot be built with dim=32, width=-1 \(AssertionError: width mu",
-        ),
-        (
-            {"honours": "{position: [rotate]}"},
-            r"mixer\.honours\.position=\['rotate'\]: .*told no positions.* attend_self, span",
-        ),
+        ({"widht": 3}, r"mixer\.module\.widht=3: no such key of Mean; allowed are dim, width, causal, out_dim"),
+        ({"width": -1}, r"module=.*Mean: cannot be built with dim=32, width=-1 \(AssertionError: width must be"),
         ({"out_dim": 8}, r"module=.*Mean: maps \(\d+, \d+, 32\) to \(\d+, \d+, 8\); .* \[B, T, D\] to \[B, T, D\]"),
     ],
 )
-def test_a_mistake_ends_with_2_and_leaves_nothing(here, layers, given, said):  # noqa: F811
-    asked(**given)
+def test_a_mistake_ends_with_2_and_leaves_nothing(here, layers, words, message):  # noqa: F811
+    asked(**words)
     ended = train(*TRUSTED)
-    assert ended.code == 2 and re.search(said, ended.err), ended.err
+    assert ended.code == 2 and re.search(message, ended.err), ended.err
     assert len(ended.err.splitlines()) == 1 and not (here / "outputs").exists()
 
 
-def test_a_forward_of_more_than_one_x_is_named():
-    three = partial(nn.MultiheadAttention, 16, 2)
-    with pytest.raises(
-        ValueError, match=r"module=.*MultiheadAttention: its forward takes other .*argument: 'key'\); allowed"
-    ):
-        adapted(module=three, honours={})
-
-
-@pytest.mark.parametrize(("given", "said"), [("Told", "a dict"), ("Nothing", "a tuple")])
-def test_what_is_no_tensor_is_named(layers, given, said):
-    with pytest.raises(ValueError, match=rf"module=someones_layers\.{given}: maps \(2, 3, 16\) to {said}; allowed is"):
-        adapted(module=getattr(layers(), given), honours={})(torch.zeros(2, 3, 16))
-
-
-def test_modules_are_taken_where_they_are_asked_for_and_from_the_trusted_alone(layers):
-    build = made(node(width=4, causal=False)).keywords["module"]
-    assert isinstance(build, partial) and (build.func.__name__, build.keywords["width"]) == ("Mean", 4)
-    assert made(node(_partial_=True)).keywords["module"].func is build.func
-    refused = [
+@pytest.mark.parametrize(
+    ("target", "trust", "message"),
+    [
         (node(), (), "allowed are classes of modules that the command line names"),
         (node("torch.nn.Identity"), (NAME,), "allowed are classes of someones_layers"),
-        (node("harness.model.RMSNorm"), (NAME,), "allowed are classes of someones_layers"),
         (node(f"{NAME}.Linear"), (NAME,), "is defined in torch.nn.modules.linear; allowed are classes of someones"),
         (node(f"{NAME}.Kept"), (NAME,), "keeps the contract itself, so it stands where variant.mixer.module does"),
-        (node(f"{NAME}.torch"), (NAME,), "must be a class derived from torch.nn"),
         (node(f"{NAME}.exploding"), (NAME,), "must be a class derived from torch.nn"),
-        (node(width=2.5), (NAME,), "variant.mixer.module.width=2.5: must be int"),
+        (node(width=2.5), (NAME,), "variant.mixer.module.width=2.5: must be an integer"),
         (node(_partial_=False), (NAME,), "module._partial_=False: must be true"),
-        (3, (NAME,), "variant.mixer.module=3: must be a torch.nn.Module with _target_"),
         ({"dim": 3}, (NAME,), "must be a torch.nn.Module with _target_"),
-    ]
-    for given, trust, said in refused:
-        with pytest.raises(ValueError, match=re.escape(said)):
-            made(given, trust=trust)
-    # A place that asks for a sublayer or a part takes no module, wherever it is from.
-    with pytest.raises(
-        ValueError, match=r"variant\.mixer\._target_=someones_layers\.Mean: must be a class derived from variants"
-    ):
-        resolve(node(_partial_=True), key="variant.mixer", kind=Sublayer, trust=(NAME,))
-    persistent = {"_target_": "variants.attention.Attention", "_partial_": True, "persistent": node(_partial_=True)}
-    with pytest.raises(
-        ValueError, match=r"persistent\._target_=someones_layers\.Mean: must be a class derived from variants"
-    ):
-        resolve(persistent, key="variant.mixer", kind=Sublayer, trust=(NAME,))
+        (node(table={"deep": [{"_target_": f"{NAME}.exploding"}]}), (NAME,), "must be plain values without _target_"),
+        ({"_target_": f"{NAME}.Deaf"}, (NAME,), "variant.mixer.module.dim: Deaf needs it"),
+    ],
+)
+def test_modules_are_taken_where_they_are_asked_for_and_from_the_trusted_alone(layers, target, trust, message):
+    build = made(node(width=4, causal=False)).keywords["module"]
+    assert isinstance(build, partial) and (build.func.__name__, build.keywords["width"]) == ("Mean", 4)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        made(target, trust=trust)
 
 
-@pytest.mark.parametrize("place", [{}, [1], [[{}]], {"deep": {"er": [{}]}}])
-def test_no_target_below_a_module_is_followed(layers, place):
-    """The package might follow it itself."""
-    target = {"_target_": f"{NAME}.exploding", "_partial_": True}
-    text = json.dumps(place).replace("{}", json.dumps(target)) if place != [1] else json.dumps([1, target])
-    with pytest.raises(ValueError, match=r"module\.table.*\._target_=someones_layers\.exploding: .* plain values"):
-        made(node(table=json.loads(text)))
+def test_a_place_for_a_sublayer_or_a_part_takes_no_module(layers):
+    module = node(_partial_=True)
+    part = {"_target_": "variants.attention.Attention", "_partial_": True, "persistent": module}
+    for place in (module, part):
+        with pytest.raises(ValueError, match=r"_target_=someones_layers\.Mean: must be a class derived from variants"):
+            resolve(place, key="variant.mixer", kind=Sublayer, trust=(NAME,))
 
 
 def test_keywords_of_any_name_are_for_the_class_to_judge(layers):
     """Annotations that name what is not there are passed over: nobody here can mend them."""
     build = made(node(f"{NAME}.Annotated", width=4))
     assert model_of(build)().layers[0]["part0"].sublayer.module.into.out_features == 4
-    with pytest.raises(
-        ValueError, match=r"module=.*Annotated: cannot be built with.*unexpected keyword argument 'widht'"
-    ):
-        model_of(made(node(f"{NAME}.Annotated", widht=4)))()
-    with pytest.raises(
-        ValueError, match=r"module\.widht=4: .*Deaf takes keywords of any name and says nothing.* are dim"
-    ):
-        model_of(made(node(f"{NAME}.Deaf", widht=4)))()
-    torch.manual_seed(0)
-    model_of(made(node(f"{NAME}.Deaf")))()
-    with pytest.raises(ValueError, match=r"variant\.mixer\.module\.dim: Deaf needs it"):
-        made({"_target_": f"{NAME}.Deaf"})
+    for cls, message in {
+        "Annotated": r"module=.*Annotated: cannot be built with.*unexpected keyword argument 'widht'",
+        "Deaf": r"module\.widht=4: .*Deaf takes keywords of any name and says nothing.* are dim",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            model_of(made(node(f"{NAME}.{cls}", widht=4)))()
+    assert model_of(made(node(f"{NAME}.Deaf")))()
+
+
+def adapted(**keywords) -> AnyModule:
+    """The adapter in a network of width 16 whose span is 8."""
+    common = {"d_model": 16, "layer": 0, "n_layers": 1, "heads": 2, "span": 8, "scheme": Position}
+    return AnyModule(LayerContext(attend_self=False, **common), **{"honours": {}} | keywords)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("promise", "message"),
     [
-        (
-            {"limits": ("segments", "streams")},
-            r"limits=\['segments', 'streams'\]: there is no limit streams; allowed are",
-        ),
+        ({"limits": ("segments", "streams")}, r"limits=\['segments', 'streams'\]: there is no limit streams; allowed"),
         (
             {"honours": {"cache": ["kv"]}},
             r"honours\.cache=\['kv'\]: .*carries nothing.*; allowed are attend_self, span",
         ),
-        ({"honours": {"spam": "x"}}, r"honours\.spam=x: no such key; allowed are attend_self, span"),
-        (
-            {"honours": {"span": True}},
-            r"honours\.span=True: must be the keyword of .*Window that is .* model\.span; .* window",
-        ),
-        (
-            {"honours": {"span": "widow"}},
-            r"honours\.span=widow: must be the keyword of .*Window .*; allowed are dim, window",
-        ),
+        ({"honours": {"span": "widow"}}, r"honours\.span=widow: must be the keyword of .*Window .*; allowed are dim"),
         ({"reach": -1}, r"reach=-1: allowed are integers from 0, or null"),
         ({"reach": 3, "honours": None}, r"reach=3: with honours=null it sees no byte but its own"),
         ({"period": 0}, r"period=0: allowed are integers from 1"),
+        ({"module": partial(nn.MultiheadAttention, 16, 2)}, r"module=.*: its forward takes other .*argument: 'key'\)"),
     ],
 )
-def test_promises_are_refused_by_name_where_they_cannot_be(layers, given, said):
-    with pytest.raises(ValueError, match=said):
-        adapted(**{"honours": {}, "module": partial(layers().Window, dim=16)} | given)
-
-
-def adapted(**given) -> AnyModule:
-    """The adapter in a network of width 16 whose span is 8."""
-    common = {"d_model": 16, "layer": 0, "n_layers": 1, "heads": 2, "span": 8, "scheme": Position}
-    return AnyModule(LayerContext(attend_self=False, **common), **given)
+def test_promises_are_refused_by_name_where_they_cannot_be(layers, promise, message):
+    with pytest.raises(ValueError, match=message):
+        adapted(**{"module": partial(layers().Window, dim=16)} | promise)
+    with pytest.raises(ValueError, match=r"module=someones_layers\.Told: maps \(2, 3, 16\) to a dict; allowed is"):
+        adapted(module=layers().Told)(torch.zeros(2, 3, 16))
 
 
 def test_promises_are_what_the_yaml_says(layers):
     window = partial(layers().Window, dim=16, window=3)
-    plain = adapted(module=window, honours={}, limits=("segments", "streams_apart"))
+    plain = adapted(module=window, limits=("segments", "streams_apart"))
     assert plain.honours == Honours() and plain.reach() is None and plain.limits == {"segments", "streams_apart"}
     assert (plain.module.window, plain.module.itself) == (3, True)
     follows = adapted(module=window, honours={"attend_self": "itself", "span": "window"}, reach=7, period=4)
@@ -295,51 +240,38 @@ def test_promises_are_what_the_yaml_says(layers):
     assert (follows.module.window, follows.module.itself) == (8, False)
     follows.set_span(8)
     plain.set_span(9)
-    with pytest.raises(
-        ValueError, match=r"eval\.span=9: someones_layers\.Window keeps the span that it was built with, 8"
-    ):
+    with pytest.raises(ValueError, match=r"eval\.span=9: .*Window keeps the span that it was built with, 8"):
         follows.set_span(9)
     alone = adapted(module=nn.Identity, honours=None)
     assert alone.honours is None and alone.reach() == 0
 
 
 def test_the_check_holds_a_module_to_what_is_said_of_it(layers):
-    def broken(limits: tuple[str, ...], **given) -> dict[str, str]:
-        found = findings_of(model_of(partial(made(node(**given)), limits=limits)))
-        return {promise: finding.detail for promise, finding in found.items() if not finding.passed}
+    def broken(limits: tuple[str, ...], **keywords) -> set[str]:
+        verdicts = findings_of(model_of(partial(made(node(**keywords)), limits=limits)))
+        return {promise for promise, finding in verdicts.items() if not finding.passed}
 
     assert not broken(("segments",))
-    assert broken(()).keys() == {SEGMENTS}
+    assert broken(()) == {SEGMENTS}
     # Seeing the future is no limit that could be declared.
-    assert broken(("segments",), causal=False).keys() == {FUTURE_EVAL, FUTURE_TRAIN}
-
-
-def test_and_to_how_far_it_sees(layers):
-    def beyond(target: str, **said) -> str:
-        """The first byte that matters beyond the declared reach."""
-        breaks = list(reach(Subject(model_of(partial(made(node(f"{NAME}.{target}")), **said)), 5, 31)))
-        return (breaks or [""])[0]
-
-    assert not beyond("Mean") and not beyond("Window", reach=3)
-    assert "beyond its reach of 2" in beyond("Window", reach=2)
-    assert "what sees a past declares honours" in beyond("Mean", honours=None)
+    assert broken(("segments",), causal=False) == {FUTURE_EVAL, FUTURE_TRAIN}
 
 
 @pytest.mark.parametrize(
-    ("module", "honours", "said"),
+    ("module", "honours", "lines"),
     [
         ("Window", {"span": "window", "attend_self": "itself"}, []),
-        ("Window", {}, []),
         ("Mean", {"span": "table"}, ["model.span=13,26,6, which honours say it follows"]),
         ("Mean", {"attend_self": "table"}, ["model.attend_self=false,true, which honours say it follows"]),
     ],
 )
-def test_and_to_what_it_follows(layers, module, honours, said):
-    own = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "module": node(f"{NAME}.{module}")}
+def test_and_to_what_it_follows(layers, module, honours, lines):
+    adapter = {"_target_": "variants.any_module.AnyModule", "_partial_": True, "module": node(f"{NAME}.{module}")}
     cfg = compose_config(*TINY, f"trust=[{NAME}]", "model.d_model=16", "model.span=13", "position=none")
-    cfg.variant = {"name": "mine", "layers": ["mixer"], "at": {}, "groups": {}, "mixer": {**own, "honours": honours}}
+    mixer = adapter | {"honours": honours}
+    cfg.variant = {"name": "mine", "layers": ["mixer"], "at": {}, "groups": {}, "mixer": mixer}
     breaks = list(follows(plan_run(cfg)))
-    assert [line.partition(" with ")[2] for line in breaks] == said
+    assert [line.partition(" with ")[2] for line in breaks] == lines
 
 
 def test_parameters_have_groups_of_their_own_and_layers_their_own_module(layers):

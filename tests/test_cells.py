@@ -21,21 +21,18 @@ class Toy:
     def __init__(self, number: int):
         if number < 0:
             raise ValueError(f"number={number}: must be at least 0")
-        self.number, self.held = number, []
+        self.number, self.tensors = number, []
 
     def add(self, other: int, *, twice: bool = False) -> int:
         self.number += other * (1 + twice)
         return self.number
 
-    def process(self) -> int:
-        return os.getpid()
-
-    def folder(self) -> str:
-        return os.getcwd()
+    def place(self) -> tuple[int, str]:
+        return os.getpid(), os.getcwd()
 
     def hold(self, n_bytes: int) -> int:
-        self.held.append(torch.ones(n_bytes, dtype=torch.uint8))
-        return sum(len(part) for part in self.held)
+        self.tensors.append(torch.ones(n_bytes, dtype=torch.uint8))
+        return sum(map(len, self.tensors))
 
     def die(self, number: int) -> None:
         os.kill(os.getpid(), number)
@@ -48,23 +45,22 @@ class Toy:
         time.sleep(600)
 
     def ask(self, number: int) -> int:
-        return ask_another(number)
+        with Cell(Toy, number) as inner:
+            return inner.ask("add", 1)
 
     def break_(self) -> None:
         raise KeyError("missing")
 
 
-def test_an_object_lives_between_questions_in_a_process_of_its_own():
+def test_an_object_lives_between_questions_in_a_process_and_the_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with Cell(Toy, 3) as one, Cell(Toy, 10) as other:
         assert one.ask("add", 1) == 4 and other.ask("add", 1) == 11
-        assert one.ask("add", 2, twice=True) == 8
-        assert len({os.getpid(), one.ask("process"), other.ask("process")}) == 3
-
-
-def test_it_works_in_the_callers_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with Cell(Toy, 0) as cell:
-        assert Path(cell.ask("folder")).samefile(tmp_path)
+        assert one.ask("add", 2, twice=True) == 8 and one.ask("ask", 3) == 4, "a cell may ask another"
+        (first, folder), (second, _) = one.ask("place"), other.ask("place")
+        assert len({os.getpid(), first, second}) == 3 and Path(folder).samefile(tmp_path) and one.alive
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
 
 
 def test_more_memory_than_the_limit_is_out_of_memory():
@@ -76,54 +72,29 @@ def test_more_memory_than_the_limit_is_out_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"),
-    [(signal.SIGKILL, "out of memory", "SIGKILL"), (signal.SIGSEGV, "failed", "SIGSEGV")],
+    ("question", "status", "reason"),
+    [
+        (("die", signal.SIGKILL), "out of memory", "SIGKILL"),
+        (("die", signal.SIGSEGV), "failed", "SIGSEGV"),
+        (("break_",), "failed", "^KeyError: 'missing'$"),
+    ],
 )
-def test_a_process_that_dies_says_how(number, status, said):
+def test_what_ends_a_cell_is_one_line(question, status, reason):
     cell = Cell(Toy, 0)
-    with pytest.raises(CellError, match=said) as error:
-        cell.ask("die", number)
-    assert error.value.status == status
+    with pytest.raises(CellError, match=reason) as error:
+        cell.ask(*question)
+    assert error.value.status == status and not cell.alive
 
 
 def test_a_process_that_hangs_is_killed_with_what_it_has_started():
     cell = Cell(Toy, 0)
-    child = cell.ask("begin")
+    child = Path(f"/proc/{cell.ask('begin')}/cmdline")
     with pytest.raises(CellError, match="hung: not done after 0.5 s") as error:
         cell.ask("hang", limit_seconds=0.5)
     assert error.value.status == "failed" and not cell.alive
-    wait_for(
-        lambda: not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes(),
-        "its end",
-    )
-
-
-def ask_another(number: int) -> int:
-    with Cell(Toy, number) as inner:
-        return inner.ask("add", 1)
-
-
-def test_a_cell_may_ask_another():
-    with Cell(Toy, 0) as cell:
-        assert cell.ask("ask", 3) == 4
-
-
-def test_an_error_there_is_one_line_here_and_ends_the_cell():
-    cell = Cell(Toy, 0)
-    with pytest.raises(CellError, match="KeyError: 'missing'") as error:
-        cell.ask("break_")
-    assert error.value.status == "failed"
-    assert not cell.alive
+    wait_for(lambda: not child.exists() or not child.read_bytes(), "its end")
 
 
 def test_a_users_mistake_stays_one():
     with pytest.raises(ValueError, match="number=-1: must be at least 0"):
-        Cell(Toy, -1).ask("process")
-
-
-def test_closing_ends_the_process():
-    with Cell(Toy, 0) as cell:
-        process = cell.ask("process")
-        assert cell.alive
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
+        Cell(Toy, -1).ask("place")

@@ -154,7 +154,7 @@ def test_verbose_shows_what_is_kept(here, quick):
     assert "pass  a promise (all 2 combinations): kept\n" in check("verbose=true", *ONE).out
     assert "a promise" not in check(*ONE).out
     ended = check("verbose=loudly")
-    assert ended.code == 2 and "verbose=loudly: must be bool" in ended.err
+    assert ended.code == 2 and "verbose=loudly: must be a valid boolean" in ended.err
 
 
 def test_what_is_refused_is_said_and_is_no_pass(here, quick):
@@ -258,7 +258,7 @@ def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
     ("small", "line"),
     [
         ("{toy:{blok:4}}", r"variant\.small\.toy\.blok=4: no such key of Phased; allowed are block$"),
-        ("{toy:{block:wide}}", r"variant\.small\.toy\.block=wide: must be int"),
+        ("{toy:{block:wide}}", r"variant\.small\.toy\.block=wide: must be an integer"),
         ("{other:{block:4}}", r"variant\.small\.other=.*: no such sublayer; allowed are .*toy and model"),
         ("{model:{spam:4}}", r"variant\.small\.model\.spam=4: no such key; allowed are d_model, "),
         ("[4]", r"variant\.small=\[4\]: must be a mapping or null"),

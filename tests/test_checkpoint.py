@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.device import runtime
+from harness.device import random_state
 from harness.record import checkpoint
 from tests.runs import make_run, restored  # noqa: F401 - a fixture
 
@@ -76,15 +76,15 @@ def test_content_comes_back_as_it_was_and_runs_nothing(tmp_path):
 
 
 def test_random_state_goes_on_where_it_was():
-    runtime.seed(5)
-    state = runtime.random_state()
+    random_state.seed(5)
+    state = random_state.random_state()
 
     def draws() -> tuple:
         return torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()
 
     first = draws()
     assert draws() != first
-    runtime.set_random_state(state)
+    random_state.set_random_state(state)
     assert draws() == first
-    runtime.seed(5)
+    random_state.seed(5)
     assert draws() == first

@@ -4,7 +4,6 @@ import fcntl
 import json
 import lzma
 import os
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -12,24 +11,11 @@ from functools import partial
 import pytest
 
 from harness.record.folder import config_hash
-from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
+from tests.command import MADE, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.patience import PATIENCE_SECONDS
 from tests.pretended_device import pretend
 
 ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
-
-
-def python(*words, cwd, **environment):
-    """A process of its own, as the user's shell starts it."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
 
 
 def refused(here, *words) -> str:
@@ -47,22 +33,16 @@ def refused(here, *words) -> str:
 # test_config has those that the plan finds.
 
 VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml"))
-SWEEPS = ", ".join(sorted(path.stem for path in (ROOT / "conf" / "sweep").glob("[!w]*.yaml")))
 MISTAKES = {
     ("variant=nonsense",): ("variant=nonsense", *VARIANTS),
-    ("variant=",): ("variant=:", *VARIANTS),
     ("variant=3",): ("variant=3", "name"),
-    ("sweep=nonsense",): ("sweep=nonsense", SWEEPS),
     ("sweep=wandb_grid",): ("wandb sweep conf/sweep/wandb_grid.yaml",),
     ("sublayer@variant.nonsense=mhsa",): ("sublayer@variant.nonsense", "sublayer@variant.attention"),
     ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
-    ("+model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
     ("recip=none",): ("recip=none", "recipe", "budget", "variant"),
     ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
     ("runtime.device=tpu",): ("runtime.device=tpu", "auto, cpu"),
-    ("trial=0",): ("purpose=result", "tune"),
     ("foo bar",): ("'foo bar'", "KEY=VALUE"),
-    ("model.heads=[2",): ("'model.heads=[2'", "KEY=VALUE"),
     ("variant=mhsa,all_attention",): ("variant=mhsa,all_attention", "--multirun"),
     ("data.bytes=200", "batch.streams=8", "batch.carry=true"): ("batch.streams=8", "180", "longer corpus"),
     ("outputs=${nonsense}",): ("outputs", "nonsense"),
@@ -80,18 +60,11 @@ def test_a_mistake_is_one_message_and_leaves_nothing(here, words):
         assert part in message
 
 
-@pytest.mark.parametrize(
-    ("script", "words", "parts"),
-    [
-        ("bench/check.py", ("variant=nonsense",), ("variant=nonsense", *VARIANTS)),
-        ("bench/evaluate.py", ("run=nowhere",), ("run=nowhere", "run folder")),
-        ("bench/evaluate.py", (), ("run: Missing mandatory value",)),
-    ],
-)
-def test_a_mistake_at_the_bench(here, script, words, parts):
-    ended = call(script, *words)
-    assert (ended.code, len(ended.err.splitlines())) == (2, 1) and not list(here.iterdir()), ended
-    assert all(part in ended.err for part in parts)
+def test_a_mistake_at_the_bench(here):
+    ended = call("bench/evaluate.py", "run=nowhere")
+    assert ended.code == 2 and "run=nowhere" in ended.err and "run folder" in ended.err
+    ended = call("bench/evaluate.py")
+    assert (ended.code, ended.err) == (2, "error: run: Missing mandatory value: run\n") and not list(here.iterdir())
 
 
 def test_a_bad_file_of_data(here, tmp_path):
@@ -101,22 +74,18 @@ def test_a_bad_file_of_data(here, tmp_path):
         if content is not None:
             path.write_bytes(content)
         assert f"data.path='{path}'" in refused(here, "data=file", f"data.path={path}")
-    assert "data.path=FILE" in refused(here, "data=file")
     whole, wrong = tmp_path / "whole.txt", "0" * 64
     whole.write_bytes(ALPHABET)
     assert f"data.sha256={wrong}" in refused(here, "data=file", f"data.path={whole}", f"data.sha256='{wrong}'")
     assert "is not enwik8: it has 27,000 bytes" in refused(here, "data=enwik8", f"data.path={whole}")
 
 
-def test_a_device_that_is_not_there(here, monkeypatch):
+def test_what_the_machine_has_not(here, monkeypatch, tmp_path):
     pretend(monkeypatch, None)
     message = refused(here, *MADE, "runtime.device=cuda")
-    assert "runtime.device=cuda: this build of torch" in message and "allowed are auto, cpu" in message
+    assert "sees 0 accelerators" in message and "allowed are auto, cpu" in message
     pretend(monkeypatch, "cuda")
-    assert "runtime.device=cuda:1: there are 1" in refused(here, *MADE, "runtime.device=cuda:1")
-
-
-def test_a_folder_that_cannot_be_written(here, tmp_path):
+    assert "runtime.device=cuda:1: torch" in refused(here, *MADE, "runtime.device=cuda:1")
     (tmp_path / "file").write_text("")
     outputs = tmp_path / "file" / "below"
     assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(here, *MADE, f"outputs={outputs}")
@@ -133,9 +102,8 @@ def test_a_broken_file_of_yaml(here, tmp_path):
 
 def test_the_trace_of_a_mistake_is_there_on_request(here, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    for mistake in ("model.heads=3", "model.widht=3"):
-        ended = train(*MADE, mistake)
-        assert ended.code == 2 and "Traceback" in ended.err and f"error: {mistake}" in ended.err
+    ended = train(*MADE, "model.heads=3")
+    assert ended.code == 2 and "Traceback" in ended.err and "error: model.heads=3" in ended.err
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
@@ -173,7 +141,7 @@ def test_without_network_the_fallback_is_read_and_labelled(here):
     assert ended.code == 0 and label in ended.out
 
 
-@pytest.mark.parametrize("words", [("data.fallback=null",), ("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)])
+@pytest.mark.parametrize("words", [("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)])
 def test_where_a_fallback_would_spoil_a_table_there_is_none(here, words):
     message = refused(here, *words)
     assert "data=enwik8" in message and "data.path=FILE" in message and "harness.data enwik8" in message
@@ -209,57 +177,26 @@ def test_other_data_under_the_same_path_is_refused(here, tmp_path):
     (tmp_path / "text").write_bytes(ALPHABET[::-1])
     message = refused(here, *words)
     assert "data.sha256 was" in message and "force=true" in message
-    assert train(*words, "force=true").code == 0 and len(run_folders(here / "outputs")) == 1
-
-
-TWICE = """
-import runpy, sys
-from hydra.core.global_hydra import GlobalHydra
-words = sys.argv[1:]
-for more in (["reuse=config"], []):
-    sys.argv = [*words, *more]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    GlobalHydra.instance().clear()
-    print("and then")
-"""
-
-
-def test_edited_source_is_another_run(here, tmp_path):
-    for name in ("train.py", "harness", "variants", "conf"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    command = (str(tmp_path / "train.py"), *TINY, *MADE)
-    assert python(*command, cwd=here).returncode == 0
-    (old,) = run_folders(here / "outputs")
-    with (tmp_path / "variants" / "attention.py").open("a") as source:
-        source.write("# an edit\n")
-    ended = python("-c", TWICE, *command, cwd=here, PYTHONPATH=str(tmp_path))
-    accepted, anew, _ = ended.stdout.split("and then\n")
-    assert "OTHER SOURCE CODE" in accepted and f"outputs/{old.name}" in accepted
-    (new,) = set(run_folders(here / "outputs")) - {old}
-    told = f"the source changed since outputs/{old.name}: this is a new run in outputs/{new.name}"
-    assert ended.returncode == 0 and told in anew.splitlines()
-    assert "other source" not in anew.lower()  # a stale number is never shown
 
 
 def test_help_and_completion_import_little(here):
     """Torch alone would be a thousand modules more, and two seconds."""
-    script = str(ROOT / "train.py")
     code = f"""
-import runpy, sys
+import os, runpy, sys
+from hydra.core.global_hydra import GlobalHydra
 sys.path.insert(0, {str(ROOT)!r})
-sys.argv = [{script!r}, *sys.argv[1:]]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as stop:
-    assert not stop.code, stop.code
-assert not {"torch", "numpy", "matplotlib", "wandb", "rich"} & sys.modules.keys()
+for words in (["--help"], ["-sc", "query=bash"]):
+    sys.argv = [{str(ROOT / "train.py")!r}, *words]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+    GlobalHydra.instance().clear()
+assert not {{"torch", "numpy", "matplotlib", "wandb", "rich"}} & sys.modules.keys()
 assert len(sys.modules) < 700, len(sys.modules)  # Hydra and what it needs are 350
 """
-    helped = python("-c", code, "--help", cwd=here)
-    assert helped.returncode == 0 and "variant: " + ", ".join(VARIANTS) in helped.stdout, helped
     line = {"COMP_LINE": "python train.py variant=prod", "COMP_POINT": "1000"}
-    completed = python("-c", code, "-sc", "query=bash", cwd=here, **line)
-    assert completed.returncode == 0 and completed.stdout.split() == ["variant=product_key_memory"], completed
-    shown = python(script, "--cfg", "job", "model.layers=7", cwd=here)
-    assert shown.returncode == 0 and "layers: 7" in shown.stdout and not list(here.iterdir())
+    common = {"env": os.environ | line, "capture_output": True, "text": True, "timeout": PATIENCE_SECONDS}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=here, check=False, **common)
+    assert ended.returncode == 0 and "variant: " + ", ".join(VARIANTS) in ended.stdout, ended
+    assert ended.stdout.split()[-1] == "variant=product_key_memory", ended

@@ -12,23 +12,19 @@ from harness.data import corpora
 from harness.plan import settings
 from harness.plan.build import plan_run
 from harness.plan.instantiate import keywords, resolve
-from harness.plan.layers import plan_layers
+from harness.plan.network import plan_layers
 from tests.composing import CONF, TINY, compose_config, one_step, plan, recall, small
 from variants.contract import Part, Position, Sublayer
 
 FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*/*.yaml"))
 # Hydra's own groups and those of bench.peers are composed where they are used, W&B does not read its sweeps as Hydra does.
 FILES = [file for file in FILES if not file.startswith(("hydra/", "comparison/", "sweep/wandb_"))]
-COMMANDS = {"train": TINY, "bench": TINY}
-COMMANDS |= dict.fromkeys(("evaluate", "inspect", "sample"), ("run=somewhere",))
-COMMANDS |= {"export": ("run=somewhere", "out=b")}
-COMMANDS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
-COMMANDS |= {"evidence": ("stage=a",)}
-VERBS = ("check", "cost", "dashboard", "fit", "peers")
-COMMANDS |= dict.fromkeys(VERBS, ())  # they have keys of their own
-ON_GPU = ("runtime/gpu", "sweep/leaderboard", "sweep/smoke")
-VARIANTS = [file.removeprefix("variant/") for file in FILES if file.startswith("variant/")]
-RESERVED = ("values", "keys", "items", "pop", "forward", "training")
+VERBS = {"train": TINY, "bench": TINY, "evidence": ("stage=a",)}
+VERBS |= dict.fromkeys(("check", "cost", "dashboard", "fit", "peers"), ())
+VERBS |= dict.fromkeys(("evaluate", "inspect", "sample"), ("run=somewhere",)) | {"export": ("run=somewhere", "out=b")}
+VERBS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
+STEPPED = ("variant/", "position/", "optim/", "recipe/")
+"""Groups whose files compute something of their own; of the others the plan is enough."""
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +47,27 @@ def read(file):
 def chosen(file):
     """The overrides that put a file into a training run."""
     group, _, name = file.partition("/")
-    if group == "sublayer" and f"variant/{name}" in FILES:
-        return chosen(f"variant/{name}")  # with the position that it can follow
-    if group == "sublayer":
-        slot = "attention" if read(file)["_target_"].endswith(".Attention") else "feed_forward"
-        return [f"sublayer@variant.{slot}={name}", *(small(name, slot=slot) if name in VARIANTS else [])]
     return [f"{group}={name}", *(small(name) if group == "variant" else [])]
 
 
 # What is there
 
 
-def test_every_command_composes_and_those_that_train_take_a_step(corpus):
-    assert {*COMMANDS, "command"} == {path.stem for path in CONF.glob("*.yaml")}  # which others begin with
-    for name, overrides in COMMANDS.items():
-        cfg = compose_config(*overrides, name=name)
-        if overrides == TINY:
-            assert one_step(plan_run(cfg), corpus)["step"] == 1
+def test_every_command_composes():
+    assert {*VERBS, "command"} == {path.stem for path in CONF.glob("*.yaml")}  # which others begin with
+    for name, overrides in VERBS.items():
+        assert compose_config(*overrides, name=name)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(("sublayer/", "space/", "sweep/"))])
 def test_every_file_composes_builds_and_takes_a_step(file, corpus):
-    tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else TINY
-    if file in ON_GPU:
-        tiny = [*tiny, "runtime.compile=false", "runtime.backend=auto"]
+    tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else list(TINY)
     if "product_key_memory_12" in file:
-        tiny = [*tiny, "variant.memory.half_keys=8", "variant.memory.top_k=4"]
-    row = one_step(plan(*chosen(file), *tiny), corpus)
-    assert row["step"] == 1
-    assert math.isfinite(row["bits_per_byte"])
+        tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
+    made = plan(*chosen(file), *tiny)
+    if file.startswith(STEPPED):
+        row = one_step(made, corpus)
+        assert row["step"] == 1 and math.isfinite(row["bits_per_byte"])
 
 
 def nodes(node, key):
@@ -90,17 +78,15 @@ def nodes(node, key):
             yield from nodes(value, f"{key}.{name}")
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith(("sublayer/", "position/"))])
-def test_keys_are_the_constructors_keywords(file):
-    for key, node in nodes(read(file), file):
-        kind = Position if file.startswith("position/") else Sublayer if key == file else Part
-        cls = resolve(node, key=key, kind=kind, trust=()).func
-        assert set(node) - {"_target_", "_partial_"} == set(keywords(cls, key=key)), key
-
-
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("data/")])
-def test_data_has_the_keywords_of_load(file):
-    assert set(read(file)) == set(settings.DataSettings.__dataclass_fields__) == {*corpora.load.__kwdefaults__, "name"}
+def test_keys_are_the_constructors_keywords_and_those_of_load():
+    for file in [file for file in FILES if file.startswith(("sublayer/", "position/"))]:
+        for key, node in nodes(read(file), file):
+            kind = Position if file.startswith("position/") else Sublayer if key == file else Part
+            cls = resolve(node, key=key, kind=kind, trust=()).func
+            assert set(node) - {"_target_", "_partial_"} == set(keywords(cls, key=key)), key
+    for file in [file for file in FILES if file.startswith("data/")]:
+        assert set(read(file)) == set(settings.DataSettings.__dataclass_fields__), file
+    assert set(settings.DataSettings.__dataclass_fields__) == {*corpora.load.__kwdefaults__, "name"}
 
 
 # What the command line can do
@@ -110,13 +96,9 @@ def names_of(plan):
     return [list(layer) for layer in plan.layers]
 
 
-def test_a_sublayer_is_exchanged_on_the_command_line():
+def test_sublayers_are_exchanged_and_layers_have_their_own_lists():
     made = plan("sublayer@variant.feed_forward=product_key_memory", *TINY)
     assert {type(s).__name__ for _, s in made.make_model().sublayers()} == {"Attention", "ProductKeyMemory"}
-    assert names_of(made) == [["attention", "feed_forward"]] * 2
-
-
-def test_layers_have_their_own_lists():
     usual, other = ["attention", "feed_forward"], ["attention", "memory"]
     four = [*TINY, "model.layers=4", "variant=product_key_memory"]
     assert names_of(plan(*four)) == [usual, usual, other, usual]
@@ -125,22 +107,14 @@ def test_layers_have_their_own_lists():
     moved = "+variant.at={-2:null,-3:[attention,memory]}"
     assert names_of(plan(*four, moved)) == [usual, other, usual, usual]
     assert names_of(plan(*four, "+variant.at.0=[feed_forward]"))[0] == ["feed_forward"]
-    assert names_of(plan(*four, "variant.layers=[feed_forward,attention]"))[0] == ["feed_forward", "attention"]
 
 
-def test_numbers_are_read_as_the_types_that_they_mean():
-    made = plan(*TINY, "budget.bytes=1e6", "model.dropout=0", "eval.bytes=2e5", "model.default_bytes=1e6")
-    assert made.budget.amount == 10**6
-    assert isinstance(made.model.dropout, float)
+def test_numbers_are_read_as_the_types_that_they_mean_and_a_sweep_reads_no_fallback():
+    cfg = compose_config(*TINY, "budget.bytes=1e6", "model.dropout=0", "eval.bytes=2e5")
+    made, swept = plan_run(cfg), plan_run(cfg, sweeping=True)
+    assert made.budget.amount == 10**6 and isinstance(made.model.dropout, float)
     assert made.eval.bytes == 200_000 and isinstance(made.eval.bytes, int)
-
-
-def test_a_sweep_reads_no_fallback():
-    cfg = compose_config(*TINY)
-    assert plan_run(cfg).data["fallback"] == "stdlib"
-    swept = plan_run(cfg, sweeping=True)
-    assert swept.data["fallback"] is None
-    assert swept.config["data"]["fallback"] is None
+    assert made.data["fallback"] == "stdlib" and swept.data["fallback"] is swept.config["data"]["fallback"] is None
 
 
 # What is refused
@@ -149,7 +123,6 @@ def test_a_sweep_reads_no_fallback():
 BAD = [
     # choices and keys
     ("variant=foo", "variant=foo", "adaptive_span", "mhsa"),
-    ("data=foo", "data=foo", "enwik8", "recall"),
     ("data.name=foo", "data.name='foo'", "enwik8", "stdlib"),
     ("model.widht=3", "model.widht=3", "d_model", "heads"),
     ("+model.widht=3", "model.widht=3", "d_model", "heads"),
@@ -162,20 +135,19 @@ BAD = [
     ("seed=???", "seed=???: must be given"),
     ("init_from.restore=everything", "init_from.run=null", "init_from.restore=weights"),
     # types and ranges
-    ("model.heads=abc", "model.heads=abc", "int"),
-    ("model.heads=2.5", "model.heads=2.5", "int"),
-    ("model.heads=0", "model.heads=0", "above 0"),
-    ("model.embedding_std=nan", "model.embedding_std=nan", "float"),
-    ("model.dropout=1.5", "model.dropout=1.5", "at most 1"),
-    ("model.tied=1", "model.tied=1", "bool"),
+    ("model.heads=2.5", "model.heads=2.5", "an integer"),
+    ("model.heads=0", "model.heads=0", "greater than 0"),
+    ("model.layers=1e12", "model.layers=1000000000000", "less than or equal to 10000"),
+    ("model.embedding_std=nan", "model.embedding_std=nan", "a finite number"),
+    ("model.dropout=1.5", "model.dropout=1.5", "less than or equal to 1"),
+    ("model.tied=1", "model.tied=1", "boolean"),
     ("model.norm=batch", "model.norm=batch", "rms, layer"),
-    ("position.base=abc", "position.base=abc", "float"),
-    ("data.bytes=many", "data.bytes=many", "int"),
+    ("position.base=abc", "position.base=abc", "number"),
     ("budget=3", "budget=3", "section"),
     ("budget.steps=abc", "budget.steps='abc'", "above 0"),
-    ("optim.lr=abc", "optim.lr='abc'", "above 0"),
+    ("optim.lr=abc", "optim.lr=abc", "number"),
     ("optim.default.betas=[0.9]", "optim.default.betas=[0.9]", "list"),
-    ("optim.matrices=3", "optim.matrices=3", "lr_scale, optimizer"),
+    ("optim.matrices=3", "optim.matrices=3", "mapping"),
     ("optim.schedule.decay=sine", "optim.schedule.decay='sine'", "linear, cosine"),
     ("trust=[1]", "trust=[1]", "list of modules"),
     ("trust=[no_such_module]", "trust=no_such_module", "imported"),
@@ -186,24 +158,18 @@ BAD = [
     ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
     # layers of a variant
     ("variant.layers=attention", "variant.layers=attention", "list", "feed_forward"),
-    ("variant.layers=[attention,memory]", "variant.layers=['attention', 'memory']", "of attention, feed_forward"),
     ("variant.layers=[attention,attention]", "once", "of attention, feed_forward"),
     ("variant.at=3", "variant.at=3", "a mapping or null"),
     ("+variant.at={2:[attention]}", "variant.at.2=", "-2 to 1", "model.layers=2"),
-    ("+variant.at={x:[attention]}", "variant.at.x=", "-2 to 1"),
     ("+variant.at={-1:[attention],1:[attention]}", "variant.at.1=", "variant.at.-1"),
     ("+variant.at={0:[memory]}", "variant.at.0=", "attention, feed_forward"),
-    ("++variant.numerics=0", "variant.numerics=0", "at least 1"),
+    ("++variant.numerics=0", "variant.numerics=0", "greater than or equal to 1"),
     ("+variant.depth=3", "variant.depth=3", "layers, at, groups"),
-    # groups of a variant
-    ("variant.groups=3", "variant.groups=3", "a mapping or null"),
+    # groups and rates of a variant
     ("+variant.groups.x=3", "variant.groups.x=3", "a mapping"),
     ("+variant.groups.x={match:'*.nothing'}", "variant.groups.x.match='*.nothing'", "query.weight"),
     ("+variant.groups.x={match:'*',rate:1}", "variant.groups.x.rate", "lr_scale"),
-    # rates of a variant
-    ("variant.lr_scale=3", "variant.lr_scale=3", "a mapping or null"),
-    ("++variant.lr_scale.muon=-1", "variant.lr_scale.muon=-1", "above 0"),
-    ("optim.lr=fast", "optim.lr='fast'", "number"),
+    ("++variant.lr_scale.muon=-1", "variant.lr_scale.muon=-1", "greater than 0"),
     # parts of a sublayer
     ("variant.attention.span=3", "variant.attention.span=3", "part", "null"),
     ("variant=adaptive_span variant.attention=null", "variant.attention=None", "sublayers"),
@@ -231,14 +197,13 @@ def test_a_variants_factor_multiplies_the_rate_of_the_optimizer_that_it_names():
     assert rates(factors) == pytest.approx({"default": 0.006, "matrices": 0.006 * 13.3})
     assert rates(factors, "optim=adamw", "optim.lr=0.01") == pytest.approx({"default": 0.005})
     assert rates(factors, "optim=adagrad") == rates("optim=adagrad", "variant.lr_scale=null") == {"default": 0.07}
-    assert rates("variant=local", "++variant.lr_scale.muon=2")["default"] == pytest.approx(0.006)
 
 
-@pytest.mark.parametrize("name", RESERVED)
-def test_names_that_a_layer_cannot_have_are_refused(name):
-    node = {"layers": [name], name: read("sublayer/feed_forward")}
-    with pytest.raises(ValueError, match=rf"variant\.{name}: .*feed_forward"):
-        plan_layers(node, n_layers=1, trust=())
+def test_names_that_a_layer_cannot_have_are_refused():
+    for name in ("values", "pop", "forward", "training"):
+        node = {"layers": [name], name: read("sublayer/feed_forward")}
+        with pytest.raises(ValueError, match=rf"variant\.{name}: .*feed_forward"):
+            plan_layers(node, n_layers=1, trust=())
 
 
 def test_a_node_inherited_under_another_class_leaks_its_keywords(tmp_path):
@@ -246,7 +211,5 @@ def test_a_node_inherited_under_another_class_leaks_its_keywords(tmp_path):
     leaking = "defaults: [mhsa]\n_target_: variants.feed_forward.FeedForward\n"
     (tmp_path / "sublayer" / "mine.yaml").write_text(leaking, encoding="utf-8")
     words = [f"hydra.searchpath=[file://{tmp_path}]", "sublayer@variant.attention=mine"]
-    with pytest.raises(
-        ValueError, match=r"variant\.attention\.d_head=None: .*FeedForward; allowed are hidden, activation"
-    ):
+    with pytest.raises(ValueError, match=r"variant\.attention\.d_head=None: .*FeedForward; allowed are hidden, activa"):
         plan(*words)

@@ -11,10 +11,10 @@ import torch
 from bench import measuring
 from bench.cost_worker import Subject, Task
 from bench.planning import read_run
-from bench.progress import Steps
 from bench.report.tables_costs import cost_tables, for_terminal
 from bench.rows import refusal
 from bench.turns import Asked, in_turn
+from harness.loop.progress import Steps
 from harness.record.cells import LEAST_CALLS, significant
 from tests.bench_rows import cost_row
 from tests.command import Ended, call, empty_folder, run_folders, train  # noqa: F401 - a fixture

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 import windtunnel
-from bench import compress, exported, planning
+from bench import exported, planning
 from bench.weights import shake_
-from harness.loop.sampling import numbers_of
 from tests.command import MADE, ROOT, call, run_folders, train
 from tests.composing import TINY, plan, small
 from tests.runs import MEMORY
-from tests.test_sampling import VARIANTS
 
 TEXT = bytes(range(48, 58)) * 30
 WITHOUT = """import sys
@@ -150,59 +148,39 @@ def test_what_the_readme_types(taken_away, monkeypatch, capsys):
     assert "adaptive_span_memory recall" in capsys.readouterr().out
 
 
-def test_what_cannot_be_scored_is_said(taken_away, tmp_path):
-    model = windtunnel.load(taken_away[1])
+def test_what_cannot_be_scored_or_opened_is_said(taken_away, tmp_path):
     with pytest.raises(ValueError, match="text: has one byte"):
-        model.score(b"0")
+        windtunnel.load(taken_away[1]).score(b"0")
     with pytest.raises(ValueError, match=r"path=.*must be a run folder"):
         windtunnel.load(tmp_path)
-    assert numbers_of(TEXT, model.symbols, key="text").max() < len(model.symbols)
-
-
-def test_a_folder_in_use_is_not_written_into(taken_away):
     refused = call("bench/export.py", f"run={taken_away[0]}", f"out={taken_away[1]}")
     assert refused.code == 2 and "is there already" in refused.err
 
 
-DOORS = {
-    "compress": ("run=some", "split=valid", "out=new"),
-    "cost": ("checkpoint=some", "lengths=[16]"),
-    "decompress": ("run=some", "file=coded", "out=plain"),
-    "evaluate": ("run=some",),
-    "export": ("run=some", "out=away"),
-    "inspect": ("run=some",),
-    "sample": ("run=some",),
-}
-"""Commands that open a run folder; ``windtunnel.load`` does, too."""
 READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_newest|torch\.load)\("
 
 
 def test_every_door_goes_through_one_function_that_believes_nothing(tmp_path, monkeypatch):
+    code = {path.stem: path.read_text() for part in ("bench", "windtunnel") for path in (ROOT / part).rglob("*.py")}
+    assert [name for name, text in code.items() if re.search(READERS, text)] == ["planning"]
     asks_for_a_run = {
         path.stem for path in (ROOT / "conf").glob("*.yaml") if re.search(r"^run:", path.read_text(), re.M)
     }
-    assert {*DOORS} == asks_for_a_run | {"cost"}
-    code = [path for part in ("bench", "windtunnel") for path in (ROOT / part).rglob("*.py")]
-    assert [path.name for path in code if re.search(READERS, path.read_text())] == ["planning.py"]
+    asks_for_a_run -= {"decompress"}  # one file with compress
+    assert not [name for name in (*asks_for_a_run, "cost", "model") if "open_trained(" not in code[name]]
 
     def refuse(path, *, key, **typed):
         raise ValueError(f"{key}={path}: the one door")
 
     monkeypatch.chdir(tmp_path)
-    header = dict.fromkeys((*compress.FILE, *compress.CONDITIONS), "") | {"bytes": 1, "streams": 1}
-    (tmp_path / "coded").write_bytes(compress.pack(header, b""))
-    for module in (planning, compress):
-        monkeypatch.setattr(module, "open_trained", refuse)
-    for name, words in DOORS.items():
-        script = f"bench/{name}/__main__.py" if (ROOT / "bench" / name).is_dir() else f"bench/{name}.py"
-        ended = call(script, *words)
-        assert ended.code == 2 and f"{words[0]}: the one door" in ended.err, (name, ended)
-    with pytest.raises(ValueError, match="path=some: the one door"):
-        windtunnel.load("some")
+    monkeypatch.setattr(planning, "open_trained", refuse)
+    for script, *words in (("sample", "run=some"), ("cost", "checkpoint=some", "lengths=[16]")):
+        ended = call(f"bench/{script}.py", *words)
+        assert ended.code == 2 and f"{words[0]}: the one door" in ended.err, ended
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_comes_back_from_its_folder_to_the_last_bit(variant, tmp_path):
+@pytest.mark.parametrize("variant", ["all_attention", "replayed_spans", "linformer", "reformer", "longformer"])
+def test_a_variant_comes_back_from_its_folder_to_the_last_bit(variant, tmp_path):
     start = ("init_from.run=nowhere",) if variant == "replayed_spans" else ()
     made = plan(f"variant={variant}", *TINY, *small(variant), *start)
     torch.manual_seed(0)

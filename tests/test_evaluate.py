@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from harness.record.folder import EVALUATIONS
 from tests.composing import CONF
 from tests.runs import MEMORY, make_job, restored, stop, whole_run  # noqa: F401 - a fixture
 
-ROOT = CONF.parent
 CPU = ("runtime.device=cpu", "runtime.threads=1")
 SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.5")
 SPANS += ("variant.attention.span.loss_weight=0", "model.head_zero_init=false", "budget.steps=6")
@@ -61,6 +58,8 @@ def test_the_runs_protocol_gives_the_runs_number(trained, split, capsys):
     assert {key: row[key] for key in same} == {key: summary[key] for key in same}
     assert row["trained_source"] == summary["source"] != row["measuring_source"] and row["versions"]["torch"]
     assert f"{row['bits_per_byte']:.4f}* bits per byte" in capsys.readouterr().out
+    context = [(point["from_bytes"], point["to_bytes"]) for point in row["context_curve"]]
+    assert context == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32)] and (run / "context.png").exists()
 
 
 @pytest.mark.numeric
@@ -70,25 +69,14 @@ def test_each_call_appends_one_row_with_its_protocol(trained, capsys):
     whole = evaluated(run, "split=test")
     other = evaluated(run, "split=test", "eval.streams=1", "eval.segment=7")
     assert len((run / EVALUATIONS).read_text().splitlines()) == before + 2
-    protocol = {
-        "streams": 3,
-        "segment": 64,
-        "span": 16,
-        "bytes": None,
-        "context": 32,
-        "selection_bytes": 200,
-        "vocabulary": 256,
-        "drop_newlines": False,
-        "split": [0.9, 0.05, 0.05],
-    }
+    protocol = {"streams": 3, "segment": 64, "span": 16, "bytes": None, "context": 32, "selection_bytes": 200}
+    protocol |= {"vocabulary": 256, "drop_newlines": False, "split": [0.9, 0.05, 0.05]}
     assert whole["protocol"] == protocol and other["protocol"] == protocol | {"streams": 1, "segment": 7}
     assert whole["bytes"] == other["bytes"] == 999 and whole["split"] == "test"
     assert "*" not in capsys.readouterr().out  # nothing was capped
     assert whole["bits_per_byte"] != other["bits_per_byte"]
     assert whole["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=0.02)  # two cold starts less
-    cold = [
-        evaluated(run, "split=test", "eval.context=0", segment) for segment in ("eval.segment=5", "eval.segment=64")
-    ]
+    cold = [evaluated(run, "split=test", "eval.context=0", f"eval.segment={segment}") for segment in (16, 64)]
     assert cold[0]["bits_per_byte"] == pytest.approx(cold[1]["bits_per_byte"], abs=1e-6)
     assert cold[1]["protocol"] == protocol | {"context": 0} and cold[1]["bits_per_byte"] != whole["bits_per_byte"]
 
@@ -112,21 +100,12 @@ def test_spans_that_grew_are_scored_over_all_of_their_keys(tmp_path):
         *("variant=adaptive_span", "model.span=256", "variant.attention.zero_init=false", "data.bytes=40000"),
         *("budget.steps=2", f"outputs={tmp_path}"),
     )
-    path = job.folder.path / checkpoint.FOLDER / checkpoint.BEST
-    best = checkpoint.load(path)
+    best = checkpoint.load_best(job.folder.path)
     best["model"]["layers.0.attention.sublayer.span.fraction"].fill_(0.7)
     checkpoint.save_best(job.folder.path, best)
     job.training.take_weights(best["model"])
     expected = job.training.score(job.training.corpus.reported("valid", selection_bytes=200)).bits_per_byte
     assert evaluated(job.folder.path)["bits_per_byte"] == expected
-
-
-def test_the_curve_is_drawn_and_begins_without_context(trained):
-    run, _ = trained
-    row = evaluated(run)
-    points = row["context_curve"]
-    assert [(p["from_bytes"], p["to_bytes"]) for p in points] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32)]
-    assert (run / "context.png").stat().st_size > 1000
 
 
 def test_mixtures_and_an_unfinished_run(tmp_path):
@@ -137,41 +116,32 @@ def test_mixtures_and_an_unfinished_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("override", "words"),
     [
-        (("split=trian",), "split=trian: allowed are train, valid, test"),
-        (("eval.streams=0",), "eval.streams=0"),
-        (("eval.streams=many",), "eval.streams=many: must be int or null"),
-        (("eval.segment=0",), "eval.segment=0"),
-        (("eval.span=0",), "eval.span=0: allowed are 1 to inf"),
-        (("eval.bytes=-5",), "eval.bytes=-5: must be at least 2"),
-        (("eval.streams=5000",), "eval.streams=5000: allowed is 1 to 799"),
+        ("split=trian", "split=trian: allowed are train, valid, test"),
+        ("eval.streams=many", "eval.streams=many: must be int or null"),
+        ("eval.span=0", "eval.span=0: allowed are 1 to inf"),
+        ("eval.bytes=-5", "eval.bytes=-5: must be at least 2"),
+        ("eval.streams=5000", "eval.streams=5000: allowed is 1 to 799"),
     ],
 )
-def test_bad_input_appends_nothing(trained, overrides, words):
+def test_bad_input_appends_nothing(trained, override, words):
     run, _ = trained
     before = (run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None
     with pytest.raises(ValueError, match=words):
-        evaluated(run, *overrides)
+        evaluated(run, override)
     assert before == ((run / EVALUATIONS).read_text() if (run / EVALUATIONS).exists() else None)
 
 
-def test_no_run_folder_no_best_weights_other_weights(trained, tmp_path):
+def test_no_run_folder_other_weights_and_the_end_of_positions(tmp_path):
     with pytest.raises(ValueError, match="run=.*: must be a run folder"):
         evaluated(tmp_path)
-    job, _ = whole_run("budget.steps=2", f"outputs={tmp_path}")
-    best = job.folder.path / checkpoint.FOLDER / checkpoint.BEST
-    content = checkpoint.load(best)
+    job, _ = whole_run("position=relative", "budget.steps=2", f"outputs={tmp_path}")
+    with pytest.raises(ValueError, match="eval.span=17: allowed are 1 to 16"):
+        evaluated(job.folder.path, "eval.span=17")
+    content = checkpoint.load_best(job.folder.path)
     content["model"].pop("head.weight")
     checkpoint.save_best(job.folder.path, content)
     with pytest.raises(ValueError, match="run: its model is another one, head.weight is absent there"):
         evaluated(job.folder.path)
-
-
-def test_the_command_ends_with_2_where_positions_end(tmp_path):
-    job, _ = whole_run("position=relative", "budget.steps=2", f"outputs={tmp_path}")
-    command = [sys.executable, "-m", "bench.evaluate", f"run={job.folder.path.parent / 'latest'}", *CPU, "eval.span=17"]
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stdout == ""
-    assert "eval.span=17: allowed are 1 to 16" in refused.stderr and "Traceback" not in refused.stderr
     assert not (job.folder.path / EVALUATIONS).exists()

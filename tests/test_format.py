@@ -17,47 +17,30 @@ from tests.command import MADE, call, empty_folder, run_folders, train  # noqa: 
 OLDER = rf"it is of format {FORMAT - 1}, and this code reads format {FORMAT}: docs/renames\.md"
 
 
-def older(folder) -> None:
-    """Make a run folder what code of the format before would have left."""
-    lines = (folder / RECORD).read_text().splitlines()
-    first = json.loads(lines[0]) | {"format": FORMAT - 1}
-    (folder / RECORD).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
-    (folder / SUMMARY).write_text(json.dumps(json.loads((folder / SUMMARY).read_text()) | {"format": FORMAT - 1}))
+def test_what_a_run_leaves_names_its_format_and_another_is_refused_by_one_message(here):
+    train(*MADE)
+    (folder,) = run_folders(here / "outputs")
+    *lines, summary = (folder / RECORD).read_text().splitlines() + [(folder / SUMMARY).read_text()]
+    assert json.loads(lines[0])["format"] == json.loads(summary)["format"] == FORMAT
+    contents = [torch.load(path, weights_only=True) for path in (folder / checkpoint.FOLDER).glob("*.pt")]
+    assert len(contents) == 2 and all(content["format"] == FORMAT for content in contents)
+    old = shutil.move(folder, here / "old")
+    lines[0] = json.dumps(json.loads(lines[0]) | {"format": FORMAT - 1})
+    (old / RECORD).write_text("\n".join(lines) + "\n")
     with patch.object(checkpoint, "FORMAT", FORMAT - 1):
-        best = torch.load(folder / checkpoint.FOLDER / checkpoint.BEST, weights_only=True)
+        best = torch.load(old / "checkpoints/best.pt", weights_only=True)
         del best["format"]
-        checkpoint.save_best(folder, best)
-
-
-def test_what_a_run_leaves_names_its_format(here):
-    train(*MADE)
-    (folder,) = run_folders(here / "outputs")
-    for name in (RECORD, SUMMARY):
-        assert json.loads((folder / name).read_text().splitlines()[0])["format"] == FORMAT
-    for path in (folder / checkpoint.FOLDER).glob("*.pt"):
-        assert torch.load(path, weights_only=True)["format"] == FORMAT
-
-
-def test_a_run_folder_of_another_format_is_refused_by_one_message(here):
-    train(*MADE)
-    (folder,) = run_folders(here / "outputs")
-    shutil.move(folder, here / "old")
-    older(here / "old")
+        checkpoint.save_best(old, best)
     small = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
-    for ended in (
-        train(*MADE, "init_from.run=old"),
-        call("bench/evaluate.py", "run=old", *small),
-        call("bench/cost.py", "checkpoint=old", "lengths=[16]", *small),
-    ):
+    for ended in (train(*MADE, "init_from.run=old"), call("bench/evaluate.py", "run=old", *small)):
         assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended
         assert re.search(OLDER, ended.err), ended.err
     with pytest.raises(ValueError, match=OLDER):
-        checkpoint.load_best(here / "old")
+        checkpoint.load_best(old)
 
 
 def test_rows_of_another_format_are_refused_and_the_others_shown(tmp_path):
-    old = cost_row() | {"format": FORMAT - 1}
-    write_rows(tmp_path, [cost_row(), old, cost_row() | {"format": FORMAT + 1}])
-    found = read([tmp_path])
-    assert len(found.of("cost")) == 1 and len(found.refused) == 2
-    assert re.search(f"line 2: {OLDER}", found.refused[0]) and f"of format {FORMAT + 1}" in found.refused[1]
+    write_rows(tmp_path, [cost_row(), cost_row() | {"format": FORMAT - 1}, cost_row() | {"format": FORMAT + 1}])
+    rows = read([tmp_path])
+    assert len(rows.of("cost")) == 1 and len(rows.refused) == 2
+    assert re.search(f"line 2: {OLDER}", rows.refused[0]) and f"of format {FORMAT + 1}" in rows.refused[1]

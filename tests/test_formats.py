@@ -45,12 +45,9 @@ def test_csv_has_unrounded_numbers_marks_and_nothing_twice():
     ]
 
 
-def test_csv_without_marks_has_no_column_for_them():
-    rows = list(csv.reader(io.StringIO(to_csv(table((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))))))
-    assert rows == [["variant", "bits"], ["a", "-1.2e-05"]]
-
-
 def test_half_a_surrogate_pair_can_be_written():
     made = table((Cell(text="a\ud800b"), Cell(text="1", value=1)))
     for form in (to_markdown, to_csv):
         form(made).encode()
+    plain = table((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))
+    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "no marks, no column for them"

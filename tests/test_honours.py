@@ -11,7 +11,7 @@ from tests.promises import Sums
 from tests.test_check import toy
 from variants.conformance import outcome
 from variants.contract import Honours, Position
-from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
+from variants.position import Alibi, Relative, Rotary
 
 SAME = "the same comes out of BOTH with {}, which honours say it follows"
 IGNORED = ("position=alibi,none", "model.cache=hidden,kv", "model.attend_self=false,true", "model.span=13,26,6")
@@ -42,14 +42,10 @@ class Decays(Sums):
 @pytest.mark.parametrize(
     ("scheme", "ways"),
     [
-        (NoPosition, set()),
-        (Sinusoidal, set()),
         (Embeds, set()),
         (Rotary, {"rotate"}),
         (Relative, {"vectors"}),
-        (Alibi, {"decay"}),
         (Slopes, {"decay"}),
-        (Colder, {"bias"}),
         (TurnsAndAdds, {"rotate", "bias"}),
     ],
 )
@@ -89,12 +85,9 @@ def test_what_a_mechanism_does_not_follow_is_refused(cls, words, line):
         toy(cls, *words).make_model()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("position=alibi", "model.attend_self=false"), positioned(Slopes), positioned(Embeds), ("position=sinusoidal",)],
-)
-def test_what_it_follows_is_built(words):
-    assert toy(Decays, *words).make_model()
+def test_what_it_follows_is_built():
+    for words in (("position=alibi", "model.attend_self=false"), positioned(Slopes), positioned(Embeds)):
+        assert toy(Decays, *words).make_model()
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,9 @@ def reference(model: LanguageModel, tokens: Tensor, *, position: str, placement:
     ("position", "placement", "tied", "more"),
     [
         ("rotary", "pre", False, ("model.embedding_scale=1.5",)),
-        ("rotary", "pre", True, ("model.head_bias=true",)),
         ("rotary", "post", False, ("model.head_bias=true",)),
         ("alibi", "post", True, ()),
         ("sinusoidal", "pre", True, ()),
-        ("sinusoidal", "post", False, ()),
         ("none", "pre", False, ("model.cache=hidden",)),
     ],
 )
@@ -127,20 +125,16 @@ HERE_AND_THERE = "+variant.at={1: [attention, memory]}"  # beside the one of the
             ("variant=mhsa", *FEED),
             {"layers.0.attention": ATTENTION, "layers.1.feed_forward": FEED_FORWARD, "norms": 5 * NORM, "head": V * D},
         ),
-        (("variant=mhsa", "model.norm_after=true"), {"norms": 4 * NORM}),
-        (("variant=mhsa", "model.tied=true"), {"embedding": V * D, "head": 0}),
         (("variant=mhsa", "model.tied=true", "model.head_bias=true"), {"embedding": V * D, "head": V}),
         (
             ("variant=mhsa", "position=relative"),
             {"layers.0.attention": ATTENTION + RELATIVE, "layers.1.attention": ATTENTION},
         ),
         (("variant=mhsa", "position=relative", "position.share=layer"), {"layers.1.attention": ATTENTION + RELATIVE}),
-        (("variant=adaptive_span",), {"layers.0.attention": ATTENTION + H}),
         (
             ("variant=all_attention_fixed", "variant.attention.persistent.number=5"),
             {"layers.1.attention": ATTENTION + 2 * 5 * D, "norms": 3 * NORM},
         ),
-        (("variant=product_key_memory", *MEMORY), {"layers.0.memory": MEMORY_ALONE + TABLE}),
         (
             ("variant=product_key_memory", *MEMORY, "variant.memory.share=network", HERE_AND_THERE),
             {"layers.0.memory": MEMORY_ALONE + TABLE, "layers.1.memory": MEMORY_ALONE},

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,10 +69,9 @@ def typed(*words: str, **environment: str) -> Ended:
     return Ended(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
-def test_one_file_trains_and_passes_the_check(here):
+def test_one_file_trains(here, imports):
     write(here, module="my_mixer", conf="my_conf")
-    mine = ("-cd", "my_conf", "trust=[my_mixer]", "variant=mine")
-    trained = typed(str(ROOT / "train.py"), *mine, *TINY, *MADE)
+    trained = train("-cd", "my_conf", *MADE, "trust=[my_mixer]", "variant=mine")
     assert trained.code == 0, trained
     (run,) = run_folders(here / "outputs")
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
@@ -80,15 +80,28 @@ def test_one_file_trains_and_passes_the_check(here):
     assert summary["training_flops"] == 3 * summary["flops_per_byte"]["ideal"] * summary["bytes_seen"]
     gates, width, d_model = 2, 24, 32
     assert summary["parameters"]["by_sublayer"]["layers.0.mixer"] == (gates + 1) * width * d_model + gates * width + 32
-    # The checkout stands for an installed package.
-    checked = typed(
-        "-m", "bench.check", *mine, "position=none", "model.cache=kv", "model.attend_self=true", PYTHONPATH=str(ROOT)
-    )
-    assert checked.code == 0 and "mine: keeps the contract in 1 combination" in checked.out, checked
-    assert all(line.startswith("pass") for line in checked.out.splitlines()[:-2])
 
 
-@pytest.mark.parametrize("name", ["variant/mhsa", "sublayer/mhsa", "train"])
+PAGE = (ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def test_the_example_of_the_page_is_short_and_is_checked_and_trained(here):
+    assert sum(len(text.splitlines()) for text in FILES.values()) <= 40 and len(FILES) == 3
+    for path, text in FILES.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    check, trained = (line.split()[1:] for line in commands.splitlines())
+    checked = typed(*check, PYTHONPATH=str(ROOT))  # the checkout stands for an installed package
+    assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
+    ended = typed(str(ROOT / "train.py"), *trained[1:], *TINY, *MADE)
+    assert ended.code == 0, ended
+    (run,) = run_folders(here / "outputs")
+    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
+
+
+@pytest.mark.parametrize("name", ["variant/mhsa", "train"])
 def test_a_file_that_one_of_ours_hides_is_refused(here, name):
     """``variant=performer`` of a folder with its own performer.yaml would be ours, and pass for theirs."""
     write(here, module="my_mixer", conf="my_conf")
@@ -108,16 +121,6 @@ def test_a_file_that_is_not_trusted_is_not_imported(here, imports):
     assert len(ended.err.splitlines()) == 1 and sorted(here.rglob("*")) == before
 
 
-def test_a_broken_promise_fails_the_check(here):
-    write(here, module="my_mixer", conf="my_conf")
-    leaking = MIXER.replace("self.into(x)", "self.into(x.roll(-1, 1))")
-    (here / "my_mixer.py").write_text(leaking, encoding="utf-8")
-    words = ("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", "position=none", "model.cache=kv")
-    checked = typed("-m", "bench.check", *words, PYTHONPATH=str(ROOT))
-    assert checked.code == 1 and "promises broken" in checked.out and "Traceback" not in checked.err, checked
-    assert "FAIL  training does not see the future" in checked.out
-
-
 def test_a_class_for_another_contract_is_refused(here, imports):
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_mixer.py").write_text(MIXER.replace("    def __init__", "    contract = 99\n\n    def __init__", 1))
@@ -125,29 +128,21 @@ def test_a_class_for_another_contract_is_refused(here, imports):
     assert ended.code == 2 and "my_mixer.Mixer: is written for contract 99, and this is 1; allowed are" in ended.err
 
 
-def test_an_edited_file_is_another_run(here, imports):
-    write(here, module="my_mixer", conf="my_conf")
-    words = ("-cd", "my_conf", *MADE, "trust=[my_mixer]", "variant=mine")
-    assert train(*words).code == 0 and "finished before" in train(*words).out
-    with (here / "my_mixer.py").open("a", encoding="utf-8") as source:
-        source.write("# an edit\n")
-    assert "the source changed since" in train(*words).out and len(run_folders(here / "outputs")) == 2
-
-
-@pytest.mark.filterwarnings("error:provider=hydra.searchpath")
-def test_a_package_on_the_search_path_is_trusted(here, imports):
+def test_a_package_on_the_search_path_is_named_by_trust(here, imports):
     write(here, module="my_pkg.mixer", conf="my_pkg/conf")
     for package in ("my_pkg", "my_pkg/conf"):
         (here / package / "__init__.py").touch()
     sys.path.append(str(here))  # stands for an installed package
-    ended = train(*MADE, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine")
+    words = (*MADE, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine")
+    ended = train(*words)
+    assert ended.code == 2 and "my_pkg.mixer.Mixer: allowed are classes of" in ended.err
+    ended = train(*words, "trust=[my_pkg]")
     assert ended.code == 0, ended
     (run,) = run_folders(here / "outputs")
     assert run.name.startswith("mine-s0-")
     with (here / "my_pkg" / "mixer.py").open("a", encoding="utf-8") as source:
         source.write("# an edit\n")
-    assert train(*MADE, "hydra.searchpath=[pkg://my_pkg.conf]", "variant=mine").code == 0
-    assert len(run_folders(here / "outputs")) == 2
+    assert "the source changed since" in train(*words, "trust=[my_pkg]").out
 
 
 def test_an_outside_part_joins_a_variant_of_ours(here, imports):

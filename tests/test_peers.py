@@ -20,9 +20,9 @@ from bench.peer_workers import (
     version,
 )
 from bench.peers import Entry, PeerSettings, compete, rows_of
-from bench.progress import Steps
 from bench.report.tables_peers import peer_tables
 from harness.device.cell import CellError
+from harness.loop.progress import Steps
 from tests.bench_rows import identity
 from tests.command import call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.fit import predict
-from bench.rows import ground
 from harness.count.flops import count_flops
+from harness.record.comparison import ground
 from tests.bench_rows import cost_row
 from tests.composing import TINY, plan
 from tests.runs import CARRY, DROPOUT, MEMORY, MOVING, make_run, own_folder, restored  # noqa: F401 - fixtures

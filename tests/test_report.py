@@ -282,7 +282,7 @@ def test_bad_lines_are_refused_and_the_good_ones_are_still_there(tmp_path):
         file.write('{"kind": "cost", \n' + "null\n" * 1000)
     rows = read([tmp_path])
     assert len(rows.of("cost")) == 2 and len(rows.refused) == 6
-    words = ("no provenance: source missing", "kind is 'guess'", "length is 'long', not a finite number of 0 or more")
+    words = ("no provenance: source missing", "kind is 'guess'", "length is 'long': it should be a valid number")
     for line, told in enumerate(words, start=2):
         assert rows.refused[line - 2].startswith(f"{path}: line {line}: {told}")
     assert "line 6: not JSON" in rows.refused[3] and rows.refused[-1].endswith("999 more lines")

@@ -11,7 +11,7 @@ import torch
 from harness.loop.run import Run
 from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
-from tests.forked import exit_code, run, started
+from tests.forked import run
 from tests.runs import (
     CARRY,
     DROPOUT,
@@ -81,23 +81,6 @@ def test_a_crash_goes_back_to_the_last_checkpoint(here, monkeypatch):
     assert len(list(folder.glob("step-*.pt"))) == 2
 
 
-def test_a_crash_before_the_first_checkpoint_starts_anew(here, monkeypatch):
-    given = ("variant=mhsa", "budget.steps=9", "checkpoint.every_steps=8")
-    whole, _ = whole_run(*given)
-    elsewhere(here, monkeypatch)
-    crash(make_job(*given), step=5)
-    again = make_job(*given)
-    assert again.folder.checkpoint is None and (again.folder.path / RECORD).exists()
-    run_job(again)
-    assert rows_of(again) == rows_of(whole)
-
-
-def test_a_forced_run_that_is_stopped_goes_on_without_force(capsys):
-    stop(make_job("budget.steps=5", "force=true"), step=3)
-    assert "the same command without force=true goes on" in capsys.readouterr().out
-    assert make_job("budget.steps=5").folder.checkpoint is not None
-
-
 def test_a_finished_run_is_returned_and_force_redoes_it():
     job, summary = whole_run("budget.steps=5")
     (job.folder.path / "evaluations.jsonl").write_text("of the run that was\n")
@@ -107,9 +90,6 @@ def test_a_finished_run_is_returned_and_force_redoes_it():
     assert forced.folder.path == job.folder.path and same["valid_bits_per_byte"] == summary["valid_bits_per_byte"]
     assert not (job.folder.path / "evaluations.jsonl").exists()
     assert len(rows_of(forced)) == len(rows_of(job))
-
-
-# Signals, in processes of their own
 
 
 SIGNALLED = """
@@ -128,26 +108,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def start_and_signal(number: int, *overrides: str, out: Path) -> tuple[int, str]:
-    """Run the command, which gets the signal at its first evaluation; returns exit code and output."""
-    program = out.with_suffix(".py")
-    program.write_text(SIGNALLED)
-    given = environment() | {"SIGNAL": str(int(number)), "PROGRAM": str(ROOT / "train.py")}
-    with started(program, *SMALL, *overrides, out=out, environment=given) as process:
-        return exit_code(process), out.read_text()
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200"}
-
-
 def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypatch):
+    """In a process of its own, which gets the signal at its first evaluation."""
     given = ("variant=mhsa", "budget.steps=30", "eval.every=0.5", *CARRY, *DROPOUT)
-    code, shown = start_and_signal(signal.SIGTERM, *given, out=here / "said")
-    assert code == 128 + signal.SIGTERM, shown
-    assert "the same command goes on" in shown and "budget.steps=30" in shown.splitlines()[-1]
+    environment = os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200", "SIGNAL": str(int(signal.SIGTERM))}
+    environment["PROGRAM"] = str(ROOT / "train.py")
+    (here / "program.py").write_text(SIGNALLED)
+    ended = run(here / "program.py", *SMALL, *given, folder=here, environment=environment)
+    assert ended.code == 128 + signal.SIGTERM, ended
+    assert "the same command goes on" in ended.out and "budget.steps=30" in ended.out.splitlines()[-1]
     assert list(Path("outputs").glob("*/checkpoints/step-*.pt")) and not list(Path("outputs").glob("*/summary.json"))
-    again = run("train.py", *SMALL, *given, folder=here, environment=environment())
+    again = run("train.py", *SMALL, *given, folder=here, environment=environment)
     assert again.code == 0 and "resuming at" in again.out, again.err
     (folder,) = Path("outputs").glob("mhsa-*")
     rows = read_rows(folder / RECORD)
@@ -159,9 +130,3 @@ def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypa
     for one, other in zip(rows, undisturbed, strict=True):
         differ = {key for key in one if one[key] != other[key]}
         assert differ <= {"clock", "memory", "command", "commit"}
-
-
-def test_sigint_does_the_same(here):
-    code, shown = start_and_signal(signal.SIGINT, "budget.steps=30", "eval.every=0.5", out=here / "said")
-    assert code == 128 + signal.SIGINT and "the same command goes on" in shown
-    assert list(Path("outputs").glob("*/checkpoints/step-*.pt"))

@@ -2,10 +2,8 @@
 
 import os
 import pickle
-import random
 import shutil
 import signal
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -14,24 +12,15 @@ import torch
 
 from harness.cache import sha256_of
 from harness.device.processes import joined
-from harness.failures import ProcessLost
 from harness.record import checkpoint, shards
-from tests.many import Dead, launch
-from tests.runs import CARRY, DROPOUT, make_job, own_folder, restored, run_job  # noqa: F401 - fixtures
-from tests.test_processes import divided_job, exact_job, record
-from train import train
+from tests.many import launch
+from tests.runs import CARRY, DROPOUT, make_job, own_folder, restored, run_job, stop  # noqa: F401 - fixtures
+from tests.test_processes import ended, exact_job, inside, record
 
 pytestmark = pytest.mark.numeric
 
-GIVEN = (
-    "variant=mhsa",
-    *CARRY,
-    "batch.streams=6",
-    "budget.steps=9",
-    "model.head_zero_init=false",
-    "runtime.shard=full",
-)
-GIVEN += ("checkpoint.every_steps=2", "position=relative", "optim=adamw")
+WORDS = ("variant=mhsa", *CARRY, "budget.steps=8", "model.head_zero_init=false", "runtime.shard=full")
+WORDS += ("checkpoint.every_steps=2", "position=relative", "optim=adamw")
 
 
 @pytest.fixture(autouse=True)
@@ -39,42 +28,61 @@ def without_wandb(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
+def stopped_and_taken_up() -> list[tuple]:
+    """A run of two processes that is stopped after its fifth step, and the end of another that one process has
+    begun."""
+    here = Path.cwd()
+    with joined() as processes:
+        make = partial(exact_job, *WORDS, processes=processes)
+        inside(here / "of two")
+        first = ended(make, stop_at=4)
+        inside(here / "of one")
+        return [first, ended(make)]
+
+
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory) -> Path:
-    """Where a run of three processes was stopped after its fifth step."""
-    place = tmp_path_factory.mktemp("stopped")
+def place(tmp_path_factory) -> Path:
+    """Folders of a run that is whole, of one that two processes left at its fifth step, and of one that they took
+    up."""
+    place = tmp_path_factory.mktemp("shards")
     with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(place)
         patched.setenv("WANDB_MODE", "disabled")
-        ended = launch(partial(divided_job, stop_at=4, exact=True), *GIVEN, number=3)
-    assert {code for code, *_ in ended} == {128 + signal.SIGTERM}
+        patched.chdir(place)
+        inside(place / "alone")
+        run_job(exact_job(*WORDS))
+        inside(place / "of one")
+        stop(exact_job(*WORDS), step=4)
+        os.chdir(place)
+        for first, second in launch(stopped_and_taken_up):
+            assert first[0] == 128 + signal.SIGTERM and second[:2] == (0, 8)
     return place
 
 
 @pytest.fixture
-def run(stopped, here) -> Path:
-    """A copy of its run folder's checkpoints, in the current folder."""
-    shutil.copytree(stopped, here, symlinks=True, dirs_exist_ok=True)
+def run(place, here) -> Path:
+    """A copy of the checkpoints that two processes left, in the current folder."""
+    shutil.copytree(place / "of two", here, symlinks=True, dirs_exist_ok=True)
     (folder,) = [path for path in (here / "outputs").iterdir() if not path.is_symlink()]
     return folder / checkpoint.FOLDER
 
 
-def test_one_process_goes_on_from_the_rows_of_three(run, monkeypatch, tmp_path):
+def bits(folder: Path) -> list[float]:
+    return [row["bits_per_byte"] for row in record(folder)[1:]]
+
+
+def test_another_number_of_processes_goes_on(run, place, here):
     names = sorted(path.name for path in run.glob("step-*"))
     assert [name[:17] for name in names] == [f"step-{step:09d}.pt" for step in (4, 4, 5, 5)], names
-    newest = run / names[3]
-    parts = sorted(newest.iterdir())
-    assert [path.name for path in parts] == [f"__{rank}_0.distcp" for rank in range(3)], "and no metadata of torch's"
+    parts = sorted((run / names[3]).iterdir())
+    assert [path.name for path in parts] == [f"__{rank}_0.distcp" for rank in range(2)], "and no metadata of torch's"
     content = checkpoint.load(run / names[2])
-    numbers = sum(torch.Size(own["shape"]).numel() for own in content[shards.KEY]["tensors"].values())
-    assert all(8 * numbers / 3 < path.stat().st_size < 8 * numbers for path in parts)
-    run_job(exact_job(*GIVEN))
-    found = [row["bits_per_byte"] for row in record()[1:]]
+    assert len(content["state"][0]) == 4 and len(content["random_others"]) == 1
+    numbers = sum(torch.Size(tensor["shape"]).numel() for tensor in content[shards.KEY]["tensors"].values())
+    assert all(8 * numbers / 2 < path.stat().st_size < 8 * numbers for path in parts)
+    run_job(exact_job(*WORDS))
     assert not list(run.glob("*.shards")), "it is whole in the one process, and one file again"
-    (tmp_path / "alone").mkdir()
-    monkeypatch.chdir(tmp_path / "alone")
-    run_job(exact_job(*GIVEN))
-    assert found == pytest.approx([row["bits_per_byte"] for row in record()[1:]], abs=1e-12)
+    assert bits(here) == pytest.approx(bits(place / "alone"), abs=1e-12)
+    assert bits(place / "of one") == pytest.approx(bits(place / "alone"), abs=1e-12)
 
 
 class Attack:
@@ -82,85 +90,38 @@ class Attack:
         return open, ("attacked", "w")
 
 
-def resign(path: Path, content: dict) -> None:
-    checkpoint._write(path, content)
-
-
 @pytest.mark.parametrize("how", ["bit", "gone", "pickle", "outside", "pieces"])
 def test_shards_that_are_not_as_they_were_written_are_refused(run, capsys, how):
     """Also by whoever can make digests that fit; the one before is taken, or the run ends in one message."""
     *_, index, folder = sorted(run.glob("step-*"))
     shard, content = folder / "__1_0.distcp", checkpoint.load(index)
-    known = content[shards.KEY] | {"folder": folder.name}
-    tensor = next(iter(known["tensors"].values()))
+    named = content[shards.KEY] | {"folder": folder.name}
+    tensor = next(iter(named["tensors"].values()))
     (folder / ".metadata").write_bytes(pickle.dumps(Attack()))
     if how == "bit":
-        found = bytearray(shard.read_bytes())
-        found[len(found) // 2] ^= 1
-        shard.write_bytes(found)
+        flipped = bytearray(shard.read_bytes())
+        flipped[len(flipped) // 2] ^= 1
+        shard.write_bytes(flipped)
     elif how == "gone":
         shard.unlink()
     elif how == "pickle":
         torch.save(Attack(), shard)
-        known["sha256"][shard.name] = sha256_of(shard)
-        for piece in (piece for own in known["tensors"].values() for piece in own["pieces"] if piece[2] == shard.name):
+        named["sha256"][shard.name] = sha256_of(shard)
+        for piece in (piece for one in named["tensors"].values() for piece in one["pieces"] if piece[2] == shard.name):
             piece[3:] = 0, shard.stat().st_size
     elif how == "outside":
         tensor["pieces"][0][2] = "../../config.yaml"
-        known["sha256"]["../../config.yaml"] = sha256_of(run.parent / "config.yaml")
+        named["sha256"]["../../config.yaml"] = sha256_of(run.parent / "config.yaml")
     else:
         tensor["pieces"] = [[[0], [1 << 40], shard.name, 0, 1]]
     if how not in ("bit", "gone"):
-        resign(index, content | {shards.KEY: known})
+        checkpoint._write(index, content | {shards.KEY: named})
     if how not in ("pickle", "pieces"):
-        found = checkpoint.load_newest(run.parent, {})
-        assert found["spent"]["steps"] == 4 and "step-000000004.pt, the one before, is taken" in capsys.readouterr().err
+        assert checkpoint.load_newest(run.parent, {})["spent"]["steps"] == 4
+        assert "step-000000004.pt, the one before, is taken" in capsys.readouterr().err
     else:
         with pytest.raises(ValueError, match="step-000000005.*shards are not those of a run"):
             shards.put_back(
                 checkpoint.load_newest(run.parent, {}), lambda shape, dtype: torch.empty(shape, dtype=dtype)
             )
     assert not Path("attacked").exists()
-
-
-# Kills
-
-KILLED = ("variant=mhsa", *CARRY, *DROPOUT, "budget.steps=40", "runtime.shard=full", "checkpoint.every_steps=1")
-
-
-def killed(seconds: float, whom: tuple[int, ...]) -> str | None:
-    """A run, of which some processes are killed so long after they began to train; its digest, if it came to its end."""
-    with joined() as processes:
-        job = make_job(*KILLED, processes=processes)
-        if processes.rank in whom:
-            timer = threading.Timer(seconds, partial(os.kill, os.getpid(), signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
-        try:
-            if job.earlier is None:
-                train(job)
-        except ProcessLost:
-            os._exit(1)  # as the command does
-        except (OSError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "finished"
-
-
-@pytest.mark.faults
-def test_killed_at_thirty_moments_a_run_goes_on_bit_for_bit(here, monkeypatch):
-    """One process or all, most of them while a checkpoint is written; and the end is that of a run that nobody killed."""
-    chance, kills, finished = random.Random(0), 0, 0
-    assert launch(killed, 0.0, ()) == ["finished"] * 2
-    expected = record()
-    while kills < 30 or not finished:
-        (here / f"again{finished}").mkdir(exist_ok=True)
-        monkeypatch.chdir(here / f"again{finished}")
-        whom = () if kills >= 30 else chance.choice([(0,), (1,), (0, 1)])
-        ended = launch(killed, chance.uniform(0.0, 1.5), whom)
-        assert all(one == "finished" or isinstance(one, Dead) for one in ended), ended
-        if ended == ["finished"] * 2:
-            assert record() == expected
-            finished += 1
-        else:
-            kills += 1
-    print(f"{kills} kills, {finished} runs came to their end bit for bit")

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,30 +79,8 @@ def strays(path: Path) -> set[str]:
     return {name for name in found if not inside(name, allowed)}
 
 
-def names(paths: list[Path]) -> list[str]:
-    return [path.relative_to(ROOT).as_posix() for path in paths]
-
-
-@pytest.mark.parametrize("path", PRODUCT, ids=names(PRODUCT))
-def test_import_arrows(path):
-    assert not strays(path)
-
-
-def test_arrows_that_point_back_are_found(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    backwards = {
-        "variants/a.py": "import numpy",
-        "variants/b.py": "from harness.model import LanguageModel",
-        "harness/a.py": "from variants.attention import Attention",
-        "harness/b.py": "def late():\n    from variants import attention",
-        "harness/c.py": "import tests.reference.attention",
-        "bench/a.py": "import variants.kernels.window",
-        "train.py": "import torch",
-    }
-    for name, text in backwards.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        assert strays(tmp_path / name), name
+def test_import_arrows():
+    assert not {path: against for path in PRODUCT if (against := strays(path))}
 
 
 def modules_of(path: Path) -> str:

@@ -57,11 +57,6 @@ class BadAnnotation(Sublayer):
         super().__init__()
 
 
-class Greedy(Sublayer):
-    def __init__(self, context, **options):
-        super().__init__()
-
-
 def exploding(*_):
     raise AssertionError("called")
 
@@ -81,6 +76,8 @@ def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
     assert part.keywords["d_head"] == 4 and part.keywords["bias"] is True
     spans = part.keywords["span"]
     assert isinstance(spans, functools.partial) and (spans.func, spans.keywords) == (AdaptiveSpan, {"ramp": 8})
+    for name in ("part", "bare"):
+        assert made(node(Mine, needed=1, **{name: node(AdaptiveSpan)})).keywords[name].func is AdaptiveSpan
 
 
 @pytest.mark.parametrize(
@@ -91,11 +88,10 @@ def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
         ("variants_evil.attention.Attention", Sublayer, "allowed are classes of"),
         ("harness.source.subprocess", Sublayer, "class derived from variants.contract.Sublayer"),
         ("tests.test_targets.exploding", Sublayer, "class derived from variants.contract.Sublayer"),
-        ("variants.attention.Nothing", Sublayer, "cannot be imported"),
+        ("variants." + "a." * 4000 + "Nothing", Sublayer, "cannot be imported"),
         ("variants.attention.Attention", Position, "class derived from variants.contract.Position"),
         ("torch.optim.lr_scheduler.StepLR", Optimizer, "class derived from torch.optim.optimizer.Optimizer"),
         ("variants.contract.Sublayer", Sublayer, "class derived from"),
-        ("", Sublayer, "allowed are classes of"),
         (None, Sublayer, "_target_=None: allowed are classes of"),
     ],
 )
@@ -117,38 +113,11 @@ def test_a_class_must_be_defined_where_trust_reaches(monkeypatch):
         made(node("harness.borrower.Mine", needed=1), trust=())
 
 
-@pytest.mark.parametrize("value", [False, None, "true", 1])
-def test_every_layer_makes_its_own(value):
-    with pytest.raises(ValueError, match=rf"variant\.attention\._partial_={value}: must be true"):
-        made({**node(), "_partial_": value})
-    with pytest.raises(ValueError, match=r"variant\.attention\.span\._partial_=None"):
-        made(node(span={"_target_": "variants.adaptive_span.AdaptiveSpan"}))
-
-
-def test_only_parts_that_fit_are_taken():
-    assert made(node(Mine, needed=1, part=node(AdaptiveSpan))).keywords["part"].func is AdaptiveSpan
-    assert made(node(Mine, needed=1, bare=node(AdaptiveSpan))).keywords["bare"].func is AdaptiveSpan
-    vectors = node("variants.all_attention.PersistentKV", number=3)
-    with pytest.raises(
-        ValueError, match=r"attention\.span\._target_=.*PersistentKV: .* variants\.attention_parts\.AttentionSpan"
-    ):
-        made(node(span=vectors))
-    with pytest.raises(ValueError, match=r"attention\.span\._target_=variants\.attention\.Attention: .*AttentionSpan"):
-        made(node(span=node()))
-    with pytest.raises(ValueError, match=r"attention\.d_head=.*must be int or null"):
-        made(node(d_head=vectors))
-    with pytest.raises(ValueError, match=r"attention\.span=\{'ramp': 3\}: must be a part with _target_"):
-        made(node(span={"ramp": 3}))
-    with pytest.raises(ValueError, match=r"attention\.span=3: must be a part with _target_.* or null"):
-        made(node(span=3))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
         ("rate", 2, 2.0),
         ("needed", 1e3, 1000),
-        ("name", "x", "x"),
         ("old", None, None),
         ("pair", [0.9, 0.95], (0.9, 0.95)),
         ("many", [1, 2, 3], (1, 2, 3)),
@@ -156,61 +125,55 @@ def test_only_parts_that_fit_are_taken():
         ("either", 2, 2.0),
         ("choice", "b", "b"),
         ("anything", [1], (1,)),
-        ("anything", {"a": 1}, {"a": 1}),
-        ("bare", "x", "x"),
+        ("bare", 1.0, 1.0),
     ],
 )
 def test_values_are_taken_as_annotated(name, value, expected):
-    found = made(node(Mine, **{"needed": 1, name: value})).keywords[name]
-    assert found == expected and type(found) is type(expected)
+    taken = made(node(Mine, **{"needed": 1, name: value})).keywords[name]
+    assert taken == expected and type(taken) is type(expected)
+
+
+VECTORS = node("variants.all_attention.PersistentKV", number=3)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "allowed"),
+    ("given", "message"),
     [
-        ("needed", 2.5, "int"),
-        ("needed", "3", "int"),
-        ("needed", True, "int"),
-        ("rate", "fast", "float"),
-        ("rate", float("inf"), "float"),
-        ("name", 3, "str or null"),
-        ("old", 1, "bool or null"),
-        ("pair", [0.9], "a list"),
-        ("choice", "c", "a, b"),
-        ("pair", 0.9, "a list"),
-        ("many", "123", "a list"),
-        ("table", [1], "a mapping or null"),
-        ("either", "x", "float"),
+        ({"needed": 2.5}, "needed=2.5: must be an integer"),
+        ({"needed": "3"}, "needed=3: must be an integer"),
+        ({"needed": True}, "needed=True: must be an integer"),
+        ({"rate": float("inf")}, "rate=inf: must be a finite number"),
+        ({"name": 3}, "name=3: must be a valid string or null"),
+        ({"pair": [0.9]}, "pair=[0.9]: must be a list"),
+        ({"many": "123"}, "many=123: must be a list"),
+        ({"many": [1, 2.5]}, "many.1=2.5: must be an integer"),
+        ({"table": [1]}, "table=[1]: must be a mapping or null"),
+        ({"choice": "c"}, "choice=c: allowed are a, b"),
+        ({"either": "x"}, "either=x: must be a valid number"),
+        ({"rate": VECTORS}, "rate={'_target_': "),
+        ({"part": {"ramp": 3}}, "part={'ramp': 3}: must be a part with _target_"),
+        ({"span": 3}, "span=3: must be a part with _target_ and _partial_: true or null"),
+        ({"span": VECTORS}, "PersistentKV: must be a class derived from variants.attention_parts.AttentionSpan"),
+        ({"span": {**node(AdaptiveSpan), "_partial_": False}}, "span._partial_=False: must be true"),
+        ({"size": 3}, "size=3: no such key of Mine; allowed are needed, rate"),
+        ({"context": 3}, "context=3: no such key"),
+        ({"_args_": ()}, "_args_=(): no such key"),
     ],
 )
-def test_other_values_are_refused_by_key(name, value, allowed):
-    with pytest.raises(
-        ValueError, match=rf"variant\.attention\.{name}={re.escape(str(value))}: (must be|allowed are) {allowed}"
-    ):
-        made(node(Mine, **{"needed": 1, name: value}))
+def test_other_values_are_refused_by_key(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        made(node(Mine, **{"needed": 1} | given))
+    assert str(caught.value).startswith("variant.attention.")
 
 
 def test_keywords_are_the_schema():
     assert list(keywords(Attention, key="k")) == ["d_head", "bias", "zero_init", "span", "persistent"]
     assert [name for name, (_, required) in keywords(Mine, key="k").items() if required] == ["needed"]
-    assert "lr" not in keywords(torch.optim.AdamW, key="k")
-    assert "betas" in keywords(torch.optim.AdamW, key="k")
-    with pytest.raises(
-        ValueError, match=r"variant\.attention\.size=3: no such key of Attention; allowed are d_head, bias"
-    ):
-        made(node(size=3))
-    with pytest.raises(ValueError, match=r"variant\.attention\.context=3: no such key"):
-        made(node(context=3))
-    with pytest.raises(ValueError, match=r"variant\.attention\._args_=\(\): no such key"):
-        made(node(_args_=()))
-    with pytest.raises(ValueError, match=r"variant\.attention\.needed: Mine needs it"):
-        made(node(Mine))
-    with pytest.raises(ValueError, match=r"no such key of Greedy; allowed are none"):
-        made(node(Greedy, size=3))
-
-
-def test_a_constructor_that_cannot_be_called_is_named():
-    with pytest.raises(ValueError, match=r"tests\.test_targets\.NoContext must take a LayerContext first"):
-        made(node(NoContext))
-    with pytest.raises(ValueError, match=r"tests\.test_targets\.BadAnnotation: name 'NoSuchType' is not defined"):
-        made(node(BadAnnotation))
+    assert "betas" in keywords(torch.optim.AdamW, key="k") and "lr" not in keywords(torch.optim.AdamW, key="k")
+    for target, message in {
+        Mine: r"variant\.attention\.needed: Mine needs it",
+        NoContext: r"tests\.test_targets\.NoContext must take a LayerContext first",
+        BadAnnotation: r"tests\.test_targets\.BadAnnotation: name 'NoSuchType' is not defined",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            made(node(target))

@@ -1,8 +1,9 @@
-"""Units of every variant, replicated and divided: the steps of one process, resumed by as many and by others."""
+"""Every variant, divided between two processes: the steps of one, resumed bit for bit."""
 
 import copy
 
 import pytest
+import torch
 import yaml
 
 from harness.device.processes import SINGLE, ProcessGroup, joined
@@ -14,9 +15,8 @@ from tests.runs import CARRY, SPARSE, own_folder, restored  # noqa: F401 - fixtu
 from tests.test_processes import divided_run
 
 pytestmark = pytest.mark.faults
-STEPS = 30
-COMMON = ("batch.streams=12", "model.head_zero_init=false", f"budget.steps={STEPS}", *CARRY)
-SHARDS = ("none", "full")
+STEPS = 20
+COMMON = ("runtime.shard=full", "batch.streams=4", "model.head_zero_init=false", f"budget.steps={STEPS}", *CARRY)
 
 
 def words_of(variant: str) -> tuple[str, ...]:
@@ -25,12 +25,9 @@ def words_of(variant: str) -> tuple[str, ...]:
 
 
 CASES = {path.stem: (*words_of(path.stem), "optim=adamw") for path in sorted((CONF / "variant").glob("*.yaml"))}
-CASES["compressed_top_k"] += (
-    "seed=1",
-)  # with 0, rounding decides in the 29th step which of two blocks has the higher score
 CASES |= {
     "relative positions": ("variant=mhsa", "position=relative", "model.cache=hidden", "optim=adamw", "optim.clip=0.1"),
-    "accumulated": ("variant=mhsa", "batch.accumulate=3", "runtime.checkpoint=layers", "optim=adamw"),
+    "accumulated": ("variant=mhsa", "batch.accumulate=2", "runtime.checkpoint=layers", "optim=adamw"),
     "sparse rows": SPARSE,
     "adagrad": ("variant=mhsa", "optim=adagrad", "optim.lr=0.003", "optim.schedule.warmup_steps=0"),
     "muon": ("variant=mhsa", "optim=muon", "optim.clip=0.1"),
@@ -39,68 +36,41 @@ CASES |= {
 }
 
 
-def made(processes: ProcessGroup, words: tuple[str, ...], shard: str) -> TrainState:
-    return divided_run(processes, *COMMON, *words, f"runtime.shard={shard}", precision="float64")
+def trained(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
+    """Bits of all steps and the weights at the end; again from the content in the middle."""
 
+    def bits(run: TrainState, until: int) -> list[float]:
+        each = []
+        while run.spent.steps < until:
+            run.step()
+            each.append(run.train_row()["bits_per_byte"])
+        return each
 
-def bits(run: TrainState, until: int) -> list[float]:
-    found = []
-    while run.spent.steps < until:
-        run.step()
-        found.append(run.train_row()["bits_per_byte"])
-    return found
-
-
-def trained(processes: ProcessGroup, words: tuple[str, ...], shard: str, begun: dict | None = None) -> dict:
-    """Bits of all steps, the weights at the end, the content in the middle, and what came of that; and of ``begun``."""
     try:
-        run = made(processes, words, shard)
+        run = divided_run(processes, *COMMON, *words, precision="float64")
+        first = bits(run, STEPS // 2)
+        middle = copy.deepcopy(gathered(run.content(rows=0)))
+        whole = first + bits(run, STEPS), gathered(run.model.state_dict())
+        run = divided_run(processes, *COMMON, *words, precision="float64")
+        run.restore(middle)
+        return {"whole": whole, "again": (first + bits(run, STEPS), gathered(run.model.state_dict()))}
     except ValueError as error:
         return {"refused": str(error)}
-    first = bits(run, STEPS // 2)
-    middle = copy.deepcopy(gathered(run.content(rows=0)))
-    found = {"bits": first + bits(run, STEPS), "weights": gathered(run.model.state_dict()), "middle": middle}
-    for name, content in {"again": middle, "other": begun}.items():
-        if content is not None:
-            run = made(processes, words, shard)
-            run.restore(copy.deepcopy(content))  # optimizers go on in the tensors that they are given
-            found[name] = {"bits": bits(run, STEPS), "weights": gathered(run.model.state_dict())}
-    return found
 
 
-def all_cases(names: list[str], begun: dict) -> dict[tuple[str, str], dict]:
+def trained_by_all(words: tuple[str, ...]) -> dict:
     with joined() as processes:
-        found = {
-            (name, shard): trained(processes, CASES[name], shard, begun.get(name)) for name in names for shard in SHARDS
-        }
-        return found if processes.is_main else {key: one.get("bits") for key, one in found.items()}
-
-
-def farthest(found: dict, expected: dict) -> float:
-    return max((found[name] - tensor).abs().max().item() for name, tensor in expected.items())
+        return trained(processes, words)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_one_process(name, here):
-    one = trained(SINGLE, CASES[name], "full")
-    begun, said = {name: one.get("middle")}, []
-    for number in (2, 3, 4):
-        first, *others = launch(all_cases, [name], begun, number=number)
-        for shard in SHARDS:
-            found = first[name, shard]
-            if "refused" in found:
-                said.append(found["refused"])
-                continue
-            assert all(found["bits"] == other[name, shard] for other in others)
-            again, other = found["again"], found["other"]
-            assert again["bits"] == found["bits"][STEPS // 2 :], "resumed by as many"
-            assert farthest(again["weights"], found["weights"]) == 0
-            allowed = 1e-12 if name != "muon" else 1e-6
-            assert other["bits"] == pytest.approx(one["bits"][STEPS // 2 :], abs=allowed), "resumed by others"
-            assert found["bits"] == pytest.approx(one["bits"], abs=allowed)
-            apart = farthest(found["weights"], one["weights"])
-            furthest = max(abs(a - b) for a, b in zip(found["bits"], one["bits"], strict=True))
-            print(f"{name}, {number} processes, {shard}: bits within {furthest:.1e}, weights within {apart:.1e}")
-            assert apart < 10 * allowed
-        begun = {name: first[name, "full"].get("middle")}
-    assert len(said) in (0, 6) and all("processes would see a part" in reason for reason in said)
+    first, second = launch(trained_by_all, CASES[name])
+    if "refused" in first:
+        assert "processes would see a part" in first["refused"]
+        return
+    within = 1e-11 if name != "muon" else 1e-5
+    bits, weights = trained(SINGLE, CASES[name])["whole"]
+    assert first["whole"][0] == second["whole"][0] == first["again"][0] == pytest.approx(bits, abs=within)
+    torch.testing.assert_close(first["again"][1], first["whole"][1], rtol=0, atol=0)
+    torch.testing.assert_close(first["whole"][1], weights, rtol=0, atol=within)

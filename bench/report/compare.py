@@ -1,7 +1,7 @@
 """Which rows stand in one table, which differ by their seed only, and how those that differ are named.
 
-Bits per byte compare where ``harness.record.rows.held_equal`` is equal; rows of other numbers (``same_numbers``) stand
-with them, marked ``+``. Time and memory compare on equal ``bench.rows.ground`` and code. An *arm* is one variant at one
+Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` is equal; rows of other numbers (``same_numbers``)
+stand with them, marked ``+``. Time and memory compare on equal ``ground`` and code. An *arm* is one variant at one
 configuration, whatever its seed.
 """
 
@@ -16,9 +16,8 @@ import yaml
 
 from bench.report.frame import number
 from bench.report.words import short_commit, source_words
-from bench.rows import ground
 from harness.record.cells import BUSY, NOTHING, OLDER, busy_words, count_of, listed, text
-from harness.record.rows import held_equal, numbers_of, same_numbers, tree_of
+from harness.record.comparison import ground, numbers_of, same_numbers, tree_of
 from harness.record.table import Cell, Column, words
 
 RATE = "optim.lr"
@@ -57,17 +56,6 @@ def tag(*keys: Hashable) -> str:
 def is_tuning(row: dict) -> bool:
     """Whether a run was there to choose a setting on the validation split: ``purpose=tune``."""
     return row.get("purpose") == "tune"
-
-
-def comparable(row: dict) -> str:
-    """Equal for runs whose bits per byte may stand in one table or figure, and whose budget was the same.
-
-    A span that is the model's own is a setting that may be compared, not a way of scoring.
-    """
-    held = held_equal(row)
-    if number(row["config"], "model", "span") == row["protocol"]["span"]:
-        held["protocol"] |= {"span": None, "context": None}
-    return json.dumps(held, sort_keys=True)
 
 
 def cost_ground(row: dict) -> str:

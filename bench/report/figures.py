@@ -26,8 +26,8 @@ from bench.report.style import (
 )
 from bench.report.tables import REFERENCE, groups, paired_with, summed
 from bench.report.words import budget_words, data_words, freed_words, machine_words
-from bench.rows import ground
 from harness.record.cells import count_of
+from harness.record.comparison import ground
 from harness.record.drawing import (
     GREY,
     INK,

@@ -16,13 +16,13 @@ import pandas as pd
 from bench.report.words import freed_words, optimizer_words, other_in_evaluation
 from bench.rows import ROWS, refusal
 from harness.record.cells import spread
+from harness.record.comparison import UNCOMPARED
 from harness.record.rows import (
     EVALUATIONS,
     FAILED,
     LARGEST_RECORD,
     RECORD,
     SUMMARY,
-    UNCOMPARED,
     look_at,
     parse_object,
     read_file,

@@ -11,7 +11,6 @@ from bench.report.columns import columns
 from bench.report.compare import (
     VARIANTS,
     busy_notes,
-    comparable,
     cost_ground,
     differences,
     head_columns,
@@ -24,6 +23,7 @@ from bench.report.frame import Rows, copies, number
 from bench.report.uncertainty import CONFIDENCE, Paired, holm, paired
 from bench.report.words import budget_words, data_words, ground_differences, ground_words, protocol_words
 from harness.record.cells import BUSY, CAPPED, bits, busy_words, count_of, filled_table, listed, uncounted
+from harness.record.comparison import held_equal
 from harness.record.table import Column, Table
 
 Contrast = tuple[str, str]
@@ -40,7 +40,7 @@ BEFORE_COPIES = 6
 def groups(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
     """Runs that compare, with their number, in the order in which the first of each ended."""
     if len(runs):
-        keys = [comparable(row) for row in runs["row"]]
+        keys = [held_equal(row) for row in runs["row"]]
         yield from ((index, same) for index, (_, same) in enumerate(runs.groupby(keys, sort=False), start=1))
 
 

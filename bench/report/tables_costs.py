@@ -9,8 +9,8 @@ from bench.report.columns import columns, is_leak
 from bench.report.compare import busy_notes, by, differences, numbered_notes, source_notes, with_arms
 from bench.report.frame import frame_of
 from bench.report.words import data_words, ground_words
-from bench.rows import ground
 from harness.record.cells import busy_mark, count_of, filled_table, listed, significant, text, uncounted
+from harness.record.comparison import ground
 from harness.record.table import Column, Table
 
 SWEPT = ("model.span", "batch.segment", "batch.streams", "batch.carry", "batch.accumulate", "runtime.backend")

@@ -7,10 +7,9 @@ from bench.report.columns import VOID, columns
 from bench.report.compare import busy_notes, by
 from bench.report.frame import frame_of
 from bench.report.words import data_words, ground_words
-from bench.rows import ground
 from harness.record.cells import busy_mark, count_of, filled_table, listed, spread
 from harness.record.closing_table import short_commit
-from harness.record.rows import tree_of
+from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
 
 DISTURBED = 1.5

@@ -17,7 +17,6 @@ import pandas as pd
 from bench.report.columns import columns
 from bench.report.compare import (
     by,
-    comparable,
     cost_ground,
     flat,
     head_columns,
@@ -29,6 +28,7 @@ from bench.report.compare import (
 from bench.report.tables import capped_notes, table_of
 from bench.report.words import budget_words, data_words, protocol_words
 from harness.record.cells import listed
+from harness.record.comparison import held_equal
 from harness.record.table import Table
 
 HOW = ("device", "backend", "compile", "threads", "deterministic", "processes")
@@ -104,8 +104,8 @@ def trial_of(row: dict) -> int | None:
 
 
 def _planned(row: dict) -> str:
-    """``comparable`` as far as a run that failed can have it: what was capped follows from protocol and data."""
-    return comparable(row | {"capped": {}})
+    """``held_equal`` as far as a run that failed can have it: what was capped follows from protocol and data."""
+    return held_equal(row | {"capped": {}})
 
 
 def _settings(same: pd.DataFrame, results: pd.DataFrame) -> list[tuple[str, Pick]]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from bench.rows import GROUND, ground_value
 from harness.record.cells import count_of, listed
 from harness.record.closing_table import data_label, short_commit
+from harness.record.comparison import GROUND, ground_value
 
 LIMITS = {"power_limit_w": "W", "clock_limit_mhz": "MHz"}
 """Of a GPU, as a row's ``machine`` has them, with their units."""

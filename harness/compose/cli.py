@@ -28,15 +28,19 @@ from harness import failures, source
 from harness.compose.untrusted_config import CONF, FileConfigSource
 from harness.device.torchrun import check_launch, is_later, read_launch
 
-GROUP = "record.wandb.group"
-"""The key that a sweep sets in its jobs; what belongs to a sweep is one group in W&B."""
 TRACE = "WINDTUNNEL_TRACE"
 """What the user has set as HYDRA_FULL_ERROR, in the environment of a command and its jobs."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 class JobFailed(RuntimeError):
-    """A sweep's copy of a job's error that is nobody's mistake: one line, without frames and their tensors."""
+    """The message alone of what ended a sweep's job: it travels between processes, and keeps no frames with their tensors.
+
+    Attributes:
+        code: exit code.
+        held: whether another process is running the job.
+        already_printed: where, see ``print_error``.
+    """
 
 
 running: TaskFunction | None = None
@@ -70,7 +74,9 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
 
 def exit_code(errors: Sequence[Exception]) -> int:
     """Of a command that ends with these: a bug's, or else the highest."""
-    codes = {failures.exit_code(error, mistakes=MISTAKES) for error in errors}
+    codes = {
+        error.code if isinstance(error, JobFailed) else failures.exit_code(error, mistakes=MISTAKES) for error in errors
+    }
     return failures.BUG if failures.BUG in codes else max(codes, default=0)
 
 
@@ -83,33 +89,28 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     Args:
         job: overrides of the sweep's job.
     """
+    status = os.fstat(2)
+    terminal = status.st_dev, status.st_ino  # a launcher may run jobs where the user does not read along
     others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
-    if others or getattr(error, "already_printed", None) in (True, _terminal()):
+    if others or getattr(error, "already_printed", None) in (True, terminal):
         return
     has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.kind_of(error)
-    if not has_message or _wants_trace():
+    if not has_message or os.environ.get(TRACE) not in (None, "", "0"):
         traceback.print_exception(error)
-    where = f" (in the job {' '.join(typed(job))})" if job else ""
+    where = f" (in the job {' '.join(job)})" if job else ""
     if has_message or where:
         message = f": {explain(error) or type(error).__name__}" if has_message else ""
         print(f"error{message}{where}", file=sys.stderr)
-    error.already_printed = _terminal()
+    error.already_printed = terminal
 
 
-def portable(error: Exception) -> Exception:
-    """A copy with the message alone: it travels between processes, and does not keep a failed job's tensors in memory."""
-    kind, message = failures.kind_of(error), explain(error) or type(error).__name__
-    if not kind and not isinstance(error, MISTAKES):
-        kind, message = JobFailed, f"{type(error).__name__}: {_first_line(error)}"
-    copy = (kind or ValueError)(message)
+def portable(error: Exception) -> JobFailed:
+    """A job's error as a sweep keeps it."""
+    code, name = exit_code([error]), type(error).__name__
+    copy = JobFailed(f"{name}: {_first_line(error)}" if code == failures.BUG else explain(error) or name)
+    copy.code, copy.held = code, getattr(error, "held", False)
     copy.already_printed = getattr(error, "already_printed", None)
-    copy.held = getattr(error, "held", False)
     return copy
-
-
-def typed(job: Sequence[str]) -> list[str]:
-    """The overrides of a sweep's job that the user knows of."""
-    return [word for word in job if not word.startswith(f"{GROUP}=")]
 
 
 def own_command() -> str:
@@ -123,7 +124,7 @@ def own_command() -> str:
     words = [word for folder in folders for word in ("-cd", folder)]
     words += [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
     script = ("python", "train.py") if checkout else ("windtunnel", "train")
-    return shlex.join([*script, *words, *typed(hydra.overrides.task)])
+    return shlex.join([*script, *words, *hydra.overrides.task])
 
 
 def explain(error: Exception) -> str:
@@ -137,8 +138,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
         more = "; pip install -e '.[sweep]' brings more" if group == "hydra/launcher" else ""
-        allowed = [option for option in error.options if not (group == "sweep" and option.startswith("wandb_"))]
-        return f"{group}={name}: there is no such choice; allowed are {', '.join(allowed)}{more}"
+        return f"{group}={name}: there is no such choice; allowed are {', '.join(error.options)}{more}"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r}: must read KEY=VALUE, as in model.heads=4 or trust=[mine] ({_first_line(error)})"
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
@@ -146,10 +146,9 @@ def _explain(error: Exception) -> str:
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
     if str(error).startswith("Config group override must be"):  # Hydra does not say of which
-        words = [word for word in sys.argv[1:] if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)]
-        return (
-            f"{' '.join(word for word in words if (CONF / word.partition('=')[0]).is_dir())}: must be a choice's name"
-        )
+        groups = [word for word in sys.argv[1:] if (CONF / word.partition("=")[0]).is_dir()]
+        wrong = [word for word in groups if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)]
+        return f"{' '.join(wrong)}: must be a choice's name"
     lines = [line.strip() for line in str(error).splitlines()]
     if isinstance(error, HydraException) and cause is not None:
         lines.append(_first_line(cause))
@@ -167,13 +166,3 @@ def _unknown_key(error: OmegaConfBaseException, *, word: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def _wants_trace() -> bool:
-    return os.environ.get(TRACE) not in (None, "", "0")
-
-
-def _terminal() -> tuple[int, int]:
-    """Which file or terminal standard error is: a launcher may run jobs where the user does not read along."""
-    status = os.fstat(2)
-    return status.st_dev, status.st_ino

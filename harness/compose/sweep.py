@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +27,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.compose import cli
-from harness.compose.cli import GROUP, MISTAKES, exit_code, portable, print_error, typed
+from harness.compose.cli import MISTAKES, exit_code, portable, print_error
 
 if TYPE_CHECKING:
     from harness.record.folder import RunFolder  # torch comes with it: not for --help
@@ -55,13 +55,13 @@ class Endings(Callback):
         """Hydra's own refuses the whole sweep for one job that does not compose, and hides what follows one that fails."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
-        failed: list[Exception] = []
+        errors: list[Exception] = []
         try:
-            Sweep(config, failed).run()
+            Sweep(config, errors).run()
         except Exception as error:  # Hydra would make a warning of it
             print_error(error)
-            failed.append(error)
-        sys.exit(exit_code(failed))
+            errors.append(error)
+        sys.exit(exit_code(errors))
 
 
 class SweepJob(NamedTuple):
@@ -70,73 +70,65 @@ class SweepJob(NamedTuple):
     overrides: list[str]
     folder: "RunFolder | None" = None
 
-    @property
-    def finished(self) -> bool:
-        return self.folder is not None and self.folder.summary is not None
-
-    @property
-    def held(self) -> bool:
-        """Whether a process is running it."""
-        from harness.record.folder import holder
-
-        return self.folder is not None and holder(self.folder.path) is not None
-
-    @property
     def state(self) -> str:
-        from harness.record.folder import ending
+        """As the sweep's first line counts it."""
+        from harness.record.folder import holder, status_of
 
-        if self.folder is None or self.finished:
-            return "finished before" if self.finished else "new"
-        if self.held:
+        if self.folder is None:
+            return "new"
+        if self.folder.summary:
+            return "finished before"
+        if holder(self.folder.path) is not None:
             return "running elsewhere"
-        failed = (ending(self.folder.path) or ("finished",))[0] != "finished"
-        return "failed before and tried again" if failed else "to go on" if self.folder.begun else "new"
+        if status_of(self.folder.path) not in (None, "finished"):
+            return "failed before and tried again"
+        return "to go on" if self.folder.begun else "new"
 
 
 class Sweep:
-    """The jobs of the words that were typed, and the launcher that was chosen; errors are appended to ``failed``."""
+    """The jobs of the words that were typed, and the launcher that was chosen; failures are appended to ``errors``."""
 
-    def __init__(self, config: DictConfig, failed: list[Exception]):
-        self.config, self.failed, self.loader = config, failed, GlobalHydra.instance().config_loader()
+    def __init__(self, config: DictConfig, errors: list[Exception]):
+        self.config, self.errors, self.loader = config, errors, GlobalHydra.instance().config_loader()
         self.resumes = config.hydra.job.name == "train"  # a verb measures anew
-        words = sorted(str(word) for word in config.hydra.overrides.task)
-        choice = config.hydra.runtime.choices.get("sweep") or "sweep"
-        self.name = f"{choice}-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]}"
+        self.words = [str(word) for word in config.hydra.overrides.task]
+        digest = hashlib.sha256(json.dumps(sorted(self.words)).encode()).hexdigest()[:8]
+        self.name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
         context = HydraContext(config_loader=self.loader, callbacks=Callbacks(config))
         self.launcher = Plugins.instance().instantiate_launcher(context, cli.running, config)
         self.digests: dict[str, str | None] = {}
 
     def run(self) -> None:
         """Run what has not finished, to the last job."""
-        if not (jobs := [*self._jobs()]):
-            return
+        jobs = list(self._jobs())
         if any(job.folder for job in jobs):
-            counts = Counter(job.state for job in jobs)
-            states = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
-            print(f"sweep {self.name}: {len(jobs)} job{'s' * (len(jobs) != 1)}: {states}", flush=True)
-        waiting = [job for job in jobs if not job.finished]
-        with env_override(environment(self.launcher, len(jobs))):
-            while waiting:
-                if free := [job for job in waiting if not job.held]:
-                    done = self._launch(free)
-                    waiting = [job for job in waiting if job not in done]
+            counts = ", ".join(f"{n} {state}" for state, n in sorted(Counter(job.state() for job in jobs).items()))
+            print(f"sweep {self.name}: {len(jobs)} job{'s' * (len(jobs) != 1)}: {counts}", flush=True)
+        variables, left = environment(self.launcher, len(jobs)), jobs
+        if self.resumes and self.config.record.wandb.group is None:
+            variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", self.name)
+        with env_override(variables):
+            while left := [job for job in left if job.state() != "finished before"]:
+                if free := [job for job in left if job.state() != "running elsewhere"]:
+                    tried = self._launch(free)
+                    left = [job for job in left if job not in tried]
                 else:
                     time.sleep(LOOK_SECONDS)
-                waiting = [job for job in (self._look(job.overrides) for job in waiting) if not job.finished]
+                left = [self._look(job.overrides) for job in left]
         if any(job.folder for job in jobs):
             self._show(jobs)
 
     def _jobs(self) -> Iterator[SweepJob]:
         """Those that compose."""
         params = OmegaConf.to_container(self.config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
-        words = [*(f"{key}={value}" for key, value in params.items()), *self.config.hydra.overrides.task]
+        words = [*(f"{key}={value}" for key, value in params.items()), *self.words]
         overrides = OverridesParser.create(config_loader=self.loader).parse_overrides(words)
         for job in BasicSweeper.split_arguments(overrides, None)[0]:
             try:
                 yield self._look(job)
             except MISTAKES as error:
                 print_error(error, job=job)
-                self.failed.append(error)
+                self.errors.append(error)
 
     def _look(self, overrides: list[str]) -> SweepJob:
         """Where a job stands; what it would refuse beyond its words, it says itself."""
@@ -147,14 +139,11 @@ class Sweep:
         from harness.loop.prepare import locate, planned
         from harness.plan.build import hydra_facts
 
-        if cfg.record.wandb.group is None:
-            overrides = [*overrides, f"{GROUP}={self.name}"]
         facts = hydra_facts(cfg.hydra)
         with open_dict(cfg):
             del cfg["hydra"]
         try:
             plan = planned(cfg, **facts)
-            overrides = [*overrides, *settled_words(cfg.runtime, plan.config["runtime"], self.launcher)]
             key = json.dumps(plan.data, sort_keys=True)
             if key not in self.digests:
                 self.digests[key] = None  # what cannot be read is not asked for again
@@ -166,23 +155,23 @@ class Sweep:
 
     def _launch(self, jobs: Sequence[SweepJob]) -> list[SweepJob]:
         """Those that finished or failed, and not those that another process took before their turn."""
-        done = []
+        tried = []
         for job, result in zip(jobs, self.launcher.launch([job.overrides for job in jobs], 0), strict=True):
             error = result._return_value if result.status == JobStatus.FAILED else None
             if getattr(error, "held", False):
                 continue
-            done.append(job)
+            tried.append(job)
             if error:
                 print_error(error, job=job.overrides)
-                self.failed.append(error)
-        return done
+                self.errors.append(error)
+        return tried
 
     def _show(self, jobs: Sequence[SweepJob]) -> None:
         """How many are finished, and these side by side."""
         from harness.record.closing_table import print_sweep_table
         from harness.record.folder import finished_summary
 
-        words = [[word for word in typed(job.overrides) if not word.startswith("seed=")] for job in jobs]
+        words = [[word for word in job.overrides if not word.startswith("seed=")] for job in jobs]
         shared, finished = set.intersection(*map(set, words)), []
         for job, each in zip(jobs, words, strict=True):
             if job.folder and (summary := finished_summary(job.folder.path)):
@@ -190,18 +179,6 @@ class Sweep:
                 finished.append((" ".join(differing) or summary["variant"], summary))
         print(f"sweep {self.name}: {len(finished)} of {len(jobs)} done")
         print_sweep_table(finished)
-
-
-def settled_words(asked: DictConfig, settled: Mapping[str, object], launcher: Launcher) -> list[str]:
-    """What ``auto`` means here, as overrides, so that all machines of a sweep take it alike.
-
-    The device stays: ``auto`` is any GPU that is free. No words for a cluster's jobs, which may have a device that is not here.
-    """
-    from harness.device.choice import device_count
-
-    if type(launcher).__name__ == "SlurmLauncher" and asked.device != "cpu" and not device_count():
-        return []
-    return [f"runtime.{key}={str(settled[key]).lower()}" for key in ("precision", "compile") if asked[key] == "auto"]
 
 
 def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
@@ -213,5 +190,5 @@ def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths)}
     if type(launcher).__name__ == "LocalLauncher" and not any(name in os.environ for name in CORES):
-        variables |= dict.fromkeys(CORES, str(max(1, len(os.sched_getaffinity(0)) // n_jobs)))
+        variables |= dict.fromkeys(CORES, str(max(1, len(os.sched_getaffinity(0)) // max(1, n_jobs))))
     return variables

@@ -1,7 +1,6 @@
 """Configuration from outside: a folder of the user's (``-cd``), and the ``config.yaml`` of a run folder that others made.
 
-A user's folder is read as in every Hydra project, but for two rules: ``harness.plan.instantiate`` says what a ``_target_``
-may name, and, so that no file says otherwise, ``hydra.*`` and ``trust`` count from the command line only.
+In a user's folder, ``hydra.*`` and ``trust`` count from the command line only, so that no file says what may run.
 """
 
 import io
@@ -19,19 +18,18 @@ from harness.record.rows import read_file
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 MAX_BYTES, MAX_DEPTH = 1 << 18, 40
-TYPED = r"\b(hydra|trust)\b"
-"""Keys and groups that count from the command line only, but for those of Hydra's that a sweep's file needs."""
+TYPED = r"\b(hydra|trust)\b"  # what counts from the command line only, but for what a sweep's file needs
 SWEEP = rf"hydra\.mode|hydra\.sweeper\.params\.(?!.*{TYPED}).+"
+# ``defaults`` name a group's file on the search path, for a place of the run's.
 PARTS = r"[\w-][\w.-]*(/[\w-][\w.-]*)*"
 PLACE = rf"((optional|override)\s+)*/?(?!{TYPED}){PARTS}(@(?![\w.:-]*{TYPED})[\w.:-]+)?"
 ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
-"""What ``defaults`` may name: a group's file on the search path, for a place of the run's."""
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's files of YAML; ValueError where a user's sets what is to be typed, or has the name of one of ours.
+    """Hydra's files of YAML, by Hydra's name: what a launcher's process registers again, by the name this one stays.
 
-    Its name is Hydra's own: where a launcher's process registers Hydra's again, by the name this one stays.
+    ValueError where a user's sets what is to be typed, or has the name of one of ours.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:

@@ -1,5 +1,5 @@
-"""Fresh processes that answer one question at a time: what is measured has a heap and a clock to itself, and what crashes or
-hangs ends nobody else.
+"""Fresh processes that answer one question at a time: what is measured has a heap and a clock to itself, and what
+crashes or hangs ends nobody else.
 
 A cell is forked from a server that has imported torch and computed nothing: its memory is its own, and it is there in a
 fraction of a second. While one is asked the others wait, so that several can be asked in turn, A B A B.
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Self
 
 from harness.failures import OutOfMemory, is_out_of_memory
@@ -28,8 +29,11 @@ class CellError(Exception):
     """A cell could not answer; ``status`` is ``out of memory`` or ``failed``, the text says why."""
 
     def __init__(self, status: str, reason: str):
-        super().__init__(reason)
+        super().__init__(status, reason)
         self.status = status
+
+    def __str__(self) -> str:
+        return self.args[1]
 
 
 class Cell:
@@ -44,15 +48,16 @@ class Cell:
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self._connection, theirs = context.Pipe()
-        given = (theirs, os.getcwd(), memory_limit_bytes, make, arguments)
-        self._process = context.Process(target=_serve, args=given)  # no daemon, which could ask no cells of its own
+        self._connection, end_of_child = context.Pipe()
+        words = (end_of_child, os.getcwd(), memory_limit_bytes, make, arguments)
+        self._process = context.Process(target=_serve, args=words)  # no daemon, which could ask no cells of its own
         self._process.start()
         atexit.register(self.close, wait_seconds=0)
-        theirs.close()
+        end_of_child.close()
 
     def ask(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
-        """What the object's method gives; CellError if it raises or hangs or the process dies, and then the cell is closed.
+        """What the object's method gives; CellError if it raises or hangs or the process dies, and then the cell is
+        closed.
 
         A ValueError, a user's mistake, is raised here as it was there.
         """
@@ -61,16 +66,14 @@ class Cell:
             if not self._connection.poll(limit_seconds):
                 self.close(wait_seconds=0)
                 raise CellError(FAILED, f"the process hung: not done after {limit_seconds:g} s")
-            kind, value = self._connection.recv()
-        except (EOFError, OSError) as error:
+            answer, error = self._connection.recv()
+        except (EOFError, OSError) as lost:
             self.close()
-            raise self._death() from error
-        if kind == "value":
-            return value
-        self.close()
-        if kind == "mistake":
-            raise ValueError(value)
-        raise CellError(*value)
+            raise self._death() from lost
+        if error is not None:
+            self.close()
+            raise error
+        return answer
 
     def close(self, *, wait_seconds: float = 5) -> None:
         """End the process, with what it has started where it does not end by itself."""
@@ -94,45 +97,43 @@ class Cell:
         self.close()
 
     def _death(self) -> CellError:
-        code = self._process.exitcode
+        code = self._process.exitcode or 0
         if code == -signal.SIGKILL:
-            said = "the process was killed by SIGKILL, as the system does when memory is short"
-            return CellError(OUT_OF_MEMORY, said)
-        name = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+            return CellError(
+                OUT_OF_MEMORY, "the process was killed by SIGKILL, as the system does when memory is short"
+            )
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return CellError(FAILED, f"the process ended by {name}")
 
 
-def _serve(connection: Connection, where: str, limit: int | None, make: Callable, arguments: tuple) -> None:
+def _serve(connection: Connection, folder: str, limit: int | None, make: Callable, arguments: tuple) -> None:
     """The child's whole life: make the object at the first question, answer, end when the parent hangs up."""
     os.setsid()  # Ctrl-C is the parent's to answer
-    os.chdir(where)
-    if limit is not None:
-        _limit_memory(limit)
+    os.chdir(folder)
+    if limit is not None:  # Linux counts private anonymous pages, a heap's and a large tensor's alike, as data
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        limit += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     subject = None
     with suppress(EOFError, OSError):
         while True:
-            method, own, keywords = connection.recv()
+            method, positional, keywords = connection.recv()
+            answer = error = None
             try:
                 subject = subject or make(*arguments)
-                answer = ("value", getattr(subject, method)(*own, **keywords))
-            except Exception as error:
-                answer = _said(error)
-            connection.send(answer)
+                answer = getattr(subject, method)(*positional, **keywords)
+            except Exception as raised:
+                error = _portable(raised)
+            connection.send((answer, error))
 
 
-def _said(error: Exception) -> tuple[str, object]:
+def _portable(error: Exception) -> Exception:
+    """What the parent raises."""
     reason = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
-        return "error", (OUT_OF_MEMORY, reason)
+        return CellError(OUT_OF_MEMORY, reason)
     if isinstance(error, ValueError):
-        return "mistake", str(error)
+        return ValueError(str(error))
     if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0"):
         traceback.print_exception(error, file=sys.stderr)
-    return "error", (FAILED, f"{type(error).__name__}: {reason}")
-
-
-def _limit_memory(limit: int) -> None:
-    """Linux counts private anonymous pages, a heap's and a large tensor's alike, as data."""
-    with open("/proc/self/status", encoding="utf-8") as lines:
-        held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (held + limit, held + limit))
+    return CellError(FAILED, f"{type(error).__name__}: {reason}")

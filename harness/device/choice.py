@@ -14,13 +14,8 @@ MULTIPLIES_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 
 
 class Abilities(NamedTuple):
-    """What a device can do.
-
-    Attributes:
-        kind: its type, as torch calls it.
-        bfloat16: whether it multiplies bfloat16 in hardware.
-        compiles: whether compiled code is its usual way.
-    """
+    """What a device can do: its type, as torch calls it, whether it multiplies bfloat16 in hardware, and whether
+    compiled code is its usual way."""
 
     kind: str
     bfloat16: bool
@@ -30,41 +25,36 @@ class Abilities(NamedTuple):
 def named(name: str) -> torch.device:
     """The device of ``runtime.device``; ValueError where it is not there or not in this build of torch.
 
-    ``auto`` is a CUDA or ROCm device, or the CPU: on other accelerators nothing of this has been run, so that nobody gets
-    one unasked.
+    ``auto`` is a CUDA or ROCm device, or the CPU: on other accelerators nothing of this has been run, so that nobody
+    gets one unasked.
     """
-    built = torch.accelerator.current_accelerator(check_available=False)
-    kinds = [built.type] if built else []
+    built, count = torch.accelerator.current_accelerator(check_available=False), device_count()
+    kind = built.type if built else "cpu"
     if name == "auto":
-        return torch.device("cuda" if kinds == ["cuda"] and torch.accelerator.is_available() else "cpu")
-    allowed = ", ".join(["auto", "cpu", *(word for kind in kinds for word in (kind, f"{kind}:N"))])
+        return torch.device("cuda" if kind == "cuda" and count else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"runtime.device={name}: allowed are {allowed}") from error
-    if device.type not in ("cpu", *kinds):
-        build = f"this build of torch ({torch.__version__}) has no {device.type.upper()}"
-        raise ValueError(f"runtime.device={name}: {build}; allowed are {allowed}")
-    count = 1 if device.type == "cpu" else device_count()
-    if (device.index or 0) >= count:
-        raise ValueError(
-            f"runtime.device={name}: there are {count} {device.type.upper()} devices here; allowed are {allowed}"
-        )
-    return device
+    except RuntimeError:
+        device = None
+    if device is not None and (device.type == "cpu" or (device.type == kind and (device.index or 0) < count)):
+        return device
+    kinds = f", {kind}, {kind}:N" if built else ""
+    here = f"torch {torch.__version__} sees {count} accelerators here"
+    raise ValueError(f"runtime.device={name}: {here}; allowed are auto, cpu{kinds}")
 
 
-def own(name: str, processes: ProcessGroup) -> torch.device:
-    """One GPU for each process of this machine, or the CPU for all; ValueError as ``named``, and for a device of one."""
+def of_rank(name: str, processes: ProcessGroup) -> torch.device:
+    """One GPU for each process of this machine, or the CPU for all; ValueError as ``named``, and for a device of
+    one."""
     device, needed = named(name), processes.local_world_size
     if device.type == "cpu":
         return device
     if device.index is not None or device.type != "cuda":
         raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
-    count = device_count()
-    if count < needed:
+    if device_count() < needed:
         raise ValueError(
-            f"runtime.device={name}: {needed} processes and {count} CUDA devices here; allowed are runtime.device=cpu, "
-            f"or torchrun --nproc-per-node={count}"
+            f"runtime.device={name}: {needed} processes and {device_count()} CUDA devices here; allowed are "
+            f"runtime.device=cpu, or torchrun --nproc-per-node={device_count()}"
         )
     return torch.device("cuda", processes.local_rank)
 
@@ -78,10 +68,10 @@ def abilities(name: str) -> Abilities:
     """Of the device of ``runtime.device``; ValueError as ``named``."""
     kind = named(name).type
     if kind == "cpu":
-        known = torch.cpu.get_capabilities()
-        return Abilities(kind, any(known.get(name) for name in MULTIPLIES_BFLOAT16), compiles=False)
-    says = getattr(torch.get_device_module(kind), "is_bf16_supported", None)  # MPS does not say
-    bfloat16 = says is not None and says(including_emulation=False)
+        capabilities = torch.cpu.get_capabilities()
+        return Abilities(kind, any(capabilities.get(one) for one in MULTIPLIES_BFLOAT16), compiles=False)
+    supported = getattr(torch.get_device_module(kind), "is_bf16_supported", None)  # MPS does not say
+    bfloat16 = supported is not None and supported(including_emulation=False)
     return Abilities(kind, bfloat16, compiles=kind == "cuda" and find_spec("triton") is not None)
 
 
@@ -92,6 +82,6 @@ def settled(settings: RuntimeSettings) -> RuntimeSettings:
     """
     if "auto" not in (settings.precision, settings.compile):
         return settings
-    found = abilities(settings.device)
-    means = {"precision": "bfloat16" if found.bfloat16 else "float32", "compile": found.compiles}
+    of_device = abilities(settings.device)
+    means = {"precision": "bfloat16" if of_device.bfloat16 else "float32", "compile": of_device.compiles}
     return dataclasses.replace(settings, **{k: v for k, v in means.items() if getattr(settings, k) == "auto"})

@@ -15,21 +15,22 @@ class CompileClock:
     """
 
     def __init__(self, *, compiled: bool):
-        self.compiled, self.seconds, self._began = compiled, 0.0, None
+        self.compiled, self.seconds = compiled, 0.0
 
     def __enter__(self) -> Self:
         if self.compiled:
-            from torch._dynamo import callback
+            from torch._dynamo.callback import callback_handler
 
-            self._handler = callback.callback_handler
-            self._handler.register_start_callback(self._start)
-            self._handler.register_end_callback(self._end)
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._end)
         return self
 
     def __exit__(self, *_) -> None:
         if self.compiled:
-            self._handler.remove_start_callback(self._start)
-            self._handler.remove_end_callback(self._end)
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.remove_start_callback(self._start)
+            callback_handler.remove_end_callback(self._end)
 
     def _start(self, _arguments: object) -> None:
         self._began = time.perf_counter()

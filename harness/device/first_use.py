@@ -1,8 +1,9 @@
 """First use of a device: which code computes attention there is decided by what was proven there, never by hope.
 
-Each candidate is proven in a process of its own, because one that reads where it must not leaves a device's context unusable
-for whatever follows, and one that hangs must not hang the run. A verdict is remembered under everything that it depends on,
-so that all jobs of a sweep, and all later runs, share one. Of those that passed, the fastest at the run's shapes is taken.
+Each candidate is proven in a process of its own, because one that reads where it must not leaves a device's context
+unusable for whatever follows, and one that hangs must not hang the run. A verdict is remembered under everything that
+it depends on, so that all jobs of a sweep, and all later runs, share one. Of those that passed, the fastest at the
+run's shapes is taken.
 
 Whatever asks the device comes as an argument; nothing here knows what is proven, or how.
 """
@@ -26,13 +27,9 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a candidate.
-
-    Attributes:
-        said: the case that is nearest to its limit or farthest beyond it with its numbers, or how it ended.
-        case, error, allowed: the same apart; None where it ended otherwise, error also where it is not finite.
-        cases: how many there were.
-        seconds: what the proof took.
+    """What became of a candidate: ``said`` is the worst case with its numbers, or how it ended, and ``case``, ``error``
+    and ``allowed`` the same apart; None where it ended otherwise, error also where it is not finite. ``cases``: how
+    many there were.
     """
 
     passed: bool
@@ -46,8 +43,8 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a candidate's process has found out; ``verdict`` and ``step_ms``, of forward and backward at the run's shapes, are
-    None where they were not asked for. ``reason`` says why a time was asked for and not reached."""
+    """What a candidate's process has found out; ``verdict`` and ``step_ms``, of forward and backward at the run's
+    shapes, are None where they were not asked for. ``reason`` says why a time was asked for and not reached."""
 
     verdict: Verdict | None = None
     step_ms: float | None = None
@@ -56,8 +53,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend that runs, why in lines for a reader, verdicts by candidate and sublayer, and ``step_ms`` of all layers
-    by candidate that passed."""
+    """The backend that runs, why in lines for a reader, verdicts by candidate and sublayer, and ``step_ms`` of all
+    layers by candidate that passed."""
 
     backend: str
     why: tuple[str, ...]
@@ -70,14 +67,9 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A sublayer that has candidates.
-
-    Attributes:
-        layers: how many layers have it.
-        key: what its verdicts depend on, device, driver and source among it; values of JSON.
-        shapes: what its times depend on beside.
-        ask: of a backend, whether to prove it, whether to time it, and the most seconds that it may take.
-    """
+    """A sublayer that has candidates, in so many ``layers``. ``key`` is what its verdicts depend on, device, driver and
+    source among it, and ``shapes`` what its times depend on beside, both values of JSON; ``ask`` takes a backend,
+    whether to prove it, whether to time it, and the most seconds that it may take."""
 
     layers: int
     key: Mapping[str, object]
@@ -92,7 +84,6 @@ def choose(
     asked: str = "auto",
     because: str = "asked for by name",
     folder: Path | None = None,
-    limit_seconds: float = LIMIT_SECONDS,
 ) -> Choice:
     """The fastest candidate that computes the same for all subjects, or ``plain`` where there is none.
 
@@ -110,68 +101,63 @@ def choose(
     verdicts: dict[str, dict[str, Verdict]] = {}
     step_ms: dict[str, float] = {}
     why: list[str] = []
-    for backend in [asked] if asked != "auto" else candidates:
-        left = min(limit_seconds, ends - time.monotonic())
-        if left <= 0:
-            why.append(f"{backend} was not proven: {ALL_SECONDS:g} s are over")
-            _warn(why[-1])
-            continue
-        found, verdicts[backend] = {}, {}
+    for backend in candidates if asked == "auto" else [asked]:
+        verdicts[backend], times, failure = {}, {}, None
         for name, subject in subjects.items():
-            answer, path = _known(subject, backend, timed=asked == "auto", folder=folder, limit_seconds=left)
-            verdicts[backend][name] = answer.verdict
-            reason = answer.reason if answer.verdict.passed else answer.verdict.said
-            if reason:
-                why.append(f"{backend} failed for {name}: {reason} (remembered in {path})")
+            if (left := min(LIMIT_SECONDS, ends - time.monotonic())) <= 0:
+                failure = f"{backend} was not proven: {ALL_SECONDS:g} s are over"
                 break
-            found[name] = answer.step_ms
-        else:
-            if asked != "auto":
-                return Choice(backend=asked, why=(because,), verdicts=verdicts, step_ms={})
-            step_ms[backend] = sum(found[name] * subject.layers for name, subject in subjects.items())
-            continue
+            answer, path = _remembered(subject, backend, timed=asked == "auto", folder=folder, limit_seconds=left)
+            verdicts[backend][name], times[name] = answer.verdict, answer.step_ms
+            if reason := answer.reason if answer.verdict.passed else answer.verdict.said:
+                failure = f"{backend} failed for {name}: {reason} (remembered in {path})"
+                break
+        if asked != "auto" and failure:
+            raise ValueError(f"runtime.backend={asked}: {because}; {failure}; allowed are auto, {PLAIN}")
         if asked != "auto":
-            raise ValueError(f"runtime.backend={asked}: {because}; {why[-1]}; allowed are auto, {PLAIN}")
-        _warn(why[-1])
-    best = min(step_ms, key=step_ms.get, default=PLAIN)
+            return Choice(backend=asked, why=(because,), verdicts=verdicts, step_ms={})
+        if failure:
+            why.append(failure)
+            _warn(failure)
+        else:
+            step_ms[backend] = sum(times[name] * subject.layers for name, subject in subjects.items())
     if step_ms:
-        why.append(f"{best} is the fastest that passed: {_listed(step_ms)}")
+        best = min(step_ms, key=step_ms.get)
+        listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(step_ms.items(), key=lambda item: item[1]))
+        why.append(f"{best} is the fastest that passed: {listed}")
     else:
+        best = PLAIN
         why.append(f"{PLAIN}, because no other code is proven here: slow, with all scores in memory")
         _warn(why[-1])
     return Choice(backend=best, why=tuple(why), verdicts=verdicts, step_ms=step_ms)
-
-
-def _listed(step_ms: Mapping[str, float]) -> str:
-    return ", ".join(f"{backend} {ms:.3g} ms" for backend, ms in sorted(step_ms.items(), key=lambda item: item[1]))
 
 
 def _warn(line: str) -> None:
     print(f"WARNING: runtime.backend=auto: {line}", file=sys.stderr)
 
 
-def _known(subject: Subject, backend: str, *, timed: bool, folder: Path, limit_seconds: float) -> tuple[Answer, Path]:
+def _remembered(
+    subject: Subject, backend: str, *, timed: bool, folder: Path, limit_seconds: float
+) -> tuple[Answer, Path]:
     """A verdict and, if ``timed`` and it passed, a time: remembered, or found out and remembered; and where."""
     key = {**subject.key, "backend": backend}
     path, shapes = folder / f"{_digest(key)}.json", _digest(subject.shapes)
     with locked(path, waiting=f"runtime.backend: waiting for another process that proves {backend}, verdict in"):
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"key": key, "times": {}}
-        proven = "verdict" in known
-        wanted = timed and (not proven or known["verdict"]["passed"]) and shapes not in known["times"]
-        if wanted or not proven:
-            answer = subject.ask(backend, prove=not proven, timed=wanted, limit_seconds=limit_seconds)
-            if not proven:
-                known["verdict"] = asdict(answer.verdict)
-            if wanted and known["verdict"]["passed"]:
-                own = {"shapes": dict(subject.shapes), "step_ms": answer.step_ms, "reason": answer.reason}
-                known["times"][shapes] = own
+        memory = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"key": key, "times": {}}
+        verdict = memory.get("verdict")
+        to_time = timed and shapes not in memory["times"] and (verdict is None or verdict["passed"])
+        if verdict is None or to_time:
+            answer = subject.ask(backend, prove=verdict is None, timed=to_time, limit_seconds=limit_seconds)
+            memory["verdict"] = verdict = verdict or asdict(answer.verdict)
+            if to_time and verdict["passed"]:
+                time_here = {"shapes": dict(subject.shapes), "step_ms": answer.step_ms, "reason": answer.reason}
+                memory["times"][shapes] = time_here
             try:
-                write_whole(path, json.dumps(known, indent=1).encode())
+                write_whole(path, json.dumps(memory, indent=1).encode())
             except OSError as error:
                 _warn(f"the verdict is not remembered ({error})")
-    time_of = known["times"].get(shapes, {}) if timed else {}
-    answer = Answer(verdict=Verdict(**known["verdict"]), step_ms=time_of.get("step_ms"), reason=time_of.get("reason"))
-    return answer, path
+    time_here = memory["times"].get(shapes, {}) if timed else {}
+    return Answer(verdict=Verdict(**verdict), step_ms=time_here.get("step_ms"), reason=time_here.get("reason")), path
 
 
 def _digest(key: Mapping[str, object]) -> str:

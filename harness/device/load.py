@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 PROC = Path("/proc")
 TAKEN_CORES = 0.1
-"""From here on a machine is busy: a step waits for its slowest thread, and one that shares its core so takes a tenth longer."""
+"""From here on a machine is busy: a step waits for its slowest thread, and one that shares its core so takes a tenth
+longer."""
 LEAST_SECONDS = 0.2
 """Of others' work that make a verdict: the system counts in hundredths."""
 WAITING = 0.5
@@ -21,12 +22,12 @@ WAITING = 0.5
 
 
 class Reading(NamedTuple):
-    """Seconds since some moment in the past: by the clock, and of processor time of all cores together."""
+    """Seconds since some moment in the past: by the clock, and of processor time: others', and withheld by a
+    hypervisor."""
 
     clock: float
-    busy: float
+    others: float
     stolen: float
-    own: float
 
 
 class LoadMeter:
@@ -42,47 +43,38 @@ class LoadMeter:
         self._average, self._before = os.getloadavg()[0], read(self._root)
 
     def read(self) -> dict[str, float | bool | None]:
-        """As rows have it."""
+        """As rows have it; seconds and cores are None where the system does not count, as in some sandboxes."""
         load = {"average_at_start": self._average, "cores": os.cpu_count() or 1, "wanted_cores": self._wanted}
-        load |= taken(self._before, read(self._root))
+        load |= dict.fromkeys(("seconds", "others_cores", "stolen_cores"))
+        after = read(self._root)
+        if self._before and after:
+            seconds, others, stolen = (now - then for now, then in zip(after, self._before, strict=True))
+            seconds = max(seconds, 1e-9)
+            load |= {"seconds": seconds, "others_cores": max(0.0, others) / seconds, "stolen_cores": stolen / seconds}
         return load | {"busy": is_busy(load)}
 
 
 def read(root: int) -> Reading | None:
-    """The machine's counters now, and those of the process ``root`` with its descendants; None where there are none."""
+    """The machine's counters now, without the processor time of the process ``root`` and its descendants; None where
+    there are none."""
     parents, ticks, a_second = {}, {}, os.sysconf("SC_CLK_TCK")
     try:
         counters = (PROC / "stat").read_text(encoding="ascii").partition("\n")[0].split()[1:9]
-        user, nice, system, _, _, interrupts, soft, stolen = map(int, counters)
-        for path in PROC.glob("[0-9]*/stat"):
-            with suppress(OSError):  # it has just ended
-                words = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                number = int(path.parent.name)
-                parents[number], ticks[number] = int(words[1]), sum(map(int, words[11:15]))  # with ended children's
-    except (OSError, ValueError):
+    except OSError:
         return None
+    user, nice, system, _, _, interrupts, soft, stolen = map(int, counters)
+    for path in PROC.glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            words = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            number = int(path.parent.name)
+            parents[number], ticks[number] = int(words[1]), sum(map(int, words[11:15]))  # with ended children's
 
     def descends(number: int) -> bool:
-        while number and number != root:
-            number = parents.get(number, 0)
-        return number == root
+        return number == root or (number in parents and descends(parents[number]))
 
     busy = user + nice + system + interrupts + soft
-    own = sum(ticks[number] for number in ticks if descends(number))
-    return Reading(time.monotonic(), busy / a_second, stolen / a_second, own / a_second)
-
-
-def taken(before: Reading | None, after: Reading | None) -> dict[str, float | None]:
-    """Cores that others and the hypervisor had on average between two readings; None where nobody counted."""
-    if before is None or after is None or after.busy == before.busy:  # a sandbox may show counters that stand still
-        return {"seconds": None, "others_cores": None, "stolen_cores": None}
-    clock, busy, stolen, own = (now - then for now, then in zip(after, before, strict=True))
-    seconds = max(clock, 1e-9)
-    return {
-        "seconds": seconds,
-        "others_cores": max(0.0, busy - own) / seconds,
-        "stolen_cores": max(0.0, stolen) / seconds,
-    }
+    others = busy - sum(ticks[number] for number in ticks if descends(number))
+    return Reading(time.monotonic(), others / a_second, stolen / a_second) if busy else None
 
 
 def is_busy(load: Mapping[str, float | None]) -> bool:

@@ -1,4 +1,4 @@
-"""Runtime, where and how a run computes: device, processes, precision, threads, determinism, compilation, random state.
+"""Runtime, where and how a run computes: device, processes, precision, threads, determinism, compilation.
 
 Only this module knows. Everything else follows its input's device and dtype.
 """
@@ -6,12 +6,9 @@ Only this module knows. Everything else follows its input's device and dtype.
 import contextlib
 import gc
 import os
-import random
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +17,6 @@ from harness.device import allocator, choice, machine
 from harness.device.compile_clock import CompileClock
 from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
-from harness.hashing import integer_hash
 from harness.plan.settings import RuntimeSettings
 
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
@@ -64,8 +60,8 @@ class Runtime:
         if trim is None:
             return compiled
 
-        def segment(*given, **keywords):
-            out = compiled(*given, **keywords)
+        def segment(*arguments, **keywords):
+            out = compiled(*arguments, **keywords)
             return out._replace(state=trim(out.state))
 
         return segment
@@ -88,7 +84,8 @@ class Runtime:
             torch.accelerator.synchronize(self.device)
 
     def to_host(self, number: Tensor) -> Callable[[], float]:
-        """A number of the device sets out for the host: what is returned gives it, and waits only for what came before it."""
+        """A number of the device sets out for the host: what is returned gives it, and waits only for what came before
+        it."""
         if self.device.type == "cpu":
             return number.clone().item
         there = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
@@ -109,41 +106,26 @@ class Runtime:
 
     def describe(self) -> dict[str, object]:
         """Device, processes, versions and the machine around them, for provenance."""
-        gpu, cudnn = {}, None
+        of_gpu = {"hip": torch.version.hip}
         if self.device.type == "cuda":
-            gpu = dict(machine.gpu_facts(str(torch.cuda.get_device_properties(self.device).uuid)))
-            cudnn = torch.backends.cudnn.version()
+            of_gpu |= {"cudnn": torch.backends.cudnn.version(), "driver": machine.driver()}
+        name = machine.cpu_name()
+        if self.device.type != "cpu":  # torch has no name for an accelerator that is a part of the chip
+            name = getattr(torch.get_device_module(self.device), "get_device_name", lambda _: name)(self.device)
         return {
-            "device": _device_name(self.device),
+            "device": name,
             "device_kind": self.device.type,
             "threads": torch.get_num_threads(),
             "precision": self.precision,
             "compile": self.compile,
             "tf32": self.tf32,
             "processes": self.processes.world_size,
-            "versions": machine.versions(cudnn=cudnn, hip=torch.version.hip, driver=gpu.pop("driver", None)),
-            "machine": {"cpu": machine.cpu_name(), "cores": os.cpu_count() or 1, **gpu},
+            "versions": machine.versions(**of_gpu),
+            "machine": {"cpu": machine.cpu_name(), "cores": os.cpu_count() or 1},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),
             "allocator": self.allocator,
         }
-
-
-def _device_name(device: torch.device) -> str:
-    """As its maker calls it; where torch has no name for it, the chip that it is on."""
-    if device.type == "cpu":
-        return machine.cpu_name()
-    own = getattr(torch.get_device_module(device), "get_device_name", None)
-    return own(device) if own else f"{machine.cpu_name()} ({device.type})"
-
-
-def _used_accelerator() -> ModuleType | None:
-    """torch's module of the accelerator, if this process has used it: asking a fresh one would take memory there."""
-    if not torch.accelerator.is_available():
-        return None
-    module = torch.get_device_module()
-    begun = getattr(module, "is_initialized", None)  # MPS has always begun
-    return module if begun is None or begun() else None
 
 
 def device_kind(settings: RuntimeSettings) -> str:
@@ -153,11 +135,11 @@ def device_kind(settings: RuntimeSettings) -> str:
 
 def take_gpu(settings: RuntimeSettings) -> machine.Lease | None:
     """Where ``auto`` finds GPUs, one that no other job of this machine has, else None; waits while all are taken."""
-    names = _gpu_names() if settings.device == "auto" else []
+    names = gpu_names() if settings.device == "auto" else []
     return machine.take_free(names) if names else None
 
 
-def _gpu_names() -> list[str]:
+def gpu_names() -> list[str]:
     """One for each GPU that this process sees, the same in all processes whatever CUDA_VISIBLE_DEVICES says."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
@@ -168,8 +150,8 @@ def forget_earlier_jobs() -> None:
     gc.collect()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # its guards would count against this job's limit of recompilations
-    if _used_accelerator():
-        torch.accelerator.empty_cache()
+    if torch.cuda.is_initialized():  # to ask a fresh one would take memory there
+        torch.cuda.empty_cache()
 
 
 def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: ProcessGroup = SINGLE) -> Runtime:
@@ -183,7 +165,7 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
         ValueError: naming ``runtime.device`` if it is not there or not in this build of torch, or ``runtime.tf32``.
     """
     if processes.world_size > 1:
-        device = choice.own(settings.device, processes)
+        device = choice.of_rank(settings.device, processes)
     else:
         device = choice.named(settings.device if gpu is None else f"cuda:{gpu}")
     if settings.tf32 and device.type != "cuda":
@@ -206,95 +188,3 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
         allocator=allocator.use(settings.allocator),
         processes=processes,
     )
-
-
-def seed(number: int) -> None:
-    """All generators of this process."""
-    torch.manual_seed(number)
-    random.seed(number)
-    _generator_of_numpy().seed(number % 2**32)
-
-
-def seed_apart(number: int, *, step: int, rank: int) -> None:
-    """All generators of this process, other numbers for every step and rank: for dropout, once the model is made."""
-    seed(int(integer_hash(number, step, rank)[0]) >> 1)
-
-
-def dropout_state() -> dict[str, Tensor | None]:
-    """The state of torch's generators."""
-    own = _used_accelerator()
-    return {"torch": torch.get_rng_state(), "accelerator": own.get_rng_state() if own else None}
-
-
-def set_dropout_state(state: dict[str, Tensor | None]) -> None:
-    """Go on from ``dropout_state``."""
-    torch.set_rng_state(state["torch"])
-    own, drawn = _used_accelerator(), state.get("accelerator")
-    if own and drawn is not None:
-        own.set_rng_state(drawn)
-
-
-def random_state() -> dict[str, object]:
-    """Every generator's state, for a checkpoint."""
-    name, keys, *rest = _generator_of_numpy().get_state()
-    return dropout_state() | {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
-
-
-def set_random_state(state: dict[str, object]) -> None:
-    """Go on from ``random_state``."""
-    set_dropout_state(state)
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    _generator_of_numpy().set_state((name, keys, *rest))
-
-
-def _generator_of_numpy():
-    import numpy  # late: a trained model can be used without it
-
-    return numpy.random
-
-
-class StopSignal:
-    """Turns signals into a request that the loop answers between two steps; a second one stops at once.
-
-    SIGTERM and SIGINT, and the two of users where somebody listens already: a launcher that has jobs queued again.
-
-    Args:
-        alone: whether this process decides alone; several must first agree on the step.
-
-    Attributes:
-        heard: the signal that this process received, or 0.
-        agreed: the signal that any process received, once all know of it, or 0.
-    """
-
-    def __init__(self, *, alone: bool = True):
-        self.alone, self.heard, self.agreed = alone, 0, 0
-        self._before: dict[int, object] = {}
-
-    @property
-    def number(self) -> int | None:
-        """The signal to stop for, or None."""
-        return (self.heard if self.alone else self.agreed) or None
-
-    def __enter__(self) -> "StopSignal":
-        users = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(number))]
-        for number in (signal.SIGTERM, signal.SIGINT, *users):
-            with contextlib.suppress(ValueError):  # signals are set in the main thread only
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def pass_on(self) -> None:
-        """Once all is saved, let the launcher hear of its own signal: it may end the process here."""
-        if self.number in (signal.SIGUSR1, signal.SIGUSR2):
-            self._before[self.number](self.number, None)
-
-    def __exit__(self, _kind: type | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, Exception) and not self.alone:
-            return  # torchrun sends SIGTERM where a process is lost: the others still say and record what is left
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _frame) -> None:
-        if self.heard:
-            raise KeyboardInterrupt
-        self.heard = number

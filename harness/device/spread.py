@@ -1,12 +1,11 @@
-"""Spreading: units of a model, its pieces whose gradients torch averages among processes while the backward pass goes on.
+"""Spreading: units of a model, its pieces whose gradients torch averages among processes while the backward pass goes
+on.
 
 A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
 ``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its
-gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and backward.
-
-A unit has the matrices that it alone reads, and in its forward pass alone. All else is whole in every process and a plain
-tensor (``harness/loop/kept_whole.py``), for ``ProcessGroup.average_gradients_``; but of tables a process has some columns with
-``full`` (``columns.py``).
+gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and
+backward. What FSDP cannot shard (``harness/loop/kept_whole.py``) stays a plain tensor for
+``ProcessGroup.average_gradients_``; of tables a process has some columns with ``full`` (``sharded_tables.py``).
 
 torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what an optimizer was given stays a plain
 parameter, which from then on is this process's part, and gets its gradient as soon as it is averaged.
@@ -25,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, zeros
 
-from harness.device.columns import Columns
 from harness.device.processes import ProcessGroup
+from harness.device.sharded_tables import ShardedTables
 from harness.device.units import Units, gathered, is_divided
 
 
@@ -54,25 +53,23 @@ class SpreadUnits(Units):
     ):
         super().__init__(model)
         self._model, self._processes = model, processes
-        columns = processes.columns = Columns(tables if shard == "full" else [], processes)
-        cut = {*columns.tables}
+        processes.tables = ShardedTables(tables if shard == "full" else [], processes)
         if self.parameters[0].device.type != device.type:
             model.to(device)
         self._mesh = init_device_mesh(self.parameters[0].device.type, (processes.world_size,))
-        engine = fully_shard if shard == "full" else replicate
-        before = dict(model.named_parameters())
+        engine, unmanaged = fully_shard if shard == "full" else replicate, whole | {*processes.tables.tables}
+        names = {parameter: name for name, parameter in model.named_parameters() if parameter not in unmanaged}
         for unit in (*units, model):
-            engine(unit, mesh=self._mesh, ignored_params=whole | cut)
+            engine(unit, mesh=self._mesh, ignored_params=unmanaged)
         model.set_reduce_scatter_unused_params(True)  # a step may leave out a parameter in one process alone
-        for name, own in before.items():
-            if own not in whole | cut:
-                managed = model.get_parameter(name)
-                own.data = managed.detach().to_local()  # the same memory
-                managed.register_post_accumulate_grad_hook(partial(_hand_over, own))
-                if shard == "full":
-                    self.parts[own] = managed
-        self.parts |= columns.put_into_model(self._mesh)
-        self.whole = [own for own in self.parameters if own in whole - cut]
+        for parameter, name in names.items():
+            managed = model.get_parameter(name)
+            parameter.data = managed.detach().to_local()  # the same memory
+            managed.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+            if shard == "full":
+                self.parts[parameter] = managed
+        self.parts |= processes.tables.put_into_model(self._mesh)
+        self.whole = [p for p in self.parameters if p not in names and p not in self.parts]
 
     def begin_part(self, *, last: bool) -> None:
         """Gradients are sent once a step, but for those of which only rows are kept."""
@@ -81,7 +78,7 @@ class SpreadUnits(Units):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
-        self._processes.wait()
+        self._processes.all_gather(None, patient=True)
         if self.parts:
             self._model.set_reshard_after_forward(False)
         for unit in units:
@@ -101,41 +98,40 @@ class SpreadUnits(Units):
             return whole
         return divided_like(managed, whole).to_local().clone()
 
-    def whole_of(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+    def whole_of(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """Its opposite: the whole, divided as it is."""
         managed = self.parts.get(parameter)
-        return own if managed is None or own.shape != parameter.shape else _divided(own, managed)
+        return part if managed is None or part.shape != parameter.shape else _divided(part, managed)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if not self.parts:
             return super().empty(shape, dtype)
         return zeros(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
 
-    def total(self, own: Tensor, *, of: str = "sum") -> Tensor:
-        return DTensor.from_local(own, self._mesh, [Partial(of)], run_check=False).full_tensor() if self.parts else own
+    def total(self, tensor: Tensor, *, of: str = "sum") -> Tensor:
+        return DTensor.from_local(tensor, self._mesh, [Partial(of)]).full_tensor() if self.parts else tensor
 
     def by_matrix(self, rows: Tensor, function: Callable[[Tensor], Tensor], *, shape: tuple[int, int]) -> Tensor:
-        """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in one
-        process; and back again."""
-        rank, columns = self._mesh.get_local_rank(), shape[1]
+        """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in
+        one process; and back again."""
+        rank, columns, exchange = self._mesh.get_local_rank(), shape[1], self._processes.exchange
         heights, numbers = ([len(part) for part in _shares(n, self._mesh.size())] for n in (shape[0], len(rows)))
-        exchange = self._processes.exchange
         matrices = exchange(rows.split(numbers), [(numbers[rank], height, columns) for height in heights])
-        made = function(torch.cat(matrices, dim=1)).split(heights, dim=1)
-        return torch.cat(exchange(made, [(number, heights[rank], columns) for number in numbers]))
+        results = function(torch.cat(matrices, dim=1)).split(heights, dim=1)
+        return torch.cat(exchange(results, [(number, heights[rank], columns) for number in numbers]))
 
 
-def divided_like(held: Tensor, given: Tensor) -> Tensor:
+def divided_like(held: Tensor, tensor: Tensor) -> Tensor:
     """A tensor, whole or divided, divided as the one whose place it takes."""
     if not is_divided(held):
-        return gathered(given)
-    if is_divided(given):
-        return given.redistribute(placements=held.placements)
-    mesh, (placement,) = held.device_mesh, held.placements
+        return gathered(tensor)
+    if is_divided(tensor):
+        return tensor.redistribute(placements=held.placements)
+    (placement,) = held.placements
     if placement.is_shard():
-        own = _shares(given.shape[placement.dim], mesh.size())[mesh.get_local_rank()]
-        given = given.narrow(placement.dim, own.start, len(own))
-    return _divided(given.to(held.device), held)
+        share = _shares(tensor.shape[placement.dim], held.device_mesh.size())[held.device_mesh.get_local_rank()]
+        tensor = tensor.narrow(placement.dim, share.start, len(share))
+    return _divided(tensor.to(held.device), held)
 
 
 def _shares(number: int, parts: int) -> list[range]:
@@ -144,12 +140,12 @@ def _shares(number: int, parts: int) -> list[range]:
     return [every[part * size : (part + 1) * size] for part in range(parts)]
 
 
-def _divided(own: Tensor, like: DTensor) -> DTensor:
+def _divided(part: Tensor, like: DTensor) -> DTensor:
     mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def _hand_over(own: nn.Parameter, managed: DTensor) -> None:
+def _hand_over(parameter: nn.Parameter, managed: DTensor) -> None:
     """The gradient that torch has averaged, to the parameter that an optimizer knows."""
     gradient, managed.grad = managed.grad.to_local(), None
-    own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -35,27 +35,16 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch of this process; one that is alone where ``RANK`` and ``WORLD_SIZE`` are not both set.
-
-    ValueError where what is set cannot be: a process that waits for others that were never started waits for minutes.
-    """
-    texts = {name: environment[name] for name in (*RANKS, *PLACE) if environment.get(name)}
-    if not texts.keys() >= {"RANK", "WORLD_SIZE"}:
+    """The launch of this process; one that is alone where ``RANK`` and ``WORLD_SIZE`` are not both set. ValueError
+    where one of all that torchrun sets is missing or no number."""
+    if not environment.get("RANK") or environment.get("WORLD_SIZE", "") in ("", "1"):
         return Launch()
-    try:
-        rank, number = int(texts["RANK"]), int(texts["WORLD_SIZE"])
-        local_number = int(texts.get("LOCAL_WORLD_SIZE", number))
-        local_rank = int(texts.get("LOCAL_RANK", rank % max(local_number, 1)))
-        possible = 0 <= rank < number and 0 <= local_rank < local_number <= number
-    except ValueError:
-        possible = False
-    if not possible or (number > 1 and not texts.keys() >= set(PLACE)):
-        words = ", ".join(f"{name}={texts.get(name, '')}" for name in (*RANKS, *PLACE))
-        raise ValueError(
-            f"{words} in the environment: allowed are whole numbers and an address as torchrun sets them, where a rank is "
-            "below its number; one process alone has neither RANK nor WORLD_SIZE there"
-        )
-    return Launch(rank, number, local_rank, local_number)
+    texts = {name: environment.get(name, "") for name in (*RANKS, *PLACE)}
+    if not all(texts[name].isdecimal() for name in RANKS) or not all(texts.values()):
+        words = ", ".join(f"{name}={text}" for name, text in texts.items())
+        alone = "neither RANK nor WORLD_SIZE for one process alone"
+        raise ValueError(f"{words} in the environment: allowed is what torchrun sets, or {alone}")
+    return Launch(*(int(texts[name]) for name in RANKS))
 
 
 def is_later() -> bool:

@@ -1,4 +1,5 @@
-"""Units: the parameters of a model as this process has them: all and whole, or, of several processes, as ``spread.py`` says."""
+"""Units: the parameters of a model as this process has them: all and whole, or, of several processes, as ``spread.py``
+says."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,17 +29,17 @@ class Units:
         """A part of a step's streams follows."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """All parameters are plain and whole, to be read and not written: also for forward passes, of which each process may
-        then make as many as it likes."""
+        """Context in which all parameters are plain and whole, to be read and not written, and ranks may run different
+        numbers of forward passes."""
         return nullcontext()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Of something that was divided, wherever it is read: this process's rows, or the whole."""
         return torch.empty(shape, dtype=dtype)
 
-    def total(self, own: Tensor, *, of: str = "sum") -> Tensor:
+    def total(self, tensor: Tensor, *, of: str = "sum") -> Tensor:
         """Sum, or ``max``, of all processes' tensors, where parameters are divided."""
-        return own
+        return tensor
 
 
 def is_divided(value: object) -> bool:
@@ -62,9 +63,6 @@ def taken_out(content: dict) -> tuple[dict, dict[str, Tensor]]:
     divided = {}
 
     def name(path: tuple, leaf: object) -> object:
-        if not is_divided(leaf):
-            return leaf
-        divided[keystr(path)] = leaf
-        return keystr(path)
+        return keystr(path) if is_divided(leaf) and divided.setdefault(keystr(path), leaf) is leaf else leaf
 
     return tree_map_with_path(name, content), divided

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.data.streams import Streams
-from harness.device import runtime
+from harness.device import random_state
 from harness.failures import Diverged
 from harness.loop.step import Trainer
 from variants.contract import State
@@ -67,7 +67,7 @@ class FiniteCheck:
 
     def _diverged(self, made: _Made) -> None:
         optimizers = self._trainer.optimizers
-        seen = [name for name in self._trainer.runtime.processes.gather_values(self._repeat(made)) if name]
+        seen = [name for name in self._trainer.runtime.processes.all_gather(self._repeat(made)) if name]
         which = f"{seen[0]} is the first that is not" if seen else "which one is not known: made again, all are"
         rate = optimizers.lr * optimizers.schedule.factor(made.fraction, step=made.number)
         self._raise(
@@ -99,7 +99,7 @@ class FiniteCheck:
             with torch.no_grad(), trainer.runtime.autocast():
                 for step in range(number - past, number):
                     state = trainer.model(batch(step)[0], state).state
-            runtime.set_dropout_state(made.random)
+            random_state.set_dropout_state(made.random)
             return first_nonfinite(trainer, *batch(number), state)
 
 

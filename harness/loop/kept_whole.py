@@ -1,5 +1,9 @@
-"""Parameters that stay whole, plain tensors in each of several processes: what torch's engines cannot take into a unit
-(``harness/device/spread.py``). It is found out, so that a mechanism need not know of processes."""
+"""Parameters FSDP cannot shard: vectors, shared ones, what is read outside of the forward pass, and what has no dense
+gradient.
+
+They stay whole, plain tensors in each of several processes (``harness/device/spread.py``). They are found out, so that
+a mechanism need not know of processes.
+"""
 
 import torch
 from torch import nn
@@ -12,17 +16,17 @@ PROBE_BYTES = 16
 
 
 def kept_whole(model: LanguageModel) -> set[nn.Parameter]:
-    """The parameters that are in no unit: vectors, those of more than one, what is read outside of the forward pass, and what
-    has no dense gradient. A small step tells of the last two."""
+    """The parameters that are in no unit; a small step tells which of them are read elsewhere, or get no dense
+    gradient."""
     holders: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []
         holders.setdefault(parameter, set()).add(".".join(unit))
-    read, undense = _read_outside_forward(model), _without_dense_gradient(model)
+    unfit = _read_outside_forward(model) | _without_dense_gradient(model)
     return {
         parameter
         for parameter, units in holders.items()
-        if parameter.ndim < 2 or len(units) > 1 or not parameter.is_contiguous() or parameter in read | undense
+        if parameter.ndim < 2 or len(units) > 1 or not parameter.is_contiguous() or parameter in unfit
     }
 
 
@@ -57,6 +61,6 @@ def _without_dense_gradient(model: LanguageModel) -> set[nn.Parameter]:
         first = model(tokens)
         second = model(tokens, first.state)
         (first.logits.sum() + first.loss + second.logits.sum() + second.loss).backward()
-    found = {p for p in model.parameters() if p.grad is None or p.grad.is_sparse}
+    undense = {p for p in model.parameters() if p.grad is None or p.grad.is_sparse}
     model.zero_grad(set_to_none=True)
-    return found
+    return undense

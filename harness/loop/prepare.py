@@ -24,8 +24,8 @@ from harness.loop.train_state import TrainState
 from harness.optim.budget import Spent
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder, shards
-from harness.record.provenance import read_provenance
-from harness.record.rows import RECORD, identity_of, read_object
+from harness.record.folder import identity_of, read_provenance
+from harness.record.rows import RECORD, read_object
 
 WARM_BYTES = 16
 """Bytes of the step that is thrown away before memory is measured."""

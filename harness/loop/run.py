@@ -16,7 +16,7 @@ import yaml
 from harness.cache import write_whole
 from harness.count.memory import Peak, PeakMemory
 from harness.device.processes import ProcessGroup, is_connection_failure
-from harness.device.runtime import StopSignal
+from harness.device.stop_signal import StopSignal
 from harness.device.units import gathered, taken_out
 from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
 from harness.loop import summary
@@ -28,7 +28,8 @@ from harness.plan.build import Plan
 from harness.record import checkpoint, folder, shards
 from harness.record.cells import busy_words
 from harness.record.closing_table import bits, print_closing_table, scored_splits
-from harness.record.rows import CONFIG, Record, find_comparable, read_rows, write_summary
+from harness.record.comparison import find_comparable
+from harness.record.rows import CONFIG, Record, read_rows, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_STEPS = 2
@@ -153,7 +154,7 @@ class Run:
     def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
         plan, path = self.plan, self.folder.path
         own = {"name": path.name, "job_type": plan.purpose}
-        own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, plan.size, data)))}
+        own |= {"tags": (*plan.wandb.tags, *filter(None, (plan.variant, data)))}
         return WandbRun(path, config=plan.config, id=id, **vars(plan.wandb) | own)
 
     def _restore(self) -> dict:
@@ -273,7 +274,7 @@ class Run:
         place = self._processes.on_main(make)
         with self._processes.fail_together():
             tensors, own = shard_files.write(place, divided)
-        digests = {name: digest for each in self._processes.gather_values(own) for name, digest in each.items()}
+        digests = {name: digest for each in self._processes.all_gather(own) for name, digest in each.items()}
         with self._processes.fail_together():
             if self._processes.is_main and (unseen := [name for name in digests if not (place / name).is_file()]):
                 raise StorageFailure(

@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from harness import source
-from harness.device import first_use, runtime
+from harness.device import first_use, random_state, runtime
 from harness.device.cell import Cell, CellError
 from harness.device.first_use import PLAIN, Answer, Choice, Subject, Verdict
 from harness.device.runtime import Runtime
@@ -197,7 +197,7 @@ class Candidate:
     def __init__(self, config: dict, trusted: Sequence[str], settings: RuntimeSettings, name: str, processes: int):
         plan = plan_run(OmegaConf.create(config), trusted=tuple(trusted))
         self.plan, self.where = replace(plan, runtime=settings), runtime.start(settings)
-        runtime.seed(plan.seed)
+        random_state.seed(plan.seed)
         self.sublayer = alone(self.plan, name, backend=settings.backend).to(self.where.device)
         b = plan.batch
         self.streams = -(-b.streams // (processes * b.accumulate))

@@ -78,8 +78,6 @@ class Trainer:
         # An optimizer may refuse what it is given.
         with self.runtime.processes.fail_together() if begins else nullcontext():
             self.optimizers.step(fraction, loss=loss)
-        if begins:
-            self.runtime.processes.shorten_timeout()
         if self.optimizers.skip_nonfinite:
             after = self._cleaned(after, before)
         self.optimizers.zero_grad()
@@ -175,7 +173,7 @@ def _summed(nats: list[Tensor], stats: dict, runtime: Runtime, futures: Futures 
     own, processes = torch.cat(nats) if nats else torch.empty(0), runtime.processes
     if processes.world_size > 1:
         stats = {name: {key: value.cpu() for key, value in found.items()} for name, found in stats.items()}
-    stats = functools.reduce(add_stats, processes.gather_values(stats))
+    stats = functools.reduce(add_stats, processes.all_gather(stats))
     changes = torch.cat(processes.gather(futures.changes if futures else torch.empty(0)))
     return Score(torch.cat(processes.gather(own)), stats, changes.mean().item() if len(changes) else 0.0)
 

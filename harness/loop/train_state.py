@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.data.corpora import Corpus
 from harness.data.streams import Streams, sample_cut, score_streams, share
-from harness.device import runtime
+from harness.device import random_state
 from harness.device.runtime import Runtime
 from harness.device.units import gathered, is_divided
 from harness.loop.divergence import FiniteCheck
@@ -19,7 +19,7 @@ from harness.model import LanguageModel
 from harness.optim.budget import Spent
 from harness.optim.optimizers import BY_ROWS
 from harness.plan.build import Plan
-from variants.contract import map_state
+from variants.contract import cat_streams, map_state
 
 TRAINED_PER_SCORED = 10
 """Bytes that are trained on for each that a validation on the way scores: a count, so that what is chosen does not depend
@@ -53,7 +53,7 @@ class TrainState:
 
     def __init__(self, plan: Plan, corpus: Corpus, device: Runtime):
         self.plan, self.corpus, self.runtime = plan, corpus, device
-        runtime.seed(plan.seed)
+        random_state.seed(plan.seed)
         b = plan.batch
         self.stream = Streams(
             corpus.splits["train"], streams=b.streams, segment=b.segment, seed=plan.seed, carry=b.carry
@@ -79,7 +79,7 @@ class TrainState:
         self._check_scoring()
         self._check_division()
         if device.processes.world_size > 1:  # from here on, draws are dropout's
-            runtime.seed_apart(plan.seed, step=0, rank=device.processes.rank)
+            random_state.seed_apart(plan.seed, step=0, rank=device.processes.rank)
 
     def spread(self) -> None:
         """Have the processes train together, from the first one's weights; all call it, before anything else."""
@@ -116,7 +116,7 @@ class TrainState:
         state = None if self.stream.begins(self.spent.steps) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (before + self.plan.budget.fraction(self.spent + self._last)) / 2
-        random = runtime.dropout_state()
+        random = random_state.dropout_state()
         with self.runtime.compile_clock() as compiling:
             nats, after = self.trainer.step(inputs, targets, state, fraction=middle)
         self._finite.add(self.spent.steps, fraction=middle, random=random)
@@ -129,7 +129,7 @@ class TrainState:
         seconds = ended - began - compiling.seconds + self._exchange_seconds
         several = self.runtime.processes.world_size > 1
         known = [nats.item() if several else 0.0, seconds, compiling.seconds, *flags]
-        gathered = self.runtime.processes.all_gather_numbers(known)
+        gathered = self.runtime.processes.all_gather(known)
         each_nats, each_seconds, each_compiling, *each_flag = zip(*gathered, strict=True)
         if several:
             self._exchange_seconds = time.perf_counter() - ended  # belongs to the step, and is known after it
@@ -310,8 +310,8 @@ class TrainState:
         self.settle()
         self._finite.check_weights()
         processes = self.runtime.processes
-        state = map_state(lambda s: torch.cat(processes.gather(s.cpu() if processes.world_size > 1 else s)), self.state)
-        randoms = processes.gather_values(runtime.random_state())
+        state = cat_streams(processes.all_gather(map_state(lambda s: s.cpu(), self.state)))
+        randoms = processes.all_gather(random_state.random_state())
         content = {
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
@@ -342,9 +342,9 @@ class TrainState:
         self.compile_seconds = content["compile_seconds"]
         randoms = [content["random"], *content.get("random_others", ())]
         if len(randoms) == processes.world_size:
-            runtime.set_random_state(randoms[processes.rank])
+            random_state.set_random_state(randoms[processes.rank])
         else:
-            runtime.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
+            random_state.seed_apart(self.plan.seed, step=self.spent.steps, rank=processes.rank)
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """The parameters of another run; ValueError if the models differ."""

@@ -12,13 +12,12 @@ from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
 from harness.model import LanguageModel, Layers
-from harness.optim.budget import UNITS, Budget, Schedule, check_number
+from harness.optim.budget import UNITS, Budget, Schedule
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
 from harness.plan import settings
 from harness.plan.instantiate import resolve
-from harness.plan.layers import plan_groups, plan_layers
-from harness.plan.network import make_network
+from harness.plan.network import make_network, plan_layers
 from harness.plan.settings import check_keys, checked, parse
 from harness.plan.space import take_trial
 from variants.contract import Position
@@ -32,13 +31,9 @@ PLAIN = {
     "runtime": settings.RuntimeSettings,
     "record": settings.RecordSettings,
 }
-SECTIONS = ("variant", "model", "batch", "position", "data", "optim", "runtime", "record", "budget", "eval")
-SECTIONS += ("checkpoint", "init_from")
+SECTIONS = ("variant", "position", "data", "optim", "budget", *PLAIN)
 ALONE = tuple(settings.RunSettings.__dataclass_fields__)
-SINGLES = (*ALONE, "trial", "space", "trust")
 
-MOST_LAYERS = 10_000
-"""Each is listed before any is built: a file that says a trillion must not fill the memory."""
 LONGEST_CONTEXT = 16_384
 """Bytes that a stream of a score reads at most before its own."""
 
@@ -75,7 +70,6 @@ class Plan:
     force: bool
     reuse: str
     trust: tuple[str, ...]
-    size: str | None
     sweeping: bool
     beside_others: bool
     check: bool
@@ -110,7 +104,6 @@ def plan_run(
     cfg: DictConfig,
     *,
     trusted: tuple[str, ...] = (),
-    size: str | None = None,
     sweeping: bool = False,
     beside_others: bool = False,
     typed: Collection[str] = (),
@@ -119,8 +112,7 @@ def plan_run(
 
     Args:
         cfg: what Hydra composed from ``conf/train.yaml`` and the command line.
-        trusted: packages named in ``hydra.searchpath``, trusted beside ``trust``.
-        size: the name of the recipe or model size that the configuration has, if it has one unchanged.
+        trusted: modules that are trusted beside those of its ``trust``.
         sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
         beside_others: whether other jobs of it run at the same time, and may write to the same terminal.
         typed: keys that the user gave.
@@ -130,31 +122,28 @@ def plan_run(
     """
     config, point = _sections(cfg, typed=typed)
     trust = tuple(dict.fromkeys(_trust(config["trust"]) + trusted))
-    alone = parse(settings.RunSettings, {name: config[name] for name in ALONE}, key="")
+    alone = vars(parse(settings.RunSettings, {name: config[name] for name in ALONE}, key=""))
     plain = {name: parse(cls, config[name], key=name) for name, cls in PLAIN.items()}
-    n_layers, default_bytes = plain["model"].layers, plain["model"].default_bytes
     check_keys(config["budget"], UNITS, key="budget")
-    if n_layers > MOST_LAYERS:
-        raise ValueError(f"model.layers={n_layers}: allowed are at most {MOST_LAYERS}")
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
+    variant = config["variant"]
     plan = Plan(
         config=config,
-        variant=checked(config["variant"].get("name"), str, key="variant.name"),
-        layers=plan_layers(config["variant"], n_layers=n_layers, trust=trust),
+        variant=checked(variant.get("name"), str, key="variant.name"),
+        layers=plan_layers(variant, n_layers=plain["model"].layers, trust=trust),
         scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
-        optim=_optim(config["optim"], trust, lr_scale=config["variant"].get("lr_scale")),
-        groups=plan_groups(config["variant"].get("groups"), trust=trust),
-        budget=Budget(**config["budget"], default_bytes=default_bytes),
+        optim=_optim(config["optim"], trust, lr_scale=variant.get("lr_scale")),
+        groups=_groups(variant.get("groups"), trust),
+        budget=Budget(**config["budget"], default_bytes=plain["model"].default_bytes),
         data=vars(parse(settings.DataSettings, config["data"], key="data")),
         wandb=parse(settings.WandbSettings, plain["record"].wandb, key="record.wandb"),
         point=point,
         trust=trust,
-        size=size,
         sweeping=sweeping,
         beside_others=beside_others,
         **plain,
-        **vars(alone) | {"outputs": Path(alone.outputs)},
+        **alone | {"outputs": Path(alone["outputs"])},
     )
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
         raise ValueError(
@@ -181,7 +170,8 @@ def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | 
             "give the file to W&B: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
         )
     cfg = OmegaConf.merge({"check": True}, cfg)  # which runs of before, and verbs that train nothing, do not say
-    check_keys({key: None for key in cfg if key != "hydra"}, SECTIONS + SINGLES, key="")
+    names = (*SECTIONS, *ALONE, "trial", "space", "trust")
+    check_keys({key: node for key, node in OmegaConf.to_container(cfg).items() if key != "hydra"}, names, key="")
     cfg, point = take_trial(cfg, typed=typed)
     try:
         config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -197,10 +187,8 @@ def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | 
 def _trust(names: object) -> tuple[str, ...]:
     """Modules of the user's own, importable from the folder where the command was typed."""
     names = [names] if isinstance(names, str) else names or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
-    if "" in names:
-        raise ValueError(f"trust={names}: a module's name is missing, e.g. trust=[my_file]")
     if names and str(Path.cwd()) not in sys.path:  # last, and never unasked: it may be a stranger's
         sys.path.append(str(Path.cwd()))
     for name in names:
@@ -215,28 +203,33 @@ def _trust(names: object) -> tuple[str, ...]:
 
 def _optim(node: Mapping[str, object], trust: tuple[str, ...], *, lr_scale: object) -> dict:
     """``optim`` checked, its rate times what the variant's ``lr_scale`` has for ``optim.name``: 1 where that has nothing."""
-    check_keys(
-        {"name": None, **node}, ("name", "lr", "default", "matrices", "clip", "schedule", "skip_nonfinite"), key="optim"
-    )
+    optim = vars(parse(settings.OptimSettings, {"name": None, **node}, key="optim"))
     scales = checked(lr_scale, dict | None, key="variant.lr_scale") or {}
-    for name, factor in (scales | {None: node["lr"]}).items():
-        check_number("optim.lr" if name is None else f"variant.lr_scale.{name}", factor)
-    lr = node["lr"] * scales.get(node.get("name"), 1.0)
-    matrices = node["matrices"]
-    if matrices is not None:
+    for name, factor in scales.items():
+        checked(factor, settings.PositiveFloat, key=f"variant.lr_scale.{name}")
+    optim["lr"] = node["lr"] * scales.get(optim["name"], 1.0)
+    optim["default"] = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
+    if matrices := optim["matrices"]:
         check_keys(matrices, ("lr_scale", "optimizer"), key="optim.matrices")
         make = resolve(matrices["optimizer"], key="optim.matrices.optimizer", kind=Optimizer, trust=trust)
-        matrices = {**matrices, "optimizer": make}
-    default = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
-    schedule = parse(Schedule, node["schedule"], key="optim.schedule")
-    skip = checked(node["skip_nonfinite"], bool, key="optim.skip_nonfinite")
-    own = {"lr": lr, "default": default, "matrices": matrices, "schedule": schedule, "skip_nonfinite": skip}
-    return {**node, **own}
+        optim["matrices"] = {**matrices, "optimizer": make}
+    optim["schedule"] = parse(Schedule, node["schedule"], key="optim.schedule")
+    return optim
+
+
+def _groups(node: object, trust: tuple[str, ...]) -> dict[str, dict]:
+    """The variant's parameter groups, with their optimizers as partials, for ``harness.optim.parameter_groups.assign``."""
+    groups = {}
+    for name, group in (checked(node, dict | None, key="variant.groups") or {}).items():
+        key = f"variant.groups.{name}"
+        optimizer = checked(group, dict, key=key).get("optimizer")
+        optimizer = optimizer and resolve(optimizer, key=f"{key}.optimizer", kind=Optimizer, trust=trust)
+        groups[name] = {**group, "optimizer": optimizer}
+    return groups
 
 
 def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
-    """Keywords of ``plan_run`` that only Hydra knows: packages on its search path, what was typed, and what
-    launched this job.
+    """Keywords of ``plan_run`` that only Hydra knows: what was typed, and what launched this job.
 
     Args:
         hydra: Hydra's own configuration; None for that of the job that is running now.
@@ -245,16 +238,10 @@ def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
     from hydra.types import RunMode
 
     hydra = hydra or HydraConfig.get()
-    given = ("hydra.searchpath in main", "hydra.searchpath in command-line")
-    sources = [s for s in hydra.runtime.config_sources if s.provider in given and s.schema == "pkg"]
-    sweeping, choices = hydra.mode == RunMode.MULTIRUN, hydra.runtime.choices
+    sweeping = hydra.mode == RunMode.MULTIRUN
     words = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # what is in them is not ours to resolve
-    typed = {word.lstrip("+").partition("=")[0] for word in words}
-    resized = any(key.startswith("model.") for key in typed)
     return {
-        "size": choices.get("recipe") or (None if resized else choices.get("model")),
-        "trusted": tuple(s.path.partition(".")[0] for s in sources),
         "sweeping": sweeping,
-        "typed": typed,
+        "typed": {word.lstrip("+").partition("=")[0] for word in words},
         "beside_others": sweeping and not hydra.launcher._target_.endswith(".BasicLauncher"),
     }

@@ -1,17 +1,70 @@
-"""Network: the language model that a plan describes; torch and the contract suffice to build it."""
+"""Network: the layers and the language model that a configuration describes; torch and the contract suffice to build it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+from annotated_types import Ge
+from torch import nn
 
 from harness.model import LanguageModel, Layers
-from harness.plan.settings import ModelSettings
+from harness.plan.instantiate import resolve
+from harness.plan.settings import ModelSettings, checked
 from variants.contract import WAYS, LayerContext, Position, Sublayer
 
+KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
+"""Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file pins it."""
 CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
-"""Keys of ``model`` that a sublayer is told."""
+"""Keys of ``model`` that a sublayer gets."""
 WHOLE = ("norm", "norm_after", "tied", "head_bias", "head_zero_init")
 WHOLE += ("embedding_std", "embedding_scale", "embedding_dropout")
 """Keys of ``model`` that are the network's own."""
+
+
+def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
+    """For each layer, the sublayers' names and partials.
+
+    ``layers`` is what every layer has, in order. ``at`` has other lists for single layers, counted from 0, or from the
+    top if negative; null there takes back what the variant's file says.
+
+    Raises:
+        ValueError: naming the key, the value and what is allowed.
+    """
+    checked(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
+    sublayers = {name: _sublayer(name, node, trust) for name, node in variant.items() if name not in KEYS}
+
+    def chosen(names: object, key: str) -> dict[str, Callable[[LayerContext], Sublayer]]:
+        is_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+        if not is_list or len(set(names)) < len(names) or not set(names) <= sublayers.keys():
+            raise ValueError(f"{key}={names}: must be a list of sublayers, each once, of {', '.join(sublayers)}")
+        return {name: sublayers[name] for name in names}
+
+    layers = [chosen(variant.get("layers"), "variant.layers")] * n_layers
+    places: dict[int, object] = {}
+    for place, names in (checked(variant.get("at"), dict | None, key="variant.at") or {}).items():
+        key = f"variant.at.{place}"
+        # A single layer's key on the command line, +variant.at.0=[attention], arrives as text.
+        layer = int(place) if isinstance(place, str) and place.isdecimal() else place
+        if type(layer) is not int or not -n_layers <= layer < n_layers:
+            raise ValueError(f"{key}={names}: allowed are {-n_layers} to {n_layers - 1}, with model.layers={n_layers}")
+        if names is None:
+            continue
+        if layer % n_layers in places:
+            other = f"variant.at.{places[layer % n_layers]}"
+            raise ValueError(f"{key}={names}: the same layer as {other}, with model.layers={n_layers}; set one to null")
+        places[layer % n_layers], layers[layer] = place, chosen(names, key)
+    return layers
+
+
+def _sublayer(name: object, node: object, trust: tuple[str, ...]) -> Callable[[LayerContext], Sublayer]:
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        raise ValueError(f"variant.{name}={node}: no such key; allowed are {', '.join(KEYS)} and sublayers")
+    if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.ModuleDict, name) or name == "training":
+        raise ValueError(
+            f"variant.{name}: {name} cannot be a sublayer's name; allowed are identifiers that are no attribute of "
+            "torch.nn.ModuleDict, e.g. attention, feed_forward, memory"
+        )
+    return resolve(node, key=f"variant.{name}", kind=Sublayer, trust=trust)
 
 
 def make_network(
@@ -36,7 +89,10 @@ def make_network(
     common = {name: getattr(sizes, name) for name in CONTEXT} | {"n_layers": sizes.layers, "pool": pool}
     common |= {"backend": backend, "scheme": scheme}
     model = LanguageModel(
-        [{name: _checked(make, key=f"variant.{name}") for name, make in layer.items()} for layer in layers],
+        [
+            {name: functools.partial(_make, make, key=f"variant.{name}") for name, make in layer.items()}
+            for layer in layers
+        ],
         lambda layer: LayerContext(layer=layer, **common),
         vocabulary=vocabulary,
         checkpoint=checkpoint,
@@ -46,35 +102,27 @@ def make_network(
     return model
 
 
-def _checked(make: functools.partial, *, key: str) -> Callable[[LayerContext], Sublayer]:
-    """The same, but a constructor's complaint about a keyword of its own names that keyword's key, and what of the run's
-    choices the mechanism does not follow is refused."""
-
-    def named(context: LayerContext) -> Sublayer:
-        try:
-            sublayer = make(context)
-        except ValueError as error:
-            if str(error).partition("=")[0].partition(".")[0] in make.keywords:
-                raise ValueError(f"{key}.{error}") from error
-            raise
+def _make(make: functools.partial, context: LayerContext, *, key: str) -> Sublayer:
+    """The sublayer; a constructor's complaint about a keyword of its own names that keyword's key."""
+    try:
+        sublayer = make(context)
+    except ValueError as error:
+        if str(error).partition("=")[0].partition(".")[0] in make.keywords:
+            raise ValueError(f"{key}.{error}") from error
+        raise
+    if sublayer.honours is not None:
         _refuse_unfollowed(sublayer, context, key=key)
-        return sublayer
-
-    return named
+    return sublayer
 
 
 def _refuse_unfollowed(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
     """ValueError where the mechanism does not follow a choice of the run, rather than a run in which it means nothing."""
-    honours = sublayer.honours
-    if honours is None:
-        return
-    who = f"{key} ({type(sublayer).__name__})"
+    honours, who = sublayer.honours, f"{key} ({type(sublayer).__name__})"
     for name in ("cache", "attend_self"):
         value, allowed = getattr(context, name), getattr(honours, name)
         if value not in allowed:
-            raise ValueError(
-                f"model.{name}={_word(value)}: {who} follows only {', '.join(sorted(map(_word, allowed)))}"
-            )
+            words = ", ".join(sorted(str(one).lower() for one in allowed))
+            raise ValueError(f"model.{name}={str(value).lower()}: {who} follows only {words}")
     scheme = getattr(context.scheme, "func", context.scheme)
     if unfollowed := scheme.ways() - set(honours.position):
         does = " and ".join(what for way, what in WAYS.items() if way in unfollowed)
@@ -83,8 +131,3 @@ def _refuse_unfollowed(sublayer: Sublayer, context: LayerContext, *, key: str) -
         raise ValueError(
             f"position={scheme.__name__.lower()}: {does}, which {who} cannot follow; allowed are {', '.join(allowed)}"
         )
-
-
-def _word(value: object) -> str:
-    """A value as it is typed."""
-    return str(value).lower()

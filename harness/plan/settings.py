@@ -13,14 +13,20 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
-from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, TypeAdapter, ValidationError
 
 PART = "a part with _target_ and _partial_: true"
+WORDS = {
+    "callable": PART,
+    "valid tuple": "list",
+    "valid list": "list",
+    "valid dictionary": "mapping",
+    "a valid int": "an int",
+}
+"""Of pydantic's messages, and what they are here."""
 
 Positive, PositiveFloat = Annotated[int, Gt(0)], Annotated[float, Gt(0)]
 Share = Annotated[float, Interval(ge=0, le=1)]
-WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-
 
 section = dataclass(frozen=True, kw_only=True)
 
@@ -28,7 +34,7 @@ section = dataclass(frozen=True, kw_only=True)
 @section
 class ModelSettings:
     d_model: Positive
-    layers: Positive
+    layers: Annotated[int, Interval(gt=0, le=10_000)]  # each is listed before any is built
     heads: Positive
     span: Positive
     attend_self: bool
@@ -128,6 +134,19 @@ class RecordSettings:
 
 
 @section
+class OptimSettings:
+    """``default``, ``matrices`` and ``schedule`` are checked where they become objects."""
+
+    name: str | None
+    lr: PositiveFloat
+    default: dict
+    matrices: dict | None
+    clip: float | None
+    schedule: dict
+    skip_nonfinite: bool
+
+
+@section
 class RunSettings:
     """The keys that are in no section."""
 
@@ -147,80 +166,65 @@ def parse(cls: type, node: Mapping[str, object], *, key: str):
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     check_keys(node, [field.name for field in dataclasses.fields(cls)], key=key)
-    return cls(**{name: checked(value, hints[name], key=_dotted(key, name)) for name, value in node.items()})
+    return cls(**{name: checked(value, hints[name], key=f"{key}.{name}".lstrip(".")) for name, value in node.items()})
 
 
 def check_keys(node: object, names: Iterable[str], *, key: str) -> None:
     """Raise ValueError unless ``node`` is a section that has exactly these keys; ``key`` is empty for the whole."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
-    for name, value in node.items():
+    for name in {**node, **dict.fromkeys(names)}:
+        place = f"{key}.{name}".lstrip(".")
         if name not in names:
-            raise ValueError(f"{_dotted(key, name)}={value}: no such key; allowed are {', '.join(names)}")
-    for name in names:
+            raise ValueError(f"{place}={node[name]}: no such key; allowed are {', '.join(names)}")
         if name not in node:
-            raise ValueError(f"{_dotted(key, name)}: must be given")
-
-
-def _dotted(key: str, name: object) -> str:
-    return f"{key}.{name}" if key else str(name)
+            raise ValueError(f"{place}: must be given")
 
 
 def checked(value: object, hint: object, *, key: str) -> Any:
-    """The value, as the annotated type; what an annotation asks for that no configuration can hold is left to its class.
-
-    Raises:
-        ValueError: naming the key, the value and what is allowed.
-    """
+    """The value, as the annotated type. ValueError naming the key, the value and what is allowed."""
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
-    places = [] if errors[0]["type"] in ("missing", "too_long") else errors[0]["loc"]
-    inside = [str(place) for place in places if isinstance(place, int)]  # the rest names options of a union
-    null = ["null"] * (type(None) in typing.get_args(hint) and not inside)
-    names = dict.fromkeys([*map(_allowed, errors), *null])
-    word = "allowed are" if errors[0]["type"] == "literal_error" else "must be"
-    raise ValueError(f"{'.'.join([key, *inside])}={errors[0]['input']}: {word} {' or '.join(names)}")
-
-
-ALLOWED = {"int": "int", "less": "int", "float": "float", "finite": "float", "string": "str", "bool": "bool"}
-ALLOWED |= {"none": "null", "callable": PART} | dict.fromkeys(("dict", "mapping"), "a mapping")
-ALLOWED |= dict.fromkeys(("list", "tuple", "sequence", "missing", "too"), "a list")
-"""What a value must be, by the first word of the type of pydantic's error."""
-
-
-def _allowed(error: Mapping) -> str:
-    limits = error.get("ctx", {})
-    for name, word in (("gt", "above"), ("ge", "at least"), ("le", "at most")):
-        if name in limits:
-            return f"{word} {limits[name]:g}"
-    if "expected" in limits:
-        return limits["expected"].replace(" or ", ", ").replace("'", "").lower()
-    return ALLOWED.get(error["type"].partition("_")[0], error["msg"].removeprefix("Input should be "))
+    places = [str(place) for place in errors[0]["loc"] if isinstance(place, int)]  # the rest names options of a union
+    allowed = [error["msg"].removeprefix("Input should be ") for error in errors]
+    for word, ours in WORDS.items():
+        allowed = [text.replace(word, ours) for text in allowed]
+    literal = errors[0]["type"] == "literal_error"
+    if literal:
+        allowed[0] = errors[0]["ctx"]["expected"].replace("'", "").replace(" or ", ", ").lower()
+    if errors[0]["type"] in ("missing", "too_long"):
+        places, allowed = [], ["a list of another length"]
+    allowed += ["null"] * (type(None) in typing.get_args(hint) and not places)
+    raise ValueError(
+        f"{'.'.join([key, *places])}={errors[0]['input']}: {'allowed are' if literal else 'must be'} "
+        f"{' or '.join(dict.fromkeys(allowed))}"
+    )
 
 
 @cache
 def _adapter(hint: object) -> TypeAdapter:
-    return TypeAdapter(_readable(hint) or Any, config=ConfigDict(strict=True, allow_inf_nan=False))
+    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    try:
+        return TypeAdapter(_readable(hint), config=config)
+    except (PydanticUserError, TypeError):  # what no value of a configuration can be checked against
+        return TypeAdapter(Any)
 
 
 def _readable(hint: object) -> object:
-    """The annotation as pydantic is to read it; None for one that no value of a configuration is checked against."""
+    """The annotation as pydantic is to read it: 1e6 is an integer, a list is a tuple, and a mapping has any values."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        options = [option for option in map(_readable, inside) if option is not None]
-        return typing.Union[tuple(options)] if options else None  # noqa: UP007 - of a list
-    if origin in (list, tuple, collections.abc.Sequence) or hint in (tuple, collections.abc.Sequence):
-        elements = tuple(one if one is ... else _readable(one) or Any for one in inside) or (Any, ...)
-        if origin is not tuple:
-            elements = (elements[0], ...)
-        return Annotated[tuple[elements], Strict(False)]
     if hint is int:
-        return Annotated[int, WHOLE, Interval(gt=-(2**63), lt=2**63)]
+        whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+        return Annotated[int, whole, Interval(gt=-(2**63), lt=2**63)]
     if origin is Annotated:
         return Annotated[_readable(inside[0]), *inside[1:]]
-    if origin is Literal:
-        return hint
-    plain = (float, str, bool, list, dict, types.NoneType, collections.abc.Callable, collections.abc.Mapping)
-    return next((kind for kind in plain if kind in (hint, origin)), None)
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(_readable, inside))]  # noqa: UP007 - of a list
+    if origin in (dict, Mapping):
+        return dict
+    if origin in (list, tuple, collections.abc.Sequence) or hint in (tuple, collections.abc.Sequence):
+        elements = tuple(one if one is ... else _readable(one) for one in inside) or (Any, ...)
+        return Annotated[tuple[elements if origin is tuple else (elements[0], ...)], Strict(False)]
+    return hint

@@ -5,14 +5,13 @@ small: {attention: {block: 4}, model: {span: 12}}      # in a variant's YAML: ke
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from harness.plan.build import Plan, varied
 from harness.plan.instantiate import resolve
-from harness.plan.layers import KEYS
+from harness.plan.network import KEYS
 from harness.plan.settings import ModelSettings, checked, parse
 from variants.contract import Sublayer
 
@@ -22,46 +21,38 @@ SPANS = (13, 64)
 """Odd and prime, or for mechanisms that want a multiple of something."""
 
 
-def with_small(plan: Plan, *, typed: Collection[str] = ()) -> Plan:
-    """The plan with what its variant says under ``small``, but for keys that were ``typed`` on the command line."""
-    small = _small(plan)
-    if not small:
-        return plan
-    keys = {key.removeprefix("variant.") for key in typed}
-    changes = {name: _untyped(own, keys, name) for name, own in small.items()}
-    model = changes.pop("model", {})
-    variant = {name: _merged(plan.config["variant"][name], own) for name, own in changes.items()}
-    return varied(plan, variant=variant, model=model)
+def with_small(plan: Plan, *, given: Collection[str] = ()) -> Plan:
+    """The plan with what its variant says under ``small``, but for keys that were ``given`` on the command line.
 
-
-def _small(plan: Plan) -> dict[str, dict]:
-    """``small`` of the plan's variant; ValueError naming the key, the value and what is allowed."""
+    Raises:
+        ValueError: naming the key below ``variant.small``, the value and what is allowed.
+    """
     variant = plan.config["variant"]
     small = checked(variant.get("small"), dict | None, key="variant.small") or {}
-    names = [name for name in variant if name not in KEYS]
-    for name, own in small.items():
+    sublayers, changes, typed = [name for name in variant if name not in KEYS], {}, set(given)
+    for name, node in small.items():
         key = f"variant.small.{name}"
-        if name not in (*names, "model"):
-            raise ValueError(f"{key}={own}: no such sublayer; allowed are {', '.join(names)} and model")
-        checked(own, dict, key=key)
+        if name not in (*sublayers, "model"):
+            raise ValueError(f"{key}={node}: no such sublayer; allowed are {', '.join(sublayers)} and model")
+        checked(node, dict, key=key)
         if name == "model":
-            parse(ModelSettings, plan.config["model"] | own, key=key)
+            parse(ModelSettings, plan.config["model"] | node, key=key)
         else:
-            resolve(_merged(variant[name], own), key=key, kind=Sublayer, trust=plan.trust)
-    return dict(small)
+            resolve(_merged(variant[name], node), key=key, kind=Sublayer, trust=plan.trust)
+        changes[name] = _untyped(node, typed, "model" if name == "model" else f"variant.{name}")
+    model = changes.pop("model", {})
+    changes = {name: _merged(variant[name], node) for name, node in changes.items()}
+    return varied(plan, variant=changes, model=model) if small else plan
 
 
-def _merged(node: Mapping, keys: Mapping) -> dict:
-    return OmegaConf.to_container(OmegaConf.merge(DictConfig(node), DictConfig(keys)))
+def _merged(node: Mapping, changes: Mapping) -> dict:
+    return OmegaConf.to_container(OmegaConf.merge(dict(node), dict(changes)))
 
 
-def _untyped(keys: Mapping, typed: Collection[str], prefix: str) -> dict:
+def _untyped(node: Mapping, typed: Collection[str], prefix: str) -> dict:
     """Keys, at any depth, that nobody typed."""
-    return {
-        name: _untyped(value, typed, f"{prefix}.{name}") if isinstance(value, Mapping) else value
-        for name, value in keys.items()
-        if f"{prefix}.{name}" not in typed
-    }
+    left = {name: value for name, value in node.items() if f"{prefix}.{name}" not in typed}
+    return {n: _untyped(v, typed, f"{prefix}.{n}") if isinstance(v, Mapping) else v for n, v in left.items()}
 
 
 def shrunk(plan: Plan) -> Plan:
@@ -75,8 +66,8 @@ def shrunk(plan: Plan) -> Plan:
     Other keywords of sublayers (an explicit ``d_head``) stay as they are, so one that was interpolated from
     ``model.d_model`` needs all the width asked for.
     """
-    small, sized = with_small(plan), _small(plan).get("model", {})
-    return _narrowed(small, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sized)
+    small, sizes = with_small(plan), (plan.config["variant"].get("small") or {}).get("model", {})
+    return _first_that_runs(small, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sizes)
 
 
 def narrow(plan: Plan) -> Plan:
@@ -84,7 +75,8 @@ def narrow(plan: Plan) -> Plan:
 
     All its layers are there where keywords of sublayers fit no other number of them, such as a list with one for each.
     """
-    return _narrowed(plan, spans=(plan.model.span,), layers=(_kinds(plan), [tuple(layer) for layer in plan.layers]))
+    layers = (_kinds(plan), [tuple(layer) for layer in plan.layers])
+    return _first_that_runs(plan, spans=(plan.model.span,), layers=layers, model={})
 
 
 def of_mechanism(plan: Plan, kind: str) -> Plan:
@@ -98,9 +90,7 @@ def _kinds(plan: Plan) -> list[tuple[str, ...]]:
     return kinds * 2 if len(kinds) == 1 and len(plan.layers) > 1 else kinds
 
 
-def _narrowed(
-    plan: Plan, *, spans: Sequence[int], layers: Sequence[Sequence], model: Mapping = MappingProxyType({})
-) -> Plan:
+def _first_that_runs(plan: Plan, *, spans: Sequence[int], layers: Sequence[Sequence], model: Mapping) -> Plan:
     """The first of these sizes with which a model runs, else the last; ``model``: keys that go before them."""
     asked = plan.model
     widths = [(HEADS, HEADS * HEAD_WIDTH), (asked.heads, asked.heads * HEAD_WIDTH), (asked.heads, asked.d_model)]
@@ -109,7 +99,7 @@ def _narrowed(
         sizes = {"heads": heads, "d_model": d_model, "span": span} | dict(model) | {"layers": len(chosen)}
         small = varied(plan, variant=variant, model=sizes)
         if runs(small):
-            return small
+            break
     return small
 
 

@@ -6,13 +6,12 @@ resumes, and goes on from 16 trials to 32.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 from torch.quasirandom import SobolEngine
 
-from harness.plan.settings import check_keys, parse
+from harness.plan.settings import parse, section
 
 SCRAMBLE_SEED = 0
 MOST_TRIALS = 2**16
@@ -21,13 +20,21 @@ TUNED = ("variant.", "model.", "batch.", "position.", "optim.", "budget.")
 """What keys of a space begin with: a file may not choose here what counts from the command line alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class Interval:
     """From ``low`` to ``high``, both included; numbers keep four digits, so that they can be typed."""
 
     low: float
     high: float
     scale: Literal["log", "linear", "integer"]
+
+    def __post_init__(self):
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low}: must be below high={self.high}")
+        if self.scale == "log" and self.low <= 0:
+            raise ValueError(f"low={self.low}: must be above 0 on a logarithmic scale")
+        if self.scale == "integer" and (self.low % 1 or self.high % 1):
+            raise ValueError(f"low={self.low}: must be a whole number, as high={self.high}, with scale=integer")
 
     def at(self, unit: float) -> tuple[float, float]:
         """The value at ``unit`` of [0, 1), and where between the ends it lies, from 0 to 1."""
@@ -39,11 +46,15 @@ class Interval:
         return float(f"{self.low + (self.high - self.low) * unit:.4g}"), unit
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class Choice:
     """One of several values, in the order of their size where they have one."""
 
     choices: list
+
+    def __post_init__(self):
+        if len(self.choices) < 2:
+            raise ValueError(f"choices={self.choices}: must be a list of two values or more")
 
     def at(self, unit: float) -> tuple[object, float]:
         place = int(unit * len(self.choices))
@@ -66,7 +77,7 @@ def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, 
         cfg.space = None
         return cfg, None
     space = OmegaConf.to_container(cfg.space, resolve=True) if isinstance(cfg.space, DictConfig) else None
-    if not isinstance(cfg.trial, int) or isinstance(cfg.trial, bool) or not 0 <= cfg.trial < MOST_TRIALS:
+    if type(cfg.trial) is not int or not 0 <= cfg.trial < MOST_TRIALS:
         raise ValueError(f"trial={cfg.trial}: allowed are null and integers from 0 to {MOST_TRIALS - 1}")
     if cfg.purpose != "tune":
         raise ValueError(f"purpose={cfg.purpose}: a trial chooses and is no result; allowed with trial is tune")
@@ -89,16 +100,8 @@ def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, 
 
 
 def _parsed(node: object, *, key: str) -> Interval | Choice:
-    if isinstance(node, Mapping) and "choices" in node:
-        check_keys(node, ("choices",), key=key)
-        if not isinstance(node["choices"], list) or len(node["choices"]) < 2:
-            raise ValueError(f"{key}.choices={node['choices']}: must be a list of two values or more")
-        return Choice(choices=node["choices"])
-    found = parse(Interval, node, key=key)
-    if found.low >= found.high:
-        raise ValueError(f"{key}.low={found.low}: must be below high={found.high}")
-    if found.scale == "log" and found.low <= 0:
-        raise ValueError(f"{key}.low={found.low}: must be above 0 on a logarithmic scale")
-    if found.scale == "integer" and not (found.low.is_integer() and found.high.is_integer()):
-        raise ValueError(f"{key}.low={found.low}: must be a whole number, as high={found.high}, with scale=integer")
-    return found
+    try:
+        return parse(Choice if isinstance(node, Mapping) and "choices" in node else Interval, node, key=key)
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if message.startswith(key) else f"{key}.{message}") from error

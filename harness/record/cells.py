@@ -48,18 +48,9 @@ def millions(value: float | None) -> Cell:
     return NOTHING if value is None else Cell(text=significant(value / 1e6), value=value / 1e6)
 
 
-def times(found: Mapping | None, *, digits: int = 2) -> tuple[Cell, Cell, Cell]:
-    """The middle of some calls' milliseconds, the 20th and 80th percentiles of enough of them, and how many there were."""
-    if not found:
-        return NOTHING, NOTHING, NOTHING
-    enough = found["n"] >= LEAST_CALLS
-    between = spread((found["p20"], found["p80"]) if enough else None, digits=digits)
-    return fixed(found["p50"], digits=digits), between, whole(found["n"])
-
-
-def spread(found: Sequence[float] | None, *, digits: int = 3) -> Cell:
+def spread(ends: Sequence[float] | None, *, digits: int = 3) -> Cell:
     """From the least to the most: ``0.981 to 1.204``."""
-    return NOTHING if found is None else Cell(text=" to ".join(f"{end:,.{digits}f}" for end in found))
+    return NOTHING if ends is None else Cell(text=" to ".join(f"{end:,.{digits}f}" for end in ends))
 
 
 def significant(value: float) -> str:
@@ -73,24 +64,16 @@ def significant(value: float) -> str:
     return "0" if value == 0 else f"{value:.2e}"
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that were measured."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def keep_filled(
-    columns: Sequence[Column], rows: Sequence[Sequence[Cell]]
-) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
-    """Columns and rows less the columns in which nothing was measured."""
-    kept = [place for place in range(len(columns)) if any(row[place].text for row in rows)]
-    return tuple(columns[place] for place in kept), tuple(tuple(row[place] for place in kept) for row in rows)
-
-
 def filled_table(rows: Sequence, columns: Sequence[Column], **about) -> Table:
-    """A table of each row through each column's ``cell``, less the empty columns; ``about`` is the rest of ``Table``."""
-    columns, cells = keep_filled(columns, [[column.cell(row) for column in columns] for row in rows])
-    return Table(columns=columns, rows=cells, **about)
+    """A table of each row through each column's ``cell``, less the columns in which nothing was measured.
+
+    Args:
+        about: the rest of ``Table``.
+    """
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    filled = [place for place in range(len(columns)) if any(row[place].text for row in cells)]
+    shown = tuple(tuple(row[place] for place in filled) for row in cells)
+    return Table(columns=tuple(columns[place] for place in filled), rows=shown, **about)
 
 
 def listed(words: Iterable[str], *, most: int = 8) -> str:
@@ -116,10 +99,10 @@ def busy_words(load: Mapping | None) -> str | None:
     if not (load and load["busy"]):
         return None
     if load.get("others_cores") is None:
-        found = f"a load average of {load['average_at_start']:.1f}"
+        measured = f"a load average of {load['average_at_start']:.1f}"
     else:
-        found = f"others had {load['others_cores']:.2f} and a hypervisor {load['stolen_cores']:.2f}"
-    return f"BUSY MACHINE: {found} of {load['cores']} cores, of which {load['wanted_cores']} were wanted: times are too long"
+        measured = f"others had {load['others_cores']:.2f} and a hypervisor {load['stolen_cores']:.2f}"
+    return f"BUSY MACHINE: {measured} of {load['cores']} cores, of which {load['wanted_cores']} were wanted: times are too long"
 
 
 def uncounted(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
@@ -128,13 +111,15 @@ def uncounted(rows: Iterable[tuple[str, Mapping | None]]) -> str | None:
     Args:
         rows: a row's label, and how often each operator ran.
     """
-    found: dict[str, set[str]] = {}
+    labels: dict[str, set[str]] = {}
     for label, unknown in rows:
         for name in unknown or {}:
-            found.setdefault(name, set()).add(label)
-    if not found:
+            labels.setdefault(name, set()).add(label)
+    if not labels:
         return None
-    everywhere = set.union(*found.values())
-    names = sorted(found, key=lambda name: (-len(found[name]), name))
-    told = [name if found[name] == everywhere else f"{name} ({listed(sorted(found[name]), most=3)})" for name in names]
-    return f"Executed FLOPs leave out operators without a formula: {', '.join(told)}."
+    everywhere = set.union(*labels.values())
+    names = sorted(labels, key=lambda name: (-len(labels[name]), name))
+    where = {name: "" if labels[name] == everywhere else f" ({listed(sorted(labels[name]), most=3)})" for name in names}
+    return (
+        f"Executed FLOPs leave out operators without a formula: {', '.join(n + words for n, words in where.items())}."
+    )

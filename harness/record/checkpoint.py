@@ -4,8 +4,8 @@ A checkpoint is one file of tensors and plain values, ``TrainState.content`` and
 beside ``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states. Where
 parameters are divided among processes, it names shards, in a folder beside it, and what of each tensor is in which.
 
-The file is a zip archive as torch writes it. The archive's comment, which readers of zip pass over, is the SHA-256 of the
-file without it. It is compared before anything is unpickled: torch does not look whether the bytes are those it wrote.
+The file is a zip archive as torch writes it, whose comment is the SHA-256 of the archive without it. It is compared before
+anything is unpickled: torch does not look whether the bytes are those it wrote.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from harness.cache import Passing, written_whole
+from harness.cache import Writer, written_whole
 from harness.failures import Damaged, StorageFailure
 from harness.record import shards
 from harness.record.rows import FORMAT, check_format
@@ -27,7 +27,7 @@ BEST = "best.pt"
 _NAME = re.compile(r"step-(\d{9,})\.pt")
 _NO_COMMENT = bytes(2)
 """How an archive without comment ends: with the comment's length."""
-_MARK = "sha256:"
+_MARK = b"sha256:"
 _ENDING_BYTES = len(_NO_COMMENT) + len(_MARK) + 64
 
 
@@ -41,8 +41,8 @@ def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
     newest = every[: every.index(path) + 1][-keep:]
     for old in set(every).difference(newest):
         old.unlink()
-    kept, own = {kept.name for kept in newest[:-1]}, content.get(shards.KEY, {}).get("folder")
-    shards.forget(path.parent, lambda name: name == own or name.rpartition("-")[0] in kept)
+    names, own = {older.name for older in newest[:-1]}, content.get(shards.KEY, {}).get("folder")
+    shards.forget(path.parent, lambda name: name == own or name.rpartition("-")[0] in names)
     return path
 
 
@@ -119,82 +119,68 @@ def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
     except Exception as error:  # the digest is that of the bytes: somebody else wrote them, and torch names no errors
         raise Damaged(f"{path} is no checkpoint of a run ({type(error).__name__})") from error
     check_format(content, what=str(path))
-    if differ := [
-        f"{key} was {identity.get(key)}, is {own}" for key, own in (whose or {}).items() if identity.get(key) != own
-    ]:
+    pairs = {key: (identity.get(key), value) for key, value in (whose or {}).items()}
+    if differ := [f"{key} was {then}, is {now}" for key, (then, now) in pairs.items() if then != now]:
         raise ValueError(f"{path} is of another run: {'; '.join(differ)}; allowed is this run's own, or none")
     del content["format"]
-    if known := content.get(shards.KEY):
+    if divided := content.get(shards.KEY):
         try:
-            wrong = shards.damage(path.parent, known)
+            wrong = shards.damage(path.parent, divided)
         except (AttributeError, KeyError, TypeError, IndexError, OSError) as error:
             wrong = f"{path} has shards that cannot be read ({type(error).__name__})"
         if wrong:
             raise Damaged(wrong)
-        known["folder"] = str((path.parent / Path(known["folder"]).name).absolute())
+        divided["folder"] = str((path.parent / Path(divided["folder"]).name).absolute())
     return content
 
 
 def _all(folder: Path) -> list[Path]:
     """Those with a checkpoint's name, the newest last; ValueError where one is no file."""
-    found = [path for path in (folder / FOLDER).glob("step-*.pt") if _NAME.fullmatch(path.name)]
-    for path in found:
+    paths = [path for path in (folder / FOLDER).glob("step-*.pt") if _NAME.fullmatch(path.name)]
+    for path in paths:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path}: must be a file; allowed is to remove it")
-    return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
+    return sorted(paths, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
 
 
 def _write(path: Path, content: dict) -> Path:
     with written_whole(path) as file:
-        digested = _Digested(file)
-        torch.save({"format": FORMAT} | content, digested)
-        file.write(_ending(digested.sha256))
+        archive = _Digesting(file)
+        torch.save({"format": FORMAT} | content, archive)
+        file.replace_end(len(_NO_COMMENT), _ending(archive.sha256))
     return path
 
 
-class _Digested:
-    """A file whose bytes are hashed while they are written, but for the last ones: those of an archive without a comment."""
+class _Digesting:
+    """A file whose bytes are hashed on their way."""
 
-    def __init__(self, file: Passing):
-        self._file, self._held, self.sha256 = file, b"", hashlib.sha256()
+    def __init__(self, file: Writer):
+        self._file, self.sha256 = file, hashlib.sha256()
 
     def write(self, content: bytes | memoryview) -> int:
-        view, kept = memoryview(content).cast("B"), len(_NO_COMMENT)
-        if len(view) < kept:
-            view = memoryview(self._held + bytes(view))
-        else:
-            self._pass(self._held)
-        self._pass(view[:-kept])
-        self._held = bytes(view[-kept:])
-        return len(content)
-
-    def _pass(self, content: bytes | memoryview) -> None:
-        self._file.write(content)
         self.sha256.update(content)
+        return self._file.write(content)
 
     def flush(self) -> None:
-        """Nothing but the end is held back."""
+        """Nothing is held back."""
 
 
 def _ending(sha256: "hashlib._Hash") -> bytes:
-    """How an archive ends of whose other bytes this is the digest: the comment's length, and the digest as a comment."""
-    sha256.update(_NO_COMMENT)
-    comment = f"{_MARK}{sha256.hexdigest()}".encode()
+    """How a file ends that was an archive with this digest: the comment's length, and the digest as a comment."""
+    comment = _MARK + sha256.hexdigest().encode()
     return len(comment).to_bytes(len(_NO_COMMENT), "little") + comment
 
 
 def _verify(path: Path) -> None:
-    """``Damaged`` if the file's digest is not that of the bytes before it, or there is none."""
-    size = max(0, path.stat().st_size - _ENDING_BYTES)
+    """``Damaged`` if the file's digest is not that of the archive before it, or there is none."""
+    sha256, left = hashlib.sha256(), max(0, path.stat().st_size - _ENDING_BYTES)
     with path.open("rb") as file:
-        file.seek(size)
-        found = file.read()
-    if _MARK.encode() not in found:
-        raise Damaged(f"{path} is damaged or cut off, or was written before there were digests: docs/renames.md")
-    sha256 = hashlib.sha256()
-    with path.open("rb") as file:
-        while size > 0 and (chunk := file.read(min(size, 1 << 20))):
+        while left > 0 and (chunk := file.read(min(left, 1 << 20))):
             sha256.update(chunk)
-            size -= len(chunk)
-    if found != _ending(sha256):
+            left -= len(chunk)
+        ending = file.read()
+    sha256.update(_NO_COMMENT)
+    if _MARK not in ending:
+        raise Damaged(f"{path} is damaged or cut off, or was written before there were digests: docs/renames.md")
+    if ending != _ending(sha256):
         raise Damaged(f"{path} is damaged: its bytes are not those of its digest")

@@ -5,14 +5,13 @@ own places. FLOPs of training are "about" where a sublayer does not say what it 
 appear only if they were measured on the same ground, by the same path.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
 from harness.record import cells
-from harness.record.rows import GROUND, UNSAID, held_equal, same_numbers, tree_of
+from harness.record.comparison import ground, held_equal, same_numbers, tree_of
 from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
@@ -32,15 +31,14 @@ def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: 
     rows = [("this run", *(bits(summary, split=split) for split in splits))]
     rows += [(f"  {WINDOWS}", *(bits(summary, split=split, how="_windows") for split in splits))]
     for key, label in COMPRESSORS.items():
-        compressed = {split: ((summary.get("compressors") or {}).get(split) or {}).get(key) for split in splits}
-        rows.append((label, *(_marked(summary, value, split=split) for split, value in compressed.items())))
-    title = f"{summary['variant']}, seed {summary['seed']}"
+        packed = {split: ((summary.get("compressors") or {}).get(split) or {}).get(key) for split in splits}
+        rows.append((label, *(_marked(summary, value, split=split) for split, value in packed.items())))
+    title, notes = f"{summary['variant']}, seed {summary['seed']}", () if others else _notes([summary])
     tables = [_table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"]))]
-    tables += [_table("Costs", heads=("cost", ""), rows=_costs(summary), notes=() if others else _notes([summary]))]
+    tables += [_table("Costs", heads=("cost", ""), rows=_costs(summary), notes=notes)]
     if others:
         title = "Runs with the same data, budget and protocol (FLOPs: forward, executed)"
-        runs = [(run["variant"], run) for run in (summary, *others)]
-        tables.append(_comparison(summary, runs=runs, title=title))
+        tables += [_comparison(summary, runs=[(run["variant"], run) for run in (summary, *others)], title=title)]
     for table in tables:
         print_table(table, console=console)
 
@@ -53,8 +51,7 @@ def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | No
     """
     alike: dict[str, list] = {}
     for label, summary in jobs:
-        key = json.dumps(held_equal(summary), sort_keys=True)
-        alike.setdefault(key, []).append((label, summary))
+        alike.setdefault(held_equal(summary), []).append((label, summary))
     for same in alike.values():
         first = same[0][1]
         budget = ", ".join(f"{amount:,.10g} {unit}" for unit, amount in first["budget"].items())
@@ -100,8 +97,10 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     keys = ("parameters", "flops_per_byte", "memory", "spans")
     parameters, flops, memory, spans = (summary.get(key) or {} for key in keys)
     if parameters:
-        whole, touched = (_count(parameters.get(key)) for key in ("total", "touched"))
-        yield "parameters", f"{whole} in all, {touched} touched per byte"
+        yield (
+            "parameters",
+            f"{_count(parameters.get('total'))} in all, {_count(parameters.get('touched'))} touched per byte",
+        )
     if flops:
         yield "FLOPs per byte", f"{_executed(summary)} executed, {_short(flops.get('ideal'))} ideal (forward)"
     if summary.get("training_flops") is not None:
@@ -109,9 +108,13 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
         about, how = ("about ", f" (3 x forward in {cells.count_of(thrice, 'sublayer')})") if thrice else ("", "")
         yield "training FLOPs", f"{about}{_short(summary['training_flops'])} needed{how}"
     if memory:
-        about = "about " if memory.get("approximate") else ""
-        peak, state = (_size(memory.get(key)) for key in ("peak_bytes", "state_bytes"))
-        yield "memory", f"{about}{peak} peak, {state} carried state; allocator: {summary.get('allocator') or '-'}"
+        about, peak, state = (
+            "about " * bool(memory.get("approximate")),
+            memory.get("peak_bytes"),
+            memory.get("state_bytes"),
+        )
+        allocator = summary.get("allocator") or "-"
+        yield "memory", f"{about}{_size(peak)} peak, {_size(state)} carried state; allocator: {allocator}"
     if summary.get("bytes_per_second") is not None:
         speed, mark = _count(round(summary["bytes_per_second"])), cells.busy_mark(summary.get("load"))
         yield "speed", f"{speed} bytes per second of training{mark}"
@@ -121,7 +124,7 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
         yield "training", f"{summary['seconds']:,.1f} s, {_count(summary.get('bytes_seen'))} bytes{beside}"
     if spans:
         yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
-    number, where = summary.get("processes", 1), [summary.get(key) for key in ("device", "precision", "backend")]
+    number, where = summary.get("processes") or 1, [summary.get(key) for key in ("device", "precision", "backend")]
     yield "where", ", ".join([f"{number} processes"] * (number > 1) + [str(word) for word in where if word])
 
 
@@ -130,12 +133,12 @@ def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, 
     splits = scored_splits([run for _, run in runs])
     best_first, rows = sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf), []
     for label, run in best_first:
-        parameters, flops, memory = (run.get(key) or {} for key in ("parameters", "flops_per_byte", "memory"))
-        row = [label if same_numbers(run, summary) else f"{label} +", str(run["seed"])]
-        row += [*(bits(run, split=split) for split in splits), _short(parameters.get("total"))]
+        name = label if same_numbers(run, summary) else f"{label} +"
+        scores = [name, str(run["seed"]), *(bits(run, split=split) for split in splits)]
+        peak = _size((run.get("memory") or {}).get("peak_bytes"))
         speed = f"{_short(run.get('bytes_per_second'))}{cells.busy_mark(run.get('load'))}"
-        measured = [_size(memory.get("peak_bytes")), speed]
-        rows.append([*row, _executed(run), *(measured if _ground(run) == _ground(summary) else "##")])
+        measured = (peak, speed) if _ground(run) == _ground(summary) else "##"
+        rows.append([*scores, _short((run.get("parameters") or {}).get("total")), _executed(run), *measured])
     heads = (heading, "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
     styles = ["bold" * (run is summary and heading == "variant") for _, run in best_first]
     return _table(title, heads=heads, rows=rows, notes=_notes([summary, *(run for _, run in runs)]), styles=styles)
@@ -143,22 +146,22 @@ def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, 
 
 def _notes(runs: Sequence[dict]) -> tuple[str, ...]:
     """Marks explained; the first run is the one that the others stand beside."""
-    notes = []
     capped = {split: n_bytes for run in runs for split, n_bytes in (run.get("capped") or {}).items()}
-    if capped:
-        notes.append(f"* first {', '.join(f'{n_bytes:,} bytes of {split}' for split, n_bytes in capped.items())} only")
-    if any(_ground(run) != _ground(runs[0]) for run in runs):
-        notes.append("# on other ground (machine, versions, precision, path, code): do not compare")
-    if not all(same_numbers(run, runs[0]) for run in runs):
-        notes.append("+ made by other source code than this run's")
-    commits = dict.fromkeys(short_commit(run) for run in runs)
-    notes += [f"commits: {', '.join(filter(None, commits))}"] if len(commits) > 1 else []
-    said = dict.fromkeys(cells.busy_words(run.get("load")) for run in runs)
-    return (*notes, *(f"{cells.BUSY} {words}" for words in said if words))
+    prefixes = ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in capped.items())
+    commits = dict.fromkeys(filter(None, map(short_commit, runs)))
+    notes = {
+        f"* first {prefixes} only": capped,
+        "# on other ground (machine, versions, precision, path, code): do not compare": len(set(map(_ground, runs)))
+        > 1,
+        "+ made by other source code than this run's": not all(same_numbers(run, runs[0]) for run in runs),
+        f"commits: {', '.join(commits)}": len(commits) > 1,
+    }
+    busy = dict.fromkeys(filter(None, (cells.busy_words(run.get("load")) for run in runs)))
+    return (*(note for note, applies in notes.items() if applies), *(f"{cells.BUSY} {words}" for words in busy))
 
 
 def _ground(run: dict) -> tuple:
-    return *((UNSAID | run).get(key) for key in (*GROUND, "backend")), tree_of(run)
+    return ground(run), run.get("backend"), tree_of(run)
 
 
 def _executed(run: dict) -> str:
@@ -176,10 +179,8 @@ def _short(number: float | None) -> str:
     """Three digits and a power of 1000: ``858k``, ``2.11M``."""
     if number is None:
         return "-"
-    power = 0
-    while number >= 999.5 and power < 4:
-        number, power = number / 1000, power + 1
-    return f"{number:.3g}{('', 'k', 'M', 'G', 'T')[power]}"
+    power = next(power for power in range(5) if number < 999.5 * 1000**power or power == 4)
+    return f"{number / 1000**power:.3g}{('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def _size(n_bytes: int | None) -> str:

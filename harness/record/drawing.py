@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import FuncNorm
+from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -41,12 +41,12 @@ def panels(
         note = figure.text(0.5, top / height, text, ha="center", va="top", wrap=True, **style)
         top -= note.get_window_extent(renderer).height / figure.dpi + 0.06 * bool(text)
     figure.get_layout_engine().set(rect=(0, 0, 1, top / height))
-    found = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax in found:
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for ax in axes:
         ax.grid(color=FAINT, linewidth=0.6)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
-    return figure, found
+    return figure, axes
 
 
 def count_axis(axis, *, unit: str = "") -> None:
@@ -68,13 +68,6 @@ def points(rows: Iterable[dict], *, kind: str) -> list[tuple[float, float]]:
     ]
 
 
-def thinned(found: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``BINS`` points: means over equal numbers of neighbours."""
-    bins = np.array_split(np.array(found), min(BINS, len(found)))
-    middle = np.array([part.mean(axis=0) for part in bins])
-    return middle[:, 0], middle[:, 1]
-
-
 def draw_bits(
     ax: Axes,
     rows: list[dict],
@@ -90,7 +83,7 @@ def draw_bits(
         last: bytes seen and bits per byte of the last score, if there is one.
     """
     if train := points(rows, kind="train"):
-        at, bits = thinned(train)
+        at, bits = np.array([part.mean(axis=0) for part in np.array_split(train, min(BINS, len(train)))]).T
         ax.plot(at, bits, color=colour, linewidth=0.6, alpha=0.45, label="train")
     if valid := points(rows, kind="valid"):
         at, bits = np.array(valid).T
@@ -106,9 +99,9 @@ def bits_axis(ax: Axes, curves: Iterable[list[dict]], *, others: Iterable[float 
     """The vertical axis: from the lowest to the highest of ``others`` and of the runs' rows once they have settled."""
     reached = [bits for bits in others if bits is not None]
     for rows in curves:
-        found = points(rows, kind="train") + points(rows, kind="valid")
-        end = max((at for at, _ in found), default=0)
-        reached += [bits for at, bits in found if at >= SETTLED * end]
+        way = points(rows, kind="train") + points(rows, kind="valid")
+        end = max((at for at, _ in way), default=0)
+        reached += [bits for at, bits in way if at >= SETTLED * end]
     margin = 0.05 * (max(reached) - min(reached)) or 0.1
     ax.set_ylim(min(reached) - margin, max(reached) + margin)
     ax.set_ylabel("bits per byte")
@@ -116,12 +109,9 @@ def bits_axis(ax: Axes, curves: Iterable[list[dict]], *, others: Iterable[float 
 
 def spans_of(metrics: dict | None) -> dict[str, list[float]]:
     """Spans by sublayer, ``layers.3.attention``, one entry a head; one that is not finite is NaN and leaves a gap."""
-    found = {}
-    for name, value in (metrics or {}).items():
-        if name.endswith(".span"):
-            heads = value if isinstance(value, list) else [value]
-            found[name.removesuffix(".span")] = [float("nan") if span is None else span for span in heads]
-    return found
+    spans = {name: value for name, value in (metrics or {}).items() if name.endswith(".span")}
+    heads = {name: value if isinstance(value, list) else [value] for name, value in spans.items()}
+    return {name.removesuffix(".span"): [math.nan if z is None else z for z in own] for name, own in heads.items()}
 
 
 def layer_names(names: Iterable[str]) -> list[str]:
@@ -131,15 +121,6 @@ def layer_names(names: Iterable[str]) -> list[str]:
     return short if len(set(short)) == len(names) else [name.removeprefix("layers.") for name in names]
 
 
-def span_grid(spans: Mapping[str, list[float]]) -> np.ndarray:
-    """Layers by heads: those of a layer from the longest span, NaN where it has fewer than another."""
-    grid = np.full((len(spans), max(len(heads) for heads in spans.values())), np.nan)
-    for row, heads in zip(grid, spans.values(), strict=True):
-        longest_first = sorted((span for span in heads if np.isfinite(span)), reverse=True)
-        row[: len(longest_first)] = longest_first
-    return grid
-
-
 def draw_span_cells(ax: Axes, spans: Mapping[str, list[float]], *, limit: float | None) -> None:
     """A heat map of layers by heads with the spans in it; the first layer, nearest to the bytes, is lowest.
 
@@ -147,9 +128,11 @@ def draw_span_cells(ax: Axes, spans: Mapping[str, list[float]], *, limit: float 
         spans: by sublayer, from :func:`spans_of`.
         limit: the longest possible span; None: the longest there is.
     """
-    grid = span_grid(spans)
+    grid = np.full((len(spans), max(map(len, spans.values()))), np.nan)
+    for row, heads in zip(grid, spans.values(), strict=True):
+        row[: len(heads)] = -np.sort(-np.array(heads))  # NaN last
     limit = limit or max([1.0, *grid[np.isfinite(grid)]])
-    norm = FuncNorm((np.log1p, np.expm1), vmin=0, vmax=limit)
+    norm = SymLogNorm(1, vmin=0, vmax=limit, base=2)
     image = ax.imshow(grid, norm=norm, cmap=LAYERS, aspect="auto", origin="lower", interpolation="nearest")
     ax.grid(visible=False)
     step = -(-grid.shape[1] // 16)
@@ -163,10 +146,4 @@ def draw_span_cells(ax: Axes, spans: Mapping[str, list[float]], *, limit: float 
                 bright = sum(colormaps[LAYERS](norm(span))[:3]) > 1.5
                 style = {"ha": "center", "va": "center", "fontsize": size, "color": INK if bright else "white"}
                 ax.text(head, layer, f"{span:.0f}", **style)
-    bar = ax.figure.colorbar(image, ax=ax, ticks=_span_ticks(limit), format=lambda value, _: f"{value:g}")
-    bar.set_label("span [positions]")
-    bar.minorticks_off()
-
-
-def _span_ticks(limit: float) -> list[float]:
-    return [*(tick for tick in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536) if tick < 0.7 * limit), limit]
+    ax.figure.colorbar(image, ax=ax, format="{x:,.0f}", label="span [positions]").minorticks_off()

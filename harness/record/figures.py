@@ -4,11 +4,9 @@ of every metric whose name ends with ``.span``, one entry a head, and ``context.
 from collections.abc import Iterator
 from pathlib import Path
 
-from matplotlib import colormaps
-
 from harness.cache import written_whole
 from harness.record import drawing
-from harness.record.drawing import GREY, LAYERS, panels, points
+from harness.record.drawing import GREY, panels, points
 
 COLOUR = "#0072B2"  # of Okabe and Ito's, told apart with any colour vision
 
@@ -50,7 +48,8 @@ def draw_learning_curve(
     for index, (name, bits) in enumerate(sorted((compressors or {}).items(), key=lambda item: -item[1])):
         ax.axhline(bits, color=GREY, linewidth=1, linestyle=(":", "--", "-.")[index % 3], label=f"{name} {bits:.2f}")
     drawing.bits_axis(ax, [rows], others=[last[1], *(compressors or {}).values()])
-    _bytes_axis(ax)
+    ax.set(xlabel="bytes seen", xlim=(0, None))
+    drawing.count_axis(ax.xaxis, unit="B")
     handles, labels = ax.get_legend_handles_labels()
     capped = {bool(row.get("final")) for row in rows if row["kind"] == "valid" and row.get("capped_bytes")}
     stars = {"valid, on the way": False in capped, "valid, at the end": True in capped}
@@ -71,38 +70,13 @@ def draw_context(curve: list[dict], *, path: Path, label: str) -> Path:
 
 
 def draw_spans(rows: list[dict], *, path: Path, label: str, span_limit: int | None = None) -> Path | None:
-    """Spans by layer at the end, and over the run; None, and no file, if no row has spans."""
-    history = [(row["bytes_seen"], drawing.spans_of(row.get("metrics"))) for row in rows if "bytes_seen" in row]
-    history = [(at, spans) for at, spans in history if spans]
-    if not history:
+    """Spans by layer at the end; None, and no file, if no row has spans."""
+    spans = next(filter(None, (drawing.spans_of(row.get("metrics")) for row in reversed(rows))), None)
+    if spans is None:
         return None
-    _, last = history[-1]
-    names = drawing.layer_names(last)
-    figure, (now, over) = panels(1, 2, width=11.0, height=max(4.2, 1.5 + 0.32 * len(names)), **_titles(label))
-    drawing.draw_span_cells(now, last, limit=span_limit)
-    now.set_title("at the end", fontsize="medium")
-    colours = [colormaps[LAYERS](0.9 * index / max(len(names) - 1, 1)) for index in range(len(names))]
-    for name, colour in zip(last, colours, strict=True):
-        seen = [(at, spans[name]) for at, spans in history if name in spans]
-        over.plot(*zip(*seen, strict=True), color=colour, linewidth=0.9, alpha=0.8)
-    over.set_title("over the run: one line a head", fontsize="medium")
-    _bytes_axis(over)
-    over.set_yscale("symlog", base=2, linthresh=1, linscale=0.5)  # linear below one, because spans start at 0
-    over.set_ylabel("span [positions]")
-    over.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if span_limit is not None:
-        over.axhline(span_limit, color=GREY, linewidth=1, linestyle="--", label=f"longest possible: {span_limit}")
-    over.set_ylim(bottom=0)
-    for index in sorted({0, len(names) // 2, len(names) - 1}):
-        over.plot([], [], color=colours[index], label=f"layer {names[index]}")
-    over.legend(edgecolor="none", framealpha=0.9, fontsize="small")  # lines may pass behind it
+    figure, (ax,) = panels(1, 1, width=7.0, height=max(4.2, 1.5 + 0.32 * len(spans)), **_titles(label))
+    drawing.draw_span_cells(ax, spans, limit=span_limit)
     return _save(figure, path)
-
-
-def _bytes_axis(ax) -> None:
-    ax.set_xlabel("bytes seen")
-    ax.set_xlim(left=0)
-    drawing.count_axis(ax.xaxis, unit="B")
 
 
 def _titles(label: str) -> dict[str, str]:

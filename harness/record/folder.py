@@ -5,7 +5,6 @@ source: edited code is another run, and a stale number is never shown. The same 
 unfinished run and returns a finished one.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,13 +14,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from harness.cache import NO_ROOM, sha256_of, storage_failure, write_all, write_whole
+from harness.cache import NO_ROOM, sha256_of, storage_failure, try_lock, write_all, write_whole
 from harness.failures import kind_of
 from harness.record import checkpoint, shards
-from harness.record.provenance import refuse_links
-from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, SUMMARY_KEYS, look_at, read_object, write_summary
+from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, look_at, read_object, write_summary
 from harness.record.shapes import misfit, shapes
 from harness.record.table import one_line
 
@@ -29,8 +26,10 @@ NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hyd
 FAILED = "failed.txt"
 """The trace of a run that failed, until the next try."""
 LOCK = "lock"
-HOLDER_BYTES, RESERVE_BYTES = 1024, 32_768
-"""Of the lock: what says who holds it, and with blanks behind, room for saying later that the disk is full."""
+RESERVE_BYTES = 32_768
+"""Of the lock, which says who holds it: room for saying later that the disk is full."""
+SECTIONS = ("model", "position", "batch")
+"""Of a configuration, those that are compared with another run's."""
 HOLD_SECONDS = 0.5
 """How long to try for a folder: whoever asks whether it is held has it for an instant."""
 
@@ -43,15 +42,15 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     Args:
         pinned: names of corpora whose digest is known, so that where they lie does not count.
     """
-    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    kept["data"] = {key: value for key, value in kept["data"].items() if key != "fallback"}  # null in a sweep's job
-    if kept["data"]["name"] in pinned:
-        kept["data"]["path"] = None
-    start = kept["init_from"]
+    hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    hashed["data"] = {key: value for key, value in hashed["data"].items() if key != "fallback"}  # null in a sweep's job
+    if hashed["data"]["name"] in pinned:
+        hashed["data"]["path"] = None
+    start = hashed["init_from"]
     newest = None if start["run"] is None else checkpoint.newest(Path(start["run"]))
     if newest is not None:
-        kept["init_from"] = start | {"run": sha256_of(newest)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        hashed["init_from"] = start | {"run": sha256_of(newest)}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +105,9 @@ class RunFolder:
         self._look()
 
     def _look(self) -> tuple[dict | None, Path | None]:
-        found = (None, None) if self._force else (finished_summary(self.path), checkpoint.newest(self.path))
-        self.summary, self.checkpoint = found
-        return found
+        self.summary = None if self._force else finished_summary(self.path)
+        self.checkpoint = None if self._force else checkpoint.newest(self.path)
+        return self.summary, self.checkpoint
 
     @property
     def begun(self) -> bool:
@@ -127,7 +126,7 @@ class RunFolder:
         except OSError as error:
             raise self._refused(error) from error
         last = time.monotonic() + HOLD_SECONDS
-        while not _locked(self._lock, fcntl.LOCK_EX):
+        while not try_lock(self._lock):
             if time.monotonic() > last:
                 self._lock.seek(0)
                 whose = self._lock.read().decode(errors="replace").strip()
@@ -193,10 +192,10 @@ class RunFolder:
                     stack.callback(self.release)
                 if not os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
                     raise error  # somebody has removed the folder, and it shall stay so
-                self._lock.truncate(HOLDER_BYTES)
+                self._lock.truncate(0)  # room on a full disk
                 status = kind.status if (kind := kind_of(error)) else "failed"
                 told = {"status": status, "error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
-                write_summary(self.path, summary=dict.fromkeys(SUMMARY_KEYS) | known | told)
+                write_summary(self.path, summary=known | told)
                 trace = "".join(traceback.format_exception(error))
                 write_whole(self.path / FAILED, trace.encode(errors="replace"))
             raise
@@ -223,41 +222,64 @@ def holder(path: Path) -> str | None:
     """Who holds a run folder now, or None."""
     try:
         with open(path / LOCK, encoding="utf-8") as lock:
-            return None if _locked(lock, fcntl.LOCK_SH) else lock.read().strip()
+            return None if try_lock(lock, shared=True) else lock.read().strip()
     except OSError:
         return None
 
 
-def ending(path: Path) -> tuple[str, int] | None:
-    """How a run folder's last try ended, its status, and when; None while there is no summary."""
-    status = read_object(path / SUMMARY).get("status")
-    with suppress(FileNotFoundError):  # removed since
-        return (status, (path / SUMMARY).stat().st_mtime_ns) if status else None
-
-
-def _locked(file: IO, kind: int) -> bool:
-    """Take a lock if it is free; it goes when the file is closed, also by the process's end."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def status_of(path: Path) -> str | None:
+    """How a run folder's last try ended; None while there is no summary."""
+    return read_object(path / SUMMARY).get("status")
 
 
 def finished_summary(path: Path) -> dict | None:
     """The summary in a run folder, if the run was finished and it is whole."""
-    found = read_object(path / SUMMARY)
-    return found if found.get("status") == "finished" and not misfit(found, shape=shapes()["summary"]) else None
+    row = read_object(path / SUMMARY)
+    return row if row.get("status") == "finished" and not misfit(row, shape=shapes()["summary"]) else None
 
 
 def _same_config(outputs: Path, identity: Identity) -> tuple[list[Path], list[str]]:
     """Run folders of the same configuration, the oldest first; and a line for each that does not say what it is of."""
-    found, odd = [], []
+    same, odd = [], []
     for path in outputs.glob(f"{identity.variant}-s{identity.seed}-*/"):
         row, reason = look_at(path / RECORD, first_line=True)
         if reason:
             odd.append(f"not compared with {str(path / RECORD)!r}: {reason}")
         elif row and row.get("kind") == "provenance" and row.get("config_hash") == identity.config:
             with suppress(FileNotFoundError):  # removed since
-                found.append(((path / RECORD).stat().st_mtime, path))
-    return [path for _, path in sorted(found)], odd
+                same.append(((path / RECORD).stat().st_mtime, path))
+    return [path for _, path in sorted(same)], odd
+
+
+def read_provenance(folder: Path, *, key: str) -> dict:
+    """The first row of a run folder's record; ValueError, which begins with ``key`` and the folder, where it is none.
+
+    The folder may be a stranger's: what is read here is short, a file, and of the types that the rest of the code counts on.
+    """
+    what, allowed = f"{key}={folder}: {RECORD}", "allowed is what a run wrote"
+    row, wrong = look_at(folder / RECORD, first_line=True)
+    if row is None:
+        raise ValueError(f"{what}: {wrong or 'there is no such file'}; {allowed}")
+    if row.get("kind") != "provenance":
+        raise ValueError(f"{what}: the first line is no provenance; {allowed}")
+    check_format(row, what=what)
+    wrong = misfit(row, shape=shapes()["provenance"])
+    for name in () if wrong else SECTIONS:
+        if not isinstance(row["config"].get(name), dict):
+            wrong = f"config.{name} is no section"
+    if wrong:
+        raise ValueError(f"{what}: {wrong}; {allowed}")
+    return row
+
+
+def identity_of(row: Mapping) -> dict[str, object]:
+    """What the checkpoints of a run say of whose they are, by its provenance row."""
+    names = {"variant": "variant", "seed": "seed", "config": "config_hash", "source": "source"}
+    return {name: row.get(key) for name, key in names.items()}
+
+
+def refuse_links(folder: Path, *, key: str) -> None:
+    """ValueError where something in a folder, which is about to be written into, is a link to who knows what."""
+    for path in folder.iterdir():
+        if path.is_symlink() and path.suffix != ".tmp":  # a killed process's, and removed before anything is written
+            raise ValueError(f"{key}={folder}: {path.name} is a link; what is written there would land somewhere else")

@@ -28,7 +28,7 @@ from harness.cache import sha256_of, storage_failure
 class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list) -> None:
         """Keep torch's metadata, of each tensor its shape, type and pieces, which torch would write as a pickle."""
-        where = {(one.index.fqn, one.index.offset): one.storage_data for own in results for one in own}
+        where = {(one.index.fqn, one.index.offset): one.storage_data for each in results for one in each}
         self.tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             pieces = [(chunk, where[name, chunk.offsets]) for chunk in tensor.chunks if chunk.sizes.numel()]
@@ -49,13 +49,13 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: object, **__: object) -> Metadata:
         """What ``_Writer`` kept."""
         described, places = {}, {}
-        for name, known in self._tensors.items():
-            chunks = [ChunkStorageMetadata(*map(torch.Size, piece[:2])) for piece in known["pieces"]]
-            for chunk, (_, _, file, offset, length) in zip(chunks, known["pieces"], strict=True):
+        for name, tensor in self._tensors.items():
+            chunks = [ChunkStorageMetadata(*map(torch.Size, piece[:2])) for piece in tensor["pieces"]]
+            for chunk, (_, _, file, offset, length) in zip(chunks, tensor["pieces"], strict=True):
                 at = {"relative_path": file, "offset": offset, "length": length, "transform_descriptors": None}
                 places[MetadataIndex(name, chunk.offsets)] = SimpleNamespace(**at)
-            properties = TensorProperties(dtype=getattr(torch, known["type"]))
-            described[name] = TensorStorageMetadata(properties, torch.Size(known["shape"]), chunks)
+            properties = TensorProperties(dtype=getattr(torch, tensor["type"]))
+            described[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
         return Metadata(described, storage_data=places, storage_meta=StorageMeta())
 
 
@@ -71,13 +71,14 @@ def write(folder: Path, divided: dict[str, DTensor]) -> tuple[dict, dict[str, st
     return writer.tensors, {path.name: sha256_of(path) for path in folder.glob(f"__{dist.get_rank()}_*")}
 
 
-def read(known: dict, into: dict[str, Tensor]) -> None:
-    """Read tensors by name, whole or this process's rows; ValueError where shards lack some. All processes of a run call it."""
-    reader = _Reader(known["folder"], known["tensors"])
+def read(index: dict, into: dict[str, Tensor]) -> None:
+    """Read tensors by name, whole or this process's rows; ValueError where shards lack some. All processes of a run
+    call it."""
+    reader = _Reader(index["folder"], index["tensors"])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that one process reads alone
             dcp.load(into, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as failed:
         (error, _), *_ = failed.failures.values()
-        raise ValueError(f"{known['folder']}: its shards are not those of a run ({error})") from failed
+        raise ValueError(f"{index['folder']}: its shards are not those of a run ({error})") from failed

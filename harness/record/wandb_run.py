@@ -18,15 +18,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Self
 
 PLACE = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "seconds", "bytes_per_second")
 INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
 """How long to try to reach the server, and how long the end of a run waits for uploads."""
-VARIABLES = {"group": "WANDB_RUN_GROUP"}
-"""Names that are not the keyword's of ``wandb.init``."""
 
 
 class WandbRun:
@@ -66,17 +63,18 @@ class WandbRun:
             return
         tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag))  # W&B refuses others, and the run with them
         more |= {"tags": tags or None, "dir": str(folder), "config": json.loads(json.dumps(config))}
-        more = {key: value for key, value in more.items() if not os.environ.get(_variable(key))} | {"id": self.id}
+        settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
+        settings |= {"finish_timeout_raises": True, "x_disable_stats": not system_statistics}
         with self._harmless():
-            self._run = _start(mode, more, system_statistics=system_statistics)
+            self._run = _start(mode, _unless_in_environment(more) | {"id": self.id}, _unless_in_environment(settings))
             self.hint = _hint(self._run)
 
     def log(self, row: dict) -> None:
         """Send the numbers of one row, as ``Record.append`` returned it; a provenance row goes into the run's summary."""
+        self._left_out = None
         if row["kind"] == "train":
-            too_soon = time.monotonic() - self._last_seconds < self._every_seconds
-            self._left_out = row if too_soon else None
-            if too_soon:
+            if time.monotonic() - self._last_seconds < self._every_seconds:
+                self._left_out = row
                 return
             self._last_seconds = time.monotonic()
         self._send(row)
@@ -117,9 +115,10 @@ class WandbRun:
             run, self._run = self._run, None
             if run is not None:
                 self.hint = _hint(run, uploaded=False)
-                for end in (partial(run.finish, exit_code=1), sys.modules["wandb"].teardown):
-                    with suppress(Exception, SystemExit):  # what there is to say was said
-                        end()
+                with suppress(Exception, SystemExit):  # what there is to say was said
+                    run.finish(exit_code=1)
+                with suppress(Exception, SystemExit):
+                    sys.modules["wandb"].teardown()
 
     def __enter__(self) -> Self:
         return self
@@ -132,17 +131,18 @@ class WandbRun:
         self._run = None
 
 
-def _variable(key: str) -> str:
-    return VARIABLES.get(key, f"WANDB_{key.upper()}")
+def _unless_in_environment(keywords: dict) -> dict:
+    """W&B itself takes a variable for less than a keyword."""
+    names = {key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords}
+    return {key: value for key, value in keywords.items() if not os.environ.get(names[key])}
 
 
-def _start(mode: str, keywords: dict, *, system_statistics: bool):
+def _start(mode: str, keywords: dict, settings: dict):
     """The started run: online if wanted and possible, else offline, with a line on stderr where that was not wanted."""
     import wandb  # late: it takes a second
 
-    settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
-    settings |= {"finish_timeout_raises": True, "x_disable_stats": not system_statistics}
-    settings = {key: value for key, value in settings.items() if _variable(key) not in os.environ}
+    # finish_previous: without it a second job in this process would silently log into the first job's run
+    keywords |= {"resume": "allow", "reinit": "finish_previous"}
     wandb.setup(settings=wandb.Settings(**settings))
     wanted = mode
     if mode == "auto":
@@ -151,16 +151,14 @@ def _start(mode: str, keywords: dict, *, system_statistics: bool):
         mode = "offline"
         if wanted != "auto":
             print("wandb: no API key is configured, so this run is written offline", file=sys.stderr)
-    # finish_previous: without it a second job in this process would silently log into the first job's run
-    init = partial(wandb.init, **keywords, resume="allow", reinit="finish_previous")
     try:
-        run = init(mode=mode)
+        run = wandb.init(mode=mode, **keywords)
     except wandb.errors.CommError as error:
         reason = (str(error).splitlines() or ["no reason given"])[0]
         print(f"wandb: cannot go online, so this run is written offline: {reason[:160]}", file=sys.stderr)
         wandb.teardown()  # the failed start keeps the id to itself
         wandb.setup(settings=wandb.Settings(**settings))
-        run = init(mode="offline")
+        run = wandb.init(mode="offline", **keywords)
     run.define_metric("bytes_seen")
     run.define_metric("*", step_metric="bytes_seen")
     run.define_metric("valid/bits_per_byte", step_metric="bytes_seen", summary="min")
@@ -171,11 +169,8 @@ def _hint(run, *, uploaded: bool = True) -> str:
     """One line: where the run is, or how to upload it. The parts of a resumed offline run go up together."""
     if run.disabled or (uploaded and not run.offline):
         return "" if run.disabled else f"wandb: {run.url}"
-    here = Path(run.dir).parent
-    several = len(list(here.parent.glob(f"offline-run-*-{run.id}*"))) > 1
-    where = str(here.parent if several else here)
-    shown = shlex.quote(min(where, os.path.relpath(where), key=len))
-    return f"wandb sync {shown}" + (f"/offline-run-*-{run.id}*" if several else "")
+    folder = str(Path(run.dir).parents[1])
+    return f"wandb sync {shlex.quote(min(folder, os.path.relpath(folder), key=len))}/*run-*-{run.id}*"
 
 
 def numbers(row: dict) -> dict[str, float | list[float]]:
@@ -198,8 +193,7 @@ def numbers(row: dict) -> dict[str, float | list[float]]:
             else:
                 sent[key] = values[0]
     for section, values in pooled.items():
-        extent = _extent(section, values)
-        sent |= extent if f"{section}/all" in lists else {f"{section}/mean": extent[f"{section}/mean"]}
+        sent |= _extent(section, values)
     return {name: value for name, value in facts(sent).items() if not isinstance(value, str | bool)} | lists
 
 

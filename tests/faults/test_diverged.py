@@ -14,7 +14,6 @@ from harness.device.units import gathered
 from harness.failures import Diverged
 from harness.loop.train_state import TrainState
 from harness.record.rows import read_rows
-from tests.command import MADE, run_folders, train
 from tests.many import launch
 from tests.runs import (  # noqa: F401 - fixtures
     CARRY,
@@ -34,7 +33,6 @@ OPTIMIZERS = {
     "adamw": (*MOVING, "optim=adamw", "optim.clip=1.0", *DROPOUT),
     "muon": (*VARIANTS["all_attention"], "optim=muon", "optim.matrices.optimizer.weight_decay=0.1", *CARRY),
     "sparse rows": SPARSE,
-    "memory": (*VARIANTS["product_key_memory"], "optim=muon", "optim.clip=1.0", "batch.accumulate=2"),
 }
 
 
@@ -77,7 +75,7 @@ def diverge(run: TrainState) -> str:
     return str(ended.value)
 
 
-@pytest.mark.parametrize(("optimizer", "value"), [*((name, math.nan) for name in OPTIMIZERS), ("muon", -math.inf)])
+@pytest.mark.parametrize(("optimizer", "value"), [("adamw", math.nan), ("muon", -math.inf), ("sparse rows", math.nan)])
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     run = make_run(*OPTIMIZERS[optimizer], "budget.steps=100")
     table = [name for name, _ in run.model.named_parameters() if "memory" in name and "sparse" in optimizer]
@@ -120,11 +118,6 @@ def in_the_weights(run: TrainState) -> None:
         run.model.layers[1]["attention"].sublayer.query.weight[0, 0] = math.nan
 
 
-def in_a_span(run: TrainState) -> None:
-    with torch.no_grad():
-        run.model.layers[0]["attention"].sublayer.span.fraction[1] = math.nan
-
-
 def in_an_output(run: TrainState) -> None:
     run.model.layers[1]["feed_forward"].sublayer.register_forward_hook(
         lambda module, given, out: out._replace(y=out.y / 0)
@@ -134,7 +127,6 @@ def in_an_output(run: TrainState) -> None:
 SEATS = {
     "the loss": in_the_loss,
     "the parameter layers.1.attention.sublayer.query.weight": in_the_weights,
-    "the parameter layers.0.attention.sublayer.span.fraction": in_a_span,
     "the output of layers.1.feed_forward.sublayer": in_an_output,
 }
 
@@ -240,12 +232,3 @@ def test_a_run_that_diverges_keeps_its_last_checkpoint(here):
     assert summary["status"] == "diverged" and "step 6 diverged" in summary["error"]
     assert [path.name for path in sorted((job.folder.path / "checkpoints").iterdir())][-1] == "step-000000004.pt"
     assert read_rows(job.folder.path / "record.jsonl")[-1]["step"] <= 5
-
-
-def test_a_sweep_says_which_job_diverged(here, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    ended = train("-m", *MADE, "variant=adaptive_span", "optim=adamw", "optim.lr=1e30,0.001", "budget.steps=6")
-    assert ended.code == 3 and "1 of 2 done" in ended.out
-    assert ended.err.count("error: ") == 1 and "Traceback" not in ended.err and "Lower optim.lr=1e+30" in ended.err
-    states = sorted(json.loads((run / "summary.json").read_text())["status"] for run in run_folders(here / "outputs"))
-    assert states == ["diverged", "finished"]

@@ -113,7 +113,7 @@ def small_disk() -> Iterator[Path]:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("wandb", ["disabled", "offline"])
-@pytest.mark.parametrize("left_kib", [0, 16, 40, 64, 150, 300, 500])
+@pytest.mark.parametrize("left_kib", [0, 16, 64, 150, 300])
 def test_a_disk_that_is_really_full(left_kib, wandb, small_disk, undisturbed_rows, monkeypatch):
     monkeypatch.chdir(small_disk)
     filling = small_disk / "filling"
@@ -134,26 +134,23 @@ def test_a_disk_that_is_really_full(left_kib, wandb, small_disk, undisturbed_row
     assert rows_of(again) == undisturbed_rows
 
 
-@pytest.mark.parametrize("what", ["folder", RECORD, "replaced", "outputs"])
+@pytest.mark.parametrize("what", ["folder", "replaced"])
 def test_a_run_whose_folder_is_removed_ends_at_the_next_row(what):
     job = make_job(*FULL)
     folder = job.folder.path
 
     def remove() -> None:
-        if what == RECORD:
-            (folder / RECORD).unlink()
-        elif what == "replaced":
-            (folder / RECORD).write_bytes(
-                (folder / RECORD).read_bytes() * bool((folder / RECORD).rename(folder / "moved"))
-            )
+        if what == "folder":
+            shutil.rmtree(folder)
         else:
-            shutil.rmtree(folder if what == "folder" else folder.parent)
+            content = (folder / RECORD).rename(folder / "moved").read_bytes()
+            (folder / RECORD).write_bytes(content)
 
     after_step(job, 3, remove)
     with pytest.raises(StorageFailure, match=f"{RECORD} was removed or replaced while the run wrote to it"):
         run_job(job)
     assert job.training.spent.steps == 3
-    if what in ("folder", "outputs"):
+    if what == "folder":
         assert not folder.exists(), "what was removed shall stay so"
     else:
         assert json.loads((folder / SUMMARY).read_text())["status"] == "storage"

@@ -24,14 +24,10 @@ class Evil(Sublayer):
     def forward(self, x, state=None, start=None, *, collect_stats=False):
         return SublayerOutput(x)
 """
-LOGGER = {"version": 1, "handlers": {"h": {"class": "logging.FileHandler", "filename": "PWNED", "mode": "w"}}}
 KEYS = {
     "callbacks": {"callbacks": {"x": TOUCH}},
-    "env_set": {"job": {"env_set": {"PATH": "stranger"}}},
-    "job_logging": {"job_logging": LOGGER | {"root": {"handlers": ["h"]}}},
     "run.dir": {"run": {"dir": "PWNED"}},
     "launcher": {"mode": "MULTIRUN", "launcher": TOUCH},
-    "sweeper": {"mode": "MULTIRUN", "sweeper": TOUCH},
     "params.trust": {"mode": "MULTIRUN", "sweeper": {"params": {"trust": "[stranger]"}}},
     "params.callbacks": {"mode": "MULTIRUN", "sweeper": {"params": {"+hydra.callbacks.x": str(TOUCH)}}},
     "params.package": {"mode": "MULTIRUN", "sweeper": {"params": {"+recipe@hydra.callbacks": "more"}}},
@@ -98,8 +94,8 @@ def test_a_primary_file_of_the_folder_names_no_package(here):
     assert "hydra.searchpath" in refused(here, "-cd", "conf", "-cn", "evil", *MADE)
 
 
-@pytest.mark.parametrize("word", ["+trust=[stranger]", "hydra.searchpath=[pkg://stranger]"])
-def test_words_of_a_comparison_are_a_files(here, word):
+def test_words_of_a_comparison_are_a_files(here):
+    word = "+trust=[stranger]"
     comparison = {"job": "x", "reference": "reference_model", "words": word, "entries": {"reference_model": {}}}
     write(here, {"comparison/evil.yaml": GLOBAL + yaml.safe_dump({"comparisons": [comparison]})})
     ended = call("bench/peers.py", "-cd", "conf", "comparison=evil", *MADE, *TINY)
@@ -136,9 +132,9 @@ def test_the_folder_where_a_command_is_typed_is_not_searched_unasked(here, monke
 
 
 def test_a_message_has_an_end(here):
-    write(here, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": "variants." + "a" * 9_000, "_partial_": True})})
-    said = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
-    assert len(said) < 4200 and "variant.feed_forward._target_=variants" in said and "trust=[..]" in said
+    write(here, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": "stranger." + "a" * 9_000, "_partial_": True})})
+    message = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
+    assert len(message) < 4200 and "variant.feed_forward._target_=stranger" in message and "trust=[..]" in message
 
 
 def git(folder: Path, *words: str) -> None:

@@ -1,0 +1,55 @@
+"""Random state: all generators of this process, seeded and saved together. Draws after the model is made are
+dropout's."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from harness.hashing import integer_hash
+
+
+def seed(number: int) -> None:
+    """All generators of this process."""
+    torch.manual_seed(number)
+    random.seed(number)
+    _numpy().seed(number % 2**32)
+
+
+def seed_apart(number: int, *, step: int, rank: int) -> None:
+    """All generators of this process, other numbers for every step and rank: for dropout, once the model is made."""
+    seed(int(integer_hash(number, step, rank)[0]) >> 1)
+
+
+def dropout_state() -> dict[str, Tensor | None]:
+    """The state of torch's generators; None for an accelerator's that this process has not used: to ask takes memory
+    there."""
+    module = torch.get_device_module() if torch.accelerator.is_available() else None
+    used = module and getattr(module, "is_initialized", lambda: True)()  # MPS has always begun
+    return {"torch": torch.get_rng_state(), "accelerator": module.get_rng_state() if used else None}
+
+
+def set_dropout_state(state: dict[str, Tensor | None]) -> None:
+    """Go on from ``dropout_state``."""
+    torch.set_rng_state(state["torch"])
+    if torch.accelerator.is_available() and state.get("accelerator") is not None:
+        torch.get_device_module().set_rng_state(state["accelerator"])
+
+
+def random_state() -> dict[str, object]:
+    """Every generator's state, for a checkpoint."""
+    name, keys, *rest = _numpy().get_state()
+    return dropout_state() | {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
+
+
+def set_random_state(state: dict[str, object]) -> None:
+    """Go on from ``random_state``."""
+    set_dropout_state(state)
+    random.setstate(state["python"])
+    _numpy().set_state(tuple(state["numpy"]))
+
+
+def _numpy():
+    import numpy  # late: a trained model can be used without it
+
+    return numpy.random

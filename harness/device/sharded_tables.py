@@ -1,0 +1,124 @@
+"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows, so that no device need hold a
+table.
+
+    rows that all bytes of all processes read, and their weights    gathered
+    this process's columns of all of these sums                     computed here, as one process does
+    whole sums of this process's bytes                              exchanged, and their gradients back
+
+What is sent grows with the bytes of a step and not with the table. The gradient of a process's columns is complete with
+its backward pass. FSDP cannot do this: it refuses sparse gradients and gathers a dense table whole.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from harness.device.processes import ProcessGroup
+
+DONE = -1
+"""In place of a table's number."""
+
+
+class ShardedTables:
+    """The tables of a model, which this cuts: each parameter keeps this process's columns. ValueError where one has too
+    few.
+
+    Args:
+        places: modules with the names of their tables, which they read by their ``sum_rows``.
+
+    Attributes:
+        tables: as the optimizers know them.
+    """
+
+    def __init__(self, places: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
+        self._places, self._processes = places, processes
+        self.tables = list(dict.fromkeys(getattr(module, name) for module, name in places))
+        self._shapes = [table.shape for table in self.tables]
+        self._numbers: dict[Tensor, int] = {}
+        self._read = next((module.sum_rows for module, _ in places), None)
+        for table, (_, width) in zip(self.tables, self._shapes, strict=True):
+            columns = table.data.chunk(processes.world_size, dim=1)
+            if len(columns) < processes.world_size:
+                raise ValueError(
+                    f"runtime.shard=full: a table of {width} columns cannot be divided among {processes.world_size} "
+                    "processes; allowed are fewer, or runtime.shard=none"
+                )
+            table.data = columns[processes.rank].clone(memory_format=torch.contiguous_format)
+
+    def put_into_model(self, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
+        """Have the model know the whole of each table, as torch does, and read it from here; these, by table."""
+        managed = {}
+        for table, shape in zip(self.tables, self._shapes, strict=True):
+            whole = DTensor.from_local(table.data, mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
+            managed[table] = nn.Parameter(whole, requires_grad=False)
+        for module, name in self._places:
+            setattr(module, name, managed[getattr(module, name)])
+            module.sum_rows = self.sum_rows
+        self._numbers = {whole: number for number, whole in enumerate(managed.values())}
+        return managed
+
+    @torch.compiler.disable
+    def sum_rows(self, values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
+        """As the contract has it; all processes call it or ``serve``, with any numbers of bytes."""
+        number = self._numbers[values]
+        readers = self._processes.all_gather((number, slots.shape[1], len(slots)))
+        return self._summed(number, slots, weights, [n_bytes for *_, n_bytes in readers], sparse=sparse)
+
+    @torch.no_grad()
+    def serve(self) -> None:
+        """Take part in what other processes read, until all are here."""
+        while self.tables:
+            readers = self._processes.all_gather((DONE, 0, 0))
+            number, reads, _ = max(readers)
+            if number == DONE:
+                return
+            slots = torch.empty(0, reads, dtype=torch.int64, device=self.tables[number].device)
+            self._summed(number, slots, slots.float(), [n_bytes for *_, n_bytes in readers], sparse=False)
+
+    def _summed(self, number: int, slots: Tensor, weights: Tensor, bytes_of: Sequence[int], *, sparse: bool) -> Tensor:
+        table, (rows, width), processes = self.tables[number], self._shapes[number], self._processes
+        index = torch.int32 if rows < 2**31 else torch.int64
+        slots = torch.cat(processes.gather(slots.to(index), lengths=bytes_of))
+        weights = _Gathered.apply(weights.to(table.dtype), bytes_of, processes)
+        widths = [len(columns) for columns in torch.arange(width).chunk(processes.world_size)]
+        return _Exchanged.apply(self._read(table, slots, weights, sparse=sparse), bytes_of, widths, processes)
+
+
+class _Gathered(torch.autograd.Function):
+    """``[n, r]`` of each process to ``[all n, r]`` in all, of which each makes a share of the result."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, bytes_of: Sequence[int], processes: ProcessGroup) -> Tensor:
+        ctx.bytes_of, ctx.processes, ctx.shape = bytes_of, processes, local.shape
+        return torch.cat(processes.gather(local, lengths=bytes_of))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        shares = ctx.processes.exchange(gradient.split(ctx.bytes_of), [ctx.shape] * len(ctx.bytes_of))
+        return torch.stack(shares).sum(0).mul_(len(shares)), None, None
+
+
+class _Exchanged(torch.autograd.Function):
+    """This process's columns of all bytes, ``[all n, width here]``, to all columns of its bytes, ``[n, width]``.
+
+    A table's gradient is that of the mean of all processes' losses, so from here on gradients are divided by their
+    number; those of weights, which are of this process's loss, are multiplied again.
+    """
+
+    @staticmethod
+    def forward(ctx, sums: Tensor, bytes_of: Sequence[int], widths: Sequence[int], processes: ProcessGroup) -> Tensor:
+        ctx.bytes_of, ctx.widths, ctx.processes = bytes_of, widths, processes
+        shapes = [(bytes_of[processes.rank], width) for width in widths]
+        return torch.cat(processes.exchange(sums.split(bytes_of), shapes), dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        shapes = [(n_bytes, ctx.widths[ctx.processes.rank]) for n_bytes in ctx.bytes_of]
+        whole = torch.cat(ctx.processes.exchange(gradient.split(ctx.widths, dim=1), shapes))
+        return whole.div_(len(shapes)), None, None, None

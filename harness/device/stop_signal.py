@@ -1,0 +1,50 @@
+"""Stop signal: SIGTERM or Ctrl-C as a request that the loop answers between two steps."""
+
+import contextlib
+import signal
+from typing import Self
+
+
+class StopSignal:
+    """Turns signals into a request that the loop answers between two steps; a second one stops at once.
+
+    SIGTERM and SIGINT, and the two of users where somebody listens already: a launcher that has jobs queued again.
+
+    Args:
+        alone: whether this process decides alone; several must first agree on the step.
+
+    Attributes:
+        heard: the signal that this process received, or 0.
+        agreed: the signal that any process received, once all know of it, or 0.
+    """
+
+    def __init__(self, *, alone: bool = True):
+        self.alone, self.heard, self.agreed = alone, 0, 0
+        self._before: dict[int, object] = {}
+
+    @property
+    def number(self) -> int | None:
+        """The signal to stop for, or None."""
+        return (self.heard if self.alone else self.agreed) or None
+
+    def __enter__(self) -> Self:
+        users = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(number))]
+        with contextlib.suppress(ValueError):  # signals are set in the main thread only
+            self._before = {n: signal.signal(n, self._receive) for n in (signal.SIGTERM, signal.SIGINT, *users)}
+        return self
+
+    def pass_on(self) -> None:
+        """Once all is saved, let the launcher hear of its own signal: it may end the process here."""
+        if self.number in (signal.SIGUSR1, signal.SIGUSR2):
+            self._before[self.number](self.number, None)
+
+    def __exit__(self, _kind: type | None, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception) and not self.alone:
+            return  # torchrun sends SIGTERM where a process is lost: the others still say and record what is left
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame) -> None:
+        if self.heard:
+            raise KeyboardInterrupt
+        self.heard = number

@@ -1,0 +1,99 @@
+"""Whether two rows compare: bits per byte where what is held equal is equal and the code computes the same, time and memory on
+equal ground only. Tables, figures and the front page ask here and nowhere else."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness.record.rows import SUMMARY, look_at, other_format, plain
+from harness.record.shapes import misfit, shapes
+
+GROUND = ("device", "device_kind", "threads", "precision", "tf32", "compile", "versions", "processes")
+GROUND += ("machine", "allocator", "instruction_set", "environment", "recomputation")
+"""What time and memory depend on beside the code and the backend."""
+UNSAID = {"processes": 1, "machine": None, "allocator": None, "instruction_set": None, "environment": {}}
+UNSAID |= {"recomputation": "none", "tf32": False}
+"""What a row means that does not say: some were written before it could differ, or was asked."""
+SPLIT = [0.9, 0.05, 0.05]
+"""Shares of train, valid and test in a row whose protocol does not say."""
+UNCOMPARED = ("unchecked", "not causal")
+"""``check`` of a run that nothing is compared with."""
+
+
+def comparable(one: Mapping, other: Mapping, *, any_source: bool = False) -> bool:
+    """Whether bits per byte of two rows may be compared: what is :func:`held_equal` is equal and, unless ``any_source`` (as with
+    ``reuse=config``), their code has :func:`same_numbers`. Nothing is compared with an unchecked mechanism."""
+    checks = {row.get("check") for row in (one, other)}
+    equal = checks.isdisjoint(UNCOMPARED) and held_equal(one) == held_equal(other)
+    return equal and (any_source or same_numbers(one, other))
+
+
+def held_equal(row: Mapping) -> str:
+    """What rows have in common whose bits per byte may be compared, by any code, as text.
+
+    Tuning runs choose a setting and are no result, so they never stand beside runs that are. A budget of seconds is equal on
+    equal ground only. A span that is the model's own is a setting that may be compared, not a way of scoring.
+    """
+    config, budget, protocol = row.get("config") or {}, row.get("budget") or {}, row.get("protocol") or {}
+    protocol = {"split": (config.get("data") or {}).get("split", SPLIT)} | protocol
+    if protocol.get("span") is not None and (config.get("model") or {}).get("span") == protocol["span"]:
+        protocol |= {"span": None, "context": None}
+    held = {"data": (row.get("data") or {}).get("sha256"), "budget": budget, "tuning": row.get("purpose") == "tune"}
+    held |= {"protocol": protocol}
+    held |= {"capped": (row.get("capped") or {}).get("valid")}  # test may not have been scored, and is capped alike
+    return json.dumps([held, ground(row) if "seconds" in budget else None], sort_keys=True)
+
+
+def ground(row: Mapping, *, without: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
+    """What two rows must have in common for their times and memory to stand in one table, hashable.
+
+    Args:
+        without: what the table shows of each row itself.
+    """
+    return tuple((key, ground_value(row, key)) for key in GROUND if key not in without)
+
+
+def ground_value(row: Mapping, key: str) -> str:
+    """One of ``GROUND`` as text that is equal where the values are."""
+    value = row.get(key)
+    return json.dumps(UNSAID.get(key) if value is None else value, sort_keys=True)
+
+
+def numbers_of(row: Mapping) -> dict[str, object]:
+    """What stands for the code of a row where bits per byte are pooled: its ``numerics`` where golden numbers pin both parts,
+    else its ``source``; that, too, where a budget of seconds makes more of faster code."""
+    numerics, timed = row.get("numerics") or {}, "seconds" in (row.get("budget") or {})
+    return {"source": row.get("source")} if timed or numerics.get("variant") is None else {"numerics": numerics}
+
+
+def same_numbers(one: Mapping, other: Mapping) -> bool:
+    """Whether the code of two rows computes the same as far as both use it: two variants have the shared code in common."""
+    if one.get("variant") == other.get("variant"):
+        return numbers_of(one) == numbers_of(other) or one.get("source") == other.get("source")
+    shared = [(row.get("numerics") or {}).get("shared") for row in (one, other)]
+    timed = "seconds" in (one.get("budget") or {})
+    return tree_of(one) == tree_of(other) or (shared[0] == shared[1] is not None and not timed)
+
+
+def tree_of(row: Mapping) -> str | None:
+    """A digest of all code, equal where times and memories are of one code; in older rows it is ``source``."""
+    return row.get("tree") or row.get("source")
+
+
+def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -> list[dict]:
+    """Summaries of other finished runs that are :func:`comparable` with this one, best valid bits first.
+
+    Args:
+        outputs: the folder whose subfolders are run folders; one whose summary is odd is named and left out.
+    """
+    others, summary = [], plain(summary)  # as the others were when they were written
+    for path in sorted(outputs.glob(f"*/{SUMMARY}")):
+        other, reason = (None, None) if path.parent.is_symlink() else look_at(path)  # a link: outputs/latest
+        if other and (other.get("status") != "finished" or other_format(other)):
+            continue
+        if reason := reason or other and misfit(other, shape=shapes()["summary"]):
+            print(f"not compared with {str(path)!r}: {reason}")
+        elif other and any(other.get(key) != summary.get(key) for key in ("config_hash", "source")):
+            scored = other.get("valid_bits_per_byte") is not None
+            others += [other] if scored and comparable(other, summary, any_source=any_source) else []
+    return sorted(others, key=lambda other: other["valid_bits_per_byte"])

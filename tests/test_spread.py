@@ -1,0 +1,229 @@
+"""Parameters of three processes, replicated or divided: gradients are averaged during the backward pass, what FSDP
+cannot shard stays a plain tensor, of tables each has some columns, and scores are those of one process."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from harness.device.processes import SINGLE, ProcessGroup, joined
+from harness.device.runtime import Runtime
+from harness.device.sharded_tables import ShardedTables
+from harness.device.units import gathered
+from harness.loop.kept_whole import kept_whole
+from harness.loop.step import Trainer, score_stream, score_windows
+from harness.optim import Muon
+from harness.optim.budget import Schedule
+from harness.optim.optimizers import Optimizers, assign
+from tests.many import launch
+from tests.promises import model_of
+from tests.runs import CARRY, SPARSE, VARIANTS, make_run, restored  # noqa: F401 - a fixture
+from tests.test_processes import divided_run
+from variants.contract import LayerContext, Sublayer, SublayerOutput
+
+pytestmark = pytest.mark.numeric
+
+STEPS = 4
+TABLES = (*CARRY, "runtime.shard=full", "batch.streams=6", "model.head_zero_init=false", f"budget.steps={STEPS}")
+TABLES += ("model.d_model=20", "eval.streams=2")  # 7, 7 and 6 columns; the third process has nothing to score
+TWO_LAYERS = ("variant.layers=[attention,memory]", "variant.at={}")
+CASES = {
+    "dense, relu": (
+        *(*VARIANTS["product_key_memory"], *TWO_LAYERS, "variant.memory.activation=relu"),
+        *("optim=adamw", "optim.clip=0.1"),
+    ),
+    "shared by two layers, in parts": (
+        *(*SPARSE, *TWO_LAYERS, "variant.memory.share=network", "optim.clip=0.001"),
+        *("+variant.groups.values.clip=0.01", "batch.accumulate=2"),
+    ),
+}
+
+
+class Outsider(Sublayer):
+    """It knows nothing of processes: a matrix is looked at in three places outside of its forward pass, one is shared
+    by all layers, one belongs to nobody, and a table has sparse gradients."""
+
+    def __init__(self, context: LayerContext):
+        super().__init__()
+        width = context.d_model
+        self.inner, self.outer = nn.Linear(width, 3 * width + 1, bias=False), nn.Linear(3 * width + 1, width)
+        self.looked_at, self.forgotten = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.shared = context.shared(nn.Linear, "matrix", lambda: nn.Linear(width, width, bias=False))
+        self.table = nn.Parameter(torch.randn(16, width))
+
+    def project_(self) -> None:
+        assert type(self.looked_at.weight) is nn.Parameter
+        with torch.no_grad():
+            self.looked_at.weight.clamp_(-0.1, 0.1)
+
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        return {"norm": self.looked_at.weight.norm(), "shared": self.shared.weight.norm()}
+
+    def ideal_flops(self) -> int:
+        return 2 * int((self.looked_at.weight != 0).sum()) + 2 * self.inner.weight.numel()
+
+    def forward(self, x, state=None, start=None, *, collect_stats=False):
+        y = self.outer(self.inner(x).relu()) + self.looked_at(x) + self.shared(x)
+        return SublayerOutput(y + F.embedding(torch.arange(x.shape[1], device=x.device) % 5, self.table, sparse=True))
+
+
+def outsiders_steps(processes: ProcessGroup, shard: str) -> dict:
+    """Muon, AdamW, clips of all and of a group, an update split in parts, and rows that three processes cannot share
+    alike."""
+    torch.manual_seed(0)
+    model = model_of(Outsider)().double()
+    groups = assign(
+        model,
+        default=partial(torch.optim.AdamW, fused=True),
+        matrices={"optimizer": partial(Muon, weight_decay=0.1)},
+        groups={
+            "tables": {"match": "*.table", "optimizer": torch.optim.SparseAdam},
+            "head": {"match": "head*", "clip": 0.01},
+        },
+    )
+    optimizers = Optimizers(groups, lr=0.01, schedule=Schedule(), clip=0.1)
+    for part in optimizers.optimizers["matrices"].param_groups:
+        part["precision"] = "float64"
+    where = Runtime(device=torch.device("cpu"), precision="float32", compile=False, processes=processes)
+    trainer = Trainer(model, optimizers, where, accumulate=2)
+    trainer.spread(shard=shard)
+    tokens = torch.randint(31, (6, 12), generator=torch.Generator().manual_seed(1))
+    share = tokens.chunk(processes.world_size)[processes.rank]
+    for _ in range(STEPS):
+        trainer.step(share[:, :-1], share[:, 1:], None, fraction=0.5)
+    model, units = trainer.model, trainer.units
+    with units.gathered():
+        plain = all(type(p) is nn.Parameter for p in model.parameters())
+    return {
+        "metrics": model.metrics({}),
+        "flops": model.ideal_flops(),
+        "divided": sum(isinstance(p, DTensor) for p in units.parameters),
+        "bytes": sum(p.nbytes for p in units.parameters),
+        "weights": gathered(model.state_dict()),
+        "plain": plain,
+        "state": gathered(trainer.optimizers.state_dict())["groups"],
+    }
+
+
+def tables_steps(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
+    run, bits = divided_run(processes, *TABLES, *words, precision="float64"), []
+    for _ in range(STEPS):
+        run.step()
+        bits.append(run.train_row()["bits_per_byte"])
+    score, units = run.score(run.corpus.splits["valid"][:300]), run.trainer.units
+    named = zip((name for name, _ in run.model.named_parameters()), units.parameters, strict=True)
+    tables = [parameter for name, parameter in named if name.endswith("values")]
+    return {
+        "bits": bits,
+        "score": score.bits_per_byte,
+        "metrics": run.model.metrics(score.stats),
+        "shapes": [tuple(table.shape) for table in tables],
+        "averaged": any(table in {*units.whole} for table in tables),
+        "weights": gathered(run.model.state_dict()),
+        "state": gathered(run.optimizers.state_dict())["groups"],
+        "flops": run.model.ideal_flops(),
+    }
+
+
+def scores(processes: ProcessGroup) -> dict:
+    """By three processes of 1 and of 7 streams, and of windows; and what each process has for itself."""
+    run = divided_run(processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64")
+    split = run.corpus.splits["valid"][:200]
+    by_streams = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True)
+    return {
+        "nats": [by_streams(streams=number).nats for number in (1, 7)],
+        "stats": by_streams(streams=7).stats,
+        "windows": score_windows(run.model, run.corpus.splits["valid"], runtime=run.runtime, batch=1).nats,
+        "draws": torch.rand(2).tolist(),
+        "streams": run.stream.batch(0, part=processes.shard)[0],
+    }
+
+
+def averaged(processes: ProcessGroup) -> list[Tensor | None]:
+    """Gradients of which the second process has none: dense, sparse, and nobody's."""
+    parameters = [nn.Parameter(torch.zeros(3, 2)) for _ in range(3)]
+    if processes.rank != 1:
+        parameters[0].grad = torch.full((3, 2), 3.0)
+        rows = torch.tensor([[0, processes.rank]])
+        parameters[1].grad = torch.sparse_coo_tensor(rows, torch.ones(2, 2), (3, 2))
+    processes.average_gradients_(parameters)
+    assert parameters[1].grad.is_sparse and parameters[1].grad.is_coalesced()
+    return [p.grad if p.grad is None else p.grad.to_dense() for p in parameters]
+
+
+def everything() -> dict:
+    with joined() as processes:
+        results = {shard: outsiders_steps(processes, shard) for shard in ("none", "full")}
+        results |= {name: tables_steps(processes, words) for name, words in CASES.items()}
+        return results | {"scores": scores(processes), "averaged": averaged(processes)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path_factory.mktemp("three"))
+        return launch(everything, number=3)
+
+
+def same(results: dict, one: dict, *, within: float) -> None:
+    assert results["metrics"] == pytest.approx(one["metrics"], abs=within) and results["flops"] == one["flops"]
+    torch.testing.assert_close(results["weights"], one["weights"], rtol=0, atol=within)
+    for name, group in one["state"].items():
+        torch.testing.assert_close(results["state"][name]["state"], group["state"], rtol=0, atol=within)
+
+
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_an_outsiders_mechanism_trains_as_in_one_process(ranks, shard):
+    one, (first, second, third) = outsiders_steps(SINGLE, shard), (rank[shard] for rank in ranks)
+    for results in (first, third):
+        assert results["plain"] and not results["divided"]
+        same(results, one, within=1e-6)
+    assert all(map(torch.equal, first["weights"].values(), second["weights"].values()))
+    assert first["bytes"] == one["bytes"] if shard == "none" else first["bytes"] < 0.7 * one["bytes"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_columns_are_those_of_one_process(ranks, name):
+    one = tables_steps(SINGLE, CASES[name])
+    assert [rank[name]["shapes"][0] for rank in ranks] == [(64, 7), (64, 7), (64, 6)]
+    for results in (rank[name] for rank in ranks):
+        assert not results["averaged"] and len(results["shapes"]) == len(one["shapes"])
+        assert [*results["bits"], results["score"]] == pytest.approx([*one["bits"], one["score"]], abs=1e-12)
+        same(results, one, within=1e-9)
+
+
+def test_three_processes_score_and_draw(ranks):
+    first, one = ranks[0]["scores"], scores(SINGLE)
+    for key in ("nats", "windows", "stats"):
+        torch.testing.assert_close(first[key], one[key], rtol=1e-6, atol=2e-6)  # nats are kept in float32
+        torch.testing.assert_close(ranks[2]["scores"][key], first[key], rtol=0, atol=0)
+    assert len({tuple(rank["scores"]["draws"]) for rank in ranks}) == 3
+    assert torch.equal(torch.cat([rank["scores"]["streams"] for rank in ranks]), one["streams"])
+
+
+def test_gradients_are_averaged_where_some_have_none(ranks):
+    for dense, rows, nothing in (rank["averaged"] for rank in ranks):
+        assert dense.tolist() == [[2, 2]] * 3 and nothing is None
+        torch.testing.assert_close(rows, torch.tensor([[1.0, 1.0], [0.0, 0.0], [1 / 3, 1 / 3]]))
+
+
+def test_what_cannot_be_in_a_unit_is_found():
+    model = model_of(Outsider)()
+    before, random = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
+    whole = kept_whole(model)
+    units = {name for name, parameter in model.named_parameters() if parameter not in whole}
+    inside = {f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")}
+    assert units == inside | {"embedding.weight", "head.weight"}
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_table_of_too_few_columns_is_refused():
+    model = make_run(*VARIANTS["product_key_memory"], "model.d_model=4", "model.heads=1").model
+    few = ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3)
+    with pytest.raises(ValueError, match=re.escape("a table of 4 columns cannot be divided among 3 processes")):
+        ShardedTables([(sublayer, "values") for _, sublayer in model.sublayers() if sublayer.tables], few)
