@@ -52,14 +52,14 @@ class Encoder:
 
     def finish(self) -> bytes:
         """Everything encoded so far, in the fewest bytes that a decoder, which reads zeros after them, needs."""
-        for kept in range(_WORD // 8 + 1):
-            unit = 1 << (_WORD - 8 * kept)
+        for size in range(_WORD // 8 + 1):
+            unit = 1 << (_WORD - 8 * size)
             number = -(-self._low // unit) * unit
             if number < self._low + self._width:
                 break
         self._low = number
         self._carry()
-        return bytes(self._settled) + self._low.to_bytes(_WORD // 8, "big")[:kept]
+        return bytes(self._settled) + self._low.to_bytes(_WORD // 8, "big")[:size]
 
     def _carry(self) -> None:
         """What has grown beyond the word is added to the settled bytes."""
@@ -83,14 +83,14 @@ class Decoder:
     def code(self, ends: Sequence[int], symbol: int) -> int:
         part = self._width >> BITS
         share = min(self._above // part, TOTAL - 1)  # beyond the last share only where the bytes are somebody else's
-        found = int(np.searchsorted(ends, share, side="right"))
-        start = int(ends[found - 1]) if found else 0
+        symbol = int(np.searchsorted(ends, share, side="right"))
+        start = int(ends[symbol - 1]) if symbol else 0
         self._above -= part * start
-        self._width = part * (int(ends[found]) - start)
+        self._width = part * (int(ends[symbol]) - start)
         while self._width < _NARROW:
             self._read()
             self._width <<= 8
-        return found
+        return symbol
 
     def _read(self) -> None:
         self._above = (self._above << 8) | next(self._rest, 0)

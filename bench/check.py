@@ -16,6 +16,7 @@ ValueError later is a break. Exit code 1 if a promise is broken.
 then checked in plain PyTorch: the CPU's kernels are not the device's.
 """
 
+import copy
 import functools
 import itertools
 import re
@@ -63,45 +64,44 @@ def main(cfg: DictConfig) -> None:
     from harness.plan.settings import checked
 
     verbose, name = checked(cfg.verbose, bool, key="verbose"), cfg.variant.name
-    given = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
+    typed = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
     settings = settings_of(cfg)
     shown: dict[object, tuple[str, list[Combination]]] = {}  # a line with {where} in it, and where
-    refused, checked_in, broken = {}, [], set()
-    for combination, plan in combinations(cfg, given=given):
+    refused: dict[str, list[Combination]] = {}
+    broken: dict[Combination, set[str]] = {}
+    for combination, plan in combinations(cfg, typed=typed):
         if isinstance(plan, Exception):
-            line = f"refused  {{where}}: {explain(plan)}"
-            refused.setdefault(line, (line, []))[1].append(combination)
             error = plan
+            refused.setdefault(f"refused  {{where}}: {explain(plan)}", []).append(combination)
             continue
-        found = findings(plan)
-        checked_in.append(combination)
-        breaks = [finding for finding in found if not finding.passed]
-        count = f"{len(breaks)} of {len(found)} promises broken" if breaks else f"{len(found)} promises"
+        results = findings(plan)
+        breaks = [finding for finding in results if not finding.passed]
+        broken[combination] = {finding.promise for finding in breaks}
+        count = f"{len(breaks)} of {len(results)} promises broken" if breaks else f"{len(results)} promises"
         print(f"{'FAIL' if breaks else 'pass'}  {combination}: {count}", flush=True)
-        for finding in found if verbose else breaks:
+        for finding in results if verbose else breaks:
             key = finding.promise, finding.passed or re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", finding.detail)
             line = str(finding).replace(finding.promise, f"{finding.promise} ({{where}})", 1)
             shown.setdefault(key, (line, []))[1].append(combination)
-        broken.update((combination, finding.promise) for finding in breaks)
-    if not checked_in:
+    if not broken:
         raise error
-    at_sizes = own_sizes(checked_in[0])
+    at_sizes = own_sizes(next(iter(broken)))
     breaks = [finding for finding in at_sizes if not finding.passed]
     print(f"{'FAIL' if breaks else 'pass'}  sizes of the run: {len(at_sizes)} promises", flush=True)
     print(*(at_sizes if verbose else breaks), sep="\n", end="\n" * bool(verbose or breaks))
-    refused_in = [combination for _, own in refused.values() for combination in own]
-    tried = dict.fromkeys([*(combination._replace(backend="") for combination in checked_in), *refused_in])
-    for lines, among in ((shown, checked_in), (refused, tried)):
-        for line, own in lines.values():
+    refused_in = [combination for own in refused.values() for combination in own]
+    tried = dict.fromkeys([*(combination._replace(backend="") for combination in broken), *refused_in])
+    for lines, among in ((shown.values(), broken), (refused.items(), tried)):
+        for line, own in lines:
             print(line.replace("{where}", where(own, among), 1))
-    outcome, kept = "keeps the contract in", len(checked_in) - len({combination for combination, _ in broken})
-    if broken or breaks:
+    outcome = "keeps the contract in"
+    if promises := set().union(*broken.values(), (finding.promise for finding in breaks)):
         BROKEN.append(name)
-        number = len({promise for _, promise in broken} | {finding.promise for finding in breaks})
-        outcome = f"{number} promise{'s' * (number > 1)} broken; it keeps the contract in {kept} of"
+        outcome = f"{len(promises)} promise{'s' * (len(promises) > 1)} broken; it keeps the contract in"
+        outcome += f" {list(broken.values()).count(set())} of"
     beside = f", {len(refused_in)} refused" if refused_in else ""
-    print(f"{name}: {outcome} {len(checked_in)} combination{'s' * (len(checked_in) > 1)}{beside}")
-    if settings is not None and not report(cfg, settings, given=given, own=OWN):
+    print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{beside}")
+    if settings is not None and not report(cfg, settings, typed=typed, own=OWN):
         BROKEN.append(name)
     print(UNSEEN)
 
@@ -120,39 +120,40 @@ def where(some: Collection[Combination], among: Collection[Combination]) -> str:
     return f"{len(some)} of {len(among)} combinations: {told}"
 
 
-def combinations(cfg: DictConfig, *, given: set[str]) -> "Iterator[tuple[Combination, Plan | Exception]]":
+def combinations(cfg: DictConfig, *, typed: set[str]) -> "Iterator[tuple[Combination, Plan | Exception]]":
     """All that the typed words leave open: each combination, and its plan or why it is refused.
 
     Args:
-        given: keys that were typed.
+        typed: keys on the command line.
     """
-    from bench.conformance import fast_backend, named_kind
-    from bench.planning import bench_plan, recompose
-    from harness.plan.build import varied
+    from bench.conformance import fast_backend, in_plain, named_kind
+    from bench.planning import bench_plan, compose_typed, own_keys
     from harness.plan.small import of_mechanism, with_small
 
-    recipe = "recipe" in given
-    positioned = recipe or any(key.partition(".")[0] == "position" for key in given)
-    factors = (
-        [HydraConfig.get().runtime.choices.position] if positioned else position_schemes(),
-        [cfg.model.cache] if recipe or "model.cache" in given else ["kv", "hidden"],
-        [cfg.model.attend_self] if recipe or "model.attend_self" in given else [True, False],
+    recipe = "recipe" in typed
+    positioned = recipe or any(key.partition(".")[0] == "position" for key in typed)
+    positions = [HydraConfig.get().runtime.choices.position] if positioned else position_schemes()
+    caches = [cfg.model.cache] if recipe or "model.cache" in typed else ["kv", "hidden"]
+    composed = functools.cache(  # which takes a tenth of the time that a check does
+        lambda position: compose_typed("check", *([] if positioned else [f"position={position}"]))
     )
-    for places in itertools.product(*map(range, map(len, factors))):
-        position, cache, attend_self = (values[i] for values, i in zip(factors, places, strict=True))
+    attending = [cfg.model.attend_self] if recipe or "model.attend_self" in typed else [True, False]
+    for (i, position), (j, cache), (k, attend_self) in itertools.product(
+        *map(enumerate, (positions, caches, attending))
+    ):
         combination = Combination(position, cache, str(attend_self).lower())
-        words = [] if positioned else [f"position={position}"]
-        words += [f"model.cache={cache}", f"model.attend_self={attend_self}"]
         try:
-            plan = of_mechanism(bench_plan(recompose("check", *words, own=OWN)), named_kind(cfg.runtime.device))
-            plan = with_small(plan, given=given)
+            own = copy.deepcopy(composed(position))
+            own.model.cache, own.model.attend_self = cache, attend_self
+            own_keys(own, *OWN)
+            plan = with_small(of_mechanism(bench_plan(own), named_kind(cfg.runtime.device)), given=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error
             continue
         yield combination._replace(backend=backend or "plain"), plan
-        if backend and plan.runtime.backend == "auto" and sum(places) % 2 == 0:
-            yield combination._replace(backend="plain"), varied(plan, runtime={"backend": "plain"})
+        if backend and plan.runtime.backend == "auto" and (i + j + k) % 2 == 0:
+            yield combination._replace(backend="plain"), in_plain(plan)
 
 
 def own_sizes(combination: Combination) -> "list[Finding]":

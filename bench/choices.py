@@ -27,7 +27,7 @@ Choice = tuple[str, object, dict[object, Plan]]
 def follows(plan: Plan) -> Verdict:
     """Each sublayer that sees a past is held to what it ``honours``; what is refused when a model is built is not tried."""
     subject = Subject(plan.make_model, plan.model.span, plan.data["vocabulary"])
-    model, breaks, told = subject.build(), [], []
+    model, told = subject.build(), []
     held = {name: s.honours for name, s in model.sublayers() if s.honours is not None and s.reach() != 0}
     x = torch.randn(2, subject.length, plan.model.d_model, dtype=torch.float64)
     weights = [_weights(model), _weights(move(model))]
@@ -44,10 +44,10 @@ def follows(plan: Plan) -> Verdict:
         told += [f"{key} ({', '.join(values)})"] if found else []
         key += f"={','.join(sorted(values))}"
         if still := [name for name in held if found and says[name] is True and name not in moved]:
-            breaks.append(f"the same comes out of {', '.join(still)} with {key}, which honours say it follows")
+            yield f"the same comes out of {', '.join(still)} with {key}, which honours say it follows"
         if moves := [name for name in held if says[name] is False and name in moved]:
-            breaks.append(f"not the same comes out of {', '.join(moves)} with {key}, which honours deny")
-    return breaks, ", ".join(told) or "there is no other for a sublayer that declares what it honours"
+            yield f"not the same comes out of {', '.join(moves)} with {key}, which honours deny"
+    return ", ".join(told) or "there is no other for a sublayer that declares what it honours"
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:

@@ -1,5 +1,3 @@
 """The format of coded files, under the name by which tests import it."""
 
-from bench.compress import CONDITIONS, MAGIC, pack, unpack
-
-__all__ = ["CONDITIONS", "MAGIC", "pack", "unpack"]
+from bench.compress import CONDITIONS, MAGIC, pack, unpack  # noqa: F401

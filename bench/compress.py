@@ -1,14 +1,15 @@
 """A file coded by a run's own probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
 
-``bench.decompress`` gets it back: probabilities that do not sum to 1 make it longer than the score says. Streams run
-side by side, and the model reads a byte of each at a time: encoder and decoder make equal forward passes in equal
-order, and get equal probabilities, bit for bit, on one machine. What could move a last bit is in the header, and a
-decoder that differs in it is refused. Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
+``bench.decompress`` gets it back. Streams run side by side, and the model reads a byte of each at a time: encoder and
+decoder make equal forward passes in equal order, and get equal probabilities, bit for bit, on one machine. What could
+move a last bit is in the header, and a decoder that differs in it is refused.
+Format: AWT1 | length of the header, 2 bytes | header: JSON, deflated | code.
 """
 
 import json
 import zlib
 from pathlib import Path
+from typing import Literal
 
 import hydra
 import numpy as np
@@ -21,7 +22,6 @@ from bench.planning import Trained, open_trained
 from harness import source
 from harness.cache import write_whole
 from harness.compose.cli import run_command
-from harness.data.corpora import SPLITS
 from harness.data.sources import digest
 from harness.data.streams import score_streams
 from harness.device import runtime
@@ -33,6 +33,7 @@ from harness.record.cells import count_of
 STREAM_BYTES = 4096  # by default: long beside the reach of most models, and enough streams to keep a processor busy
 SAME = "allowed is the run, code, machine, threads, precision and backend that coded it"
 RAW = np.arange(1, 257) << (BITS - 8)  # all bytes alike, 8 bits each
+SPLIT = Literal["train", "valid", "test"]
 MAGIC, FILE = b"AWT1", ("bytes", "sha256", "streams", "checksum")
 CONDITIONS = ("weights", "source", "device", "device_kind", "instruction_set", "threads", "precision", "backend")
 CONDITIONS += ("torch", "environment")
@@ -45,11 +46,9 @@ USUAL = (  # header, part of the format: the deflater points at it
 
 @torch.no_grad()
 def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, device, advance) -> tuple[bytes, dict]:
-    """Encode ``content``, or decode as many bytes, in at most so many streams; ``advance`` gets the bytes of each pass.
-
-    ``symbols`` has the byte of each number of the vocabulary. Returns the content and counts: ``predicted``, bytes but
-    the first of each stream; their ``bits``; ``escaped``, how many the vocabulary lacks, of 20 bits each.
-    """
+    """Encode ``content``, or decode as many bytes, in at most so many streams; ``advance`` gets the bytes of each pass, and
+    ``symbols`` has the byte of each number of the vocabulary. Returns the content and counts: ``predicted``, bytes but the
+    first of each stream; their ``bits``; ``escaped``, how many the vocabulary lacks, of 20 bits each."""
     lengths = stream_lengths(len(content), streams)
     columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)  # shorter streams end in an unused zero
     for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
@@ -82,8 +81,7 @@ def code_streams(coder: Coder, content: bytes, *, streams, model, symbols, devic
             bits += 20 * missing - float(log_probabilities.numpy()[listed, numbers[listed]].sum()) / np.log(2)
         advance(int(present.sum()))
     counts = {"predicted": len(content) - len(lengths), "bits": bits, "escaped": escaped}
-    content = b"".join(columns[:length, stream].tobytes() for stream, length in enumerate(lengths))
-    return content, counts
+    return b"".join(columns[:length, stream].tobytes() for stream, length in enumerate(lengths)), counts
 
 
 def stream_lengths(n_bytes: int, streams: int) -> list[int]:
@@ -125,11 +123,8 @@ def open_run(cfg: DictConfig) -> tuple[Trained, dict, dict]:
     backends = {part.backend(device.device, training=False) for _, part in model.to(device.device).sublayers()}
     network = json.dumps([plan.config[key] for key in ("variant", "model", "position")] + [list(symbols)], default=str)
     weights = (Path(cfg.run) / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
-    facts = device.describe() | {
-        "weights": digest(weights)[:16],
-        "source": source.digest(plan.config, trust=plan.trust)[:16],
-    }
-    facts |= {"backend": "+".join(sorted(backends)), "torch": facts["versions"]["torch"]}
+    facts = device.describe() | {"weights": digest(weights)[:16], "backend": "+".join(sorted(backends))}
+    facts |= {"source": source.digest(plan.config, trust=plan.trust)[:16], "torch": facts["versions"]["torch"]}
     conditions = {name: facts.get(name) for name in CONDITIONS}
     return trained, {"model": model, "symbols": symbols, "device": device}, conditions
 
@@ -141,10 +136,10 @@ def read_input(file: str | None, *, out: str) -> bytes:
         content = b"" if file is None else Path(file).read_bytes()
     except OSError as error:
         raise ValueError(f"file={file}: cannot be read ({error.strerror})") from error
-    if path.is_dir() or (file is not None and path.exists() and path.samefile(file)):
-        raise ValueError(
-            f"out={out}: is {'a folder' if path.is_dir() else 'the file that is read'}; allowed is a new file"
-        )
+    if path.is_dir():
+        raise ValueError(f"out={out}: is a folder; allowed is a new file")
+    if file is not None and path.exists() and path.samefile(file):
+        raise ValueError(f"out={out}: is the file that is read; allowed is a new file")
     if not next(place for place in path.absolute().parents if place.exists()).is_dir():
         raise ValueError(f"out={out}: cannot be written, a file is in its way")
     return content
@@ -152,14 +147,15 @@ def read_input(file: str | None, *, out: str) -> bytes:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="compress")
 def main(cfg: DictConfig) -> None:
-    file, split = (checked(cfg[key], str | None, key=key) for key in ("file", "split"))
+    file, split = checked(cfg.file, str | None, key="file"), checked(cfg.split, SPLIT | None, key="split")
     if (file is None) == (split is None):
         raise ValueError(f"file={file} split={split}: one of them must be given, the other null")
-    streams, out = checked(cfg.streams, int | None, key="streams"), checked(cfg.out, str, key="out")
+    streams = cfg.streams
+    if streams is not None and type(streams) is not int:
+        raise ValueError(f"streams={streams}: must be int or null")
     if streams is not None and streams < 1:
         raise ValueError(f"streams={streams}: must be at least 1, or null for one every {STREAM_BYTES} bytes")
-    if split not in (None, *SPLITS):
-        raise ValueError(f"split={split}: allowed are {', '.join(SPLITS)}")
+    out = checked(cfg.out, str, key="out")
     content = read_input(file, out=out)
     trained, how, conditions = open_run(cfg)
     if split is not None:

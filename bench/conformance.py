@@ -12,11 +12,11 @@ import torch
 from bench.choices import follows
 from harness.count.flops import count_flops
 from harness.loop.admission import ideal_beside_executed
-from harness.plan.build import Plan, varied
+from harness.plan.build import Plan
 from harness.plan.small import runs
 from variants.conformance import Finding, check, finding_of, learns
 from variants.conformance.fixture import Subject, Verdict
-from variants.conformance.forward import equal_backends
+from variants.conformance.numbers import equal_backends
 
 NEEDED = "needed FLOPs are at most the executed ones"
 LONG = 70
@@ -31,14 +31,13 @@ def named_kind(device: str) -> str:
 def findings(plan: Plan) -> list[Finding]:
     """Every promise, one finding each, on the very model of a small plan; only the first where it cannot be built."""
     vocabulary = plan.data["vocabulary"]
-    found = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
-    if len(found) > 1:
-        backend = fast_backend(plan)
-        found += [ideal_beside_executed(plan), finding_of(NEEDED, partial(needed_at_most_executed, plan))]
-        found += [finding_of("a choice that is accepted is followed", partial(follows, plan))]
-        found += [learns(plan.make_model, vocabulary=vocabulary)]
-        found += [backends_agree(plan, backend)] if backend else []
-    return found
+    results = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
+    if len(results) > 1:
+        results += [ideal_beside_executed(plan), finding_of(NEEDED, partial(needed_at_most_executed, plan))]
+        results += [finding_of("a choice that is accepted is followed", partial(follows, plan))]
+        results += [learns(plan.make_model, vocabulary=vocabulary)]
+        results += [backends_agree(plan, backend)] if (backend := fast_backend(plan)) else []
+    return results
 
 
 def fast_backend(plan: Plan) -> str | None:
@@ -57,32 +56,37 @@ def fast_backend(plan: Plan) -> str | None:
     return "+".join(sorted(backends - {"plain"})) or None
 
 
+def in_plain(plan: Plan) -> Plan:
+    """The same in plain PyTorch."""
+    return replace(plan, runtime=replace(plan.runtime, backend="plain"))
+
+
 def needed_at_most_executed(plan: Plan) -> Verdict:
     """What a mechanism says a training step needs is no more than what it executes, without a past and with one."""
     torch.manual_seed(0)
-    model, segment, lines, breaks = plan.make_model().train(), 2 * plan.model.span, [], []
+    model, segment, lines = plan.make_model().train(), 2 * plan.model.span, []
     if silent := model.flops_estimated_3x():
-        return [], f"not said by {', '.join(silent)}"
+        return f"not said by {', '.join(silent)}"
     tokens = torch.randint(plan.data["vocabulary"], (2, segment))
     for carried, state in ((0, None), (segment, model(tokens).state)):
         step = count_flops(lambda state=state: model(tokens, state).logits.sum().backward(), gradients=True)
         needed, executed = model.needed_flops(segment, carried=carried).training, step.total / tokens.numel()
         lines.append(f"train, {carried} bytes carried: {needed:,.0f} needed, {executed:,.0f} executed per byte")
-        breaks += lines[-1:] if needed > executed else []
-    return breaks, "; ".join(lines)
+        if needed > executed:
+            yield lines[-1]
+    return "; ".join(lines)
 
 
 def backends_agree(plan: Plan, backend: str) -> Finding:
     """The fast backend against the plain one, at the plan's span and, if that can be, where heads differ in width."""
     asked = plan.model.span
-    for span in (asked, asked * -(-LONG // asked)):
-        fast = varied(plan, model={"span": span})
+    for span in dict.fromkeys((asked, asked * -(-LONG // asked))):
+        fast = replace(plan, model=replace(plan.model, span=span))
         if span != asked and not runs(fast):
             break
-        plain = varied(fast, runtime={"backend": "plain"})
-        subjects = (Subject(own.make_model, span, plan.data["vocabulary"]) for own in (fast, plain))
-        found = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
-        finding = replace(found, detail=f"span {span}, {found.detail}")
+        subjects = (Subject(own.make_model, span, plan.data["vocabulary"]) for own in (fast, in_plain(fast)))
+        finding = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
+        finding = replace(finding, detail=f"span {span}, {finding.detail}")
         if not finding.passed:
             break
     return finding

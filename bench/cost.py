@@ -15,7 +15,7 @@ segment stays, the span is the length, and streams carry a full state. FLOPs per
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import hydra
 from annotated_types import Gt
@@ -23,18 +23,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.compose.cli import run_command
+from harness.plan.settings import RuntimeSettings
+
+BACKEND, ALLOCATOR = (RuntimeSettings.__annotations__[key] for key in ("backend", "allocator"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostSettings:
     """The keys of ``conf/cost.yaml``, which says what they mean."""
 
-    variants: list | None
-    lengths: list
+    variants: list[str] | None
+    lengths: list[Annotated[int, Gt(0)]]
     mode: Literal["cold", "stream"]
-    backends: list
-    spans: list
-    allocators: list
+    backends: list[BACKEND]
+    spans: list[Literal["learned", "one_long", "initial"]]
+    allocators: list[ALLOCATOR]
     streams: Annotated[int, Gt(0)]
     rounds: Annotated[int, Gt(0)]
     seconds: Annotated[float, Gt(0)]
@@ -60,7 +63,8 @@ def main(cfg: DictConfig) -> None:
         measure_together,
     )
     from bench.planning import bench_plan
-    from bench.report.tables_costs import cost_tables, for_terminal
+    from bench.report.columns import for_terminal
+    from bench.report.tables_costs import cost_tables
     from bench.rows import RowFile
     from harness.loop.admission import admission
     from harness.loop.progress import Steps
@@ -91,7 +95,7 @@ def main(cfg: DictConfig) -> None:
         for group in filter(None, groups):
             for row in measure_together(group, settings=settings, progress=progress):
                 rows.append(file.append(row))
-    for table in cost_tables(rows)[::2]:  # those of speed; what they are made of is in the report
+    for table in cost_tables(rows):  # the other columns are in the report
         print_table(for_terminal(table))
     print(f"rows: {file.path}")
 
@@ -104,7 +108,9 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     from harness.plan.settings import parse
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
-    _check_lists(settings)
+    for key in ("variants", "lengths", "backends", "spans", "allocators"):
+        if (values := getattr(settings, key)) is not None and not values:
+            raise ValueError(f"{key}=[]: must be a list of one or more")
     if not isinstance(cfg.checkpoint, str):  # the section that says when a training run writes one
         if settings.variants is None:
             return settings, [cfg], None
@@ -116,24 +122,8 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
                 f"{', '.join(BESIDE_A_CHECKPOINT)}"
             )
     typed = {"runtime": cfg.runtime, "trust": cfg.trust}
-    own = open_trained(Path(cfg.checkpoint), key="checkpoint", **typed)
-    return settings, [OmegaConf.create(own.plan.config)], cfg.checkpoint
-
-
-def _check_lists(settings: CostSettings) -> None:
-    from bench.weights import KINDS
-    from harness.plan.settings import RuntimeSettings
-
-    hints = RuntimeSettings.__annotations__
-    choices = {f"{key}s": get_args(hints[key]) for key in ("backend", "allocator")} | {"spans": KINDS}
-    for key, allowed in choices.items():
-        found = getattr(settings, key)
-        if not found or set(map(str, found)) - set(allowed):
-            raise ValueError(f"{key}={found}: must be a list of {', '.join(allowed)}")
-    if not settings.lengths or not all(isinstance(length, int) and length > 0 for length in settings.lengths):
-        raise ValueError(f"lengths={settings.lengths}: must be a list of bytes, each an integer above 0")
-    if settings.variants is not None and not settings.variants:
-        raise ValueError("variants=[]: must be a list of variants, or null for the one of variant=")
+    trained = open_trained(Path(cfg.checkpoint), key="checkpoint", **typed)
+    return settings, [OmegaConf.create(trained.plan.config)], cfg.checkpoint
 
 
 def _task(config: DictConfig, settings: CostSettings, *, length: int, weights: str | None, spans: str, **runtime: str):
@@ -141,13 +131,13 @@ def _task(config: DictConfig, settings: CostSettings, *, length: int, weights: s
     from bench.cost_worker import Task
     from bench.planning import bench_plan, typed_command
 
-    own, warm = copy.deepcopy(config), settings.mode == "stream"
-    own.batch.streams, own.batch.carry, own.batch.accumulate = settings.streams, warm, 1
-    own.batch.segment = own.batch.segment if warm else length
-    own.runtime.update(runtime)
+    cell, warm = copy.deepcopy(config), settings.mode == "stream"
+    cell.batch.streams, cell.batch.carry, cell.batch.accumulate = settings.streams, warm, 1
+    cell.batch.segment = cell.batch.segment if warm else length
+    cell.runtime.update(runtime)
     if weights is None:
-        own.model.span = length
-    plan, same = bench_plan(own), {"weights": weights, "spans": spans, "command": typed_command("cost")}
+        cell.model.span = length
+    plan, same = bench_plan(cell), {"weights": weights, "spans": spans, "command": typed_command("cost")}
     return Task(config=plan.config, trusted=plan.trust, warm=warm, span=length, **same)
 
 

@@ -8,16 +8,15 @@ import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
-from bench.measure import growth_bytes, peak_bytes, times
+from bench.measure import peak_bytes, times
 from bench.planning import open_trained, provenance
 from bench.weights import learned_spans, place_spans, shake_, spans_of
-from harness.count.flops import count_flops, forward_flops_per_byte, optimizer_flops
+from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
 from harness.data.corpora import Streams
@@ -46,7 +45,7 @@ class Task:
         warm: whether the streams carry a state as long as the window.
         weights: a run folder whose best weights are measured, or None for a fresh model.
         span: what a query may see, where that differs from what the model was built for.
-        spans: where a fresh model's learned spans are, one of ``bench.weights.KINDS``.
+        spans: where a fresh model's learned spans are, ``learned``, ``one_long`` or ``initial``.
         command: what was typed.
     """
 
@@ -74,8 +73,8 @@ class Subject:
 
     def identity(self) -> dict:
         """Provenance; no allocator on a GPU, whose memory the C library does not manage."""
-        found = provenance(self.plan, kind="cost", corpus=self.corpus, runtime=self.runtime, command=self.task.command)
-        return found | ({"allocator": None} if self.device.type == "cuda" else {})
+        facts = provenance(self.plan, kind="cost", corpus=self.corpus, runtime=self.runtime, command=self.task.command)
+        return facts | ({"allocator": None} if self.device.type == "cuda" else {})
 
     def build(self) -> None:
         """The model, and in warm state the streams' past."""
@@ -84,7 +83,9 @@ class Subject:
         random_state.seed(self.plan.seed)
         self.model = self._model().to(self.device)
         self.forward = self.runtime.forward(self.model)
-        self.state = self._full_state(self._batch()[0]) if self.task.warm else None
+        self.state = (
+            full_state(self.model, self._batch()[0], span=self.span, where=self.runtime) if self.task.warm else None
+        )
         self._generated: tuple[torch.Tensor, State] | None = None  # a stream's last byte, and its state before that
         self._warmed: set[str] = set()
 
@@ -109,8 +110,8 @@ class Subject:
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
 
     def train_memory(self) -> dict:
-        """Peak of a training step after warm-up, what it is made of, what each further step leaves behind, and the
-        seconds that the first steps took beyond a later one."""
+        """Peak of a training step after warm-up, what it is made of, and the seconds that the first steps took beyond a later
+        one."""
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
@@ -118,9 +119,8 @@ class Subject:
         taken_ms = steps(least_calls=WARM_STEPS)
         self.meter.reset()
         taken_ms += steps(least_calls=MEASURED_STEPS)
-        peak = self.meter.read()  # before the growth is, which gives freed memory back after every step
-        growth = growth_bytes(self._train, calls=2, device=self.device)
-        found = {
+        peak = self.meter.read()
+        return {
             "parameter_bytes": parameter_bytes(self.model),
             "touched_bytes": self.model.touched_parameters() * next(self.model.parameters()).element_size(),
             "gradient_bytes": self.update.gradient_bytes,
@@ -128,10 +128,8 @@ class Subject:
             "train_peak_bytes": peak.bytes,
             "peak_reserved_bytes": peak.reserved_bytes,
             "approximate": peak.approximate,
-            "growth_bytes_per_step": growth,
             "first_steps_s": max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000,
         }
-        return found
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
         """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so long, and one at least.
@@ -142,24 +140,20 @@ class Subject:
         call = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
         if kind == "generate" and self._generated is None:
             call()
-        found = times(call, synchronise=self.runtime.synchronise, most_seconds=seconds)
-        warm = kind in self._warmed or len(found) == 1
+        times_ms = times(call, synchronise=self.runtime.synchronise, most_seconds=seconds)
+        warm = kind in self._warmed or len(times_ms) == 1
         self._warmed.add(kind)
-        return found if warm else found[1:]
+        return times_ms if warm else times_ms[1:]
 
     def flops(self) -> dict:
-        """FLOPs counted and needed, and bytes moved: the forward per byte is warm, step and training are what is timed."""
+        """FLOPs counted and needed: the forward per byte is warm, step and training are what is timed."""
         segment = self.plan.batch.segment
         with self.runtime.autocast():
             warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
-        plainly = dataclasses.replace(self.runtime, compile=False)
-        nothing = {"step": lambda fraction, loss: None, "zero_grad": lambda: None}  # gradients stay, for the update
-        nothing = SimpleNamespace(**nothing, skip_nonfinite=False)
-        backward_only = Update(self.model, nothing, plainly, accumulate=self.plan.batch.accumulate)
-        inputs, targets = self._batch()
-        step = count_flops(lambda: backward_only(inputs, targets, self.state, fraction=MIDDLE), gradients=True)
+        forward = dataclasses.replace(self.runtime, compile=False).forward(self.model)
+        backward = partial(self.update.gradients, *self._batch(), self.state, forward=forward)
+        step = count_flops(backward, gradients=True)
         needed = self.model.needed_flops(segment, carried=self.span if self.task.warm else 0)
-        update = optimizer_flops(lambda: self.update.optimizers.step(MIDDLE))
         self.update.optimizers.zero_grad()
         return {
             "flops": {
@@ -168,10 +162,8 @@ class Subject:
                 "training_per_byte": needed.training,
                 "flops_estimated_3x": self.model.flops_estimated_3x(),
                 "step": step.total,
-                "optimizer": update.total,
                 "unknown": step.unknown,
-            },
-            "bytes_moved": {"step": step.moved_bytes, "optimizer": update.moved_bytes},
+            }
         }
 
     def _model(self) -> LanguageModel:
@@ -201,16 +193,13 @@ class Subject:
             logits = self.forward(inputs, self.state).logits
         F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def _full_state(self, inputs: torch.Tensor) -> State:
-        return full_state(self.model, inputs, span=self.span, where=self.runtime)
-
     @torch.no_grad()
     def _generate(self) -> None:
         """One byte of one stream: the likeliest after those before it."""
         self.model.eval()
         if self._generated is None:
             inputs = self._batch()[0][:1]
-            self._generated = inputs[:, -1:], self._full_state(inputs)
+            self._generated = inputs[:, -1:], full_state(self.model, inputs, span=self.span, where=self.runtime)
         byte, state = self._generated
         with self.runtime.autocast():
             out = self.model(byte, state)
@@ -235,5 +224,4 @@ def _rehearse(plan: Plan, where: Runtime) -> None:
     tokens = torch.zeros(1, REHEARSED_BYTES, dtype=torch.int64, device=where.device)
     update = Update(model, plan.make_optimizers(model), where)
     count_flops(lambda: update(tokens, tokens, None, fraction=MIDDLE), gradients=True)
-    optimizer_flops(lambda: update.optimizers.step(MIDDLE))
     forward_flops_per_byte(model, segment=REHEARSED_BYTES, most_bytes=REHEARSED_BYTES)

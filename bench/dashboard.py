@@ -58,18 +58,15 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
         match kind:
             case "curve" | "histogram":  # W&B draws a histogram's key over steps as a heat map
                 regex = "|".join(pattern_of(metric) for metric in y if "*" in metric) or None
-                own = {
-                    "y": [metric for metric in y if "*" not in metric],
-                    "metric_regex": regex,
-                    "log_x": log_x or None,
-                }
+                lines = {"y": [metric for metric in y if "*" not in metric], "metric_regex": regex}
                 # A smoothed curve is another number than the one that was measured.
-                return wr.LinePlot(title=title, x=x, title_x=x_label, smoothing_type="none", **own)
+                style = {"x": x, "title_x": x_label, "log_x": log_x or None, "smoothing_type": "none"}
+                return wr.LinePlot(title=title, **lines, **style)
             case "bars":
                 return wr.BarPlot(title=title, metrics=y, orientation="h")
             case "scatter":
-                across, up = wr.SummaryMetric(x), wr.SummaryMetric(y[0])
-                return wr.ScatterPlot(title=title, x=across, y=up, log_x=log_x, regression=False)
+                metrics = {"x": wr.SummaryMetric(x), "y": wr.SummaryMetric(y[0])}
+                return wr.ScatterPlot(title=title, **metrics, log_x=log_x, regression=False)
             case "parallel":
                 return wr.ParallelCoordinatesPlot(title=title, columns=[axis(metric) for metric in y])
             case "runs":
@@ -77,13 +74,12 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
             case "images":
                 return wr.MediaBrowser(title=title, media_keys=y, num_columns=1)
 
-    def section(node: dict):
+    made = []
+    for node in sections:
         layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=-(-len(node["panels"]) // COLUMNS))
         panels = [drawn(**panel) for panel in node["panels"]]
-        return ws.Section(name=node["title"], panels=panels, is_open=True, layout_settings=layout)
-
+        made.append(ws.Section(name=node["title"], panels=panels, is_open=True, layout_settings=layout))
     settings = ws.WorkspaceSettings(x_axis="bytes_seen", remove_legends_from_panels=False)
-    made = [section(node) for node in sections]
     return ws.Workspace(entity=entity, project=project, name=name, sections=made, settings=settings)
 
 

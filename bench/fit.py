@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import CONF
 from bench.cost_worker import full_state
 from bench.planning import own_keys, provenance, typed_command
-from bench.report.tables_costs import fit_tables, for_terminal
+from bench.report.columns import for_terminal
+from bench.report.tables_costs import fit_tables
 from bench.rows import RowFile
 from bench.weights import place_spans
 from harness.compose.cli import run_command
@@ -57,14 +58,14 @@ LARGE = 2**20
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
-    own = own_keys(cfg, *OWN)
+    keys = own_keys(cfg, *OWN)
     plan = plan_run(cfg, **hydra_facts())
     kind = kind_of(plan)
-    name, limit_bytes = device_limit(own, kind=kind)
-    names = [own["largest"]] if isinstance(own["largest"], str) else own["largest"] or []
+    name, limit_bytes = device_limit(keys, kind=kind)
+    names = [keys["largest"]] if isinstance(keys["largest"], str) else keys["largest"] or []
     if not isinstance(names, list) or not set(names) <= {"streams", "span"}:
-        raise ValueError(f"largest={own['largest']}: allowed are streams, span, [streams,span] and []")
-    spans = checked(own["spans"], list | None, key="spans")
+        raise ValueError(f"largest={keys['largest']}: allowed are streams, span, [streams,span] and []")
+    spans = checked(keys["spans"], list | None, key="spans")
     admission(of_mechanism(plan, kind))
     file, prediction = RowFile(Path(cfg.outputs), verb="fit"), predict(plan, spans=spans)
     largest = {"streams": None, "span": None}
@@ -99,14 +100,14 @@ def kind_of(plan: Plan) -> str:
     return "cpu" if plan.runtime.device.partition(":")[0] == "cpu" else "cuda"
 
 
-def device_limit(own: dict, *, kind: str) -> tuple[str, int | None]:
+def device_limit(keys: dict, *, kind: str) -> tuple[str, int | None]:
     """The device's name and the bytes of its memory, where the verb's own keys say; ValueError where they are at odds."""
-    hardware, devices = own["hardware"], own["devices"]
+    hardware, devices = keys["hardware"], keys["devices"]
     if hardware is not None and (hardware not in devices or kind == "cpu"):
         allowed = "null with runtime.device=cpu" if kind == "cpu" else f"null, {', '.join(devices)}"
         raise ValueError(f"hardware={hardware}: allowed are {allowed}")
     device = devices[hardware] if hardware else {"name": kind, "memory": None}
-    memory = device["memory"] if own["device_memory"] is None else own["device_memory"]
+    memory = device["memory"] if keys["device_memory"] is None else keys["device_memory"]
     return device["name"], None if memory is None else parse_memory(memory)
 
 
@@ -254,7 +255,7 @@ def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
     state, past, after = after if b.carry else None, None, None
     tracker, forward = MemTracker(), update.forward
     tracker.track_external(model, *optimizers.optimizers.values(), inputs, targets, *tensors_of(state))
-    kept = tracker.get_tracker_snapshot()[CPU]["Optstate"]
+    state_bytes = tracker.get_tracker_snapshot()[CPU]["Optstate"]
 
     def tracked(*args, **kwargs):
         tracker.reset_mod_stats()  # it follows one forward of a model, and accumulation makes several
@@ -264,7 +265,7 @@ def _split(plan: Plan, model: LanguageModel) -> dict[str, int]:
     with tracker:
         update(inputs, targets, state, fraction=0.5)
     peak = tracker.get_tracker_snapshot("peak")[CPU]
-    optimizer_bytes = min(kept, peak["Optstate"])  # what an update makes for itself is counted there, too
+    optimizer_bytes = min(state_bytes, peak["Optstate"])  # what an update makes for itself is counted there, too
     return {
         "parameters": peak["Parameter"] + peak["Buffer"],
         "gradients": peak["Gradient"],

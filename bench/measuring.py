@@ -23,7 +23,7 @@ class _Measured(Asked):
     """A cell with what is known of it so far."""
 
     task: Task
-    found: dict = field(default_factory=dict)
+    facts: dict = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
 
 
@@ -42,12 +42,12 @@ def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Ite
     for number, cell in enumerate(cells):
         if cell.status == OUT_OF_MEMORY and len(cells) > 1:
             cells[number] = _measure([cell.task], settings=settings, progress=progress)[0]
-            cells[number].found["interleaved"] = False
+            cells[number].facts["interleaved"] = False
     for cell in cells:
         row = _row(cell, settings=settings, together=len(cells))
         progress.print(_line(row))
-        if said := busy_words(row["load"]):
-            progress.print(said)
+        if warning := busy_words(row["load"]):
+            progress.print(warning)
         yield row
 
 
@@ -60,21 +60,21 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
             new = _Measured(name=name, task=task, cell=Cell(Subject, task, memory_limit_bytes=limit))
             cells.append(new)
             progress.doing(f"{name}, {task.config['runtime']['backend']}: memory")
-            new.found |= new.ask("identity") or {}
+            new.facts |= new.ask("identity") or {}
             new.ask("build")
-            new.found |= new.ask("facts") or {}
+            new.facts |= new.ask("facts") or {}
             new.name = ", ".join(
-                [name, new.found.get("backend", task.config["runtime"]["backend"]), *_setting(new.found)]
+                [name, new.facts.get("backend", task.config["runtime"]["backend"]), *_setting(new.facts)]
             )
             if any(_same(new, other) for other in cells[:-1]):
                 cells.pop().cell.close()
                 progress.advance(STEPS)
                 continue
-            new.found["memory"] = (new.ask("inference_memory") or {}) | (new.ask("train_memory") or {})
+            new.facts["memory"] = (new.ask("inference_memory") or {}) | (new.ask("train_memory") or {})
             progress.advance()
-        meter = load_meter(cells[0].found)
+        meter = load_meter(cells[0].facts)
         how = {"rounds": settings.rounds, "progress": progress, "seconds": settings.seconds}
-        on_cpu = cells[0].found.get("device_kind") == "cpu"
+        on_cpu = cells[0].facts.get("device_kind") == "cpu"
         for kind in KINDS if on_cpu else KINDS[:2]:
             for cell, ms in in_turn(
                 cells, "times", kind, spent_ms=lambda cell, kind=kind: sum(cell.times[kind]), **how
@@ -82,10 +82,10 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
                 cell.times[kind] += ms or []
         load = meter.read()
         for cell in cells:
-            cell.found["load"] = load
+            cell.facts["load"] = load
         for cell in cells:
             progress.doing(f"{cell.name}: FLOPs")
-            cell.found |= cell.ask("flops") or {}
+            cell.facts |= cell.ask("flops") or {}
             progress.advance()
     finally:
         for cell in cells:
@@ -95,22 +95,22 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
 
 def _same(new: _Measured, other: _Measured) -> bool:
     """Whether two cells run the same code in the same setting."""
-    known = "backend" in new.found and "backend" in other.found
+    both = "backend" in new.facts and "backend" in other.facts
     same = ("variant", "backend", "evaluation_backend", "spans_from", "allocator")
-    return known and all(new.found[key] == other.found[key] for key in same)
+    return both and all(new.facts[key] == other.facts[key] for key in same)
 
 
-def _setting(found: dict) -> list[str]:
+def _setting(facts: dict) -> list[str]:
     """Where the spans are and what becomes of freed memory, where a cell has one of each."""
-    return list(filter(None, (found.get("spans_from"), found.get("allocator"))))
+    return list(filter(None, (facts.get("spans_from"), facts.get("allocator"))))
 
 
 def _row(cell: _Measured, *, settings, together: int) -> dict:
     """What was found, with every key that a row of this kind has; None where the cell did not get that far."""
     task, batch = cell.task, cell.task.config["batch"]
-    assert "source" in cell.found, f"no provenance: {cell.reason}"
-    memory = cell.found.get("memory") or {}
-    times = {f"{kind}_ms": percentiles(ms).as_dict() if ms else None for kind, ms in cell.times.items()}
+    assert "source" in cell.facts, f"no provenance: {cell.reason}"
+    memory = cell.facts.get("memory") or {}
+    times = {f"{kind}_ms": percentiles(ms) if ms else None for kind, ms in cell.times.items()}
     measured = {
         "mode": settings.mode,
         "length": task.span,
@@ -124,10 +124,10 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "interleaved": together > 1,
         "time": {"first_steps_s": memory.pop("first_steps_s", None), **times},
     }
-    unknown = ("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops", "bytes_moved")
+    unknown = ("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops")
     nothing = dict.fromkeys(unknown)
     backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
-    row = {"backend": backend} | nothing | measured | cell.found | {"memory": memory}
+    row = {"backend": backend} | nothing | measured | cell.facts | {"memory": memory}
     return row | {"utilisation": utilisation(row)}
 
 
@@ -137,11 +137,7 @@ def _line(row: dict) -> str:
         return f"{name}: {row['status']} ({row['reason']})"
     train, generate = row["time"]["train_ms"], row["time"]["generate_ms"]
     about, peak = "about " if row["memory"]["approximate"] else "", row["memory"]["train_peak_bytes"]
-    held = "peak memory not known" if peak is None else f"{about}{peak / 2**20:,.1f} MiB"
-    used = ""
-    if row["utilisation"] is not None:
-        guessed = "about " if row["flops"]["flops_estimated_3x"] else ""
-        used = f", {guessed}{row['utilisation']['share']:.1%} of the device's peak"
+    memory = "peak memory not known" if peak is None else f"{about}{peak / 2**20:,.1f} MiB"
     step = f"{train['p50']:,.1f} ms a step (n {train['n']})"
     byte = f", {generate['p50']:.2f} ms a generated byte (n {generate['n']})" if generate else ""
-    return f"{name}: {step}{byte}, {held}{used}"
+    return f"{name}: {step}{byte}, {memory}"

@@ -1,5 +1,4 @@
-"""What a device makes of a variant, as ``bench.check`` shows it: every candidate's proof and time, agreement with float64, and
-whether the fast mode learns what plain float32 does.
+"""What a device makes of a variant, as ``bench.check`` shows it: every candidate's proof and time, and agreement with float64.
 
 For agreement a small model reads three segments with carried state on the device, eager or compiled; plain PyTorch in
 float64 on a CPU, from the same weights and bytes, says which logits and gradients must come out. Then the trainer takes one step.
@@ -11,10 +10,8 @@ what ``agree.float32_error`` says, or twice what plain errs on that device if th
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +21,10 @@ from torch import Tensor
 
 from bench import conformance
 from bench.planning import bench_plan, recompose
-from harness.data import corpora
-from harness.data.corpora import Corpus
 from harness.device import runtime
 from harness.device.first_use import Choice
 from harness.device.runtime import Runtime
-from harness.loop.settle import chosen, products, settled
-from harness.loop.trainer import Trainer
+from harness.loop.settle import chosen, products
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, varied
@@ -43,8 +37,6 @@ FEW = 64
 """Numbers of a gradient below which plain may err little by luck: it may err as the worst of plain's does."""
 PLAIN = {"backend": "plain", "precision": "float32", "compile": False}
 HOST = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
-SPREADS = 2.0
-"""Times the spread of plain's seeds that the means may be apart: a mean of three is that far off by chance now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +54,6 @@ class AgreementSettings:
     large: dict
     large_batch: dict
     small: dict
-    steps: int
-    seeds: list
 
 
 def settings_of(cfg: DictConfig) -> AgreementSettings | None:
@@ -74,40 +64,29 @@ def settings_of(cfg: DictConfig) -> AgreementSettings | None:
     return settings if asked and _kind(cfg) else None
 
 
-def report(cfg: DictConfig, settings: AgreementSettings, *, given: set[str], own: tuple[str, ...]) -> bool:
-    """Print it, proofs and training on a device that is no CPU only; False where something fails, and ValueError where every
-    case of agreement is refused. ``given`` are keys that were typed, and ``own`` those of the command, which no plan has."""
-    name, device, failed = cfg.variant.name, cfg.runtime.device, 0
-    elsewhere = conformance.named_kind(device) != "cpu"
-
-    def plan_of(*words: str) -> Plan:
-        """In the sizes that were typed, or else in those that are compared."""
-        typed = {key.partition(".")[0] for key in given - {"model.cache", "model.attend_self"}}
-        sized = partial(recompose, "check") if typed & {"recipe", "model"} else partial(_sized, cfg, settings)
-        return bench_plan(sized(*words, own=own))
-
-    if elsewhere:
-        lines, failed = proofs(plan_of())
-        print(*lines, sep="\n", flush=True)
-    counts = Counter()
-    for label, outcome, detail in agreement(cfg, settings, given=given, own=own):
-        print(f"{outcome}  {label}: {detail}", flush=True)
-        counts[outcome] += 1
-    if set(counts) == {"refused"}:
-        raise ValueError(detail)
-    beside = f", {counts['refused']} refused" if counts["refused"] else ""
-    cases = f"{counts['pass']} of {counts['pass'] + counts['FAIL']} cases{beside}"
-    print(f"{name}: agrees with float64 on {device} in {cases}")
-    if elsewhere:
-        fast = () if "runtime.precision" in given else ("runtime.precision=bfloat16",)
-        good, said = learns_alike(plan_of(f"budget.steps={settings.steps}", *fast), seeds=settings.seeds)
-        print(f"{'pass' if good else 'FAIL'}  {settings.steps} steps of training: {said}")
-        failed += not good
-    return not failed + counts["FAIL"]
-
-
 def _kind(cfg: DictConfig) -> str:
     return runtime.device_kind(parse(RuntimeSettings, cfg.runtime, key="runtime"))
+
+
+def report(cfg: DictConfig, settings: AgreementSettings, *, typed: set[str], own: tuple[str, ...]) -> bool:
+    """Print it, proofs on a device that is no CPU only; False where something fails, and ValueError where every case of agreement
+    is refused. ``typed`` are keys on the command line, and ``own`` those of the command, which no plan has."""
+    failed, outcomes = 0, Counter()
+    if conformance.named_kind(cfg.runtime.device) != "cpu":
+        # In the sizes that were typed, or in those that are compared.
+        sections = {key.partition(".")[0] for key in typed - {"model.cache", "model.attend_self"}}
+        sized = sections & {"recipe", "model"}
+        lines, failed = proofs(bench_plan(recompose("check", own=own) if sized else _sized(cfg, settings, own=own)))
+        print(*lines, sep="\n", flush=True)
+    for label, outcome, detail in agreement(cfg, settings, typed=typed, own=own):
+        print(f"{outcome}  {label}: {detail}", flush=True)
+        outcomes[outcome] += 1
+    if set(outcomes) == {"refused"}:
+        raise ValueError(detail)
+    beside = f", {outcomes['refused']} refused" if outcomes["refused"] else ""
+    cases = f"{outcomes['pass']} of {outcomes['pass'] + outcomes['FAIL']} cases{beside}"
+    print(f"{cfg.variant.name}: agrees with float64 on {cfg.runtime.device} in {cases}")
+    return not failed + outcomes["FAIL"]
 
 
 def proofs(plan: Plan, *, choosing: Callable[..., Choice | None] = chosen) -> tuple[list[str], int]:
@@ -118,53 +97,30 @@ def proofs(plan: Plan, *, choosing: Callable[..., Choice | None] = chosen) -> tu
     if choice is None:
         return [f"{plan.variant}: has no candidates beside plain PyTorch on {plan.runtime.device}"], 0
     lines = []
-    for backend, found in choice.verdicts.items():
+    for backend, verdicts in choice.verdicts.items():
         step_ms = choice.step_ms.get(backend)
-        runs = "does not run at the plan's shapes" if step_ms is None else f"{step_ms:.3g} ms in all layers"
-        for sublayer, verdict in found.items():
+        speed = "does not run at the plan's shapes" if step_ms is None else f"{step_ms:.3g} ms in all layers"
+        for sublayer, verdict in verdicts.items():
             errs = "" if verdict.error is None else f", errs {verdict.error:.1e} of {verdict.allowed:.1e}"
-            told = f"{verdict.case or verdict.said}{errs}, {verdict.cases} cases in {verdict.seconds:.0f} s; {runs}"
+            told = f"{verdict.case or verdict.said}{errs}, {verdict.cases} cases in {verdict.seconds:.0f} s; {speed}"
             good = verdict.passed and step_ms is not None
             lines.append(f"{'pass' if good else 'FAIL'}  proof of {backend}, {sublayer}: {told}")
     return [*lines, *choice.why], sum(line.startswith("FAIL") for line in lines)
 
 
-def learns_alike(plan: Plan, *, seeds: Sequence[int], settle: Callable[..., Plan] = settled) -> tuple[bool, str]:
-    """Whether the plan's mode ends where plain float32 does: mean bits per byte over seeds, by the spread of plain's."""
-    if len(seeds) < 2 or not all(isinstance(seed, int) for seed in seeds):
-        raise ValueError(f"agree.seeds={seeds}: must be a list of two integers or more, for their spread")
-    corpus = corpora.load(**plan.data)
-    fast = settle(plan, runtime.start(plan.runtime))
-    plain = varied(plan, runtime=PLAIN)
-    ours, theirs = ([_bits(replace(one, seed=seed), corpus) for seed in seeds] for one in (fast, plain))
-    apart, spread = abs(mean(ours) - mean(theirs)), max(theirs) - min(theirs)
-    mode = f"{fast.runtime.backend}, {fast.runtime.precision}{', compiled' if fast.runtime.compile else ''}"
-    bits = f"{mean(ours):.4f} bits per byte ({mode}), {mean(theirs):.4f} in plain float32"
-    said = f"{bits}: {apart:.4f} apart, seeds {spread:.4f}, at most {SPREADS:g} times that"
-    return apart <= SPREADS * spread, said  # False where one is not a number
-
-
-def _bits(plan: Plan, corpus: Corpus) -> float:
-    """Of valid, after the plan's budget of steps."""
-    training = Trainer(plan, corpus, runtime.start(plan.runtime))
-    while not training.finished:
-        training.step()
-    return training.evaluate(training.choosing(), pairs=training.spent.bytes // 10).bits_per_byte
-
-
 def agreement(
-    cfg: DictConfig, settings: AgreementSettings, *, given: set[str], own: tuple[str, ...]
+    cfg: DictConfig, settings: AgreementSettings, *, typed: set[str], own: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
     """Each case: its label, ``pass``, ``FAIL`` or ``refused``, and how large the worst error is or why."""
-    positioned = "recipe" in given or any(key.partition(".")[0] == "position" for key in given)
+    positioned = "recipe" in typed or any(key.partition(".")[0] == "position" for key in typed)
     position = HydraConfig.get().runtime.choices.position if positioned else None
-    cache = cfg.model.cache if given & {"recipe", "model.cache"} else None
+    cache = cfg.model.cache if typed & {"recipe", "model.cache"} else None
     pairs = [setting.partition("-")[::2] for setting in settings.settings]
     for (scheme, kind), backend, precision, compiled in itertools.product(
         dict.fromkeys((position or scheme, cache or kind) for scheme, kind in pairs),
-        [cfg.runtime.backend] if "runtime.backend" in given else settings.backends,
-        [cfg.runtime.precision] if "runtime.precision" in given else settings.precisions,
-        [cfg.runtime.compile] if "runtime.compile" in given else settings.compiled,
+        [cfg.runtime.backend] if "runtime.backend" in typed else settings.backends,
+        [cfg.runtime.precision] if "runtime.precision" in typed else settings.precisions,
+        [cfg.runtime.compile] if "runtime.compile" in typed else settings.compiled,
     ):
         words = [f"position={scheme}", f"model.cache={kind}", f"runtime.backend={backend}"]
         words += [f"runtime.precision={precision}", f"runtime.compile={compiled}"]
@@ -249,21 +205,20 @@ def _outcome(plan: Plan, model: LanguageModel, device: Runtime) -> dict[str, Ten
     b, generator = plan.batch, torch.Generator().manual_seed(1)
     tokens = torch.randint(plan.data["vocabulary"], (b.streams, SEGMENTS * b.segment + 1), generator=generator)
     tokens, state, forward = tokens.to(device.device), None, device.forward(model.train())
-    for first in range(0, SEGMENTS * b.segment, b.segment):
+    for inputs, targets in zip(tokens[:, :-1].split(b.segment, 1), tokens[:, 1:].split(b.segment, 1), strict=True):
         with device.autocast():
-            out = forward(tokens[:, first : first + b.segment], state)
+            out = forward(inputs, state)
         state = out.state
-        targets = tokens[:, first + 1 : first + b.segment + 1]
         (F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + out.loss).backward()
     zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    found = {f"the gradient of {name}": gradient for name, gradient in (zeros | gradients_of(model)).items()}
-    return {name: tensor.double().cpu() for name, tensor in ({"logits": out.logits.detach()} | found).items()}
+    gradients = {f"the gradient of {name}": gradient for name, gradient in (zeros | gradients_of(model)).items()}
+    return {name: t.detach().double().cpu() for name, t in ({"logits": out.logits} | gradients).items()}
 
 
-def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _errors(outcome: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Relative to the norm of what is expected, and to 1e-6 where nothing is; infinity where a number is not finite."""
-    errors = {n: ((found[n] - e).norm() / e.norm().clamp(min=1e-6)).item() for n, e in expected.items()}
-    return {n: x if found[n].isfinite().all() and not math.isnan(x) else math.inf for n, x in errors.items()}
+    relative = {name: (outcome[name] - e).norm() / e.norm().clamp(min=1e-6) for name, e in expected.items()}
+    return {name: error.nan_to_num(math.inf, math.inf).item() for name, error in relative.items()}
 
 
 def _two_steps(plan: Plan, model: LanguageModel, device: Runtime) -> list[float]:

@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from bench import CONF
 from bench.turns import MOST_MS, Asked, in_turn, load_meter
 from harness.compose.cli import run_command
-from harness.data.public import PINNED
+from harness.data.sources import PINNED
 
 EACH, FAIR = "<each>", 0.97
 
@@ -84,7 +84,7 @@ class Entry(Asked):
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
 def main(cfg: DictConfig) -> None:
     from bench.planning import own_keys
-    from bench.report.tables_peers import peer_tables
+    from bench.report.tables_costs import peer_tables
     from bench.rows import RowFile
     from harness.loop.progress import Steps
     from harness.plan.settings import parse
@@ -216,7 +216,7 @@ def rows_of(entries: list[Entry], reference: str, *, planned_rounds: int) -> Ite
         void = f"the reference model reaches only {median(check):.3f} of {TRANSFORMERS} in this run; {FAIR} is needed"
     for entry in (entry for entry in entries if entry.status or entry.rounds):
         b, measured, shares = entry.identity["config"]["batch"], not entry.status, ratios(entry, named[reference])
-        step = percentiles([ms for own in entry.rounds for ms in own]).as_dict() if measured else None
+        step = percentiles([ms for own in entry.rounds for ms in own]) if measured else None
         per_step = b["streams"] * b["segment"]
         yield entry.identity | {
             "name": entry.name, "job": entry.job, "package": entry.package, "package_version": entry.package_version,

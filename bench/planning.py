@@ -19,7 +19,7 @@ from harness.compose.cli import MISTAKES, explain
 from harness.compose.untrusted_config import TYPED, read_config
 from harness.data import corpora
 from harness.data.corpora import Corpus
-from harness.data.public import PINNED
+from harness.data.sources import PINNED
 from harness.device.runtime import Runtime
 from harness.loop import summary
 from harness.loop.prepare import planned
@@ -49,6 +49,13 @@ def recompose(verb: str, *overrides: str, own: tuple[str, ...], leave: tuple[str
         own: keys of the verb alone.
         leave: typed keys that the verb has not.
     """
+    cfg = compose_typed(verb, *overrides, leave=leave)
+    own_keys(cfg, *own)
+    return cfg
+
+
+def compose_typed(verb: str, *overrides: str, leave: tuple[str, ...] = ()) -> DictConfig:
+    """The same with the verb's own keys, and with interpolations as they are."""
     from hydra import compose
     from hydra.core.hydra_config import HydraConfig
 
@@ -58,9 +65,7 @@ def recompose(verb: str, *overrides: str, own: tuple[str, ...], leave: tuple[str
             raise ValueError(f"words of {verb}: {word}: hydra.* and trust count from the command line only")
     search = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]  # compose() knows its words only
     words = [word for word in typed.task if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in leave]
-    cfg = compose(verb, overrides=[*search, *words, *overrides])
-    own_keys(cfg, *own)
-    return cfg
+    return compose(verb, overrides=[*search, *words, *overrides])
 
 
 def bench_plan(cfg: DictConfig) -> Plan:

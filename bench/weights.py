@@ -19,8 +19,6 @@ NOISE = 0.02
 ONCE = 2**20
 """Elements that are drawn at a time: the noise of a large table must not show in a peak of memory."""
 LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))
-KINDS = ("learned", "one_long", "initial")
-"""Where spans are: as a run left them, the same with each layer's longest at S, or where the configuration begins."""
 
 
 @torch.no_grad()
@@ -61,6 +59,7 @@ def place_spans(model: LanguageModel, spans: Sequence[Sequence[float]], *, heads
 
 
 def spans_of(kind: str, *, span: int) -> list[list[float]]:
-    """Lists for ``place_spans`` of a kind that has them; a layer's longest comes first, so that few heads have it, too."""
+    """Lists for ``place_spans``: ``learned``, as a run left them, or ``one_long``, with each layer's longest at S; a layer's
+    longest comes first, so that few heads have it, too."""
     lists = [sorted(layer, reverse=True) for layer in LEARNED["spans"]]
     return [[float(span), *layer[1:]] for layer in lists] if kind == "one_long" else lists

@@ -43,12 +43,6 @@ def resize(driver: Chrome, width: int, height: int = 900) -> None:
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-def prefer(driver: Chrome, scheme: str) -> None:
-    """``light`` or ``dark``."""
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-
-
 def console(driver: Chrome) -> list[str]:
     """What the console said since the last call."""
     return [entry["message"] for entry in driver.get_log("browser")]

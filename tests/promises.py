@@ -39,7 +39,6 @@ MODES = "training without dropout is evaluation"
 USED = "the declared reach is used"
 GRADIENT = "the likelihood moves every parameter"
 MANY = "streams do not mix in large batches"
-PATHS = "the fused backend equals the plain one"
 
 memory = partial(
     ProductKeyMemory,
@@ -82,7 +81,7 @@ def findings_of(make: Callable[[], nn.Module]) -> dict[str, Finding]:
 
 
 class Gate(Sublayer):
-    """An outsider in ten lines: no state, ``SublayerOutput(y)`` only."""
+    """An outsider in ten lines: no state, ``SublayerOutput(y)`` only; what it hears and gives may be broken."""
 
     def __init__(self, context: LayerContext):
         super().__init__()
@@ -92,7 +91,14 @@ class Gate(Sublayer):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        return SublayerOutput(self.gate(x).sigmoid() * self.value(x))
+        x = self.hears(x)
+        return self.gives(SublayerOutput(self.gate(x).sigmoid() * self.value(x)), x, collect_stats)
+
+    def hears(self, x: Tensor) -> Tensor:
+        return x
+
+    def gives(self, out: SublayerOutput, x: Tensor, collect_stats: bool) -> SublayerOutput:
+        return out
 
 
 class Sums(Gate):
@@ -104,12 +110,32 @@ class Sums(Gate):
     def reach(self) -> int | None:
         return None
 
+    def reads(self, state: State) -> State:
+        return state
+
     def forward(self, x, state=None, start=None, *, collect_stats=False):
+        state = self.reads(state)
         kept, sums = x.new_zeros(len(x), x.shape[2]) if state is None else state.to(x.dtype), []
         for now in self.value(x).unbind(1):
             kept = self.decay * kept + now
             sums.append(kept)
-        return SublayerOutput(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(kept))
+        out = SublayerOutput(self.gate(x).sigmoid() * torch.stack(sums, dim=1), self.carry(kept))
+        return self.gives(out, x, collect_stats)
 
     def carry(self, kept: Tensor) -> Tensor:
         return kept.detach()
+
+
+def toy(base: type[Sublayer] = Gate, *, also: Callable[[Sublayer], object] | None = None, **members) -> type[Sublayer]:
+    """A class of this base with other members; ``also`` ends its constructor."""
+
+    def __init__(self, context: LayerContext):
+        base.__init__(self, context)
+        also(self)
+
+    return type("Toy", (base,), members | ({"__init__": __init__} if also else {}))
+
+
+def own(value: object) -> Callable[[Sublayer], None]:
+    """For ``toy``'s ``also``: one more parameter, ``own``."""
+    return lambda self: self.register_parameter("own", nn.Parameter(torch.tensor(value)))

@@ -12,10 +12,10 @@ from variants.contract import Honours, SublayerOutput
 class NextInWholeBlocks(Gate):
     """A byte in a whole block of 64 is given the next of its block."""
 
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
+    def hears(self, x):
         whole = x.shape[1] // 64 * 64
         next_ones = x[:, :whole].unflatten(1, (-1, 64)).roll(-1, dims=2).flatten(1, 2)
-        return super().forward(torch.cat([next_ones, x[:, whole:]], dim=1))
+        return torch.cat([next_ones, x[:, whole:]], dim=1)
 
 
 class ForgetsAShift(Gate):
@@ -27,26 +27,26 @@ class ForgetsAShift(Gate):
     def reach(self):
         return None
 
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
+    def gives(self, out, x, collect_stats):
         length = x.shape[1]
         padded = 2 ** math.ceil(math.log2(length))
         first = padded - length if length > 300 else 0
         means = F.pad(x, (0, 0, 0, padded - length)).cumsum(1) / torch.arange(1, padded + 1)[:, None]
-        return SublayerOutput(super().forward(x).y + means[:, first : first + length].to(x.dtype))
+        return SublayerOutput(out.y + means[:, first : first + length].to(x.dtype))
 
 
 class MixesBeyondEight(Gate):
     """Streams know of each other where they are more than eight."""
 
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x + x.mean(0) if len(x) > 8 else x)
+    def hears(self, x):
+        return x + x.mean(0) if len(x) > 8 else x
 
 
 class LeaksInTwoHundred(Gate):
     """Segments of exactly 200 bytes."""
 
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x.roll(-1, dims=1) if x.shape[1] == 200 else x)
+    def hears(self, x):
+        return x.roll(-1, dims=1) if x.shape[1] == 200 else x
 
 
 class ShortWindow(Gate):
@@ -58,10 +58,9 @@ class ShortWindow(Gate):
     def reach(self):
         return 8
 
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
+    def gives(self, out, x, collect_stats):
         width = 100 if x.shape[1] > 64 else 8
-        seen = F.pad(x, (0, 0, width - 1, 0)).unfold(1, width, 1).mean(-1)
-        return SublayerOutput(super().forward(x).y + seen)
+        return SublayerOutput(out.y + F.pad(x, (0, 0, width - 1, 0)).unfold(1, width, 1).mean(-1))
 
 
 class CutInBlocks(Gate):
@@ -81,6 +80,6 @@ class CutInBlocks(Gate):
 class LeaksWhenWide(Gate):
     """Only a trained model of full width is wrong, where it is scored."""
 
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
+    def hears(self, x):
         leaks = x.shape[-1] > 32 and x.shape[1] > 8 and not self.training
-        return super().forward(10 * x.roll(-1, dims=1) if leaks else x)
+        return 10 * x.roll(-1, dims=1) if leaks else x

@@ -270,7 +270,7 @@ def test_and_to_what_it_follows(layers, module, honours, lines):
     cfg = compose_config(*TINY, f"trust=[{NAME}]", "model.d_model=16", "model.span=13", "position=none")
     mixer = adapter | {"honours": honours}
     cfg.variant = {"name": "mine", "layers": ["mixer"], "at": {}, "groups": {}, "mixer": mixer}
-    breaks, _ = follows(plan_run(cfg))
+    breaks = list(follows(plan_run(cfg)))
     assert [line.partition(" with ")[2] for line in breaks] == lines
 
 

@@ -2,14 +2,12 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from bench.check import UNSEEN, Combination, where
-from bench.conformance import NEEDED, findings, ideal_beside_executed, needed_at_most_executed
+from bench.conformance import NEEDED, backends_agree, findings, ideal_beside_executed, needed_at_most_executed
 from harness.count.ideal import excuses
 from harness.loop.admission import admission
 from harness.plan.build import Plan, plan_run
@@ -18,8 +16,7 @@ from tests.command import Ended, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import compose_config
 from tests.promises import Gate
 from tests.test_outside import MIXER, forgotten_imports, write  # noqa: F401 - a fixture
-from tests.toys import LeaksInEvaluation
-from variants.conformance import Finding
+from variants.conformance import Finding, outcome
 from variants.conformance.fixture import Subject
 from variants.contract import NeededFlops
 from variants.kernels import fused, window_cpu
@@ -30,6 +27,9 @@ ONE = ("position=none", "model.cache=kv", "model.attend_self=true")
 class Boasts(Gate):
     def ideal_flops(self):
         return 10**9
+
+    def needed_flops(self, segment, *, carried):
+        return NeededFlops(1e9, 2e9)
 
 
 def plan(*words: str) -> Plan:
@@ -48,25 +48,17 @@ def gate(plan: Plan) -> list[Finding]:
     return [finding for finding in findings(shrunk(plan)) if not finding.passed]
 
 
-class NeedsMuch(Gate):
-    def needed_flops(self, segment, *, carried):
-        return NeededFlops(1e9, 2e9)
-
-
-def test_a_step_that_needs_more_than_it_executes_is_caught():
-    found = findings(shrunk(toy(NeedsMuch)))
-    assert [f.promise for f in found if not f.passed] == [NEEDED]
-    _, detail = needed_at_most_executed(shrunk(toy(NeedsMuch)))
-    told = r"train, 26 bytes carried: 6,000,\d+,\d+ needed, [\d,]+ executed per byte"
-    assert re.fullmatch(told.replace("26", "0") + "; " + told, detail)
-    assert needed_at_most_executed(shrunk(toy(Gate)))[1] == "not said by layers.0.toy, layers.1.toy"
-
-
-def test_more_flops_than_are_executed_is_caught():
-    found = {f.promise: f for f in findings(shrunk(toy(Boasts)))}
-    assert [f for f in found.values() if not f.passed] == [ideal_beside_executed(shrunk(toy(Boasts)))]
-    detail = found["ideal FLOPs are at most the executed ones, and at least half"].detail
-    assert re.match(r"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, [\d,]+ executed per byte", detail)
+def test_more_flops_than_are_executed_are_caught():
+    """Ideal and needed ones."""
+    small = shrunk(toy(Boasts))
+    ideal, needed = (finding for finding in findings(small) if not finding.passed)
+    assert ideal == ideal_beside_executed(small) and needed.promise == NEEDED
+    assert ideal.promise == "ideal FLOPs are at most the executed ones, and at least half"
+    executed = r"[\d,]+ executed per byte"
+    assert re.match(rf"eval, segments of 26 warm bytes: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
+    line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
+    assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
+    assert outcome(needed_at_most_executed(shrunk(toy(Gate)))) == ([], "not said by layers.0.toy, layers.1.toy")
 
 
 class SaysOne(Gate):
@@ -89,10 +81,9 @@ def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
     def of(cls: type) -> Plan:
         return shrunk(toy(cls, *beside, "variant.layers=[toy,feed_forward]"))
 
-    (broken,) = [f for f in findings(of(SaysOne)) if not f.passed]
+    broken, excused = ideal_beside_executed(of(SaysOne)), ideal_beside_executed(of(SaysWhy))
     told = r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; allowed is 0\.5 or more, or ideal_share=\(0\.5, '"
-    assert broken == ideal_beside_executed(of(SaysOne)) and re.match(told, broken.detail), broken
-    excused = ideal_beside_executed(of(SaysWhy))
+    assert not broken.passed and re.match(told, broken.detail), broken
     assert excused.passed and "per byte, because most of it is padding" in excused.detail
     assert not ideal_beside_executed(of(SaysNotWhy)).passed
     line = "layers.0.toy: from 0.0001 of the executed FLOPs, most of it is padding"
@@ -129,9 +120,8 @@ def test_every_combination_is_checked(here, quick):
     found = [combination(plan) for plan in quick]
     schemes = ("Alibi", "NoPosition", "Relative", "Rotary", "Sinusoidal")
     factors = (schemes, ("kv", "hidden"), (True, False))
-    assert {c[:3] for c in found if c[3] == "auto"} == set(itertools.product(*factors)) and len(set(found)) == len(
-        found
-    )
+    assert len(set(found)) == len(found)
+    assert {c[:3] for c in found if c[3] == "auto"} == set(itertools.product(*factors))
     plain = [c[:3] for c in found if c[3] == "plain"]
     assert len(plain) == 10
     for i, j in itertools.combinations(range(3), 2):
@@ -149,10 +139,6 @@ def test_every_combination_is_checked(here, quick):
             ("position=relative",),
             {("Relative", c, a, "auto") for c in ("kv", "hidden") for a in (True, False)}
             | {("Relative", "kv", True, "plain"), ("Relative", "hidden", False, "plain")},
-        ),
-        (
-            (*ONE, "position.share=layer", "position=relative")[1:],
-            {("Relative", "kv", True, p) for p in ("auto", "plain")},
         ),
         (("position.base=100.0", *ONE[1:], "runtime.backend=plain"), {("Rotary", "kv", True, "plain")}),
         (("recipe=adaptive_span_12",), {("Relative", "hidden", False, p) for p in ("auto", "plain")}),
@@ -186,35 +172,28 @@ POSITION = "from variants.position import Alibi\n\nclass Steep(Alibi):\n    pass
 STEEP = "_target_: my_mixer.Steep\n_partial_: true\n"
 
 
-@pytest.mark.parametrize("package", [False, True])
-def test_schemes_of_outsiders_are_checked(here, quick, imports, monkeypatch, package):
-    module, conf = ("my_pkg.mixer", "my_pkg/conf") if package else ("my_mixer", "my_conf")
-    write(here, module=module, conf=conf)
-    source = Path(*module.split(".")).with_suffix(".py")
-    (here / source).write_text(MIXER + "\n" + POSITION, encoding="utf-8")
-    (here / conf / "position").mkdir()
-    (here / conf / "position" / "steep.yaml").write_text(STEEP.replace("my_mixer", module), encoding="utf-8")
-    if package:
-        for folder in ("my_pkg", "my_pkg/conf"):
-            (here / folder / "__init__.py").touch()
-        monkeypatch.syspath_prepend(str(here))
-    where = ("hydra.searchpath=[pkg://my_pkg.conf]",) if package else ("-cd", "my_conf", "trust=[my_mixer]")
-    ended = check(*where, "variant=mine", *ONE[1:])
+def test_schemes_of_outsiders_are_checked(here, quick, imports):
+    write(here, module="my_mixer", conf="my_conf")
+    (here / "my_mixer.py").write_text(f"{MIXER}\n{POSITION}", encoding="utf-8")
+    (here / "my_conf" / "position").mkdir()
+    (here / "my_conf" / "position" / "steep.yaml").write_text(STEEP, encoding="utf-8")
+    ended = check("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", *ONE[1:])
     assert ended.code == 0 and "mine: keeps the contract in 6 combinations\n" in ended.out, ended
     assert [combination(plan)[0] for plan in quick].count("Steep") == 1
-    if not package:  # without trust the scheme is refused, and so is the variant
-        ended = check(*where[:2], "variant=mhsa", *ONE[1:])
-        assert "refused  steep, kv, attend_self=true: position._target_=my_mixer.Steep: allowed are" in ended.out
+    # Without trust the scheme is refused, and so is the variant.
+    ended = check("-cd", "my_conf", "variant=mhsa", *ONE[1:])
+    assert "refused  steep, kv, attend_self=true: position._target_=my_mixer.Steep: allowed are" in ended.out
 
 
 LEAK = ("self.into(x)", "self.into(x if self.training else x.roll(-1, 1))")
 
 
-def test_a_break_is_shown_with_byte_and_mode(here, imports):
+def test_a_break_is_shown_with_byte_and_mode(here, imports, monkeypatch):
     """And the other job of the sweep still runs."""
+    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_mixer.py").write_text(MIXER.replace(*LEAK), encoding="utf-8")
-    words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *ONE, "variant=mine,all_attention_fixed")
+    words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *ONE, "runtime.backend=plain", "variant=mine,mhsa")
     ended = check(*words)
     lines = ended.out.splitlines()
     assert ended.code == 1 and not ended.err and not list(here.glob("multirun*")), ended
@@ -223,16 +202,10 @@ def test_a_break_is_shown_with_byte_and_mode(here, imports):
     told = r"all from byte 1 on changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream 0"
     assert re.search(told, broken)
     assert any(re.match(r"mine: \d promises broken; it keeps the contract in 0 of 1 combination$", x) for x in lines)
-    assert lines[-2] == "all_attention_fixed: keeps the contract in 2 combinations"
+    assert lines[-2] == "mhsa: keeps the contract in 1 combination"
 
 
 # The gate.
-
-
-def test_a_broken_variant_is_refused():
-    line = r"variant=mine: evaluation does not see the future at the sizes of the run: .*layers\.0\.toy moved by .*check=false"
-    with pytest.raises(ValueError, match=line):
-        admission(toy(LeaksInEvaluation))
 
 
 FAST = {"fused": fused, "kernel": window_cpu}
@@ -242,8 +215,8 @@ FAST = {"fused": fused, "kernel": window_cpu}
 def test_a_broken_fast_backend_is_found(monkeypatch, backend):
     right = FAST[backend].attend
     monkeypatch.setattr(FAST[backend], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
-    (finding,) = gate(plan("variant=adaptive_span", f"runtime.backend={backend}"))
-    assert finding.promise == f"the {backend} backend equals the plain one"
+    finding = backends_agree(shrunk(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend)
+    assert not finding.passed and finding.promise == f"the {backend} backend equals the plain one"
     assert re.match(r"span 13, eval: layers\.0\.attention moved by [\d.e-]+ at byte \d+ of stream \d", finding.detail)
 
 
@@ -253,19 +226,6 @@ def test_heads_of_different_widths_are_compared(monkeypatch):
     monkeypatch.setattr(fused, "groups", lambda max_keys: right(max_keys)[-1:])
     (finding,) = gate(plan("variant=adaptive_span", "runtime.backend=fused"))
     assert finding.promise == "the fused backend equals the plain one" and finding.detail.startswith("span 78, ")
-
-
-def test_the_gate_leaves_random_numbers_alone():
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    assert gate(plan()) == []
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_a_path_that_cannot_run_is_a_mistake():
-    with pytest.raises(ValueError, match="runtime.backend=fused cannot run with spans that depend on the input"):
-        gate(plan("variant=dynamic_span", "runtime.backend=fused"))
 
 
 class Phased(Gate):
@@ -300,7 +260,6 @@ def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
         ("{toy:{blok:4}}", r"variant\.small\.toy\.blok=4: no such key of Phased; allowed are block$"),
         ("{toy:{block:wide}}", r"variant\.small\.toy\.block=wide: must be an integer"),
         ("{other:{block:4}}", r"variant\.small\.other=.*: no such sublayer; allowed are .*toy and model"),
-        ("{toy:4}", r"variant\.small\.toy=4: must be a mapping"),
         ("{model:{spam:4}}", r"variant\.small\.model\.spam=4: no such key; allowed are d_model, "),
         ("[4]", r"variant\.small=\[4\]: must be a mapping or null"),
     ],
@@ -328,14 +287,12 @@ def kinds(plan: Plan) -> list[list[str]]:
     ("words", "layers"),
     [
         (("variant=mhsa",), [["attention", "feed_forward"]] * 2),
-        (("variant=mhsa", "model.layers=1"), [["attention", "feed_forward"]]),
         (("variant=product_key_memory", "model=base"), [["attention", "feed_forward"], ["attention", "memory"]]),
         (
             ("variant=product_key_memory", "model.layers=3", "+variant.at.0=[memory]"),
             [["memory"], ["attention", "memory"], ["attention", "feed_forward"]],
         ),
         (("variant=all_attention", "variant.attention.d_head=5", "position=none"), [["attention"]] * 2),
-        (("recipe=adaptive_span_24",), [["attention", "feed_forward"]] * 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value[0], str) else None,
 )
@@ -377,7 +334,6 @@ class Blocked(Gate):
 def test_a_variant_that_takes_no_small_sizes_is_checked_at_larger_ones(cls, sizes):
     small = shrunk(toy(cls))
     assert (small.model.heads, small.model.d_model, small.model.span) == sizes
-    assert [str(finding) for finding in findings(small) if not finding.passed] == []
     assert shrunk(toy(Blocked, "+variant.toy.block=256")).model.span == 512
 
 

@@ -144,11 +144,11 @@ BAD = [
     ("model.norm=batch", "model.norm=batch", "rms, layer"),
     ("position.base=abc", "position.base=abc", "number"),
     ("budget=3", "budget=3", "section"),
-    ("budget.steps=abc", "budget.steps='abc'", "above 0"),
+    ("budget.steps=abc", "budget.steps=abc", "must be"),
     ("optim.lr=abc", "optim.lr=abc", "number"),
     ("optim.default.betas=[0.9]", "optim.default.betas=[0.9]", "list"),
     ("optim.matrices=3", "optim.matrices=3", "mapping"),
-    ("optim.schedule.decay=sine", "optim.schedule.decay='sine'", "linear, cosine"),
+    ("optim.schedule.decay=sine", "optim.schedule.decay=sine", "linear, cosine"),
     ("trust=[1]", "trust=[1]", "list of modules"),
     ("trust=[no_such_module]", "trust=no_such_module", "imported"),
     # sizes that do not fit together

@@ -13,9 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from harness.cache import cache_folder, locked
+from harness.cache import cache_folder
 from harness.data import corpora
-from harness.data.public import ATTEMPTS, KNOWN, Known, download, fetch
+from harness.data.sources import ATTEMPTS, KNOWN, Known, download, fetch
 from tests.patience import PATIENCE_SECONDS
 
 TEXT = os.urandom(30_000)
@@ -98,43 +98,37 @@ def test_downloaded_once_and_checked(server, cache, capsys):
     assert (corpus.name, corpus.n_bytes, corpus.fallback_from) == ("enwik8", len(TEXT), None)
     assert (cache / "enwik8").read_bytes() == TEXT
     assert server.url in capsys.readouterr().err
-    corpora.load("enwik8")
+    assert corpora.main(["enwik8"]) == 0
+    assert capsys.readouterr().out == (
+        f"{cache / 'enwik8'}\n{len(TEXT):,} bytes, sha256 {hashlib.sha256(TEXT).hexdigest()}\n"
+    )
     assert server.asked == [None]
     assert sorted(file.name for file in cache.iterdir()) == ["enwik8", "enwik8.lock"]
+    (cache / "enwik8").write_bytes(TEXT[::-1])
+    with pytest.raises(ValueError, match="remove it"):
+        corpora.load("enwik8", fallback="stdlib")
 
 
-def test_an_earlier_attempt_is_resumed(server, cache):
+ATTEMPTED = {
+    "an earlier attempt": (1234, {}, ["bytes=1234-"]),
+    "a dropped connection": (0, {"breaks_after": 9000}, [None, "bytes=9000-", "bytes=18000-", "bytes=27000-"]),
+    "no ranges": (5000, {"ranges": False}, ["bytes=5000-"]),
+    "a complete part": (len(Server.body), {}, [f"bytes={len(Server.body)}-"]),
+    "a part longer than the file": (len(Server.body) + 4, {}, [f"bytes={len(Server.body) + 4}-", None]),
+}
+
+
+@pytest.mark.parametrize("case", ATTEMPTED)
+def test_a_download_goes_on_from_what_is_there(server, cache, case):
+    have, behaviour, asked = ATTEMPTED[case]
+    for name, value in behaviour.items():
+        setattr(server, name, value)
     cache.mkdir()
-    (cache / "enwik8.zip.part").write_bytes(server.body[:1234])
+    if have:
+        part = b"x" * have if case == "no ranges" else (server.body + b"more")[:have]
+        (cache / "enwik8.zip.part").write_bytes(part)
     assert fetch("enwik8").read_bytes() == TEXT
-    assert server.asked == ["bytes=1234-"]
-
-
-def test_a_dropped_connection_is_resumed(server):
-    server.breaks_after = 9000
-    assert fetch("enwik8").read_bytes() == TEXT
-    assert server.asked == [None, "bytes=9000-", "bytes=18000-", "bytes=27000-"]
-
-
-def test_a_server_that_cannot_resume_starts_anew(server, cache):
-    cache.mkdir()
-    (cache / "enwik8.zip.part").write_bytes(b"x" * 5000)
-    server.ranges = False
-    assert fetch("enwik8").read_bytes() == TEXT
-
-
-def test_a_complete_part_needs_nothing_more(server, cache):
-    cache.mkdir()
-    (cache / "enwik8.zip.part").write_bytes(server.body)
-    assert fetch("enwik8").read_bytes() == TEXT
-    assert len(server.asked) == 1
-
-
-def test_a_part_longer_than_the_file_is_dropped(server, cache):
-    cache.mkdir()
-    (cache / "enwik8.zip.part").write_bytes(server.body + b"more")
-    assert fetch("enwik8").read_bytes() == TEXT
-    assert server.asked == [f"bytes={len(server.body) + 4}-", None]
+    assert server.asked == asked
 
 
 def test_a_connection_that_always_breaks_is_given_up_and_the_part_kept(server, cache):
@@ -145,39 +139,20 @@ def test_a_connection_that_always_breaks_is_given_up_and_the_part_kept(server, c
     assert not (cache / "enwik8").exists()
 
 
-def wrong_bytes() -> bytes:
-    return archive(TEXT[::-1])
+DAMAGED = bytearray(Server.body)
+DAMAGED[15_000] ^= 255
+WRONG = {"bytes": archive(TEXT[::-1]), "no zip": b"<html>please log in</html>", "damaged": bytes(DAMAGED)}
 
 
-def wrong_size() -> bytes:
-    return archive(TEXT[:-1])
-
-
-def no_zip() -> bytes:
-    return b"<html>please log in</html>"
-
-
-def damaged_zip() -> bytes:
-    packed = bytearray(archive(TEXT))
-    packed[15_000] ^= 255
-    return bytes(packed)
-
-
-@pytest.mark.parametrize("body", [wrong_bytes, wrong_size, no_zip, damaged_zip])
+@pytest.mark.parametrize("body", WRONG.values(), ids=WRONG)
 def test_wrong_content_is_refused_and_not_kept(server, cache, body):
-    server.body = body()
+    server.body = body
     with pytest.raises(ValueError, match="is not enwik8") as error:
         corpora.load("enwik8")
     assert all(word in str(error.value) for word in ("data.path", "python -m harness.data", "data.fallback"))
     assert [file.name for file in cache.iterdir()] == ["enwik8.lock"]
     server.body = archive(TEXT)
     assert corpora.load("enwik8").n_bytes == len(TEXT)
-
-
-def test_a_spoilt_cache_is_noticed(server, cache):
-    fetch("enwik8").write_bytes(TEXT[::-1])
-    with pytest.raises(ValueError, match="remove it"):
-        corpora.load("enwik8", fallback="stdlib")
 
 
 def test_parallel_jobs_download_once(server, capsys):
@@ -189,38 +164,29 @@ def test_parallel_jobs_download_once(server, capsys):
     assert "waiting" in capsys.readouterr().err
 
 
-def test_the_lock_is_released_after_an_error(tmp_path):
-    with pytest.raises(KeyError), locked(tmp_path / "thing"):
-        raise KeyError
-    with locked(tmp_path / "thing"):
-        pass
-
-
 def test_a_host_that_never_answers_is_given_up(monkeypatch, tmp_path):
     """A name lookup or a connection that hangs: a socket timeout would not end the first."""
     hang, ended = threading.Event(), []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.append(hang.wait(PATIENCE_SECONDS)) or [])
     with pytest.raises(OSError, match=r"within 0\.1 s"):
-        download("http://nowhere.invalid/enwik8.zip", tmp_path / "enwik8.zip", connect_s=0.1)
+        download("http://nowhere.invalid/enwik8.zip", tmp_path / "enwik8.zip", answer_s=0.1)
     assert not ended, "it was waited for"
     hang.set()
 
 
-def test_fallback_is_loud_and_labelled(nobody, capsys):
+def test_fallback_is_loud_and_labelled_and_without_it_there_is_an_error(nobody, capsys):
     corpus = corpora.load("enwik8", fallback="stdlib")
     assert (corpus.name, corpus.fallback_from) == ("stdlib", "enwik8")
-    assert corpus.sha256 == corpora.load("stdlib").sha256
     assert corpus.label().startswith("stdlib in place of enwik8 (")
     assert corpus.provenance()["name"] == "stdlib"
     lines = [line for line in capsys.readouterr().err.splitlines() if "INSTEAD" in line]
     assert len(lines) == 1
     assert all(word in lines[0] for word in ("ENWIK8", "refused", "STDLIB", corpus.sha256, "data.fallback=null"))
-
-
-def test_without_fallback_it_is_an_error_with_the_remedies(nobody):
     with pytest.raises(ValueError, match="refused") as error:
         corpora.load("enwik8")
     assert all(word in str(error.value) for word in ("data.path", "python -m harness.data enwik8", "data.fallback"))
+    assert corpora.main([]) == 2
+    assert "data.path" in capsys.readouterr().err
 
 
 def test_an_unwritable_cache_counts_as_not_to_be_had(server, monkeypatch, tmp_path):
@@ -228,15 +194,3 @@ def test_an_unwritable_cache_counts_as_not_to_be_had(server, monkeypatch, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
     assert corpora.load("enwik8", fallback="stdlib").fallback_from == "enwik8"
     assert server.asked == []
-
-
-def test_prefetch_says_where_and_what(server, cache, capsys):
-    assert corpora.main(["enwik8"]) == 0
-    assert capsys.readouterr().out == (
-        f"{cache / 'enwik8'}\n{len(TEXT):,} bytes, sha256 {hashlib.sha256(TEXT).hexdigest()}\n"
-    )
-
-
-def test_prefetch_that_fails(nobody, capsys):
-    assert corpora.main([]) == 2
-    assert "data.path" in capsys.readouterr().err

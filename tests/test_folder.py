@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.data.public import PINNED
+from harness.data.sources import PINNED
 from harness.record import checkpoint
 from harness.record.folder import Identity, RunFolder, config_hash, holder
 from harness.record.rows import RECORD, SUMMARY

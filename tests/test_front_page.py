@@ -1,9 +1,6 @@
 """The README's results are those of committed runs, and of nothing else."""
 
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +36,7 @@ def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
         change(write_run(runs, seed=seed, config=config_of()), commit=f"{seed}" * 40)
     block = results(tmp_path)
     assert "Commit 00000000, 11111111 and 22222222, A made-up CPU, threads: " in block
-    assert "AdamW, untuned, optim.lr=0.003:" in block and re.search(r"^\| mhsa +\| +3 \|", block, re.MULTILINE)
+    assert "AdamW, untuned, optim.lr=0.003. " in block and re.search(r"^\| mhsa +\| +3 \|", block, re.MULTILINE)
     for other in ({"source": "ff" * 32}, {"device": "Another CPU"}):
         change(next(runs.glob("mhsa-s1-*")), **other)
         with pytest.raises(ValueError, match="groups of runs that compare, [0-9] runs of other numbers"):
@@ -56,9 +53,8 @@ def test_rows_are_set_beside_the_reference_of_the_same_seeds(tmp_path):
             write_run(tmp_path / "bench/results/here/runs", variant=variant, seed=seed, bits=bits, config=config)
     lines = results(tmp_path).splitlines()
     (row,) = [line for line in lines if line.startswith("| transformer_xl")]
-    assert "| +0.110 ± 0.025" in row and "hidden" in row  # t = 4.30, s = 0.01, n = 3
+    assert " +0.1100 ± 0.0248 |" in row and "hidden" in row  # t = 4.30, s = 0.01, n = 3
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-    assert not any("±" in line for line in lines if line.startswith("| mhsa"))
 
 
 def test_folders_of_another_name_are_sections_of_their_own(tmp_path):
@@ -80,7 +76,6 @@ def test_folders_of_another_name_are_sections_of_their_own(tmp_path):
         and "3.9900" in recall
     )
     assert front_page.COPIED in recall and front_page.COPIED not in bytes_ + seconds
-    assert front_page.figure(committed_runs(tmp_path)).startswith(b"\x89PNG")
 
 
 def test_results_at_picked_points_name_them_and_a_stray_is_refused(tmp_path):
@@ -90,31 +85,21 @@ def test_results_at_picked_points_name_them_and_a_stray_is_refused(tmp_path):
     for seed in range(5):
         write_trial(runs, rate=0.005, seed=seed, bits=2.4)
     block = results(tmp_path)
-    assert "AdamW, each at the best of its trials, of 2,000,000 bytes each, on other seeds (100):" in block
-    assert (
-        re.search(r"^\| mhsa +\| +5 \|.* 16 \|$", block, re.MULTILINE) and "\n- mhsa, picked: optim.lr=0.005" in block
-    )
+    assert "AdamW, each at the best of its 16 trials on other seeds (100). " in block
+    assert re.search(r"^\| mhsa +\| +5 \|", block, re.MULTILINE) and "\n- mhsa, picked: optim.lr=0.005" in block
     assert "2.5" not in block.partition("bzip2")[0].partition("mhsa")[2]
     write_trial(runs, rate=0.008, seed=6, bits=2.3)
     with pytest.raises(ValueError, match="mhsa-s6.* is at another point than the picked"):
         results(tmp_path)
 
 
-def test_the_command_writes_page_and_picture_without_torch(tmp_path):
-    for name in ("bench", "harness", "variants", "README.md"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    page, edited = tmp_path / "README.md", README.replace("| mhsa ", "| best ")
-    page.write_text(edited, encoding="utf-8")
-    (tmp_path / "docs").mkdir()
-    code = "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('bench.front_page', run_name='__main__')"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0 and page.read_text(encoding="utf-8") == README != edited, ended.stderr
-    assert (tmp_path / front_page.FIGURE).exists()
-
-
-def test_a_page_that_cannot_be_written_ends_with_2(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_page_and_picture_between_markers_or_ends_with_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(front_page, "ROOT", tmp_path)
     write_run(tmp_path / "bench/results/here/runs", config=config_of())
-    (tmp_path / "README.md").write_text("no markers", encoding="utf-8")
+    page = tmp_path / "README.md"
+    page.write_text("no markers", encoding="utf-8")
     assert front_page.main() == 2 and "error: README.md: must have the lines" in capsys.readouterr().err
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter", encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    assert front_page.main() == 0 and (tmp_path / front_page.FIGURE).read_bytes().startswith(b"\x89PNG")
+    assert "| mhsa " in (text := page.read_text()) and "old" not in text and text.endswith(f"{END}\nafter")

@@ -2,6 +2,7 @@
 with the choices that are not its variant's; ``test_conformance.py`` has all pairs of choices for plain attention."""
 
 import pytest
+import torch
 
 from tests.composing import CONF, plan
 from tests.test_check import gate
@@ -27,4 +28,6 @@ OTHER_CHOICES = {
 )
 def test_every_variant_may_be_measured(variant, words):
     own = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
+    random = torch.get_rng_state()
     assert [str(finding) for finding in gate(plan(f"variant={variant}", *own, *words))] == []
+    assert torch.equal(torch.get_rng_state(), random), "the caller's random numbers"

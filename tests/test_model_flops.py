@@ -4,9 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from bench.measuring import _line
 from bench.model_flops import dense_peak, utilisation
-from bench.report.tables_costs import cost_tables, for_terminal
+from bench.report.columns import for_terminal
+from bench.report.tables_costs import cost_tables
 from harness.record.table import print_table
 from tests.bench_rows import cost_row
 from tests.composing import CONF
@@ -50,27 +50,17 @@ def test_every_data_sheet_has_the_name_that_torch_reports():
     assert dense_peak("NVIDIA H200", "bfloat16") == 989e12 and dense_peak("NVIDIA H200", "float32") == 67e12
 
 
-def test_the_table_shows_it():
-    row = gpu_row()
-    rows = [row | {"utilisation": {"flops_per_s": 4e14, "peak_flops_per_s": 989e12, "share": 0.404}}]
+def test_table_and_report_show_it_where_a_peak_is_known():
+    share = {"flops_per_s": 4e14, "peak_flops_per_s": 989e12, "share": 0.404}
     console = Console(record=True, width=150)
-    rows.append(gpu_row(backend="plain", utilisation=None))
+    rows = [gpu_row(utilisation=share), gpu_row(backend="plain", utilisation=None)]
     print_table(for_terminal(cost_tables(rows)[0]), console=console)
     text = console.export_text()
     assert "40.4" in text and "of the peak, %" in text and "989 TFLOP/s" in text and "Model-FLOPs utilisation" in text
-
-
-def test_the_report_has_a_column_of_it_where_a_peak_is_known():
-    share = {"flops_per_s": 4e14, "peak_flops_per_s": 989e12, "share": 0.404}
     known, unknown = cost_row(utilisation=share), cost_row(variant="adaptive_span", utilisation=None)
-    table, *_ = cost_tables([known, unknown])
-    place = [column.heading for column in table.columns].index("of the peak, %")
-    assert sorted(row[place].text for row in table.rows) == ["", "40.4"]
     guessed = known | {"flops": known["flops"] | {"flops_estimated_3x": ["layers.0.mine"]}}
     table, *_ = cost_tables([guessed])
     cells = dict(zip([column.heading for column in table.columns], table.rows[0], strict=True))
     assert cells["of the peak, %"].text == "~40.4" and cells["needed in training, MFLOP/byte"].text == "~7.50"
-    assert _line(guessed | {"segment": 512}).endswith(", about 40.4% of the device's peak")
-    assert _line(known | {"segment": 512}).endswith("MiB, 40.4% of the device's peak")
     table, *_ = cost_tables([unknown])
     assert "of the peak, %" not in [column.heading for column in table.columns]

@@ -1,6 +1,6 @@
-"""``bench.check`` on a device that is no CPU, by a made-up one: proofs as a table, and whether the fast mode learns alike."""
+"""``bench.check`` on a device: what agrees passes, what cannot run is refused, a wrong number fails. On one that is no CPU, made
+up here, also proofs as a table."""
 
-import re
 from functools import partial
 
 import pytest
@@ -9,39 +9,120 @@ import torch
 import bench.on_device
 from bench.cost_worker import Subject
 from bench.cost_worker import Task as CostTask
-from bench.on_device import learns_alike, proofs
+from bench.on_device import proofs
 from bench.peer_workers import Task, Worker
 from harness.device.first_use import Choice, Verdict
 from harness.loop.settle import settled
 from harness.plan.build import varied
 from harness.plan.small import of_mechanism
-from tests.command import call
+from tests.command import Ended, call
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, plan
-from tests.runs import restored  # noqa: F401 - a fixture
 from variants.conformance import Finding
+from variants.kernels import fused, window
 
-SMALL = (
-    *TINY,
-    "data=recall",
-    "data.bytes=20000",
-    "budget.steps=4",
-    "eval.selection_bytes=400",
-    "eval.bytes=400",
-    "optim=adamw",
-)
+SMALL = (*TINY, "data=recall", "data.bytes=20000", "budget.steps=4", "eval.selection_bytes=400", "eval.bytes=400")
+SMALL += ("optim=adamw",)
+QUICK = ("agree.settings=[rotary-kv]", "agree.precisions=[float32]", "runtime.device=cpu", "runtime.threads=1")
+PLACE = ("position=rotary", "model.cache=kv", "model.attend_self=true")
+WORDS = ("variant=mhsa", *PLACE, *QUICK, "verbose=true", "agree.backends=[plain]")
 RIGHT = Verdict(
     passed=True, said="fine", case="300 queries: the value", error=3e-6, allowed=1e-4, cases=24, seconds=7.0
 )
 WRONG = Verdict(passed=False, said="it hung: not done after 120 s", seconds=120.0)
 
 
+@pytest.fixture(autouse=True)
+def contract_kept(monkeypatch):
+    """The contract is not what is tested."""
+    monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
+    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
+
+
+def check(*words: str) -> Ended:
+    flags = [word for word in words if "=" not in word]
+    return call("bench/check.py", *flags, "agree.run=true", *QUICK, *(word for word in words if "=" in word))
+
+
+def of_device(ended: Ended) -> list[str]:
+    """Lines about the device, after those about the contract and before what the check cannot see."""
+    return ended.out.partition(" keeps the contract in ")[2].splitlines()[1:-1]
+
+
+# Agreement with float64.
+
+
+def test_variants_agree_and_what_cannot_run_is_refused(here):  # noqa: F811
+    ended = check("-m", "variant=adaptive_span,dynamic_span", "agree.backends=[plain,fused]", *PLACE)
+    assert ended.code == 0, ended.out + ended.err
+    cases = [line for line in ended.out.splitlines() if ", float32, eager: " in line]
+    assert [line.split()[0] for line in cases] == ["pass", "pass", "pass", "refused"]
+    assert cases[1].startswith("pass  rotary, kv, fused, float32, eager: ") and "at most 0.001" in cases[1]
+    assert "adaptive_span: agrees with float64 on cpu in 2 of 2 cases\n" in ended.out
+    assert "dynamic_span: agrees with float64 on cpu in 1 of 1 cases, 1 refused\n" in ended.out
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.1])
+def test_bfloat16_may_err_twice_what_plain_does(here, monkeypatch, wrong):  # noqa: F811
+    inner = fused.attend
+    monkeypatch.setattr(fused, "attend", lambda *arguments, **keywords: inner(*arguments, **keywords) * wrong)
+    ended = check("variant=mhsa", "runtime.backend=fused", "agree.precisions=[bfloat16]", *PLACE)
+    case, _ = of_device(ended)
+    assert case.startswith(f"{'pass' if wrong == 1 else 'FAIL'}  rotary, kv, fused, bfloat16, eager: "), case
+    assert ended.code == (wrong != 1) and float(case.rpartition("at most ")[2]) < 0.15
+
+
+def test_what_is_typed_is_not_varied(here):  # noqa: F811
+    varying = ("agree.settings=[rotary-kv,relative-hidden,relative-kv]", "agree.precisions=[float32,bfloat16]")
+    typed = ("position=alibi", "runtime.backend=plain", "runtime.precision=float32", "model.attend_self=true")
+    labels = [line.partition(": ")[0] for line in of_device(check("variant=mhsa", *varying, *typed))[:-1]]
+    assert labels == [f"pass  alibi, {cache}, plain, float32, eager" for cache in ("kv", "hidden")]
+
+
+@pytest.mark.parametrize("wrong", ["gradient", "value", "not finite"])
+def test_a_wrong_number_fails(here, monkeypatch, wrong):  # noqa: F811
+    inner = window.attend
+
+    def attend(q, k, v, *arguments, **keywords):
+        on_device = q.dtype == torch.float32  # all else is in float64
+        y = inner(q.detach() if on_device and wrong == "gradient" else q, k, v, *arguments, **keywords)
+        return y * {"value": 1.01, "not finite": torch.nan}.get(wrong, 1.0) if on_device else y
+
+    monkeypatch.setattr(window, "attend", attend)
+    ended = check("variant=mhsa", "runtime.backend=plain", *PLACE)
+    case, last = of_device(ended)
+    assert ended.code == 1 and case.startswith("FAIL  rotary, kv, plain, float32, eager: ")
+    assert {"gradient": "query.weight", "value": "at most 0.001", "not finite": "inf of "}[wrong] in case
+    assert last == "mhsa: agrees with float64 on cpu in 0 of 1 cases"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runtime.device=cuda:99"], "runtime.device=cuda:99: "),
+        (["agree.run=often"], "agree.run=often: must be bool"),
+        (["agree.models=3"], "agree.models=3: no such key"),
+    ],
+)
+def test_a_mistake_ends_with_2_before_anything_is_checked(here, words, message):  # noqa: F811
+    ended = call("bench/check.py", "variant=mhsa", *words)
+    assert ended.code == 2 and message in ended.err and not ended.out
+
+
+def test_where_every_case_is_refused_the_command_was_a_mistake(here):  # noqa: F811
+    ended = check("variant=dynamic_span", "agree.backends=[fused]", *PLACE)
+    assert ended.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in ended.err
+
+
+# Proofs.
+
+
 def a_choice(*verdicts: Verdict, late: bool = False) -> Choice:
     """``fused`` and then ``kernel``, which may have passed and not run at the plan's shapes."""
-    found = dict(zip(("fused", "kernel"), ({"attention": verdict} for verdict in verdicts), strict=False))
-    step_ms = {name: 2.5 for name, own in found.items() if own["attention"].passed and not (late and name == "kernel")}
+    proven = dict(zip(("fused", "kernel"), ({"attention": verdict} for verdict in verdicts), strict=False))
+    step_ms = {name: 2.5 for name, own in proven.items() if own["attention"].passed and not (late and name == "kernel")}
     best = next(iter(step_ms), "plain")
-    return Choice(backend=best, why=(f"{best} it is",), verdicts=found, step_ms=step_ms)
+    return Choice(backend=best, why=(f"{best} it is",), verdicts=proven, step_ms=step_ms)
 
 
 def test_every_candidate_has_a_line_and_failures_are_counted():
@@ -57,84 +138,44 @@ def test_every_candidate_has_a_line_and_failures_are_counted():
     assert "has no candidates" in line and not failed and asked[0].runtime.backend == "auto"
 
 
-def test_a_fast_mode_that_learns_something_else_is_found():
-    made = plan(*SMALL, "runtime.compile=false", "budget.steps=12", "optim.lr=0.01")
-    good, said = learns_alike(made, seeds=[0, 1, 2])
-    assert good and "in plain float32" in said and "float32)" in said
-
-    def stuck(given, where):
-        return varied(given, optim={"lr": 1e-9})
-
-    good, said = learns_alike(made, seeds=[0, 1, 2], settle=stuck)
-    assert not good, said
-    with pytest.raises(ValueError, match=r"agree.seeds=\[0\]: must be a list of two integers"):
-        learns_alike(made, seeds=[0])
-
-
 @pytest.fixture
 def made_up(monkeypatch):
-    """The CPU as a device of another kind, whose candidates are decided by the test; the mechanisms keep the contract."""
+    """The CPU as a device of another kind, whose candidates are decided by the test."""
 
-    def device(*verdicts: Verdict, learns: bool = True) -> list:
+    def device(*verdicts: Verdict) -> list:
         asked = []
-
-        def learning(made, *, seeds):
-            asked.append((made, seeds))
-            return learns, "so many bits"
-
         table = partial(proofs, choosing=lambda made, where: asked.append(made) or a_choice(*verdicts))
         monkeypatch.setattr(bench.on_device, "proofs", table)
-        monkeypatch.setattr(bench.on_device, "learns_alike", learning)
-        monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
         monkeypatch.setattr("bench.conformance.named_kind", lambda device: "made up")
-        monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
         return asked
 
     return device
 
 
-WORDS = ("variant=mhsa", "position=rotary", "model.cache=kv", "model.attend_self=true", "verbose=true")
-WORDS += ("agree.settings=[rotary-kv]", "agree.backends=[plain]", "agree.precisions=[float32]", "agree.steps=3")
-WORDS += ("runtime.device=cpu", "runtime.threads=1")
-
-
-def test_the_command_shows_proofs_agreement_and_training(here, made_up):  # noqa: F811
+def test_the_command_shows_proofs_and_agreement(here, made_up):  # noqa: F811
     asked = made_up(RIGHT, RIGHT)
     ended = call("bench/check.py", *WORDS)
     assert ended.code == 0, ended.out + ended.err
-    table, agreed, learnt = (ended.out.index(word) for word in ("fused it is", "agrees with float64", "so many bits"))
-    assert table < agreed < learnt and "pass  3 steps of training: so many bits" in ended.out
-    assert "plain  kept" in ended.out or "plain: 1 promises" in ended.out, "the CPU's kernels are not the device's"
-    shown, (trained, seeds) = asked
-    assert seeds == [0, 1, 2] and trained.budget.amount == 3
-    assert trained.runtime.precision == "bfloat16"
-    assert shown.model.d_model == 64, "in the sizes that are compared, here a CPU's"
+    assert ended.out.index("fused it is") < ended.out.index("agrees with float64")
+    assert "plain: 1 promises" in ended.out, "the CPU's kernels are not the device's"
+    assert asked.pop().model.d_model == 64, "in the sizes that are compared, here a CPU's"
+    made_up(RIGHT, WRONG)
+    ended = call("bench/check.py", *WORDS)
+    assert ended.code == 1 and "FAIL  proof of kernel, attention: it hung" in ended.out
 
 
 def test_sizes_that_are_typed_are_those_that_are_proven(here, made_up):  # noqa: F811
     asked = made_up(RIGHT)
     assert call("bench/check.py", *WORDS, "model.d_model=48", "model.heads=3", "runtime.precision=float32").code == 0
-    shown, (trained, _) = asked
-    assert (shown.model.d_model, shown.model.heads, trained.model.d_model) == (48, 3, 48)
-    assert trained.runtime.precision == "float32"
+    (shown,) = asked
+    assert (shown.model.d_model, shown.model.heads) == (48, 3)
 
 
-@pytest.mark.parametrize("spoilt", ["a candidate", "training"])
-def test_the_command_fails_with_them(here, made_up, spoilt):  # noqa: F811
-    made_up(RIGHT, WRONG if spoilt == "a candidate" else RIGHT, learns=spoilt != "training")
-    ended = call("bench/check.py", *WORDS)
-    assert ended.code == 1
-    assert re.search(
-        {"a candidate": "FAIL  proof of kernel, attention: it hung", "training": "FAIL  3 steps"}[spoilt], ended.out
-    )
-
-
-def test_on_a_cpu_nothing_is_proven_at_first_use(here, monkeypatch):  # noqa: F811
+def test_on_a_cpu_nothing_is_proven_nor_compared_unasked(here, monkeypatch):  # noqa: F811
     monkeypatch.setattr(bench.on_device, "proofs", None)
-    monkeypatch.setattr(bench.on_device, "learns_alike", None)
-    monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")])
-    monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
     assert call("bench/check.py", *WORDS, "agree.run=true").code == 0
+    ended = call("bench/check.py", "variant=mhsa", "runtime.device=cpu", "runtime.backend=plain", *PLACE)
+    assert ended.code == 0 and ended.out.count("\n") == 4
 
 
 # Cost and peers.
@@ -164,8 +205,7 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
     facts = subject.facts()
     assert facts["backend"] == "fused" and facts["backend_choice"]["backend"] == "fused"
     batches = torch.zeros(2, 2, 17, dtype=torch.uint8)
-    worker = Worker(Task(config=made.config, trusted=(), batches=batches))
-    assert worker.backend == "fused"
+    assert Worker(Task(config=made.config, trusted=(), batches=batches)).backend == "fused"
     named = varied(made, runtime={"backend": "kernel"}).config
     for refused in (
         lambda: Subject(CostTask(config=named, **same)),

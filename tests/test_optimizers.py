@@ -6,7 +6,6 @@ from torch import nn
 
 from harness.optim.muon import orthogonalize, product_dtype
 from harness.optim.optimizers import ClippedAdagrad, Muon
-from harness.optim.parameter_groups import Group
 
 pytestmark = pytest.mark.numeric
 
@@ -76,8 +75,10 @@ def test_adagrad_takes_sparse_gradients_with_repeated_rows():
 # Muon
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 64, 16), (2, 16, 64)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((3, 32, 32), torch.float32), ((2, 64, 16), torch.float32), ((2, 16, 64), torch.bfloat16)],
+)
 def test_orthogonalize_moves_singular_values_near_one_and_keeps_vectors(shape, dtype):
     torch.manual_seed(3)
     matrices = torch.randn(shape)
@@ -146,28 +147,10 @@ def test_muon_refuses_what_it_cannot_orthogonalize():
             Muon(matrix, lr=0.1, **{name: value})
 
 
-def test_muon_precision_is_what_the_key_says():
-    like = torch.zeros(1)
-    assert product_dtype("float32", like=like) == torch.float32
-    assert product_dtype("bfloat16", like=like) == torch.bfloat16
-
-
 @pytest.mark.parametrize("amx", [False, True])
-def test_muon_multiplies_float64_in_float64_on_every_machine(amx, monkeypatch):
+def test_muon_multiplies_as_the_key_says_and_float64_in_float64_on_every_machine(amx, monkeypatch):
     monkeypatch.setattr("harness.optim.muon._has_amx", lambda: amx)
-    found = [
-        product_dtype("auto", like=torch.zeros(1, dtype=t)) for t in (torch.float64, torch.float32, torch.bfloat16)
-    ]
-    assert found == [torch.float64, *[torch.bfloat16 if amx else torch.float32] * 2]
-
-
-def test_a_rate_that_an_optimizer_refuses_is_told_with_its_group():
-    group = Group(
-        name="values",
-        key="variant.groups.values",
-        parameters={"w": torch.nn.Parameter(torch.ones(2, 2))},
-        optimizer=torch.optim.SparseAdam,
-        lr_scale=0.0,
-    )
-    with pytest.raises(ValueError, match=r"variant\.groups\.values: .*lr_scale = 0"):
-        group.build(lr=0.0)
+    likes = [torch.zeros(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    usual = torch.bfloat16 if amx else torch.float32
+    assert [product_dtype("auto", like=like) for like in likes] == [torch.float64, usual, usual]
+    assert [product_dtype(name, like=likes[1]) for name in ("float32", "bfloat16")] == [torch.float32, torch.bfloat16]

@@ -6,16 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.report import figures
 from bench.report.__main__ import all_tables, main
 from bench.report.frame import read
 from bench.report.tuning import picks
-from harness.record.table import Drawing, Table, to_csv, to_markdown
+from harness.record.comparison import UNCOMPARED
+from harness.record.table import Table, to_csv, to_markdown
 from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, write_rows, write_run, write_trial
 from tests.fixed_rows import BUSY, change, write_fixed_rows
 from tests.patience import PATIENCE_SECONDS
@@ -55,11 +56,8 @@ def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
     [
         {"data": {"name": "file", "bytes": 4_000_000, "sha256": "99" * 32}},
         {"protocol": PROTOCOL | {"vocabulary": 205}},
-        {"protocol": PROTOCOL | {"streams": 1}},
         {"budget": {"bytes": 3_000_000}},
-        {"budget": {"steps": 2_000_000}},
         {"capped": {"valid": 10_000}},
-        {"config": {"variant": {"name": "mhsa"}, "data": {"split": [0.8, 0.1, 0.1]}}},
     ],
 )
 def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
@@ -68,10 +66,10 @@ def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
     found = tables(tmp_path)
     shown = [set(column(found[name], "variant")) - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
     assert sorted(map(sorted, shown)) == [["adaptive_span"], ["mhsa"]]
-    assert "differences-1" not in found
+    assert "less the reference, bits" not in headings(found["runs-1"])
 
 
-@pytest.mark.parametrize("check", ["unchecked", "not causal"])
+@pytest.mark.parametrize("check", UNCOMPARED)
 def test_a_run_that_failed_its_check_is_compared_with_nothing(tmp_path, check):
     write_run(tmp_path, variant="mhsa")
     change(write_run(tmp_path, variant="adaptive_span"), check=check)
@@ -84,9 +82,12 @@ def test_a_run_that_failed_its_check_is_compared_with_nothing(tmp_path, check):
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"device": "Another"}, {"threads": 9}, {"precision": "bfloat16"}, {"compile": True}, {"processes": 2}),
-        *({"versions": {"torch": "1"}}, {"machine": {"cpu": "A made-up CPU", "cores": 9}}, {"allocator": "return"}),
-        *({"instruction_set": "AVX2"}, {"environment": {"MALLOC_ARENA_MAX": "1"}}),
+        {"device": "Another"},
+        {"threads": 9},
+        {"precision": "bfloat16"},
+        {"versions": {"torch": "1"}},
+        {"machine": {"cpu": "A made-up CPU", "cores": 9}},
+        {"environment": {"MALLOC_ARENA_MAX": "1"}},
     ],
 )
 def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, changes):
@@ -140,10 +141,8 @@ def test_runs_of_equal_numerics_pool_over_sources_and_commits_and_their_times_do
     [
         {"numerics": {"variant": 2, "shared": 1}},
         {"numerics": {"variant": 1, "shared": 2}},
-        {"numerics": {"variant": None, "shared": 1}},
         {"device_kind": "cuda"},
         {"optimizers": [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["bfloat16"]}]},
-        {"config": {"variant": {"name": "mhsa"}, "check": False}},
         {"config": {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Alibi"}}},
     ],
 )
@@ -158,6 +157,16 @@ def test_runs_of_other_numbers_do_not_pool(tmp_path, changes):
     assert sorted(column(tables(tmp_path)["runs-1"], "n")[:2]) in (["1", "1"], ["1", "2"])
 
 
+def test_no_difference_of_a_configuration_is_pooled(tmp_path):
+    """Not even below a part that is another class elsewhere, whose column stands for all that is below it."""
+    for seed, (name, base) in enumerate((("Rotary", 1), ("Rotary", 2), ("Alibi", 1))):
+        position = {"_target_": f"variants.position.{name}", "base": base}
+        write_run(tmp_path, seed=seed, config={"variant": {"name": "mhsa"}, "position": position})
+    shown = tables(tmp_path)["runs-1"]
+    names = {f"mhsa, position={name}, base={base}" for name, base in (("Rotary", 1), ("Rotary", 2))}
+    assert {*column(shown, "variant")[:3]} == names | {"mhsa"} and column(shown, "n")[:3] == ["1"] * 3
+
+
 def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
     write_run(tmp_path, variant="mhsa", seed=0, capped={"valid": 1000, "test": 1000})
     write_run(tmp_path, variant="mhsa", seed=1, capped={"valid": 1000}, test_bits_per_byte=None)
@@ -165,6 +174,7 @@ def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
     shown = tables(tmp_path)["runs-1"]
     assert column(shown, "n")[:2] == ["1", "2"] and column(shown, "variant")[:2] == ["adaptive_span", "mhsa"]
     assert column(shown, "test, bits per byte")[:2] == ["2.4300*", ""], "no mean over some of the seeds"
+    assert "on valid" in shown.caption
 
 
 def test_runs_that_diverged_are_shown_last_and_named(tmp_path):
@@ -175,7 +185,6 @@ def test_runs_that_diverged_are_shown_last_and_named(tmp_path):
     shown = tables(tmp_path)["runs-1"]
     assert column(shown, "variant")[:3] == ["local", "adaptive_span", "mhsa"]
     assert any(note.endswith("finite): adaptive_span, seed 1; mhsa, seed 0.") for note in shown.notes)
-    assert figures.draw_all(read([tmp_path]), spoilt=[])
 
 
 def test_every_look_at_test_is_counted_of_failed_runs_and_later_evaluations_too(tmp_path):
@@ -187,36 +196,28 @@ def test_every_look_at_test_is_counted_of_failed_runs_and_later_evaluations_too(
     assert "Test was scored 5 times in the folders that were read." in tables(tmp_path)["runs-1"].notes
 
 
-def test_rows_of_equal_parameters_have_a_table_and_so_has_recall(tmp_path):
-    for variant, total in (("mhsa", 100_000), ("local", 101_000), ("linear", 150_000)):
+def test_recall_has_a_column_for_each_distance_and_the_largest_that_is_remembered(tmp_path):
+    for variant in ("mhsa", "local"):
         copies = {"64": 0.1, "256": 0.9 if variant == "mhsa" else 3.9, "1024": None}
-        write_run(tmp_path, variant=variant, parameters={"total": total, "touched": total}, valid_bits_per_copy=copies)
-    shown = tables(tmp_path)
-    assert sorted(column(shown["equal-parameters-1"], "variant")) == ["local", "mhsa"]
-    reach = dict(zip(column(shown["runs-1"], "variant"), column(shown["runs-1"], "recall reach"), strict=True))
+        write_run(tmp_path, variant=variant, valid_bits_per_copy=copies)
+    shown = tables(tmp_path)["runs-1"]
+    reach = dict(zip(column(shown, "variant"), column(shown, "recall reach"), strict=True))
     assert (reach["mhsa"], reach["local"]) == ("256", "64")
-    assert [name for name in headings(shown["runs-1"]) if "copies" in name] == [
-        "copies from 64, bits",
-        "copies from 256, bits",
-    ]
+    assert [name for name in headings(shown) if "copies" in name] == ["copies from 64, bits", "copies from 256, bits"]
 
 
-def test_differences_are_judged_together_but_for_the_one_that_was_named_in_advance(tmp_path):
-    """p of one t test, twice the smaller by Holm, and as it is where it was named in advance."""
-    for variant, apart in (("mhsa", (0, 0, 0)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):
-        for seed in range(3):
-            bits = 2.0 + seed + apart[seed]
-            write_run(tmp_path, variant=variant, seed=seed, bits=bits, test_bits_per_byte=None)
-    found = tables(tmp_path)["differences-1"]
-    shown = dict(
-        zip(column(found, "variant"), zip(*(column(found, h) for h in headings(found)), strict=True), strict=True)
-    )
-    assert shown["local"][3:6] == ("+0.1100", "+0.0852 to +0.1348", "0.0248") and shown["local"][7] == "worse"
-    assert shown["linear"][7] == "not separated" and float(shown["local"][6]) == pytest.approx(0.0055, abs=1e-4)
-    named = {t.name: t for t in all_tables(read([tmp_path]), contrast=("local", "mhsa"))}["differences-1"]
-    assert float(column(named, "p")[column(named, "variant").index("local")]) == pytest.approx(0.0027, abs=1e-4)
-    with pytest.raises(ValueError, match="--contrast local performer: must be two rows of one table"):
-        all_tables(read([tmp_path]), contrast=("local", "performer"))
+def test_differences_from_the_reference_are_of_equal_seeds_and_judged_together(tmp_path):
+    """Of one t test p is 0.0027 and 0.0055: the smaller twice by Holm, and the interval is of each alone."""
+    for variant, apart in (("mhsa", (0, 0, 0, 5)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):
+        for seed, difference in enumerate(apart):
+            write_run(tmp_path, variant=variant, seed=seed, bits=2.0 + seed + difference, test_bits_per_byte=None)
+    found = tables(tmp_path)["runs-1"]
+    cells = zip(*(column(found, name) for name in ("pairs", "less the reference, bits", "p", "verdict")), strict=True)
+    shown = dict(zip(column(found, "variant"), cells, strict=True))
+    assert found.caption.startswith("Differences are from mhsa on valid.")
+    assert shown["local"] == ("3", "+0.1100 ± 0.0248", "0.0055", "worse") and shown["mhsa"] == ("",) * 4
+    assert shown["linear"][3] == "not separated" and float(shown["linear"][2]) > 0.05
+    assert column(found, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
 
 
 def test_a_pick_is_made_on_tuning_seeds_and_reported_on_fresh_ones(tmp_path):
@@ -228,7 +229,7 @@ def test_a_pick_is_made_on_tuning_seeds_and_reported_on_fresh_ones(tmp_path):
             point = ends if trial == 1 else {"optim.lr": 0.5}
             score = None if lost else bits + seed / 1e4
             write_trial(tmp_path, rate=rate, seed=seed, bits=score, trial=trial, point=point)
-    (pick,) = picks(read([tmp_path]).frame)[0]
+    (pick,) = picks(read([tmp_path]).frame)
     assert pick.values == {"optim.lr": 0.003} and pick.trial == 1
     found = tables(tmp_path)["picked-1"]
     (flags,) = column(found, "flags")
@@ -237,7 +238,7 @@ def test_a_pick_is_made_on_tuning_seeds_and_reported_on_fresh_ones(tmp_path):
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
     spoilt = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
     found = tables(tmp_path)
-    assert column(found["picked-1"], "fresh runs") == ["n = 1, seeds 0"]
+    assert column(found["picked-1"], "fresh runs") == ["seeds 0"]
     results = next(table for name, table in found.items() if name.startswith("runs-"))
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
     assert any(spoilt.name in note for note in results.notes)
@@ -310,7 +311,7 @@ def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_sh
     assert f"{folders[4] / 'record.jsonl'}: line 1: no provenance" in told
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", "1" + "0" * 5000, "-1", "true"])
+@pytest.mark.parametrize("value", ["NaN", "1" + "0" * 5000, "true"])
 def test_not_finite_and_huge_numbers_are_refused(tmp_path, value):
     path = write_rows(tmp_path, [cost_row()])
     path.write_text(path.read_text().replace('"length": 512', f'"length": {value}'))
@@ -327,7 +328,7 @@ def test_costs_have_the_newest_of_equal_cells_and_percentiles_of_enough_calls(tm
         tmp_path, [cost_row(), cost_row(length=256), cost_row(device="Another"), cost_row(variant="local", time=many)]
     )
     found = tables(tmp_path)
-    assert sorted(len(table.rows) for name, table in found.items() if name.endswith("-parts")) == [1, 4]
+    assert sorted(len(table.rows) for table in found.values()) == [1, 4]
     shown = next(table for table in found.values() if len(table.rows) == 4)
     assert column(shown, "step, ms") == ["25.60", "2.00", "51.20", "102.40"]
     assert column(shown, "step, 20 to 80%") == ["", "1.00 to 3.00", "", ""]
@@ -367,7 +368,7 @@ def mutated(random: Random, row: dict) -> dict:
     return row
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed):
     random = Random(seed)
@@ -401,27 +402,36 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
             form(table).encode("utf-8")
 
 
-def test_the_verb_writes_everything_and_takes_away_what_is_no_longer_true(tmp_path, capsys, monkeypatch):
-    drawing = Drawing(name="drawn", title="Drawn", caption="By hand.", svg=b"<svg/>", png=b"png")
-    monkeypatch.setattr(figures, "draw_all", lambda rows, spoilt: [drawing])
-    outputs, out = tmp_path / "outputs", tmp_path / "report"
-    write_run(outputs, variant="mhsa")
-    write_rows(outputs, [cost_row(), {"kind": "cost"}])
-    assert main([str(outputs), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    for name in ("runs-1.md", "runs-1.csv", "cost-1.md", "report.md", "index.html"):
-        assert (out / name).stat().st_size and name.partition(".")[0] in said
-    assert "refused: " in said and "no provenance: variant" in said and "2.4000" in said
+def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_longer_true(tmp_path, capsys):
+    """Six kinds of figures, a few of each: they take a second apiece."""
+    rows, out = tmp_path / "rows", tmp_path / "report"
+    write_run(rows, variant="adaptive_span", valid_bits_per_copy={"64": 0.1})
+    write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), fit_row(), {"kind": "cost"}])
+    code = (
+        "import sys; from bench.report.__main__ import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
+    )
+    words = [sys.executable, "-c", code, str(rows), "--out", str(out)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
+    assert drawn == {"trade", "curves", "recall", "spans", "cost", "peers"}
+    for name in ("runs-1.csv", "cost-1.csv", "report.md", "index.html"):
+        assert (out / name).stat().st_size and name in done.stdout
+    assert "refused: " in done.stdout and "no provenance: variant" in done.stdout and "2.4000" in done.stdout
     markdown = (out / "report.md").read_text()
-    assert "python train.py variant=mhsa seed=0" in markdown and "Refused: " in markdown
-    assert "![drawn](figures/drawn.png)" in markdown and (out / "figures" / "drawn.svg").read_bytes() == b"<svg/>"
+    assert "python train.py variant=adaptive_span seed=0" in markdown and "Refused: " in markdown
+    assert "![curves-1](figures/curves-1.png)" in markdown
     (out / "mine.md").write_text("not of the report")
-    write_rows(outputs, [])
-    assert main([str(outputs), "--out", str(out)]) == 0
-    assert not (out / "cost-1.md").exists() and (out / "runs-1.md").exists() and (out / "mine.md").exists()
+    for path in rows.glob("*/rows.jsonl"):
+        path.unlink()
+    with patch("bench.report.figures.draw_all", return_value=[]):
+        assert main([str(rows), "--out", str(out)]) == 0
+    assert not (out / "cost-1.csv").exists() and not [*(out / "figures").iterdir()]
+    assert (out / "runs-1.csv").exists() and (out / "mine.md").exists()
 
 
-@pytest.mark.parametrize("content", [None, "", "{}\n", "garbage"])
+@pytest.mark.parametrize("content", [None, "garbage"])
 def test_nothing_to_show_is_a_mistake_with_a_reason(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "rows.jsonl").write_text(content)
@@ -436,16 +446,3 @@ def test_a_place_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
     told = capsys.readouterr().err
     assert "--out" in told and "nowhere: there is no such folder; looked for runs (record.jsonl)" in told
-
-
-def test_a_report_needs_neither_torch_nor_a_server_and_draws_six_kinds_of_figures(tmp_path):
-    write_fixed_rows(tmp_path / "rows")
-    code = (
-        "import sys; from bench.report.__main__ import main; code = main(sys.argv[1:]); "
-        "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path / "rows"), "--out", str(tmp_path / "report")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert done.returncode == 0, done.stderr
-    drawn = {path.name.partition("-")[0] for path in (tmp_path / "report" / "figures").glob("*.png")}
-    assert drawn == {"trade", "curves", "recall", "spans", "cost", "peers"}

@@ -10,13 +10,9 @@ from bench.report.uncertainty import holm, paired, t_below, t_quantile
 
 TABLE = [  # degrees of freedom, 0.90, 0.975, 0.995 quantiles as printed in textbooks
     (1, 3.078, 12.706, 63.657),
-    (2, 1.886, 4.303, 9.925),
     (3, 1.638, 3.182, 5.841),
-    (4, 1.533, 2.776, 4.604),
     (9, 1.383, 2.262, 3.250),
-    (30, 1.310, 2.042, 2.750),
     (120, 1.289, 1.980, 2.617),
-    (1000, 1.282, 1.962, 2.581),
 ]
 
 
@@ -48,12 +44,9 @@ def test_p_is_below_5_percent_where_the_interval_leaves_0_out(differences):
         assert (found.p < 0.05) == (abs(found.mean) > found.half_width)
 
 
-def test_one_pair_has_no_interval():
+def test_one_pair_has_no_interval_and_equal_ones_are_certain():
     found = paired([0.5])
     assert (found.n, found.mean, found.half_width, found.p) == (1, 0.5, None, None)
-
-
-def test_no_difference_at_all_is_certain_to_be_seen_by_chance():
     assert paired([0.0, 0.0, 0.0]).p == 1.0 and paired([0.5, 0.5, 0.5]).p == 0.0
 
 

@@ -1,83 +1,15 @@
-"""Small sublayers that each break one promise or more, and some that look as if they did."""
+"""Small sublayers that are wrong in more than a line: see ``tests/broken.py`` for the promises that they break."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from tests.promises import (
-    APART,
-    AUXILIARY,
-    BFLOAT16,
-    DERIVATIVE,
-    DETACHED,
-    FAR,
-    FLOPS,
-    FUTURE_EVAL,
-    FUTURE_TRAIN,
-    GRADIENT,
-    INFLUENCE,
-    KNOWN,
-    LARGE,
-    LOGITS,
-    MANY,
-    MAP,
-    MODES,
-    NEEDED,
-    OLD_STATE,
-    PROJECTION,
-    REACH,
-    SAVED,
-    SEGMENTS,
-    STATISTICS,
-    STREAMS,
-    USED,
-    WRITES,
-    Gate,
-    Sums,
-    memory,
-)
+from tests.promises import Gate, Sums, memory, toy
 from variants.attention import Attention
-from variants.contract import WAYS, Honours, Inspection, LayerContext, NeededFlops, Sublayer, SublayerOutput
+from variants.contract import WAYS, Honours, Inspection, LayerContext, SublayerOutput
 from variants.position import NoPosition, Rotary
 from variants.product_key_memory import ProductKeyMemory
-
-
-class Forgets(Sums):
-    """Carries state and does not read it."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x, None, start)
-
-
-class Stateless(Sums):
-    """The same, declared, and with nothing to carry."""
-
-    limits = frozenset({"segments"})
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x)._replace(state=None)
-
-
-class Undeclared(Sums):
-    """Sees a past and says nothing of it."""
-
-    honours = None
-
-    def reach(self):
-        return Sublayer.reach(self)
-
-
-class Unsaid(Sums):
-    """Says that it sees a past, and not how far."""
-
-    def reach(self):
-        return Sublayer.reach(self)
-
-
-class ShortReach(Sums):
-    def reach(self):
-        return 9
 
 
 class ReachesThroughState(Gate):
@@ -92,16 +24,6 @@ class ReachesThroughState(Gate):
     def forward(self, x, state=None, start=None, *, collect_stats=False):
         y = super().forward(x).y
         return SublayerOutput(y if state is None else y + state[:, None], x[:, 0].detach())
-
-
-class LeaksAtOneOffset(Gate):
-    """The third byte of a block of eight sees the next."""
-
-    limits = frozenset({"segments"})
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        leaks = (torch.arange(x.shape[1]) % 8 == 2)[:, None]
-        return super().forward(torch.where(leaks, x.roll(-1, dims=1), x))
 
 
 class Delayed(Gate):
@@ -129,30 +51,19 @@ class Delayed(Gate):
         return SublayerOutput(super().forward(x).y + torch.stack(added, dim=1), state)
 
 
-class OneBlock(Delayed):
-    """The same, with no word of its blocks."""
+def _ignoring(name: str, **choices: object) -> type[Attention]:
+    """Attention that takes these choices, whatever the run's are."""
 
-    period = 1
-
-
-class IgnoresPosition(Attention):
     def __init__(self, context: LayerContext):
-        super().__init__(replace(context, scheme=NoPosition))
+        Attention.__init__(self, replace(context, **choices))
+
+    return type(name, (Attention,), {"__init__": __init__, "__module__": __name__})
 
 
-class IgnoresCache(Attention):
-    def __init__(self, context: LayerContext):
-        super().__init__(replace(context, cache="kv"))
-
-
-class IgnoresAttendSelf(Attention):
-    def __init__(self, context: LayerContext):
-        super().__init__(replace(context, attend_self=True))
-
-
-class IgnoresSpan(Attention):
-    def __init__(self, context: LayerContext):
-        super().__init__(replace(context, span=8))
+IgnoresPosition = _ignoring("IgnoresPosition", scheme=NoPosition)
+IgnoresCache = _ignoring("IgnoresCache", cache="kv")
+IgnoresAttendSelf = _ignoring("IgnoresAttendSelf", attend_self=True)
+IgnoresSpan = _ignoring("IgnoresSpan", span=8)
 
 
 class DeniesSpan(Attention):
@@ -170,9 +81,8 @@ class Wrapped(Gate):
         super().__init__(context)
         self.qkv = nn.Linear(context.d_model, 3 * context.d_model)
 
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        y = nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, dim=-1), is_causal=True)
-        return super().forward(y)
+    def hears(self, x):
+        return nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, dim=-1), is_causal=True)
 
 
 class WrappedBoasting(Wrapped):
@@ -203,16 +113,6 @@ class MapOfMore(Mapped):
         return Inspection(shares, torch.zeros(vectors.shape, dtype=torch.int64), vectors)
 
 
-class MapOfSigns(Mapped):
-    def changed(self, shares):
-        return Inspection(2 * shares - shares.roll(1, dims=-1))
-
-
-class MapOfTheFuture(Mapped):
-    def changed(self, shares):
-        return Inspection(shares.flip(-1))
-
-
 class MapOfTheBlind(Mapped):
     """The first byte sees nothing, and divides it."""
 
@@ -221,58 +121,18 @@ class MapOfTheBlind(Mapped):
         return Inspection(seen / seen.sum(-1, keepdim=True))
 
 
-class MapWithoutHeads(Mapped):
-    def changed(self, shares):
-        return Inspection(shares[:, 0])
-
-
-class Peeks(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x.roll(-1, dims=1))
-
-
-class LeaksInEvaluation(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x if self.training else x + 1e-4 * x.roll(-1, dims=1))
-
-
-class PeeksInTraining(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x + 1e-4 * x.mean(dim=1, keepdim=True) if self.training else x)
-
-
 class BatchNormUndeclared(ProductKeyMemory):
     def __init__(self, context: LayerContext):
         super().__init__(context, **memory.keywords | {"query_norm": "batch"})
         self.limits = frozenset()
 
 
-class Mixes(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x + 1e-4 * x.mean(dim=0))
-
-
-class ForgetsInTraining(Sums):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x, None if self.training else state)
-
-
 class ForgetsOneKey(Attention):
     """A past of one key too few."""
 
     def _context(self, *arguments):
-        keys, kept = super()._context(*arguments)
-        return keys, tuple(part[:, :, 1:] for part in kept)
-
-
-class IgnoresThePast(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x)._replace(state=x[:, -1].detach())
-
-
-class Attached(Sums):
-    def carry(self, kept):
-        return kept
+        keys, past = super()._context(*arguments)
+        return keys, tuple(part[:, :, 1:] for part in past)
 
 
 class StreamsLast(Sums):
@@ -289,25 +149,14 @@ class OverwritesState(Sums):
         return out if state is None else out._replace(state=state.copy_(out.state))
 
 
-class Counts(Gate):
-    def __init__(self, context: LayerContext):
-        super().__init__(context)
-        self.register_buffer("count", torch.zeros(()), persistent=False)
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        self.count += x.shape[1]
-        return super().forward(x)
-
-
 class Remembers(Gate):
     """Keeps its state on the module, out of sight."""
 
     last = 0.0
 
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        out = SublayerOutput(super().forward(x).y + self.last)
-        self.last = x.mean().item()
-        return out
+    def gives(self, out, x, collect_stats):
+        last, self.last = self.last, x.mean().item()
+        return SublayerOutput(out.y + last)
 
 
 class SizedState(Sums):
@@ -327,152 +176,6 @@ class SizedState(Sums):
         return SublayerOutput(out.y * self.fraction, out.state.repeat(1, self.size))
 
 
-class Shrinks(Gate):
-    def project_(self) -> None:
-        self.value.weight.data *= 0.5
-
-
-class Illegal(Gate):
-    """A root of a parameter that nothing keeps positive, although there is a ``project_``."""
-
-    def __init__(self, context: LayerContext):
-        super().__init__(context)
-        self.root = nn.Parameter(torch.ones(()))
-
-    def project_(self) -> None:
-        self.root.data.clamp_(max=2)
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return SublayerOutput(super().forward(x).y * self.root.sqrt())
-
-
-class Dead(Gate):
-    def __init__(self, context: LayerContext):
-        super().__init__(context)
-        self.unused = nn.Parameter(torch.ones(3))
-
-
-class CutOff(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return SublayerOutput(self.gate(x).sigmoid().detach() * self.value(x))
-
-
-class Shares(Gate):
-    scale = nn.Parameter(torch.ones(()))
-
-    def __init__(self, context: LayerContext):
-        super().__init__(context)
-        self.register_parameter("own", Shares.scale)
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return SublayerOutput(super().forward(x).y * self.own)
-
-
-class SharesBuffer(Gate):
-    table = torch.ones(16)
-
-    def __init__(self, context: LayerContext):
-        super().__init__(context)
-        self.register_buffer("own", SharesBuffer.table)
-
-
-class NotSaved(Gate):
-    def __init__(self, context: LayerContext):
-        super().__init__(context)
-        self.scale = torch.randn(context.d_model)
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return SublayerOutput(super().forward(x).y * self.scale)
-
-
-class LossAlways(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x)._replace(loss=self.gate.weight.square().mean())
-
-
-class NegativeLoss(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x)._replace(loss=-self.gate.weight.square().mean() if self.training else None)
-
-
-class Means(Gate):
-    """A mean does not add."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x)._replace(stats={"mean": x.detach().mean()} if collect_stats else None)
-
-
-class AttachedSeen(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        y = super().forward(x).y
-        return SublayerOutput(y, stats={"sum": y.sum()} if collect_stats else None)
-
-
-class LooksTwice(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return SublayerOutput(super().forward(x).y * (2 if collect_stats else 1))
-
-
-class NanMetric(Gate):
-    def metrics(self, stats):
-        return {"share": float("nan")}
-
-
-class OneType(Gate):
-    """Autocast gives bfloat16 to ``lerp`` beside float32."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return SublayerOutput(self.value(x).lerp(x, 0.5) * self.gate(x))
-
-
-class NoFlops(Gate):
-    def ideal_flops(self):
-        return float("nan")
-
-
-class NeedsNothing(Gate):
-    """Less than its ideal forward."""
-
-    def needed_flops(self, segment, *, carried):
-        return NeededFlops(0.0, 0.0)
-
-
-class OneNumber(Gate):
-    def needed_flops(self, segment, *, carried):
-        return 3 * self.ideal_flops()
-
-
-class Invents(Gate):
-    limits = frozenset({"anything"})
-
-
-class Overflows(Gate):
-    """Finite in float64 only."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return SublayerOutput(super().forward(x).y * 1e50 * 1e-50)
-
-
-class Exponentials(Gate):
-    """A logistic function whose exponential overflows."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        grown = (9 * self.value(x)).exp()
-        return SublayerOutput(self.gate(x).sigmoid() * grown / (1 + grown))
-
-
-class VanishesBackwards(Gate):
-    """A finite value, of which the gradient is not."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        value = 9 * self.value(x)
-        return SublayerOutput(self.gate(x).sigmoid() * torch.where(value > 80, value, value.exp()))
-
-
-class Cautious(Gate):
-    limits = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation"})
-
-
 class DoubledKeys(Attention):
     """Right values: the gradient of the segment's keys is doubled."""
 
@@ -487,13 +190,6 @@ class DoubledPast(Attention):
     def _again(self, *arguments):
         past = super()._again(*arguments)
         return past._replace(k=2 * past.k - past.k.detach())
-
-
-class ScaledBackwards(Gate):
-    """Right gradients of its parameters, a wrong one of its input."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(0.5 * x + 0.5 * x.detach())
 
 
 class OfDistances(Gate):
@@ -518,57 +214,6 @@ class OfDistances(Gate):
         return SublayerOutput(super().forward(windows @ weight).y, past[:, past.shape[1] - most + 1 :].detach())
 
 
-class HalfInEvaluation(OfDistances):
-    @property
-    def halved(self) -> bool:
-        return not self.training
-
-
-class Noisy(Gate):
-    """What it draws in training is no dropout."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x + 0.1 * torch.randn_like(x) if self.training else x)
-
-
-class QuarterOfTheWindow(OfDistances):
-    def reach(self) -> int:
-        return 4 * len(self.weight) - 1
-
-
-class Fades(Sums):
-    """It fades to nothing, and says that it sees all."""
-
-    decay = 1e-3
-
-
-class Regularised(Gate):
-    """A span that costs something and does nothing."""
-
-    def __init__(self, context: LayerContext):
-        super().__init__(context)
-        self.span = nn.Parameter(torch.full((), 0.5))
-
-    def project_(self) -> None:
-        self.span.data.clamp_(0, 1)
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x)._replace(loss=0.1 * self.span if self.training else None)
-
-
-class MixesBeyondEight(Gate):
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        return super().forward(x + 1e-4 * x.mean(dim=0) if len(x) > 8 else x)
-
-
-class Faint(Sums):
-    """The past moves it, too little to be learned from."""
-
-    def forward(self, x, state=None, start=None, *, collect_stats=False):
-        out = super().forward(x, state)
-        return out._replace(y=1e-4 * out.y + Gate.forward(self, x).y)
-
-
 class FloatAngles(Rotary):
     """Angles of absolute positions, in float32 always or in the type of the input."""
 
@@ -586,56 +231,10 @@ class FloatAngles(Rotary):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-BROKEN = [
-    (Peeks, {FUTURE_EVAL, FUTURE_TRAIN, REACH, SEGMENTS}),
-    (LeaksAtOneOffset, {FUTURE_EVAL, FUTURE_TRAIN}),
-    (Undeclared, {REACH}),
-    (Unsaid, {REACH, USED}),
-    (ShortReach, {REACH}),
-    (ReachesThroughState, {REACH, INFLUENCE}),
-    (Wrapped, {REACH}),
-    (OneBlock, {GRADIENT, INFLUENCE}),
-    (PeeksInTraining, {FUTURE_TRAIN, SEGMENTS, MODES}),
-    (BatchNormUndeclared, {FUTURE_TRAIN, SEGMENTS, STREAMS, MODES, MANY}),
-    (Mixes, {STREAMS, MANY}),
-    (Forgets, {SEGMENTS}),
-    (ForgetsInTraining, {SEGMENTS, MODES}),
-    (ForgetsOneKey, {SEGMENTS}),
-    (IgnoresThePast, {INFLUENCE}),
-    *((one, {MAP}) for one in (MapOfMore, MapOfSigns, MapOfTheFuture, MapOfTheBlind, MapWithoutHeads)),
-    (Attached, {DETACHED}),
-    (StreamsLast, {DETACHED, STREAMS}),
-    (OverwritesState, {WRITES, STREAMS}),
-    (Counts, {WRITES}),
-    (SizedState, {OLD_STATE}),
-    (Shrinks, {PROJECTION, SAVED}),
-    (Illegal, {PROJECTION, OLD_STATE}),
-    (Dead, {GRADIENT}),
-    (CutOff, {GRADIENT, DERIVATIVE}),
-    (Shares, {APART}),
-    (SharesBuffer, {APART}),
-    (NotSaved, {SAVED}),
-    (LossAlways, {AUXILIARY}),
-    (NegativeLoss, {AUXILIARY}),
-    (Means, {STATISTICS}),
-    (AttachedSeen, {STATISTICS}),
-    (LooksTwice, {STATISTICS}),
-    (NanMetric, {STATISTICS}),
-    (OneType, {BFLOAT16}),
-    (NoFlops, {FLOPS}),
-    (NeedsNothing, {NEEDED}),
-    (OneNumber, {NEEDED}),
-    (Invents, {KNOWN}),
-    (Overflows, {LOGITS, FAR, BFLOAT16, LARGE}),
-    (Exponentials, {LARGE}),
-    (VanishesBackwards, {LARGE}),
-    (Cautious, {FUTURE_TRAIN, SEGMENTS, STREAMS, MODES, MANY}),
-    (DoubledKeys, {DERIVATIVE}),
-    (ScaledBackwards, {DERIVATIVE}),
-    (HalfInEvaluation, {MODES}),
-    (Noisy, {MODES}),
-    (QuarterOfTheWindow, {USED}),
-    (Fades, {USED}),
-    (Regularised, {GRADIENT}),
-    (MixesBeyondEight, {MANY}),
-]
+Stateless = toy(
+    Sums,
+    limits=frozenset({"segments"}),
+    reads=lambda self, state: None,
+    gives=lambda self, out, x, collect_stats: out._replace(state=None),
+)
+"""Carries nothing, and has said so."""

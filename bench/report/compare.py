@@ -1,23 +1,23 @@
 """Which rows stand in one table, which differ by their seed only, and how those that differ are named.
 
-Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` is equal; rows of other numbers (``same_numbers``)
-stand with them, marked ``+``. Time and memory compare on equal ``ground`` and code. An *arm* is one variant at one
-configuration, whatever its seed.
+Bits per byte compare where ``held_equal`` of ``harness.record.comparison`` is equal; rows of other numbers
+(``same_numbers``) stand with them, marked ``+``. Time and memory compare on equal ``ground`` and code. An *arm* is one
+variant at one configuration, whatever its seed.
 """
 
-import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 import yaml
 
-from bench.report.frame import number
 from bench.report.words import short_commit, source_words
-from harness.record.cells import BUSY, NOTHING, OLDER, busy_words, count_of, listed, text
-from harness.record.comparison import ground, numbers_of, same_numbers, tree_of
+from harness.record.cells import BUSY, NOTHING, OLDER, busy_words, count_of, listed
+from harness.record.comparison import ground, held_equal, numbers_of, same_numbers, tree_of
+from harness.record.shapes import VERBS
 from harness.record.table import Cell, Column, words
 
 RATE = "optim.lr"
@@ -27,35 +27,29 @@ NOT_AN_ARM += ("purpose", "trial", "space")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
 NO_SETTING = re.compile(r"variant\.(numerics|small)(\.|$)")
 """Keys that change no number of a run: what ``numerics`` pins stands in the row itself."""
-LATER: dict[str, object] = {"check": True}
-"""Keys of a configuration that came later, with what rows mean that have not got them."""
+ADDED_KEYS = {"check": True}
+"""Keys that older configurations lack, with what those mean."""
 BESIDE = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """What makes another arm beside the configuration and the code."""
-SHORT_LABEL = 2
-"""So many differences fit beside a point; more than that are numbered."""
+UNSET = "not set"
 MOST_KEYS = 8
 MOST_COLUMNS = 4
-"""More swept columns are no table that one can read: rows have their labels then, and notes say how they differ."""
+"""More swept columns are no table that one can read: rows have their labels then."""
 MOST_NAMED = 2
 """Keys of one swept column that its heading names."""
+IN_CAPTIONS = {"freed": "what becomes of freed memory", "spans_from": "where learned spans are"}
 
 
-def by(items: Iterable, *, key: Callable[[object], Hashable]) -> dict[Hashable, list]:
-    """Items by key, in the order in which the keys first came."""
-    groups: dict[Hashable, list] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
+def groups(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    """Runs that compare, with their number, in the order in which the first of each ended."""
+    if len(runs):
+        keys = [held_equal(row) for row in runs["row"]]
+        yield from ((index, same) for index, (_, same) in enumerate(runs.groupby(keys, sort=False), start=1))
 
 
-def tag(*keys: Hashable) -> str:
-    """Six hexadecimal digits, the same for the same keys whatever else is drawn."""
-    return hashlib.sha256(repr(keys).encode()).hexdigest()[:6]
-
-
-def is_tuning(row: dict) -> bool:
-    """Whether a run was there to choose a setting on the validation split: ``purpose=tune``."""
-    return row.get("purpose") == "tune"
+def is_tuning(runs: pd.DataFrame) -> bool:
+    """Whether runs that compare were there to choose a setting on the validation split: ``purpose=tune``."""
+    return runs["row"].iloc[-1].get("purpose") == "tune"
 
 
 def cost_ground(row: dict) -> str:
@@ -72,105 +66,128 @@ def flat(config: dict, *, prefix: str = "") -> dict[str, object]:
     return leaves
 
 
-def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, object]:
-    """A configuration as flat keys, less what rows of one table share or what seeds may differ in.
+def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
+    """A configuration as flat keys and words, less what rows of one table share or what seeds may differ in.
 
     Of a target it is the class's name: which module has it is no setting.
     """
-    leaves = flat({key: value for key, value in row["config"].items() if key not in NOT_AN_ARM})
-    leaves = {k: str(v).rpartition(".")[2] if k.endswith("_target_") else v for k, v in leaves.items()}
-    return {key: v for key, v in (LATER | leaves).items() if key not in without and not NO_SETTING.match(key)}
+    leaves = ADDED_KEYS | flat({key: value for key, value in row["config"].items() if key not in NOT_AN_ARM})
+    chosen = {key: value for key, value in leaves.items() if key not in without and not NO_SETTING.match(key)}
+    return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _word(v) for k, v in chosen.items()}
 
 
 def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
-    """Rows of one table with ``arm``, the name of what differs by its seed only, ``order``, the arm's place among
-    those of its variant, and ``source_mark``; sorted by variant, then by difference, then by seed.
+    """Rows of one table with ``settings``; ``arm``, the name of what differs by its seed only; ``order``, the arm's
+    place among those of its variant; and ``source_mark``. Sorted by variant, then by arm, then by seed.
 
     Args:
         without: further keys of the configuration, as ``model.span``, or ``backend``, that one arm may have several of.
     """
 
-    def identity(row: dict, kind: str) -> str:
-        beside = {name: row.get(name) for name in BESIDE if name not in without}
-        code = {"source": row["source"]}  # times and memory depend on all of it
-        if kind in ("run", "failed"):
-            code = numbers_of(row)
-            beside["products"] = [group.get("products") for group in row.get("optimizers") or ()]
-        beside |= {name: own[:6] if name == "source" else own for name, own in code.items()}
-        return json.dumps(settings_of(row, without=without) | beside, sort_keys=True)
+    def identity(row: dict, settings: dict[str, str]) -> dict[str, str]:
+        timed = row["kind"] in VERBS  # times and memory depend on all of the code
+        code = {"source": row["source"]} if timed else numbers_of(row)
+        products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
+        beside = {name: row.get(name) for name in BESIDE if name not in without} | {"products": products}
+        beside |= {name: value[:6] if name == "source" else value for name, value in code.items()}
+        return settings | {name: _word(value) for name, value in beside.items()}
 
-    frame = frame.assign(identity=[identity(*pair) for pair in zip(frame["row"], frame["kind"], strict=True)])
-    named = {}
-    for variant, same in frame.groupby("variant"):
-        identities = sorted(set(same["identity"]))
-        for order, (one, label) in enumerate(zip(identities, _labels(variant, identities), strict=True)):
-            named[variant, one] = (label, order)
-    pairs = [named[key] for key in zip(frame["variant"], frame["identity"], strict=True)]
-    frame = frame.assign(arm=[label for label, _ in pairs], order=[order for _, order in pairs])
-    frame = frame.assign(source_mark=[f" {OLDER}" if other else "" for other in _of_other_code(frame)])
+    settings = [settings_of(row, without=without) for row in frame["row"]]
+    identities = pd.DataFrame([*map(identity, frame["row"], settings)], index=frame.index).fillna(UNSET)
+    arms, order = pd.Series("", index=frame.index), pd.Series(0, index=frame.index)
+    for variant, same in identities.groupby(frame["variant"]):
+        keys = [group[0] for group in _swept(same, [variant] * len(same), parts=())]  # no difference is left out
+        pairs = [[f"{_shown(key).split('.')[-1]}={one[key]}" for key in keys] for one in same.to_dict("records")]
+        arms[same.index] = [", ".join([variant, *own]) for own in pairs]
+        places = {arm: place for place, arm in enumerate(sorted(set(arms[same.index])))}
+        order[same.index] = arms[same.index].map(places)
+    marks = [f" {OLDER}" if other else "" for other in _of_other_code(frame)]
+    frame = frame.assign(settings=settings, arm=arms, order=order, source_mark=marks)
     return frame.sort_values(["variant", "order", "seed"], kind="stable")
 
 
-def _labels(variant: str, identities: Sequence[str]) -> list[str]:
-    """One label for each arm of a variant: its name and the settings that the arms do not share."""
-    read = [json.loads(text) for text in identities]
-    keys = sorted({key for one in read for key in one if any(other.get(key) != one[key] for other in read)})
-    if len(read) == 1:
-        return [variant]
-    if len(keys) > SHORT_LABEL:
-        return [f"{variant} no. {index}" for index in range(1, len(read) + 1)]
-    return [", ".join([variant, *(f"{key.split('.')[-1]}={one.get(key)}" for key in keys)]) for one in read]
+def head_columns(rows: list[dict], *, without: Sequence[str] = ()) -> list[Column]:
+    """The columns with which a table of arms begins: the variant, and one for each key that was swept. Each row gets
+    its ``label`` and its ``heads``.
+
+    Args:
+        rows: an arm each, with ``variant``, ``arm``, ``settings`` and ``source_mark``.
+        without: keys that have columns of their own.
+    """
+    variants = [row["variant"] for row in rows]
+    settings = pd.DataFrame([row["settings"] for row in rows]).drop(columns=[*without], errors="ignore").fillna(UNSET)
+    targets = [key for key in settings if key.endswith("._target_") and not key.startswith("variant.")]
+    parts = tuple(key.removesuffix("_target_") for key in targets if settings[key].nunique() > 1)
+    keys = _swept(settings, variants, parts=parts)
+    keys = keys if len(keys) <= MOST_COLUMNS else []
+    for row, one in zip(rows, settings.to_dict("records"), strict=True):
+        row["heads"] = [_head(one[key] for key in group[:MOST_NAMED]) for group in keys]
+    names = [(row["variant"], *(cell.text for cell in row["heads"])) for row in rows]
+    for row, name in zip(rows, names, strict=True):
+        row["label"] = f"{name[0] if names.count(name) == 1 else row['arm']}{row['source_mark']}"
+    what = "What was trained, and in what it differs from others of its name."
+    heads = [_head_column(place, group, rows) for place, group in enumerate(keys)]
+    return [words("variant", what, lambda row: row["label"]), *heads]
 
 
-def numbered_notes(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> list[str]:
-    """A note for each arm whose label, ``name no. 2``, cannot say how it differs."""
-    notes = []
-    for _, same in frame.groupby("variant"):
-        firsts = same.drop_duplicates("arm")
-        settings = [_with_backend(row, without=without) for row in firsts["row"]]
-        keys = _differing(settings)
-        for arm, own in zip(firsts["arm"], settings, strict=True):
-            if " no. " in arm and keys:
-                words = listed((f"{key}={own.get(key, 'not there')}" for key in keys), most=MOST_KEYS)
-                notes.append(f"{arm}: {words}.")
-    return notes
+def _head_column(place: int, group: list[str], rows: list[dict]) -> Column:
+    group = [*map(_shown, group)]
+    more = f" and {len(group) - MOST_NAMED} more" if len(group) > MOST_NAMED else ""
+    explained = f"Of the configuration: {listed(group, most=20)}{', which differ together' * (len(group) > 1)}."
+    numeric = all(row["heads"][place].value is not None for row in rows)
+
+    def cell(row: dict) -> Cell:
+        return row["heads"][place] if "heads" in row else NOTHING
+
+    return Column(", ".join(group[:MOST_NAMED]) + more, explained, cell, number=numeric)
 
 
-def differences(rows: Sequence[dict], *, without: Sequence[str] = ()) -> str:
-    """What the configurations of a table's rows do not share; all that makes a variant counts as one."""
-    keys = _differing([_with_backend(row, without=without) for row in rows])
-    names = dict.fromkeys("variant" if key.startswith("variant.") else key for key in keys)
-    names |= {"seed": None} if len({row["seed"] for row in rows}) > 1 else {}
-    return listed(names, most=MOST_KEYS)
+def _head(values: Iterator[str]) -> Cell:
+    values = [value for value in values if value != UNSET]
+    try:
+        value = float(*values)  # of a single number
+    except (TypeError, ValueError):
+        value = math.nan
+    return Cell(text=", ".join(values), value=value if values and math.isfinite(value) else None)
 
 
-def _with_backend(row: dict, *, without: Sequence[str]) -> dict[str, object]:
-    return settings_of(row, without=without) | ({} if "backend" in without else {"backend": row["backend"]})
+def _swept(settings: pd.DataFrame, variants: Sequence[str], *, parts: tuple[str, ...]) -> list[list[str]]:
+    """Keys in which rows differ, those that divide the rows alike together, the learning rate first.
+
+    Keys inside ``variant`` count within one variant only. Of a part that is another class in some rows, as
+    ``position.``, the class stands for all that is below it.
+    """
+    together: dict[tuple, list[str]] = {}
+    for key in settings:
+        if key == "variant.name" or (key.startswith(parts) and not key.endswith("._target_")):
+            continue
+        values = settings[key].groupby(variants).nunique() if key.startswith("variant.") else settings[key].nunique()
+        if (values > 1).any() if isinstance(values, pd.Series) else values > 1:
+            together.setdefault((*pd.factorize(settings[key])[0], key == RATE), []).append(key)
+    return sorted(together.values(), key=lambda group: group != [RATE])
 
 
-def _differing(settings: Sequence[dict[str, object]]) -> list[str]:
-    keys = dict.fromkeys(key for one in settings for key in one)
-    return [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in settings}) > 1]
-
-
-def _of_other_code(frame: pd.DataFrame) -> list[bool]:
-    """Whether each row has other numbers, or of a verb other code, than the newest."""
-    newest, timed = frame["row"].iloc[-1], frame["kind"].iloc[-1] not in ("run", "failed")
-    return [tree_of(row) != tree_of(newest) if timed else not same_numbers(row, newest) for row in frame["row"]]
+def differences(arms: pd.DataFrame, *keys: str) -> str:
+    """What the rows of a table do not share: of their configurations, where all that makes a variant counts as one,
+    and of these keys of the frame."""
+    settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
+    names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
+    names += [IN_CAPTIONS.get(key, key) for key in keys if key in arms and arms[key].nunique(dropna=False) > 1]
+    return listed(dict.fromkeys(names), most=MOST_KEYS)
 
 
 def source_notes(frame: pd.DataFrame) -> list[str]:
     """The commits, and what ``+`` means; ``frame`` is in the order in which rows were measured."""
     commits = listed(dict.fromkeys(filter(None, map(short_commit, frame["row"]))))
-    notes = [f"Commit {commits}."] if commits else []
+    notes = [f"Commit {commits}."] if commits != "nothing" else []
     others = {row["source"]: row for row, other in zip(frame["row"], _of_other_code(frame), strict=True) if other}
     if others:
-        words, newest = listed(map(source_words, others.values())), source_words(frame["row"].iloc[-1])
-        notes.append(f"{OLDER} made by other source code ({words}) than the newest rows ({newest}).")
+        older, newest = listed(map(source_words, others.values())), source_words(frame["row"].iloc[-1])
+        notes.append(f"{OLDER} made by other source code ({older}) than the newest rows ({newest}).")
     return notes
 
 
-def busy_notes(loads: Iterable[dict | None]) -> list[str]:
+def busy_notes(loads: Sequence[object]) -> list[str]:
     """What ``BUSY`` means, once, with the load that others made most of; or nothing."""
     busy = [load for load in loads if isinstance(load, dict) and busy_words(load)]
     most = max(busy, key=lambda load: (load.get("others_cores") or 0) + (load.get("stolen_cores") or 0), default=None)
@@ -178,64 +195,18 @@ def busy_notes(loads: Iterable[dict | None]) -> list[str]:
     return [f"{BUSY} {busy_words(most)}{many}."] if busy else []
 
 
-def head_columns(arms: pd.DataFrame, *, without: Sequence[str] = ()) -> tuple[list[str], list[Column]]:
-    """Names of arms, and the columns with which rows begin: the variant, and one for each key that was swept.
-
-    Keys that move together are one column, and a part of the configuration that is another class in some rows
-    (``position``) is one column with the class's name. Keys inside ``variant`` count within one variant only.
-
-    Args:
-        arms: a row an arm, with ``row`` and ``arm``.
-        without: keys that have columns of their own.
-    """
-    settings = [settings_of(row, without=without) for row in arms["row"]]
-    groups = _swept(settings, list(arms["variant"]))
-    groups = groups if len(groups) <= MOST_COLUMNS else []
-    cells = [[_cell(group, one) for group in groups] for one in settings]
-    keys = [(v, *(cell.text for cell in own)) for v, own in zip(arms["variant"], cells, strict=True)]
-    names = [key[0] if keys.count(key) == 1 else arm for key, arm in zip(keys, arms["arm"], strict=True)]
-    by_arm = dict(zip(arms["arm"], cells, strict=True))
-    columns = [
-        words("variant", "What was trained, and in what it differs from others of its name.", lambda r: r["label"])
-    ]
-    for place, group in enumerate(groups):
-        more = f" and {len(group) - MOST_NAMED} more" if len(group) > MOST_NAMED else ""
-        numeric = len(group) == 1 and all(isinstance(own[place].value, float | int) for own in cells)
-        told = f"Of the configuration: {listed(group, most=20)}{', which differ together' if len(group) > 1 else ''}."
-
-        def cell(row: dict, place: int = place) -> Cell:
-            return by_arm[row["arm"]][place] if row.get("arm") in by_arm else NOTHING
-
-        columns.append(Column(", ".join(group[:MOST_NAMED]) + more, told, cell, number=numeric))
-    return names, columns
+def _of_other_code(frame: pd.DataFrame) -> list[bool]:
+    """Whether each row has other numbers, or of a verb other code, than the newest."""
+    newest = frame["row"].iloc[-1]
+    timed = newest["kind"] in VERBS
+    return [tree_of(row) != tree_of(newest) if timed else not same_numbers(row, newest) for row in frame["row"]]
 
 
-def _swept(settings: Sequence[dict], variants: Sequence[str]) -> list[list[str]]:
-    """Keys that differ, those that part the rows alike together, the learning rate first."""
-    frame = pd.DataFrame([{key: _word(value) for key, value in one.items()} for one in settings]).fillna("")
-    if frame.empty:
-        return []
-    targets = [key for key in frame if key.endswith("._target_") and frame[key].nunique() > 1]
-    parts = [key.removesuffix("_target_") for key in targets if not key.startswith("variant.")]
-    groups: dict[tuple, list[str]] = {}
-    for key in frame:
-        if key == "variant.name" or any(key.startswith(part) and key != f"{part}_target_" for part in parts):
-            continue
-        within = frame[key].groupby(list(variants)).nunique() if key.startswith("variant.") else frame[key].nunique()
-        if (within > 1).any() if isinstance(within, pd.Series) else within > 1:
-            groups.setdefault((*pd.factorize(frame[key])[0], key == RATE), []).append(key)
-    shown = [[key.removesuffix("._target_") for key in keys] for keys in groups.values()]
-    return sorted(shown, key=lambda group: group != [RATE])
+def _shown(key: str) -> str:
+    return key.removesuffix("._target_")
 
 
 def _word(value: object) -> str:
     if value is None:
         return "none"
     return value if isinstance(value, str) else f"{value:.10g}" if isinstance(value, float) else json.dumps(value)
-
-
-def _cell(group: Sequence[str], one: dict) -> Cell:
-    shown = [_word(one.get(key, one.get(f"{key}._target_", ""))) for key in group[:MOST_NAMED]]
-    value = number(one, group[0]) if len(group) == 1 else None
-    label = ", ".join(shown)
-    return Cell(text=label, value=one[group[0]]) if value is not None else text(label) if label.strip(", ") else NOTHING

@@ -1,44 +1,24 @@
 """The report's figures: learning curves, trade-offs, cost against context, spans, peers, and the front page's.
 
-What may stand in one figure is decided in ``compare``. Lines and points are labelled where they are.
+What may stand in one figure is decided in ``compare``.
 """
 
+import hashlib
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from bench.report.compare import by, cost_ground, is_tuning, tag, with_arms
+from bench.report.compare import cost_ground, groups, is_tuning, with_arms
 from bench.report.frame import Rows, copies
-from bench.report.style import (
-    FONT_POINTS,
-    LINES,
-    finish,
-    label_right,
-    looks,
-    memory_unit,
-    plain_number,
-    spread,
-    styled,
-    value_axis,
-)
-from bench.report.tables import REFERENCE, groups, paired_with, summed
+from bench.report.style import FONT_POINTS, LINES, finish, legend, looks, memory_unit, plain_number, styled, value_axis
+from bench.report.tables import REFERENCE, bits_by_seed, compare, summed
 from bench.report.words import budget_words, data_words, freed_words, machine_words
+from harness.record import drawing
 from harness.record.cells import count_of
 from harness.record.comparison import ground
-from harness.record.drawing import (
-    GREY,
-    INK,
-    bits_axis,
-    count_axis,
-    draw_bits,
-    draw_span_cells,
-    panels,
-    points,
-    spans_of,
-)
 from harness.record.table import Drawing
 
 COSTS = {
@@ -73,105 +53,93 @@ def draw_all(rows: Rows, *, spoilt: Sequence[int]) -> list[Drawing]:
 def _of_runs(rows: Rows, spoilt: Sequence[int]) -> Iterator[Drawing]:
     for index, same in groups(rows.of("run")):
         same = same[~same.index.isin(spoilt)]
-        if len(same) and not is_tuning(same["row"].iloc[-1]):
+        if len(same) and not is_tuning(same):
             arms = with_arms(same)
-            about = {"title": data_words(same["row"]), "budget": budget_words(same["row"].iloc[-1]["budget"])}
-            yield from trade_off(arms, name=f"trade-off-{index}", **about)
-            yield from curves(arms, name=f"curves-{index}", **about)
-            yield from _spans(arms, index=index)
+            yield from trade_off(arms, name=f"trade-off-{index}")
+            yield from curves(arms, name=f"curves-{index}")
+            yield from spans(arms, index=index)
             if any(copies(row) for row in same["row"]):
                 yield front_page(None, summed(arms), name=f"recall-{index}")
 
 
-def trade_off(arms: pd.DataFrame, *, name: str, title: str, budget: str) -> Iterator[Drawing]:
-    """Bits per byte against FLOPs and, where all were measured on one ground, memory and time; with the seeds'
-    range."""
-    split = "test" if arms.get("test_bits_per_byte", pd.Series(dtype=float)).notna().all() else "valid"
-    bits = f"{split}_bits_per_byte"
-    rows = [row for row in summed(arms) if bits in row]
+def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
+    """Bits per byte against FLOPs and, where all are of one ground, memory and time; with the seeds' range."""
+    rows = [row for row in summed(arms) if "valid_bits_per_byte" in row]
+    split, last = compare(rows)[1], arms["row"].iloc[-1]
     alone = len({cost_ground(row) for row in arms["row"]}) == 1
-    shown = {
-        label: key for label, key in COSTS.items() if all(key in row for row in rows) and (alone or "FLOPs" in label)
-    }
+    shown = {label: key for label, key in COSTS.items() if all(key in row for row in rows)}
+    shown = {label: key for label, key in shown.items() if alone or "FLOPs" in label}
     if not rows or not shown:
         return
-    look, labels = looks(row["variant"] for row in rows), []
-    machine = machine_words(arms["row"].iloc[-1]) if len(shown) > 1 else ""
-    grid = (-(-len(shown) // 2), min(2, len(shown)))
-    size = {"width": 5.9 * grid[1], "height": 0.9 + max(3.4, 0.6 + 0.19 * len(rows)) * grid[0]}
-    figure, axes = panels(*grid, title="Bits per byte against cost", subtitle=f"{title}\n{machine}".strip(), **size)
-    for ax in axes[len(shown) :]:
-        ax.set_visible(False)
-    for ax, (label, key) in zip(axes, shown.items(), strict=False):
-        divisor, unit = memory_unit(max(row[key] for row in rows)) if "memory" in label else (1, "")
+    look, machine = looks(row["variant"] for row in rows), machine_words(last) if len(shown) > 1 else ""
+    size = {"width": 3.4 * len(shown) + 2.6, "height": max(4.2, 1.4 + 0.19 * len(rows))}
+    title, about = "Bits per byte against cost", f"{data_words(arms['row'])}\n{machine}".strip()
+    figure, axes = drawing.panels(1, len(shown), title=title, subtitle=about, **size)
+    for ax, (label, key) in zip(axes, shown.items(), strict=True):
+        divisor, label = memory_unit(label, max(row[key] for row in rows))
         for row in rows:
-            seeds = row["runs"][bits].dropna()
-            ax.vlines(row[key] / divisor, seeds.min(), seeds.max(), color=look[row["variant"]]["color"], linewidth=1)
-            ax.plot(row[key] / divisor, row[bits], **look[row["variant"]], markersize=7, alpha=0.85)
+            style, seeds, x = look[row["variant"]], bits_by_seed(row["runs"], split), row[key] / divisor
+            ax.vlines(x, seeds.min(), seeds.max(), color=style["color"], linewidth=1)
+            name_of = f"{row['arm']} (n={row['n']})"
+            ax.plot(x, seeds.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=name_of)
         value_axis(ax.xaxis, [row[key] / divisor for row in rows])
-        ax.set(xlabel=f"{label} [{unit}]" if unit else label, ylabel=f"{split} bits per byte")
-        places = [(row[key] / divisor, row[bits]) for row in rows]
-        labels.append(label_right(ax, places, [f"{row['arm']} (n={row['n']})" for row in rows]))
-    spread(figure, labels)
-    caption = f"Lower and further left is better; upright lines are the seeds' range. Budget: {budget}."
-    yield finish(figure, name=name, title="Bits per byte against cost", caption=caption)
+        ax.set(xlabel=label, ylabel=f"{split} bits per byte")
+    legend(axes[-1])
+    caption = "Lower and further left is better; upright lines are the seeds' range. "
+    yield finish(figure, name=name, title=title, caption=f"{caption}Budget: {budget_words(last['budget'])}.")
 
 
-def curves(arms: pd.DataFrame, *, name: str, title: str, budget: str) -> Iterator[Drawing]:
-    """Bits per byte of valid while training, means over seeds, labelled at their ends."""
+def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
+    """Bits per byte of valid while training, means over seeds, and at the end."""
     drawn = {}
-    for arm, own in arms.groupby("arm", sort=False):
-        kind = "valid" if any(points(record, kind="valid") for record in own["record"]) else "train"
-        way = pd.DataFrame([point for record in own["record"] for point in points(record, kind=kind)]).groupby(0).mean()
-        end = (
-            own[["bytes_seen", "valid_bits_per_byte"]].mean()
-            if "valid_bits_per_byte" in own
-            else pd.Series([np.nan] * 2)
-        )
-        if len(way):
-            rows = [{"kind": kind, "bytes_seen": at, "bits_per_byte": bits} for at, bits in way[1].items()]
-            last = (end.iloc[0], None if np.isnan(end.iloc[1]) else end.iloc[1])
-            drawn[arm] = own["variant"].iloc[0], LINES[own["order"].iloc[0] % len(LINES)], rows, last
+    for arm, runs in arms.groupby("arm", sort=False):
+        kind = "valid" if any(drawing.points(record, kind="valid") for record in runs["record"]) else "train"
+        scores = pd.DataFrame([point for record in runs["record"] for point in drawing.points(record, kind=kind)])
+        bits = runs.get("valid_bits_per_byte", pd.Series([np.nan])).mean()
+        last = (runs["bytes_seen"].mean() if "bytes_seen" in runs else 0.0, None if np.isnan(bits) else bits)
+        if len(scores):
+            means = scores.groupby(0).mean()[1].items()
+            rows = [{"kind": kind, "bytes_seen": at, "bits_per_byte": mean} for at, mean in means]
+            drawn[arm] = runs["variant"].iloc[0], LINES[runs["order"].iloc[0] % len(LINES)], rows, last
     if not drawn:
         return
-    look, ends = looks(variant for variant, *_ in drawn.values()), []
+    look = looks(variant for variant, *_ in drawn.values())
     size = {"width": 8.5, "height": max(4.6, 1.6 + 0.17 * len(drawn))}
-    figure, (ax,) = panels(1, 1, title="Learning curves", subtitle=title, **size)
-    for variant, line, rows, last in drawn.values():
-        style = {"colour": look[variant]["color"], "marker": look[variant]["marker"], "line": line}
-        draw_bits(ax, rows, last=last, **style)
-        ends.append(last if last[1] is not None else (rows[-1]["bytes_seen"], rows[-1]["bits_per_byte"]))
-    bits_axis(ax, [rows for *_, rows, _ in drawn.values()], others=[bits for *_, (_, bits) in drawn.values()])
+    figure, (ax,) = drawing.panels(1, 1, title="Learning curves", subtitle=data_words(arms["row"]), **size)
+    for arm, (variant, line, rows, last) in drawn.items():
+        style = look[variant]
+        drawing.draw_bits(ax, rows, last=last, colour=style["color"], marker=style["marker"], line=line)
+        for artist in ax.get_lines():
+            artist.set_label(artist.get_label() if artist.get_label() in drawn else "_")
+        ax.get_lines()[-1].set_label(arm)
+    drawing.bits_axis(ax, [rows for *_, rows, _ in drawn.values()], others=[bits for *_, (_, bits) in drawn.values()])
     ax.set(xlabel="bytes seen", xlim=(0, None))
-    count_axis(ax.xaxis, unit="B")
-    spread(figure, [label_right(ax, ends, list(drawn))])
+    drawing.count_axis(ax.xaxis, unit="B")
+    legend(ax)
     caption = (
         "Valid bits per byte, means over seeds: joined on the way, where a prefix of the split may be scored, and "
-        f"marked at the end. The first fifth may leave the frame. Budget: {budget}."
+        "marked at the end. The first fifth may leave the frame."
     )
     yield finish(figure, name=name, title="Learning curves", caption=caption)
 
 
-def _spans(arms: pd.DataFrame, *, index: int) -> Iterator[Drawing]:
+def spans(arms: pd.DataFrame, *, index: int) -> Iterator[Drawing]:
     """Layers by heads, at the end of the first seed of every arm that has spans: heads of two seeds have no common
     order."""
-    for place, (arm, own) in enumerate(arms.groupby("arm", sort=False), start=1):
-        run = own.iloc[0]
+    for place, (arm, runs) in enumerate(arms.groupby("arm", sort=False), start=1):
+        run = runs.iloc[0]
         scored = [row["metrics"] for row in run["record"] if row["kind"] == "valid" and row.get("metrics")]
-        spans = spans_of(run["row"].get("valid_metrics") or (scored[-1] if scored else {}))
-        heads = np.array([span for layer in spans.values() for span in layer], dtype=float)
+        layers = drawing.spans_of(run["row"].get("valid_metrics") or (scored[-1] if scored else {}))
+        heads = np.array([span for layer in layers.values() for span in layer], dtype=float)
         if not np.isfinite(heads).any():
             continue
         title = f"Learned spans: {arm}, seed {run['seed']:.0f}"
         limit = run.get("protocol.span") or max(1.0, np.nanmax(heads))
-        told = f"mean over heads {np.nanmean(heads):.1f} of {limit:,.0f} positions; {data_words([run['row']])}"
-        size = {"width": 7.5, "height": max(3.6, 1.5 + 0.32 * len(spans))}
-        figure, (ax,) = panels(1, 1, title=title, subtitle=told, **size)
-        draw_span_cells(ax, spans, limit=limit)
-        first = f" Only the first of {len(own)} seeds is drawn." if len(own) > 1 else ""
-        caption = (
-            f"Span of every head at the end of training, in positions, on a logarithmic scale; dark is short.{first}"
-        )
+        about = f"mean over heads {np.nanmean(heads):.1f} of {limit:,.0f} positions; {data_words([run['row']])}"
+        size = {"width": 7.5, "height": max(3.6, 1.5 + 0.32 * len(layers))}
+        figure, (ax,) = drawing.panels(1, 1, title=title, subtitle=about, **size)
+        drawing.draw_span_cells(ax, layers, limit=limit)
+        caption = "Span of every head at the end of training, in positions, on a logarithmic scale; dark is short."
         yield finish(figure, name=f"spans-{index}-{place}", title=title, caption=caption)
 
 
@@ -181,52 +149,48 @@ def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
     def same(row: dict) -> tuple:
         return ground(row), freed_words(row), row["mode"], row["streams"], row["data"]["sha256"]
 
-    for key, places in by(costs.index, key=lambda place: same(costs["row"][place])).items():
-        yield _costs(costs.loc[places], name=f"cost-{key[2]}-{tag(key)}")
+    for rows, name in _grouped(costs, same):
+        yield _costs(rows, name=f"cost-{rows['row'].iloc[0]['mode']}-{name}")
+
+
+def _grouped(frame: pd.DataFrame, same: Callable[[dict], tuple]) -> Iterator[tuple[pd.DataFrame, str]]:
+    """Rows of equal keys, with six digits that are the same for the same keys whatever else is drawn."""
+    if len(frame):
+        for key, rows in frame.groupby([repr(same(row)) for row in frame["row"]], sort=False):
+            yield rows, hashlib.sha256(str(key).encode()).hexdigest()[:6]
 
 
 def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
     first, look = rows["row"].iloc[0], looks(rows["variant"])
-    ran = [
-        b if pd.isna(s) or s == "learned" else f"{b}, {s}"
-        for b, s in zip(rows["backend"], _texts(rows, "spans_from"), strict=True)
-    ]
-    lines = pd.concat([with_arms(some, without=OF_A_LINE) for _, some in rows.assign(ran=ran).groupby("ran")])
-    lines = lines.assign(line=lines["arm"] + ", " + lines["ran"])
-    styles = {one: LINES[place % len(LINES)] for place, one in enumerate(sorted(set(ran)))}
-    mode = f"{first['mode']}, {count_of(first['streams'], 'stream')}"
-    title, labels = f"Cost against length of context: {mode}", []
-    size = {"width": 12.5, "height": max(8.2, 2.4 + 0.36 * lines["line"].nunique())}
-    figure, axes = panels(2, 2, title=title, subtitle=f"{machine_words(first)}\n{data_words([first])}", **size)
+    spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
+    ran = rows["backend"] + spans_from.map(lambda where: f", {where}" if isinstance(where, str) else "")
+    lines = pd.concat([with_arms(some, without=OF_A_LINE) for _, some in rows.groupby(ran)])
+    lines = lines.assign(ran=ran, line=lines["arm"] + ", " + ran)
+    dashes = {one: LINES[place % len(LINES)] for place, one in enumerate(sorted(set(ran)))}
+    title = f"Cost against length of context: {first['mode']}, {count_of(first['streams'], 'stream')}"
+    size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * lines["line"].nunique())}
+    figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{machine_words(first)}\n{data_words([first])}", **size)
     for ax, (label, key) in zip(axes, MEASURES.items(), strict=True):
         values = rows[key].dropna() if key in rows else pd.Series(dtype=float)
-        divisor, unit = memory_unit(values.max()) if "memory" in label and len(values) else (1, "")
-        ends, texts = [], []
-        for line, own in lines.groupby("line", sort=False):
-            style = look[own["variant"].iloc[0]] | {"linestyle": styles[own["ran"].iloc[0]]}
-            middle = (own.groupby("length")[key].median().dropna() if key in own else values[:0]) / divisor
-            ax.plot(middle.index, middle, **style, linewidth=1.4, markersize=5)
-            lost = own[own["status"] == OUT]["length"]
+        divisor, label = memory_unit(label, values.max() if len(values) else 0.0)
+        for line, cells in lines.groupby("line", sort=False):
+            style = look[cells["variant"].iloc[0]] | {"linestyle": dashes[cells["ran"].iloc[0]]}
+            middle = cells.groupby("length")[key].median().dropna() if key in cells else values[:0]
+            power = exponent([*middle.items()])
+            name_of = line if power is None else f"{line}: L{f'{power:.1f}'.translate(RAISED)}"
+            ax.plot(middle.index, middle / divisor, **style, linewidth=1.4, markersize=5, label=name_of)
+            lost = cells[cells["status"] == OUT]["length"]
             ax.plot(lost, [0.97] * len(lost), "x", color=style["color"], transform=ax.get_xaxis_transform())
-            if len(middle):
-                power = exponent(list(middle.items()))
-                ends.append((middle.index[-1], middle.iloc[-1]))
-                texts.append(line if power is None else f"{line}: L{f'{power:.1f}'.translate(RAISED)}")
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(plain_number)
-        ax.set(xlabel="length of context L [bytes]", ylabel=f"{label} [{unit}]" if unit else label)
-        value_axis(ax.yaxis, list(values / divisor), log=True)
-        labels.append(label_right(ax, ends, texts))
-    spread(figure, labels)
+        ax.set(xlabel="length of context L [bytes]", ylabel=label)
+        value_axis(ax.yaxis, [*(values / divisor)], log=True)
+        legend(ax)
     caption = (
         "Medians against the length; of each line the power of L with which its longer half grows. x at the upper "
         "edge: out of memory. Both axes are logarithmic."
     )
     return finish(figure, name=name, title=title, caption=caption)
-
-
-def _texts(rows: pd.DataFrame, key: str) -> pd.Series:
-    return rows[key] if key in rows else pd.Series([None] * len(rows))
 
 
 def exponent(curve: list[tuple[float, float]]) -> float | None:
@@ -243,94 +207,79 @@ def _of_peers(peers: pd.DataFrame) -> Iterator[Drawing]:
         job = (row["job"], row["streams"], row["segment"], row.get("relative_to"), row["data"]["sha256"])
         return ground(row), freed_words(row), *job, str(row.get("invalid"))
 
-    for key, places in by(peers.index, key=lambda place: same(peers["row"][place])).items():
-        yield _peers([row.dropna().to_dict() for _, row in peers.loc[places].iterrows()], name=f"peers-{tag(key)}")
+    for rows, name in _grouped(peers, same):
+        yield _peers([row.dropna().to_dict() for _, row in rows.iterrows()], name=f"peers-{name}")
 
 
 def _peers(rows: list[dict], *, name: str) -> Drawing:
     first, share = rows[0]["row"], "relative_to_reference"
     against, void = first.get("relative_to") or "the reference model", first.get("invalid")
-    title = f"Training speed of peers: {textwrap.shorten(first['job'], 90)}"
+    title = f"{'VOID: ' * bool(void)}Training speed of peers: {textwrap.shorten(first['job'], 90)}"
     about = f"{machine_words(first)}; {first['streams']} x {first['segment']} bytes a step\n{data_words([first])}"
     rows = sorted(rows, key=lambda row: (row.get(share, 0.0), row["name"]))
-    figure, (ax,) = panels(1, 1, width=9.5, height=1.9 + 0.36 * len(rows), title=title, subtitle=about)
-    longest = max([1.0, *(end for row in rows for end in _ends(row))])
+    figure, (ax,) = drawing.panels(1, 1, width=9.5, height=1.9 + 0.36 * len(rows), title=title, subtitle=about)
+    longest = 1.0
     for place, row in enumerate(rows):
         if share not in row:
-            words = (
-                row["reason"] if "reason" in row else f"{row.get('bytes_per_second', 0):,.0f} B/s, without a reference"
-            )
+            words = row.get("reason") or f"{row.get('bytes_per_second', 0):,.0f} B/s, without a reference"
             _beside(ax, 0.0, place, textwrap.shorten(f"{row['status']}: {words}", 90, placeholder=" ..."))
             continue
-        low, high = _ends(row)
-        ax.barh(place, row[share], height=0.66, color=GREY, alpha=0.45)
-        ax.hlines(place, low, high, color=INK, linewidth=1.6)
+        ends = [row[share], *(row["row"].get("relative_range") or [])]
+        longest = max(longest, *ends)
+        ax.barh(place, row[share], height=0.66, color=drawing.GREY, alpha=0.45)
+        ax.hlines(place, min(ends), max(ends), color=drawing.INK, linewidth=1.6)
         speed = f", {row['bytes_per_second']:,.0f} B/s" if "bytes_per_second" in row else ""
         size = f", {row['parameters.total'] / 1e6:.2f} M parameters" if "parameters.total" in row else ""
-        _beside(ax, high, place, f"{row[share]:.2f}x{size}{speed}")
-    ax.axvline(1, color=INK, linestyle="--", linewidth=1)
-    ax.set(
-        xlim=(0, 1.7 * longest), ylim=(-0.6, len(rows) - 0.4), xlabel=f"bytes per second relative to {against} (dashed)"
-    )
+        _beside(ax, max(ends), place, f"{row[share]:.2f}x{size}{speed}")
+    ax.axvline(1, color=drawing.INK, linestyle="--", linewidth=1)
+    label = f"bytes per second relative to {against} (dashed)"
+    ax.set(xlim=(0, 1.7 * longest), ylim=(-0.6, len(rows) - 0.4), xlabel=label)
     ax.set_yticks(range(len(rows)), ["\n".join(textwrap.wrap(row["name"], 40)) for row in rows])
     ax.grid(axis="y", visible=False)
-    if void:
-        style = {"fontsize": 60, "rotation": 15, "weight": "bold", "ha": "center", "va": "center", "alpha": 0.35}
-        ax.text(0.5, 0.5, "VOID", transform=ax.transAxes, color=INK, zorder=10, **style)
     caption = "Speed of the same training step; lines reach from the least to the greatest of the rounds."
     return finish(figure, name=name, title=title, caption=caption + (f" VOID: {void}." if void else ""))
 
 
-def _ends(row: dict) -> tuple[float, float]:
-    """The least and the greatest of the rounds' speeds; the speed itself where they were not recorded."""
-    ends = [row.get("relative_to_reference", 0.0), *(row["row"].get("relative_range") or [])]
-    return min(ends), max(ends)
-
-
 def _beside(ax: Axes, x: float, y: float, words: str) -> None:
-    ax.annotate(
-        words, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=FONT_POINTS, color=INK, bbox=BOX
-    )
+    style = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS, "color": drawing.INK, "bbox": BOX}
+    ax.annotate(words, (x, y), xytext=(5, 0), **style)
 
 
-def front_page(
-    rows: Sequence[dict] | None, recalled: Sequence[dict] | None, *, name: str, split: str = "test"
-) -> Drawing:
+def front_page(rows: Sequence[dict] | None, recalled: Sequence[dict] | None, *, name: str) -> Drawing:
     """Left, how far each row is from the reference, with 95% intervals; right, bits of copied letters by distance.
 
     Args:
         rows, recalled: from ``summed``: of runs that compare, and of runs on a corpus that copies; None: without that
             panel.
-        split: whose bits.
     """
-    reference = next((row for row in rows or () if row["variant"] == REFERENCE), None)
-    pairs = [(row, paired_with(row, reference, split)) for row in rows or () if reference and row is not reference]
-    pairs = sorted(((row, pair) for row, pair in pairs if pair), key=lambda one: -one[1].mean)
-    heat = [row for row in recalled or () if any(copies(one) for one in row["runs"]["row"])]
+    split = compare(rows or ())[1]
+    pairs = sorted((row for row in rows or () if "difference" in row), key=lambda row: -row["difference"])
+    heat = [row for row in recalled or () if any(map(copies, row["runs"]["row"]))]
     title = (
         "Attention mechanisms: bits per byte and recall" if pairs and heat else "Recall" if heat else "Bits per byte"
     )
-    size = {"width": 6.2 * (bool(pairs) + bool(heat)), "height": 1.6 + 0.27 * max(len(pairs), len(heat), 6)}
+    number = bool(pairs) + bool(heat) or 1
     with styled():
-        figure, axes = panels(1, bool(pairs) + bool(heat) or 1, title=title, **size)
+        height = 1.6 + 0.27 * max(len(pairs), len(heat), 6)
+        figure, axes = drawing.panels(1, number, title=title, width=6.2 * number, height=height)
         if pairs:
             _draw_pairs(axes[0], pairs, f"{split} bits per byte, less {REFERENCE}'s (95% interval)")
         if heat:
             _draw_recall(axes[-1], heat)
-        told = f"Left: difference from {REFERENCE} over equal seeds; below 0 is better. " if pairs else ""
-        told += "Mean bits of letters that repeat the one so many bytes before; 4 without memory." if heat else ""
-        return finish(figure, name=name, title=title, caption=told)
+        caption = f"Left: difference from {REFERENCE} over equal seeds; below 0 is better. " if pairs else ""
+        caption += "Mean bits of letters that repeat the one so many bytes before; 4 without memory." if heat else ""
+        return finish(figure, name=name, title=title, caption=caption)
 
 
-def _draw_pairs(ax: Axes, pairs: list, label: str) -> None:
-    look = looks(row["variant"] for row, _ in pairs)
-    for place, (row, pair) in enumerate(pairs):
-        width = pair.half_width or 0.0
-        ax.errorbar(pair.mean, place, xerr=width, **look[row["variant"]], markersize=6, linewidth=1.2, capsize=2)
-        _beside(ax, pair.mean + width, place, f"{row['arm']}  {pair.mean:+.3f}")
-    ax.axvline(0, color=INK, linestyle="--", linewidth=1)
+def _draw_pairs(ax: Axes, rows: list[dict], label: str) -> None:
+    look = looks(row["variant"] for row in rows)
+    for place, row in enumerate(rows):
+        middle, width = row["difference"], row["difference.half_width"] or 0.0
+        ax.errorbar(middle, place, xerr=width, **look[row["variant"]], markersize=6, linewidth=1.2, capsize=2)
+        _beside(ax, middle + width, place, f"{row['arm']}  {middle:+.3f}")
+    ax.axvline(0, color=drawing.INK, linestyle="--", linewidth=1)
     low, high = ax.get_xlim()
-    ax.set(xlim=(low, high + 0.55 * (high - low)), ylim=(-0.7, len(pairs) - 0.3), xlabel=label, yticks=[])
+    ax.set(xlim=(low, high + 0.55 * (high - low)), ylim=(-0.7, len(rows) - 0.3), xlabel=label, yticks=[])
     ax.grid(axis="y", visible=False)
 
 
@@ -341,15 +290,8 @@ def _draw_recall(ax: Axes, rows: list[dict]) -> None:
     ax.imshow(cells[order], cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
     for (y, x), bits in np.ndenumerate(cells[order]):
         if np.isfinite(bits):
-            ax.text(
-                x,
-                y,
-                f"{bits:.1f}",
-                ha="center",
-                va="center",
-                fontsize=FONT_POINTS,
-                color="white" if bits > 2.5 else INK,
-            )
+            colour = "white" if bits > 2.5 else drawing.INK
+            ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=FONT_POINTS, color=colour)
     ax.set_xticks(range(len(distances)), [f"{distance:,}" for distance in distances])
     ax.set_yticks(range(len(rows)), [rows[place]["arm"] for place in order])
     ax.set_xlabel("distance in bytes; in the cells, bits of a copied letter")

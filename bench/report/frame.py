@@ -6,6 +6,7 @@ the wrong shape, is refused with its reason, and the rest is still there. Neithe
 """
 
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,12 +35,14 @@ MOST_REASONS = 5
 """Of one file; a thousand equal ones would hide the others."""
 LONGEST_ERROR = 300
 SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
-TEXTS = ("kind", "variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode", "invalid")
+TEXTS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode", "invalid")
 REACHED_BITS = 1.0
 """Bits below which a copied letter counts as remembered; 4 without memory."""
+Wrong = Callable[[dict, int], str | None]
+"""Why a row on a line of that number is not shown, or None."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rows:
     """All good rows.
 
@@ -54,7 +57,7 @@ class Rows:
             ``bench.evaluate``.
     """
 
-    frame: pd.DataFrame
+    frame: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["kind", "row", "run"]))
     refused: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -63,6 +66,11 @@ class Rows:
 
     def of(self, kind: str) -> pd.DataFrame:
         return self.frame[self.frame["kind"] == kind]
+
+    def refuse(self, path: Path, reasons: list[str]) -> None:
+        self.refused.extend(f"{path}: {reason}" for reason in reasons[:MOST_REASONS])
+        if len(reasons) > MOST_REASONS:
+            self.refused.append(f"{path}: {len(reasons) - MOST_REASONS} more lines")
 
 
 def number(row: dict | None, *keys: str) -> float | None:
@@ -75,7 +83,7 @@ def number(row: dict | None, *keys: str) -> float | None:
 
 def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
     """Rows of verbs as a frame; of one verb at a time or of several."""
-    return pd.DataFrame([_tidy(row, row["kind"], read_from=row.get("read_from")) for row in rows])
+    return pd.DataFrame([_tidy(row, row["kind"]) for row in rows])
 
 
 def read(folders: Sequence[Path]) -> Rows:
@@ -91,17 +99,19 @@ def read(folders: Sequence[Path]) -> Rows:
     if not paths:
         names = ", ".join(str(folder) for folder in folders)
         raise ValueError(f"{names}: nothing to report; looked for runs ({RECORD}, {SUMMARY}) and rows ({ROWS})")
-    rows, runs, others = Rows(frame=pd.DataFrame(), files=len(paths)), [], []
+    rows, runs, others = Rows(files=len(paths)), [], []
     for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
         try:
             if path.name in (RECORD, SUMMARY):
                 runs += _read_run(path.parent, rows)
             else:
-                _read_lines(path, rows, runs=runs, others=others)
+                lines, verbs = _read_lines(path, rows)
+                runs, others = runs + lines, others + verbs
         except OSError as error:
             rows.refused.append(f"{path}: cannot be read ({error.strerror})")
-    tidy = [*(run for _, run in sorted(runs, key=lambda pair: pair[0])), *others]
-    return Rows(**vars(rows) | {"frame": pd.DataFrame(tidy) if tidy else pd.DataFrame(columns=["kind"])})
+    if tidy := [*(run for _, run in sorted(runs, key=lambda pair: pair[0])), *others]:
+        rows.frame = pd.DataFrame(tidy)
+    return rows
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -115,10 +125,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _tidy(row: dict, kind: str, **more) -> dict:
     """A row of the frame: numbers by dotted keys, some texts, and what tables make of them."""
-    tidy: dict = {}
+    tidy: dict = {"kind": kind, "row": row, "load": row.get("load"), "read_from": row.get("read_from")}
     _add_numbers({key: value for key, value in row.items() if key != "config"}, tidy)
     tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
-    tidy |= {"kind": kind, "row": row, "load": row.get("load")}
     tidy |= {"in_evaluation": other_in_evaluation(row), "freed": freed_words(row)}
     tidy |= {"config_digits": row["config_hash"][:8], "source_digits": row["source"][:8]}
     if kind in ("cost", "peers") and row["status"] != "measured":
@@ -129,8 +138,8 @@ def _tidy(row: dict, kind: str, **more) -> dict:
         tidy["share_percent"] = 100 * tidy["utilisation.share"]
     if kind == "run":
         tidy["optimizers"] = optimizer_words(row.get("optimizers"))
-        copied = {far: bits for far, bits in copies(row).items() if bits < REACHED_BITS}
-        tidy |= {"reach": float(max(copied, default=0))} if copies(row) else {}
+        if far := copies(row):
+            tidy["reach"] = float(max((distance for distance, bits in far.items() if bits < REACHED_BITS), default=0))
     elif kind == "fit":
         predicted, measured = tidy.get("predicted_peak_bytes"), tidy.get("measured_peak_bytes")
         if predicted is not None and measured:
@@ -159,8 +168,8 @@ def _add_numbers(value: dict, tidy: dict, prefix: str = "") -> None:
             tidy[f"{prefix}{name}"] = float(len(inner) if isinstance(inner, list) else inner)
 
 
-def _lines(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
-    """Good rows of a file, and why the others are none; ``wrong`` says so of a row and the number of its line."""
+def _lines(path: Path, *, wrong: Wrong) -> tuple[list[dict], list[str]]:
+    """Good rows of a file, and why the others are none."""
     rows, reasons = [], []
     text = read_file(path, most=LARGEST_RECORD).decode("utf-8", "replace")
     for line_number, line in enumerate(text.splitlines(), start=1):
@@ -176,86 +185,28 @@ def _lines(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[lis
     return rows, reasons
 
 
-def _read_lines(path: Path, rows: Rows, *, runs: list, others: list) -> None:
-    """Rows of verbs, and runs of one line: ``{"cell", "summary", "record", "evaluation"}``."""
-
-    def wrong(row: dict, line_number: int) -> str | None:
-        if "summary" in row:
-            record, summary = row.get("record"), row["summary"]
-            if not (isinstance(record, list) and record and all(isinstance(one, dict) for one in record)):
-                return "no provenance: the record is missing"
-            shaped = (misfit(one, shape=shape_of_run_row(one)) for one in record)
-            return refusal(record[0]) or next(filter(None, shaped), None) or _summary_misfit(summary, record[0])
-        if reason := refusal(row):
-            return reason
-        kind = row["kind"]
-        known = isinstance(kind, str) and kind in VERBS
-        return misfit(row, shape=shapes()[kind]) if known else f"kind is {shown(kind)}; allowed are {', '.join(VERBS)}"
-
-    good, reasons = _lines(path, wrong=wrong)
-    for place, row in enumerate(good):
-        if "summary" in row:
-            name = f"{path.stem}:{place + 1}"
-            runs += _taken(rows, path.parent / name, row["record"], row["summary"], age=(path.stat().st_mtime, place))
-        else:
-            read_from = str(path.parent)
-            others.append(_tidy(row | {"read_from": read_from}, row["kind"], read_from=read_from))
-    _refuse(rows, path, reasons if good or reasons else ["no rows in it"])
+def _wrong_in_record(row: dict, line_number: int) -> str | None:
+    return (refusal(row) if line_number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
 
 
-def _read_run(folder: Path, rows: Rows) -> list:
-    """A run folder: its summary with the good rows of its record."""
-
-    def wrong(row: dict, line_number: int) -> str | None:
-        return (refusal(row) if line_number == 1 else None) or misfit(row, shape=shape_of_run_row(row))
-
-    record, reasons = _lines(folder / RECORD, wrong=wrong) if (folder / RECORD).exists() else ([], [])
-    if reasons and reasons[0].startswith("line 1:"):  # without its provenance a run has no rows
-        record, reasons = [], reasons[:1]
-    summary, reason = look_at(folder / SUMMARY)
-    traced = bool(record) and record[0].get("kind") == "provenance"
-    if not traced and not (summary and summary.get("status") in FAILED):
-        reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
-    if summary is not None:
-        reason = _summary_misfit(summary, record[0] if traced else None)
-    _refuse(rows, folder / RECORD, reasons)
-    _refuse(rows, folder / SUMMARY, [reason] if reason else [])
-    if traced and (folder / EVALUATIONS).exists():
-        later = _lines(folder / EVALUATIONS, wrong=lambda row, line_number: None)[0]
-        rows.test_scores[record[0]["data"]["sha256"]] += sum(row.get("split") == "test" for row in later)
-    try:
-        age = ((folder / SUMMARY).stat().st_mtime, 0)
-    except OSError:
-        age = (0.0, 0)
-    return _taken(rows, folder, record if traced else [], summary, age=age, refused=bool(reason))
+def _wrong_on_line(row: dict, line_number: int) -> str | None:
+    """Of a row of a verb, or a run of one line: ``{"cell", "summary", "record", "evaluation"}``."""
+    if "summary" in row:
+        record = row.get("record")
+        if not (isinstance(record, list) and record and all(isinstance(one, dict) for one in record)):
+            return "no provenance: the record is missing"
+        reasons = (_wrong_in_record(one, place) for place, one in enumerate(record, start=1))
+        return next(filter(None, reasons), None) or _wrong_summary(row["summary"], record[0])
+    if reason := refusal(row):
+        return reason
+    kind = row["kind"]
+    if not (isinstance(kind, str) and kind in VERBS):
+        return f"kind is {shown(kind)}; allowed are {', '.join(VERBS)}"
+    return misfit(row, shape=shapes()[kind])
 
 
-def _taken(rows: Rows, folder: Path, record: list, summary: dict | None, *, age: tuple, refused: bool = False) -> list:
-    """The run as ``[(age, row of the frame)]``, or nothing, and why that is. What a failed run knew is no result."""
-    if record:
-        rows.test_scores[record[0]["data"]["sha256"]] += sum(row["kind"] == "test" for row in record)
-    status = (summary or {}).get("status")
-    if refused or not (record or status in FAILED):
-        return []
-    more = {"record": record, "folder": folder, "run": folder.name}
-    if status in FAILED:
-        error = error_of(summary)
-        rows.failed.append(f"{folder}: {error}")
-        return [(age, _tidy(record[0] | {"error": error}, "failed", **more))] if record else []
-    if status != "finished":
-        rows.unfinished.append(f"{folder}: {status or 'no summary yet'}")
-        return []
-    return [(age, _tidy(record[0] | summary, "run", **more))]
-
-
-def error_of(summary: dict) -> str:
-    """What a failed run ended with, in one line."""
-    words = " ".join(str(summary.get("error") or "no error was written down").split())
-    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
-
-
-def _summary_misfit(summary: object, provenance: dict | None) -> str | None:
-    """Why a summary is not shown: its shape, another run than the record's, or a check that was not passed."""
+def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
+    """Its shape, another run than the record's, or a check that was not passed."""
     failed = isinstance(summary, dict) and summary.get("status") in FAILED
     if reason := misfit(summary, shape=shapes()["failed" if failed else "summary"]):
         return reason
@@ -267,7 +218,55 @@ def _summary_misfit(summary: object, provenance: dict | None) -> str | None:
     return f"{summary['check']}: not compared" if summary.get("check") in UNCOMPARED else None
 
 
-def _refuse(rows: Rows, path: Path, reasons: list[str]) -> None:
-    rows.refused.extend(f"{path}: {reason}" for reason in reasons[:MOST_REASONS])
-    if len(reasons) > MOST_REASONS:
-        rows.refused.append(f"{path}: {len(reasons) - MOST_REASONS} more lines")
+def _read_lines(path: Path, rows: Rows) -> tuple[list, list]:
+    """Runs of one line, with their age, and rows of verbs."""
+    good, reasons = _lines(path, wrong=_wrong_on_line)
+    rows.refuse(path, reasons if good or reasons else ["no rows in it"])
+    runs, age = [], path.stat().st_mtime
+    for place, row in enumerate(good):
+        if "summary" in row:
+            name = f"{path.stem}:{place + 1}"
+            runs += _take(rows, path.parent / name, row["record"], row["summary"], age=(age, place))
+    read_from = {"read_from": str(path.parent)}
+    return runs, [_tidy(row | read_from, row["kind"]) for row in good if "summary" not in row]
+
+
+def _read_run(folder: Path, rows: Rows) -> list:
+    """A run folder: its summary with the good rows of its record."""
+    path = folder / RECORD
+    record, reasons = _lines(path, wrong=_wrong_in_record) if path.exists() else ([], [])
+    traced = (
+        bool(record) and record[0].get("kind") == "provenance" and not (reasons and reasons[0].startswith("line 1:"))
+    )
+    record, reasons = (record, reasons) if traced else ([], reasons[:1])  # without its provenance a run has no rows
+    summary, reason = look_at(folder / SUMMARY)
+    if not traced and not (summary and summary.get("status") in FAILED):
+        reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
+    if summary is not None:
+        reason = _wrong_summary(summary, record[0] if traced else None)
+    rows.refuse(path, reasons)
+    rows.refuse(folder / SUMMARY, [reason] if reason else [])
+    if traced and (folder / EVALUATIONS).exists():
+        later = _lines(folder / EVALUATIONS, wrong=lambda row, line_number: None)[0]
+        rows.test_scores[record[0]["data"]["sha256"]] += sum(row.get("split") == "test" for row in later)
+    age = (folder / SUMMARY).stat().st_mtime if summary is not None else 0.0
+    return _take(rows, folder, record, summary, age=(age, 0), refused=bool(reason))
+
+
+def _take(rows: Rows, folder: Path, record: list, summary: dict | None, *, age: tuple, refused: bool = False) -> list:
+    """The run as ``[(age, row of the frame)]``, or nothing, and why that is. What a failed run knew is no result."""
+    if record:
+        rows.test_scores[record[0]["data"]["sha256"]] += sum(row["kind"] == "test" for row in record)
+    status = (summary or {}).get("status")
+    if refused or not (record or status in FAILED):
+        return []
+    more = {"record": record, "folder": folder, "run": folder.name}
+    if status in FAILED:
+        words = str(summary.get("error") or "no error was written down")
+        error = textwrap.shorten(words, LONGEST_ERROR, placeholder="...")
+        rows.failed.append(f"{folder}: {error}")
+        return [(age, _tidy(record[0] | {"error": error}, "failed", **more))] if record else []
+    if status != "finished":
+        rows.unfinished.append(f"{folder}: {status or 'no summary yet'}")
+        return []
+    return [(age, _tidy(record[0] | summary, "run", **more))]

@@ -1,10 +1,8 @@
 "use strict";
-// Tables sort by a click on a heading, a second one turns the order, a third restores it; a box keeps rows that have
-// every word in it.
+// A click on a heading sorts its table, a second one turns the order. Numbers come first, then words such as "out of
+// memory", then empty cells, whatever the direction; the sort is stable.
 const collator = new Intl.Collator("en", { numeric: true });
-const DIRECTIONS = ["ascending", "descending", null];
 
-// Numbers come first, then words such as "out of memory", then empty cells, whatever the direction.
 function keyOf(row, column) {
   const cell = row.cells[column];
   if (cell.dataset.value !== undefined) return { rank: 0, value: Number(cell.dataset.value) };
@@ -17,33 +15,16 @@ function compare(a, b, sign) {
   return sign * (a.rank === 0 ? a.value - b.value : collator.compare(a.value, b.value));
 }
 
-for (const article of document.querySelectorAll("article.table")) {
-  const body = article.querySelector("tbody");
-  const given = [...body.rows];
-  const heads = [...article.querySelectorAll("thead th")];
+for (const table of document.querySelectorAll("table")) {
+  const heads = [...table.querySelectorAll("thead th")];
   heads.forEach((head, column) => {
     head.firstElementChild.addEventListener("click", () => {
-      const direction = DIRECTIONS[(DIRECTIONS.indexOf(head.getAttribute("aria-sort")) + 1) % DIRECTIONS.length];
+      const direction = head.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
       heads.forEach((other) => other.removeAttribute("aria-sort"));
-      if (direction === null) return body.append(...given);
       head.setAttribute("aria-sort", direction);
-      const sign = direction === "ascending" ? 1 : -1;
-      const keyed = [...body.rows].map((row) => ({ row, key: keyOf(row, column) })); // the sort is stable
-      body.append(...keyed.sort((a, b) => compare(a.key, b.key, sign)).map(({ row }) => row));
+      const keyed = [...table.tBodies[0].rows].map((row) => ({ row, key: keyOf(row, column) }));
+      keyed.sort((a, b) => compare(a.key, b.key, direction === "ascending" ? 1 : -1));
+      table.tBodies[0].append(...keyed.map(({ row }) => row));
     });
   });
-  const box = article.querySelector("input");
-  if (!box) continue;
-  const count = article.querySelector("output");
-  const filter = () => {
-    const words = box.value.toLowerCase().split(/\s+/);
-    given.forEach((row) => { row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word)); });
-    const left = given.filter((row) => !row.hidden).length;
-    count.textContent = left === given.length ? "" : `${left} of ${given.length} rows`;
-  };
-  box.addEventListener("input", filter);
-  box.parentElement.hidden = false;
-  filter(); // a browser may have restored what was typed before
 }
-
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));

@@ -1,23 +1,19 @@
-"""Style of all figures of the report: how a variant looks, labels beside points and lines, and how a figure becomes
-files.
+"""Style of all figures of the report: how a variant looks, its axes and legends, and how a figure becomes files.
 
-Colours are Okabe and Ito's, told apart with any colour vision, and every variant has a marker of its own and a label,
-so that grey prints can be read too. In SVG, text is drawn as paths: a browser without our font shows the same picture.
-Identifiers come from a fixed salt and no date is written, so that equal rows give equal files. matplotlib's object
-interface only.
+Colours are Okabe and Ito's, told apart with any colour vision, and every variant has a marker of its own, so that grey
+prints can be read too. In SVG, text is drawn as paths: a browser without our font shows the same picture. Identifiers
+come from a fixed salt and no date is written, so that equal rows give equal files.
 """
 
 import io
 from collections.abc import Iterable
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from bench.report.compare import VARIANTS
-from harness.record.drawing import INK
 from harness.record.table import Drawing
 
 STYLE = {
@@ -31,8 +27,6 @@ STYLE = {
 OTHER_COLOURS, OTHER_MARKERS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73"), "Xp*h>d"
 LINES = ("-", "--", ":", "-.")
 FONT_POINTS = 8.5
-LINE_POINTS = 1.3 * FONT_POINTS
-"""Height of a line of text, in typographic points."""
 WIDE_RANGE = 8
 """Ratio of largest to smallest value from which on an axis is logarithmic."""
 
@@ -59,47 +53,13 @@ def finish(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:
     return Drawing(name=name, title=title, caption=caption, svg=svg.getvalue(), png=png.getvalue())
 
 
-def label_right(ax: Axes, points: list[tuple[float, float]], texts: list[str]) -> list:
-    """Write each text right of the axes, joined to its point by a thin line; ``spread`` then moves them apart."""
-    style = {
-        "textcoords": "axes fraction",
-        "va": "center",
-        "fontsize": FONT_POINTS,
-        "color": INK,
-        "annotation_clip": False,
-    }
-    line = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)}
-    return [
-        ax.annotate(text, point, xytext=(1.03, 0.5), arrowprops=line, **style)
-        for point, text in zip(points, texts, strict=True)
-    ]
-
-
-def spread(figure: Figure, labels: Iterable[list]) -> None:
-    """Move labels of ``label_right``, a list for each axes, to the heights of their points, none over another."""
-    figure.draw_without_rendering()  # the layout is made with all labels in it
-    figure.set_layout_engine("none")
-    for notes in filter(None, labels):
-        ax = notes[0].axes
-        frame, line = ax.get_window_extent(), LINE_POINTS * figure.dpi / 72
-        wanted = sorted(
-            ((ax.transData.transform(note.xy)[1] - frame.y0) / line, place) for place, note in enumerate(notes)
-        )
-        clusters: list[list[float]] = []  # sum of (height - rank), count: labels that touch stand around their mean
-        for rank, (height, _) in enumerate(wanted):
-            clusters.append([height - rank, 1])
-            while len(clusters) > 1 and clusters[-2][0] / clusters[-2][1] >= clusters[-1][0] / clusters[-1][1]:
-                total, count = clusters.pop()
-                clusters[-1][0] += total
-                clusters[-1][1] += count
-        heights = [total / count for total, count in clusters for _ in range(count)]
-        heights = np.add(heights, range(len(wanted)))
-        heights -= min(0, heights[0])
-        for rank in reversed(range(len(wanted))):  # inside the frame, as far as there is room
-            above = heights[rank + 1] - 1 if rank + 1 < len(wanted) else max(frame.height / line, len(wanted))
-            heights[rank] = min(heights[rank], above)
-        for (_, place), height in zip(wanted, heights, strict=True):
-            notes[place].xyann = (1.03, height * line / frame.height)
+def legend(ax: Axes) -> None:
+    """Names of an axes' lines to the right of it, in the order of their last points from the top."""
+    lines = [line for line in ax.get_lines() if not line.get_label().startswith("_") and len(line.get_ydata())]
+    lines.sort(key=lambda line: -line.get_ydata()[-1])
+    if lines:
+        style = {"frameon": False, "fontsize": FONT_POINTS, "borderaxespad": 0.0}
+        ax.legend(handles=lines, loc="center left", bbox_to_anchor=(1.02, 0.5), **style)
 
 
 def value_axis(axis, values: list[float], *, log: bool | None = None) -> None:
@@ -109,9 +69,7 @@ def value_axis(axis, values: list[float], *, log: bool | None = None) -> None:
     if low > 0 and (high > WIDE_RANGE * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
         ratio = high / low
-        between = (
-            (1, 1.5, 2, 3, 4, 5, 7) if ratio < 5 else (1, 2, 5) if ratio < 50 else (1, 3) if ratio < 3000 else (1,)
-        )
+        between = (1, 1.5, 2, 3, 4, 5, 7) if ratio < 5 else (1, 2, 5) if ratio < 50 else (1,)
         axis.set_major_locator(LogLocator(base=10, subs=between, numticks=10))
         axis.set_minor_locator(NullLocator())
     else:
@@ -124,6 +82,8 @@ def plain_number(value: float, _position: int | None = None) -> str:
     return f"{value:g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else EngFormatter(sep=" ")(value)
 
 
-def memory_unit(largest_bytes: float) -> tuple[float, str]:
-    """Bytes in the unit that suits the largest value: GiB = 2^30, MiB = 2^20 where all is below one GiB."""
-    return (2.0**30, "GiB") if largest_bytes >= 2**30 else (2.0**20, "MiB")
+def memory_unit(label: str, largest: float) -> tuple[float, str]:
+    """What to divide by, and the label with the unit, GiB = 2^30 or MiB = 2^20 bytes; only memory has one to choose."""
+    if "memory" not in label:
+        return 1.0, label
+    return (2.0**30, f"{label} [GiB]") if largest >= 2**30 else (2.0**20, f"{label} [MiB]")

@@ -1,23 +1,23 @@
-"""FLOPs of the code that ran: floating-point operations, two per multiply-add, and bytes moved.
+"""FLOPs of the code that ran: floating-point operations, two per multiply-add.
 
-One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products and
-convolutions count by torch's own formulas, attention and reads of a table by ``formulas.py``, bytes by ``bytes_moved.py``.
-Nothing is registered with torch, so nobody else's counts change.
+One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products,
+convolutions and the project's kernels count by the formulas in torch's registry, what torch lacks by ``formulas.py``. Torch's
+own ``FlopCounterMode`` names no operation without a formula, hooks every module, and stops at ``flex_attention``.
 
 Operations without a formula (softmax, norms, top-k, element by element) add nothing to the total and are named beside
-it instead; gathers compute nothing; in the step of an optimizer the elementwise ones count too.
+it instead; gathers compute nothing.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.count.bytes_moved import moved_bytes
-from harness.count.formulas import ELEMENTWISE, FORMULAS, describe, tensors_of
+from harness.count.formulas import FORMULAS, arguments_of, name_of, tensors_of
 from harness.count.memory import state_bytes
 from harness.model import LanguageModel
 
@@ -39,12 +39,10 @@ class Flops(NamedTuple):
         total: FLOPs of all operations that have a formula.
         unknown: calls of every other operation, most frequent first; in-place forms are counted with the others.
             Views, copies and the making of tensors are left out.
-        moved_bytes: operands read and results written, summed over all operations.
     """
 
     total: int
     unknown: dict[str, int]
-    moved_bytes: int
 
 
 class ForwardFlops(NamedTuple):
@@ -72,17 +70,11 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
     Args:
         gradients: let ``call`` record gradients, so that a backward pass in it works and counts.
     """
-    with torch.set_grad_enabled(gradients):
-        return _counted(call, FORMULAS)
-
-
-def optimizer_flops(step: Callable[[], object]) -> Flops:
-    """Run an optimizer's ``step`` once and count it: products as always, elementwise work by ``ELEMENTWISE``.
-
-    Most optimizers make their state in the first step: take a later one.
-    """
-    with torch.no_grad():
-        return _counted(step, FORMULAS | ELEMENTWISE)
+    # flex_attention compiles itself otherwise, which a dispatch mode forbids.
+    uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    with torch.set_grad_enabled(gradients), uncompiled, _Counter() as counter:
+        call()
+    return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda item: (-item[1], item[0]))))
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: int = 2**16) -> ForwardFlops:
@@ -98,13 +90,15 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
         most_bytes: after so many bytes a state that still grows is taken as it is, and ``warm`` is false.
             Attention over a window of S bytes needs S + 3 * T.
     """
-    if segment < 1:
-        raise ValueError(f"model.segment={segment}: allowed are integers from 1")
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(0)
 
     def tokens() -> torch.Tensor:
         return torch.randint(model.embedding.num_embeddings, (1, segment), generator=random).to(device)
+
+    def read(inputs: list[torch.Tensor], state: object) -> None:
+        for part in inputs:
+            state = model(part, state).state
 
     state, shapes, unchanged, fed = None, None, 0, 0
     with torch.no_grad(), _undisturbed(model, device):
@@ -114,13 +108,8 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
             unchanged = unchanged + 1 if shapes == before else 0
         period = max((sublayer.period for _, sublayer in model.sublayers()), default=1)
         last = [tokens() for _ in range(-(-period // segment))]
-        flops = count_flops(lambda: _read(model, last, state))
+        flops = count_flops(lambda: read(last, state))
     return ForwardFlops(flops.total / (len(last) * segment), flops.unknown, state_bytes(state), unchanged == 2)
-
-
-def _read(model: LanguageModel, segments: list[torch.Tensor], state: object) -> None:
-    for segment in segments:
-        state = model(segment, state).state
 
 
 @contextmanager
@@ -136,25 +125,16 @@ def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]
                 module.training = training
 
 
-def _counted(call: Callable[[], object], formulas: dict) -> Flops:
-    counter = _Counter(formulas)
-    with _flex_uncompiled(), counter:
-        call()
-    unknown = dict(sorted(counter.unknown.items(), key=lambda item: (-item[1], item[0])))
-    return Flops(counter.total, unknown, counter.moved_bytes)
-
-
 class _Counter(TorchDispatchMode):
     """Adds up every operation that reaches a kernel; composites are taken apart first."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, formulas: dict):
-        from torch.utils.flop_counter import flop_registry
+    def __init__(self):
+        from torch.utils.flop_counter import flop_registry  # late: it takes time, and not everyone counts
 
         super().__init__()
-        self.formulas, self.torch_formulas = formulas, flop_registry
-        self.total, self.moved_bytes, self.unknown = 0, 0, Counter()
+        self.torch_formulas, self.total, self.unknown = flop_registry, 0, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -166,29 +146,11 @@ class _Counter(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
-        self._count(func, args, kwargs, result)
-        return result
-
-    def _count(self, func, args, kwargs, result) -> None:
-        call = describe(func, args, kwargs, result)
-        self.moved_bytes += moved_bytes(call)
-        packet = getattr(func, "_overloadpacket", func)
-        if call.name in self.formulas:
-            self.total += self.formulas[call.name](call)
+        name, packet = name_of(func), getattr(func, "_overloadpacket", func)
+        if name in FORMULAS:
+            self.total += FORMULAS[name](arguments_of(func, args, kwargs))
         elif packet in self.torch_formulas:
             self.total += self.torch_formulas[packet](*args, **kwargs, out_val=result)
-        elif call.name not in SILENT and not getattr(func, "is_view", False):
-            self.unknown[call.name] += 1
-
-
-@contextmanager
-def _flex_uncompiled() -> Iterator[None]:
-    """Let ``flex_attention`` call its operation directly: it compiles itself otherwise, which a counter forbids."""
-    from torch.nn.attention import flex_attention as module
-
-    before = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    try:
-        yield
-    finally:
-        module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+        elif name not in SILENT and not getattr(func, "is_view", False):
+            self.unknown[name] += 1
+        return result

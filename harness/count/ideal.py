@@ -4,6 +4,7 @@ The whole is compared from above. Each sublayer is from below: a feed-forward be
 """
 
 from collections import deque
+from collections.abc import Generator
 from functools import partial
 
 from harness.count.flops import count_flops, forward_flops_per_byte
@@ -15,8 +16,8 @@ IDEAL = "ideal FLOPs are at most the executed ones, and at least half"
 """The promise."""
 
 
-def compare_ideal(model: LanguageModel, *, span: int) -> tuple[list[str], str]:
-    """A line for each break, and what was compared, in evaluation mode.
+def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, str]:
+    """A line for each break, then what was compared, in evaluation mode.
 
     Args:
         span: positions that a query sees; segments of twice as many bytes are counted, in warm state.
@@ -35,17 +36,19 @@ def compare_ideal(model: LanguageModel, *, span: int) -> tuple[list[str], str]:
         for hook in hooks:
             hook.remove()
     ideal = model.ideal_flops()
-    told = [f"eval, segments of {segment} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"]
-    breaks = told[:] if ideal > executed else []
+    compared = [f"eval, segments of {segment} warm bytes: {ideal:,} ideal, {executed:,.0f} executed per byte"]
+    if ideal > executed:
+        yield compared[0]
     for name, sublayer in sublayers.items():
-        own = sum(count_flops(call).total for call in calls[name]) / (number * segment)
+        executed_part = sum(count_flops(call).total for call in calls[name]) / (number * segment)
         least, reason = sublayer.ideal_share
-        share = sublayer.ideal_flops() / own if own else 1.0
-        line = f"{name}: ideal is {share:.2g} of {own:,.0f} executed per byte"
+        share = sublayer.ideal_flops() / executed_part if executed_part else 1.0
+        line = f"{name}: ideal is {share:.2g} of {executed_part:,.0f} executed per byte"
         if share < least or (least < HALF and not reason):
-            breaks.append(f"{line}; allowed is {HALF} or more, or ideal_share=({least}, '{reason}') with a reason")
-        told += [f"{line}, because {reason}"] if share < HALF else []
-    return breaks, "; ".join(told)
+            yield f"{line}; allowed is {HALF} or more, or ideal_share=({least}, '{reason}') with a reason"
+        elif share < HALF:
+            compared.append(f"{line}, because {reason}")
+    return "; ".join(compared)
 
 
 def excuses(model: LanguageModel) -> list[str]:

@@ -71,8 +71,8 @@ class Peak(NamedTuple):
 
     def or_higher(self, other: "Peak") -> "Peak":
         """Of each figure the higher one; ``approximate`` is the other's."""
-        found = ([n for n in pair if n is not None] for pair in zip(self[::2], other[::2], strict=True))
-        most, reserved = (max(known, default=None) for known in found)
+        figures = ([n for n in pair if n is not None] for pair in zip(self[::2], other[::2], strict=True))
+        most, reserved = (max(numbers, default=None) for numbers in figures)
         return Peak(most, other.approximate, reserved)
 
     def across(self, largest: Callable[[int], int]) -> "Peak":
@@ -110,17 +110,17 @@ class PeakMemory:
     def read(self) -> Peak:
         if self.device.type == "cpu":
             return Peak(max(0, high_water_bytes() - self._baseline_bytes), approximate=True)
-        found = torch.accelerator.memory_stats(self.device)  # without these keys where an allocator does not count
+        statistics = torch.accelerator.memory_stats(self.device)  # without these keys where an allocator does not count
         names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
-        allocated, reserved = (found.get(name) for name in names)
+        allocated, reserved = (statistics.get(name) for name in names)
         return Peak(allocated, approximate=False, reserved_bytes=reserved)
 
 
 def high_water_bytes() -> int:
     """Most resident memory that this process had since it began, or since ``lower_high_water``."""
-    found = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
-    if found:
-        return int(found[1]) * 1024
+    mark = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    if mark:
+        return int(mark[1]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

@@ -19,19 +19,21 @@ import torch
 from torch import Tensor
 
 from harness.cache import cache_folder
-from harness.data.public import KNOWN, fetch
+from harness.data.byte_counts import compressed_bits
 from harness.data.recall import DISTANCES, copy_distances, recall_floor, recall_stream
-from harness.data.sources import compressed_bits, digest, distinct_values, read_path, read_stdlib
+from harness.data.sources import KNOWN, digest, distinct_values, read_known, read_path, read_stdlib
 from harness.data.streams import Streams, score_streams, segments, windows
 from harness.data.synthetic_text import synthetic_text
 
 __all__ = ["Corpus", "Streams", "compressed_bits", "load", "score_streams", "segments", "windows"]
 
 SPLITS = ("train", "valid", "test")
-MADE = {"stdlib": read_stdlib, "recall": recall_stream, "synthetic_text": synthetic_text}
-"""What is read from no file of the user's."""
-OPTIONS = {"bytes": ("recall", "synthetic_text"), "distances": ("recall",), "seed": ("recall", "synthetic_text")}
-"""Keys that only some corpora have."""
+MADE = {
+    "stdlib": (read_stdlib, ()),
+    "recall": (recall_stream, ("bytes", "distances", "seed")),
+    "synthetic_text": (synthetic_text, ("bytes", "seed")),
+}
+"""What is read from no file of the user's: by whom, and the keys that only such a corpus has."""
 NAMES = (*KNOWN, "file", *MADE)
 
 
@@ -64,8 +66,8 @@ class Corpus:
         """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the ones
         that choose the weights."""
         whole = self.splits[split]
-        apart = self._choosing(selection_bytes) if split == "valid" else 0
-        return whole[: len(whole) - apart][:limit]
+        choosing = self._choosing(selection_bytes) if split == "valid" else 0
+        return whole[: len(whole) - choosing][:limit]
 
     def choosing(self, selection_bytes: int | None) -> Tensor:
         """The bytes of valid that choose the weights: the last ``selection_bytes``, at most half of it (None: half)."""
@@ -107,7 +109,7 @@ def load(
     distances: Sequence[int] | None = None,
     seed: int | None = None,
 ) -> Corpus:
-    """Read a corpus; the keywords are the keys of ``conf/data/*.yaml``.
+    """Read a corpus; the keywords are the keys of ``conf/data/*.yaml``, whose types ``DataSettings`` has checked.
 
     Args:
         path: a file or folder on disk; needed by ``file``, an alternative to the cache for corpora that can be fetched.
@@ -121,104 +123,72 @@ def load(
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
-    _check(name, path, sha256, fallback=fallback, vocabulary=vocabulary, drop_newlines=drop_newlines)
-    made = {"bytes": bytes, "distances": distances, "seed": seed}
-    made = {key: value for key, value in made.items() if value is not None}
-    for key, value in made.items():
-        if name not in OPTIONS[key]:
-            raise ValueError(f"data.{key}={value}: allowed for data={' and '.join(OPTIONS[key])} only")
-    fallback_from = None
-    if name in KNOWN:
-        content, reason = _read_known(name, path, fallback)
-        if reason:
-            name, fallback_from = fallback, name
+    if name not in NAMES:
+        raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
+    if path is not None and name in MADE:
+        raise ValueError(f"data.path={path!r}: allowed for data={', '.join(KNOWN)} and file; {name} reads no file")
+    if name == "file" and not path:
+        raise ValueError(f"data.path={path!r}: data=file needs data.path=FILE, or a folder")
+    if fallback not in (None, "stdlib") or (fallback and name not in KNOWN):
+        raise ValueError(f"data.fallback={fallback!r}: allowed is null, and stdlib with data={', '.join(KNOWN)}")
+    if not 1 <= vocabulary <= 256:
+        raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
+    options = {"bytes": bytes, "distances": distances, "seed": seed}
+    options = {key: value for key, value in options.items() if value is not None}
+    make, keys = MADE.get(name, (None, ()))
+    for key in options.keys() - set(keys):
+        users = [made for made, (_, keys) in MADE.items() if key in keys]
+        raise ValueError(f"data.{key}={options[key]}: allowed for data={' and '.join(users)} only")
+    fallback_from = reason = None
+    if make:
+        content = make(**{"n_bytes" if key == "bytes" else key: value for key, value in options.items()})
     elif name == "file":
         content = read_path(path)
-        name = f"file:{_harmless(Path(path).expanduser().resolve().name)}"
+        last = Path(path).expanduser().resolve().name
+        name = "file:" + "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in last)
     else:
-        content = MADE[name](**{"n_bytes" if key == "bytes" else key: value for key, value in made.items()})
+        try:
+            content = read_known(name, path)
+        except OSError as error:
+            if not fallback:
+                raise ValueError(
+                    f"data={name} with data.path=null cannot be had: {error}. Allowed: data.path=FILE with a copy on disk, "
+                    f"python -m harness.data {name} where there is a network, or, in a single run, data.fallback=stdlib"
+                ) from error
+            content, name, fallback_from, reason = read_stdlib(), fallback, name, error
     if first_bytes is not None:
         if first_bytes > len(content):
             raise ValueError(f"data.first_bytes={first_bytes}: allowed is at most {len(content)}, which {name} has")
         content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
-    found = digest(content)
-    name = next((one for one, known in KNOWN.items() if known.sha256 == found), name)
+    actual = digest(content)
+    name = next((corpus for corpus, one in KNOWN.items() if one.sha256 == actual), name)
     if fallback_from:
         print(
             f"data: {fallback_from.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
-            f"{len(content):,} bytes, sha256 {found}; its bits per byte are not {fallback_from}'s. "
+            f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {fallback_from}'s. "
             f"To get it: python -m harness.data {fallback_from}, or data.path=FILE. An error with data.fallback=null.",
             file=sys.stderr,
         )
-    if sha256 and sha256.lower() != found:
-        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {found}")
-    splits, symbols = _cut(content, split), _symbols(content, vocabulary, drop_newlines)
+    if sha256 and sha256.lower() != actual:
+        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {actual}")
+    parts, symbols = _cut(content, split), _symbols(content, vocabulary, drop_newlines)
     return Corpus(
         name=name,
-        sha256=found,
+        sha256=actual,
         n_bytes=len(content),
-        splits=_apply_vocabulary(splits, symbols, drop_newlines),
+        splits=dict(zip(SPLITS, _numbered(parts, symbols, drop_newlines), strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
-        floor_bits=min(recall_floor(len(part)) for part in splits) if name == "recall" else None,
-        distances=tuple(distances or DISTANCES) if name == "recall" else (),
+        floor_bits=min(recall_floor(len(part)) for part in parts) if make is recall_stream else None,
+        distances=tuple(distances or DISTANCES) if make is recall_stream else (),
         fallback_from=fallback_from,
     )
 
 
-def _check(name: str, path: str | None, sha256: str | None, *, fallback, vocabulary, drop_newlines) -> None:
-    if name not in NAMES:
-        raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
-    for key, value in (("path", path), ("sha256", sha256)):
-        if value is not None and (type(value) is not str or not value):
-            raise ValueError(f"data.{key}={value!r}: allowed is text, in quotes if it looks like a number, or null")
-    if path is not None and name in MADE:
-        raise ValueError(f"data.path={path!r}: allowed for data={', '.join(KNOWN)} and file; {name} reads no file")
-    if name == "file" and path is None:
-        raise ValueError("data.path=null: data=file needs data.path=FILE, or a folder")
-    if fallback not in (None, "stdlib") or (fallback and name not in KNOWN):
-        raise ValueError(
-            f"data.fallback={fallback!r} with data={name}: allowed is null, for {', '.join(KNOWN)} also stdlib"
-        )
-    if type(vocabulary) is not int or not 1 <= vocabulary <= 256:
-        raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
-    if type(drop_newlines) is not bool:
-        raise ValueError(f"data.drop_newlines={drop_newlines!r}: allowed are true and false")
-
-
-def _read_known(name: str, path: str | None, fallback: str | None) -> tuple[np.ndarray, str | None]:
-    """The bytes of a known corpus and None, or those of the fallback and the reason for it."""
-    remedy, known = "data=file reads any file", KNOWN[name]
-    whole = known.part_of or name
-    if path is None:
-        try:
-            path = str(fetch(whole))
-        except OSError as error:
-            if fallback:
-                return read_stdlib(), str(error)
-            raise ValueError(
-                f"data={name} with data.path=null cannot be had: {error}. Allowed: data.path=FILE with a copy on disk, "
-                f"python -m harness.data {name} where there is a network, or, in a single run, data.fallback=stdlib"
-            ) from error
-        remedy = "remove it, and it will be downloaded again"
-    content = read_path(path)
-    if known.part_of and len(content) == KNOWN[whole].n_bytes:
-        content = content[: known.n_bytes]
-    if complaint := known.complaint(content):
-        raise ValueError(f"data.path={path!r} is not {name}: {complaint}; {remedy}")
-    return content, None
-
-
-def _harmless(name: str) -> str:
-    """A file's name for terminals and records: what is no letter, as an escape code, is spelled out."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
-
-
 def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
     """Train, valid and test as views, in order; each has at least one (input, target) pair."""
-    shares = list(split) if isinstance(split, Sequence) else []
-    legal = len(shares) == 3 and all(isinstance(share, float) and 0 < share < 1 for share in shares)
-    if not legal or abs(sum(shares) - 1) > 1e-9:
+    shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
+    if len(shares) != len(split) or len(shares) != len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
         raise ValueError(
             f"data.split={split!r}: allowed are three shares for {', '.join(SPLITS)}, above 0 and 1 in sum"
         )
@@ -244,18 +214,18 @@ def _symbols(content: np.ndarray, vocabulary: int, drop_newlines: bool) -> bytes
     return bytes(values)
 
 
-def _apply_vocabulary(splits: list[np.ndarray], symbols: bytes, drop_newlines: bool) -> dict[str, Tensor]:
+def _numbered(parts: list[np.ndarray], symbols: bytes, drop_newlines: bool) -> list[Tensor]:
     dropped = b"\n" if drop_newlines else b""
     if len(symbols) == 256 and not dropped:
-        return {name: torch.from_numpy(part) for name, part in zip(SPLITS, splits, strict=True)}
+        return [torch.from_numpy(part) for part in parts]
     table = bytearray(range(256))
     for number, value in enumerate(symbols):
         table[value] = number
     # bytearray.translate maps and drops in one pass with no index of 8 bytes a byte, as tensor indexing would need.
-    mapped = [bytearray(part).translate(table, dropped) for part in splits]
+    mapped = [bytearray(part).translate(table, dropped) for part in parts]
     if min(map(len, mapped)) < 2:
         raise ValueError("data.drop_newlines=true leaves a split with less than 2 bytes, allowed is a longer corpus")
-    return {name: torch.frombuffer(part, dtype=torch.uint8) for name, part in zip(SPLITS, mapped, strict=True)}
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in mapped]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -264,9 +234,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", default="enwik8", choices=sorted(KNOWN))
     name = parser.parse_args(arguments).name
     try:
-        content, _ = _read_known(name, None, None)
+        corpus = load(name)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{cache_folder() / (KNOWN[name].part_of or name)}\n{len(content):,} bytes, sha256 {digest(content)}")
+    print(f"{cache_folder() / (KNOWN[name].part_of or name)}\n{corpus.n_bytes:,} bytes, sha256 {corpus.sha256}")
     return 0

@@ -36,14 +36,11 @@ def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTAN
         seed: another seed is another stream of the same process.
 
     Raises:
-        ValueError: naming ``data.bytes``, ``data.distances`` or ``data.seed``.
+        ValueError: naming ``data.bytes`` or ``data.distances``.
     """
-    if type(n_bytes) is not int or n_bytes < 2:
-        raise ValueError(f"data.bytes={n_bytes!r}: allowed is an integer of at least 2")
-    if type(seed) is not int:
-        raise ValueError(f"data.seed={seed!r}: allowed is an integer")
-    legal = not isinstance(distances, str) and 1 <= len(distances) <= LETTERS
-    if not legal or any(type(d) is not int or not 1 <= d < n_bytes for d in distances):
+    if n_bytes < 2:
+        raise ValueError(f"data.bytes={n_bytes}: allowed is an integer of at least 2")
+    if not 1 <= len(distances) <= LETTERS or any(type(d) is not int or not 1 <= d < n_bytes for d in distances):
         raise ValueError(f"data.distances={distances!r}: allowed are 1 to {LETTERS} integers from 1 to {n_bytes - 1}")
     position = np.arange(n_bytes)
     index = (integer_hash(seed, position) % np.uint64(LETTERS)).astype(np.int64)
@@ -61,11 +58,11 @@ def copy_distances(values: np.ndarray, distances: Sequence[int] = DISTANCES) -> 
 
     0 for a capital, for a first byte, and where the capital before it does not stand in ``values``.
     """
-    found = np.zeros(len(values), dtype=np.int64)
+    back = np.zeros(len(values), dtype=np.int64)
     named = values[:-1].astype(np.int64) - CAPITAL
     capital = (named >= 0) & (named < LETTERS)
-    found[1:][capital] = np.array(distances)[named[capital] % len(distances)]
-    return found
+    back[1:][capital] = np.array(distances)[named[capital] % len(distances)]
+    return back
 
 
 def recall_floor(n_bytes: int) -> float:

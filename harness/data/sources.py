@@ -1,172 +1,176 @@
-"""Sources of bytes: files and folders as they are or compressed, and the running Python's own source.
+"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and the running Python's own source.
 
-Everything here returns one uint8 array: mapped where the file is large and plain, else in memory. Nothing is ever a
-list of numbers.
+Each reader returns one uint8 array: mapped where a plain file is large, else in memory.
+
+A corpus of the literature is downloaded once into the user's cache, goes on where an earlier attempt stopped, and is checked.
+A machine without a network must not wait: name lookup, connection and answer share one deadline of a few seconds, which a
+socket's own timeout does not give.
 """
 
 import bz2
 import gzip
 import hashlib
-import json
+import http.client
 import lzma
 import os
+import queue
 import sys
 import sysconfig
+import threading
+import urllib.error
+import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from torch import Tensor
 
-from harness.cache import cache_folder, forget_left, write_whole
-from harness.data.byte_counts import order_bits
+from harness.cache import cache_folder, locked, storing, write_whole
 
-LARGE_BYTES = 64 * 2**20
-"""From this size a plain file is mapped instead of read, and an unpacked one is kept in the user's cache."""
-
+LARGE_BYTES = 2**26
+"""From this size a plain file is mapped; what is compressed may unpack to as much, or to ``MOST_TIMES`` its size."""
 MOST_TIMES = 200
 """What is not text unpacks to more times its size; enwik8 to four."""
-_CHUNK_BYTES = 1 << 24
-_ZIP_END, _ZIP_END_BYTES = b"PK\5\6", 22
-"""How an archive's last record begins, and its length without the comment."""
-_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+"""What reading a damaged or impossible file raises."""
+ANSWER_S, READ_S, ATTEMPTS = 5.0, 30.0, 5
+CHUNK_BYTES = 2**18
 
-_NOT_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
-_NOT_STDLIB |= {"site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"}
+NOT_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
+NOT_STDLIB |= {"site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"}
 
 
-def digest(content: np.ndarray | bytes | bytearray) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A corpus of the literature, and what its bytes must be."""
+
+    url: str
+    n_bytes: int
+    sha256: str | None = None
+    alphabet: bytes | None = None  # of text8, whose digest nobody publishes
+    part_of: str | None = None  # the known corpus whose first bytes these are
+
+    def complaint(self, content: np.ndarray | bytes) -> str | None:
+        """What shows that ``content`` is not this corpus, or None."""
+        if len(content) != self.n_bytes:
+            return f"it has {len(content):,} bytes, not {self.n_bytes:,}"
+        if self.sha256 and (actual := digest(content)) != self.sha256:
+            return f"its SHA-256 is {actual}, not {self.sha256}"
+        if self.alphabet and (others := set(distinct_values(content)) - set(self.alphabet)):
+            return f"it has byte values that do not belong to it: {sorted(others)}"
+        return None
+
+
+ENWIK8 = "http://mattmahoney.net/dc/enwik8.zip"
+WHOLE = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
+BEGIN = "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
+LETTERS = b" abcdefghijklmnopqrstuvwxyz"
+KNOWN = {
+    "enwik8": Known(url=ENWIK8, n_bytes=100_000_000, sha256=WHOLE),
+    "enwik8_4m": Known(url=ENWIK8, n_bytes=4_000_000, sha256=BEGIN, part_of="enwik8"),
+    "text8": Known(url="http://mattmahoney.net/dc/text8.zip", n_bytes=100_000_000, alphabet=LETTERS),
+}
+PINNED = frozenset(name for name, one in KNOWN.items() if one.sha256)
+"""Corpora whose bytes are known by their digest."""
+
+
+def digest(content: np.ndarray | bytes) -> str:
     """SHA-256 as 64 hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
+
+
+def distinct_values(content: np.ndarray | bytes) -> list[int]:
+    """The byte values that occur, in order; a piece at a time, because bincount turns bytes into int64."""
+    array, piece = np.frombuffer(content, np.uint8), 1 << 20
+    counts = sum(np.bincount(array[at : at + piece], minlength=256) for at in range(0, len(array), piece))
+    return np.flatnonzero(counts).tolist()
+
+
+def read_known(name: str, path: str | None) -> np.ndarray:
+    """The bytes of a known corpus from a file, or from the cache or its author's site (``path`` None).
+
+    Raises:
+        ValueError: naming ``data.path``: the bytes are others.
+        OSError: it can be neither found nor fetched.
+    """
+    corpus, whole = KNOWN[name], KNOWN[name].part_of or name
+    remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
+    path = path or str(fetch(whole))
+    content = read_path(path)
+    if corpus.part_of and len(content) == KNOWN[whole].n_bytes:
+        content = content[: corpus.n_bytes]
+    if complaint := corpus.complaint(content):
+        raise ValueError(f"data.path={path!r} is not {name}: {complaint}; {remedy}")
+    return content
 
 
 def read_path(path: str) -> np.ndarray:
     """All bytes of a file, or of a folder's files one after the other: uint8 ``[n]``, n >= 1.
 
-    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. A folder is read with all that is below it, in
-    the order of POSIX paths relative to it; names that begin with a dot are left out.
+    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. A folder is read with all that is below it, in the
+    order of POSIX paths relative to it; names that begin with a dot are left out.
 
     Raises:
         ValueError: naming ``data.path`` and what is wrong: missing, no files, empty, truncated, unreadable.
     """
     try:
-        here = Path(path).expanduser()
-    except RuntimeError as error:
-        raise ValueError(
-            f"data.path={path!r}: there is no such user's folder; allowed is a file or a folder"
-        ) from error
-    try:
-        if here.is_dir():
-            files = _visible_files(here)
-            content = np.concatenate([_read_file(file) for file in files]) if files else None
-        elif here.is_file():
-            content = _read_file(here)
-        else:
+        place = Path(path).expanduser()
+        if not place.exists():
             raise ValueError(f"data.path={path!r}: there is no such file or folder")
-    except _BROKEN as error:
+        files = _visible_files(place) if place.is_dir() else [place]
+        content = np.concatenate([_read_file(file) for file in files]) if len(files) > 1 else _read_file(*files)
+    except BROKEN as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"data.path={path!r} cannot be read, truncated or damaged perhaps: {reason}") from error
-    if content is None or not len(content):
-        what = "the folder has no files" if content is None else "there are no bytes in it"
-        raise ValueError(f"data.path={path!r}: {what}; allowed is a file or a folder with at least some bytes")
+    if not len(content):
+        raise ValueError(f"data.path={path!r}: there are no bytes in it; allowed is a file or a folder with some")
     return content
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Files below ``folder``, sorted by relative POSIX path. OSError for a folder that cannot be listed."""
-
-    def refuse(error: OSError) -> None:  # os.walk, like rglob, would skip what it may not list
-        raise error
-
-    found = []
-    for where, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(where, name) for name in names if not name.startswith(".")]
-    for file in found:
-        if not file.is_file():
-            raise OSError(f"{file} is no regular file")
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+    """Files below ``folder``, sorted by relative POSIX path."""
+    files = {file.relative_to(folder): file for file in folder.rglob("*") if not file.is_dir()}
+    visible = [name for name in files if not any(part.startswith(".") for part in name.parts)]
+    if not visible:
+        raise OSError("the folder has no files")
+    return [files[name] for name in sorted(visible, key=Path.as_posix)]
 
 
 def _read_file(path: Path) -> np.ndarray:
-    if path.suffix.lower() not in _OPENERS:
-        large = path.stat().st_size >= LARGE_BYTES
-        # Copy on write: torch wants writable memory, and the file must never change.
-        return np.memmap(path, np.uint8, mode="c") if large else np.fromfile(path, np.uint8)
-    kept = cache_folder() / "unpacked" / digest(path.read_bytes())
-    forget_left(kept.parent)
-    if kept.is_file():
-        return np.memmap(kept, np.uint8, mode="c")
-    content = unpack(path)
-    if len(content) >= LARGE_BYTES:
-        try:
-            write_whole(kept, content)
-            print(f"data: unpacked {str(path)!r} into {kept}, once", file=sys.stderr)
-        except OSError as error:
-            print(
-                f"data: {str(path)!r} is unpacked anew in every run, the cache is not writable ({error})",
-                file=sys.stderr,
-            )
-    return np.frombuffer(content, np.uint8)
+    if not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    if path.suffix.lower() in OPENERS:
+        return np.frombuffer(bytearray(unpack(path)), np.uint8)
+    large = path.stat().st_size >= LARGE_BYTES
+    # Copy on write: torch wants writable memory, and the file must never change.
+    return np.memmap(path, np.uint8, mode="c") if large else np.fromfile(path, np.uint8)
 
 
-def unpack(path: Path) -> bytearray:
-    """What is in a ``.gz``, ``.bz2``, ``.xz`` or ``.zip`` file; raises what those modules raise, and OSError for a bomb."""
-    content, most = bytearray(), max(LARGE_BYTES, MOST_TIMES * path.stat().st_size)
-    with path.open("rb") as packed:
-        for chunk in _OPENERS[path.suffix.lower()](packed):
-            content += chunk
-            if len(content) > most:
-                raise OSError(
-                    f"it unpacks to more than {MOST_TIMES} times its {path.stat().st_size:,} bytes; if that is meant, "
-                    "unpack it yourself and name what comes out"
-                )
+def unpack(path: Path) -> bytes:
+    """What is in a compressed file; one of ``BROKEN`` where it is damaged or a bomb."""
+    packed_bytes = path.stat().st_size
+    most = max(LARGE_BYTES, MOST_TIMES * packed_bytes)
+    with OPENERS[path.suffix.lower()](path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(
+            f"it unpacks to more than {MOST_TIMES} times its {packed_bytes:,} bytes; if that is meant, unpack it yourself "
+            "and name what comes out"
+        )
     return content
 
 
-def _chunks(plain: BinaryIO) -> Iterator[bytes]:
-    with plain:
-        while chunk := plain.read(_CHUNK_BYTES):
-            yield chunk
-
-
-def _streams(packed: BinaryIO, make: Callable, *, padding: bytes = b"") -> Iterator[bytes]:
-    """Of compressed streams one after the other; what follows them must be one, while Python's own files drop it silently."""
-    rest = packed.read(_CHUNK_BYTES)
-    while rest:
-        stream = make()
-        while not stream.eof:
-            given = (rest or packed.read(_CHUNK_BYTES)) if stream.needs_input else b""
-            if stream.needs_input and not given:
-                raise EOFError("it ends before its end is marked")
-            rest = b"" if stream.needs_input else rest
-            yield stream.decompress(given, _CHUNK_BYTES)
-        rest = stream.unused_data
-        while not (rest := rest.lstrip(padding)) and (more := packed.read(_CHUNK_BYTES)):
-            rest = more
-
-
-def _zipped(packed: BinaryIO) -> Iterator[bytes]:
-    archive = zipfile.ZipFile(packed)
-    packed.seek(-_ZIP_END_BYTES - len(archive.comment), os.SEEK_END)
-    if not packed.read().startswith(_ZIP_END):  # Python looks for it, and passes over what follows
-        raise zipfile.BadZipFile("something follows the end of the archive")
+def _open_zip(path: Path) -> BinaryIO:
+    archive = zipfile.ZipFile(path)
     files = [member for member in archive.infolist() if not member.is_dir()]
     if len(files) != 1:
         raise zipfile.BadZipFile(f"{len(files)} files are in the archive, allowed is one")
-    return _chunks(archive.open(files[0]))
+    return archive.open(files[0])
 
 
-_OPENERS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {
-    ".gz": lambda packed: _chunks(gzip.GzipFile(fileobj=packed)),
-    ".bz2": lambda packed: _streams(packed, bz2.BZ2Decompressor),
-    ".xz": lambda packed: _streams(packed, lzma.LZMADecompressor, padding=b"\0"),
-    ".zip": _zipped,
-}
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_zip}
 
 
 def read_stdlib() -> np.ndarray:
@@ -177,41 +181,101 @@ def read_stdlib() -> np.ndarray:
     of Python, another digest for another version.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    found = []
-    for file in folder.rglob("*.py"):
-        parts = file.relative_to(folder).parts
-        made = parts[0].startswith(("config-", "_sysconfigdata"))
-        if not made and not _NOT_STDLIB.intersection(parts):
-            found.append(("/".join(parts), file))
-    if not found:
+    files = {file.relative_to(folder): file for file in folder.rglob("*.py")}
+    installed = ("config-", "_sysconfigdata")
+    names = [n for n in files if not n.parts[0].startswith(installed) and not NOT_STDLIB.intersection(n.parts)]
+    if not names:
         raise ValueError(f"data=stdlib: this Python has no source of its standard library in {folder}")
-    return np.concatenate([np.fromfile(file, np.uint8) for _, file in sorted(found)])
+    return np.concatenate([np.fromfile(files[name], np.uint8) for name in sorted(names, key=Path.as_posix)])
 
 
-def distinct_values(content: np.ndarray | bytearray) -> list[int]:
-    """The byte values that occur, in order; a piece at a time, because bincount turns bytes into int64."""
-    array, piece = np.frombuffer(content, np.uint8), 1 << 20
-    counts = sum(np.bincount(array[at : at + piece], minlength=256) for at in range(0, len(array), piece))
-    return np.flatnonzero(counts).tolist()
+def fetch(name: str) -> Path:
+    """Where ``enwik8`` or ``text8`` lies in the user's cache; downloaded and checked if it is not there.
 
-
-def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
-    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``.
-
-    Remembered by digest in the user's cache, because they need seconds for 5 MB; worked out anew where that fails.
+    Parallel jobs download once. OSError says why it cannot be had.
     """
-    content = split.numpy().tobytes()
-    remembered = cache_folder() / "compressed" / f"{digest(content)}-{digest(train.numpy())}.json"
-    with suppress(OSError, ValueError):
-        return json.loads(remembered.read_bytes())
-    packed = {
-        "gzip": gzip.compress(content, 9, mtime=0),
-        "bzip2": bz2.compress(content, 9),
-        "xz": lzma.compress(content, preset=9 | lzma.PRESET_EXTREME),
-    }
-    bits = {name: 8 * len(small) / len(content) for name, small in packed.items()}
-    bits |= order_bits(train.numpy(), split.numpy())
-    with suppress(OSError):  # only speed is lost
-        forget_left(remembered.parent)
-        write_whole(remembered, json.dumps(bits).encode())
-    return bits
+    corpus, target = KNOWN[name], cache_folder() / name
+    if target.is_file():
+        return target
+    with locked(target):
+        if target.is_file():
+            return target
+        packed = target.with_name(f"{name}.zip")
+        if not packed.exists():  # or it could not be unpacked, as on a full disk
+            print(f"data: downloading {corpus.url} to {target}", file=sys.stderr)
+            download(corpus.url, packed)
+        try:
+            content = unpack(packed)
+            complaint = corpus.complaint(content)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            complaint = f"{error!r} when unpacking"
+        if complaint:
+            packed.unlink()
+            raise OSError(f"what {corpus.url} sent is not {name}: {complaint}")
+        write_whole(target, content)
+        packed.unlink()
+    return target
+
+
+def download(url: str, target: Path, *, answer_s: float = ANSWER_S) -> None:
+    """Fetch ``url`` into ``target``; what came so far waits in ``<target>.part``, and a later call goes on from there.
+
+    A dropped connection is taken up again, at most five times in all. OSError (which URLError and HTTPError are) says
+    why it failed; the part stays.
+    """
+    part = target.with_name(f"{target.name}.part")
+    for _ in range(ATTEMPTS):
+        if _fetch_rest(url, part, answer_s):
+            os.replace(part, target)
+            return
+    raise OSError(f"{url}: the connection broke {ATTEMPTS} times, {part.stat().st_size:,} bytes are in {part}")
+
+
+def _fetch_rest(url: str, part: Path, answer_s: float) -> bool:
+    """Append what is missing to ``part``; whether it is complete now."""
+    have = part.stat().st_size if part.exists() else 0
+    headers = {"User-Agent": "attention-windtunnel"} | ({"Range": f"bytes={have}-"} if have else {})
+    try:
+        response = _answer(urllib.request.Request(url, headers=headers), answer_s)
+    except urllib.error.HTTPError as error:
+        if error.code != 416 or not have:
+            raise
+        # Nothing beyond what we have: either that is all, or it is the beginning of something else.
+        if error.headers.get("Content-Range") == f"bytes */{have}":
+            return True
+        part.unlink()
+        return False
+    with response:
+        resumed, begins = response.status == 206, response.headers.get("Content-Range", "")
+        if resumed and not begins.startswith(f"bytes {have}-"):
+            raise OSError(f"{url}: asked for bytes from {have}, got {begins}")
+        with part.open("ab" if resumed else "wb") as out:
+            try:
+                while chunk := response.read(CHUNK_BYTES):
+                    with storing(part, needed=len(chunk) + (response.length or 0)):
+                        out.write(chunk)
+            except (TimeoutError, ConnectionError, http.client.HTTPException):
+                return False
+        return not response.length  # bytes still to come; None where the server does not say
+
+
+def _answer(request: urllib.request.Request, answer_s: float) -> http.client.HTTPResponse:
+    """``urlopen`` within a deadline for all of it, name lookup included."""
+    answers = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(urllib.request.urlopen(request, timeout=READ_S))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()  # a lookup that hangs cannot be stopped, only left behind
+    try:
+        answer = answers.get(timeout=answer_s)
+    except queue.Empty:
+        raise TimeoutError(f"no answer from {request.host} within {answer_s:g} s") from None
+    if isinstance(answer, http.client.HTTPException):
+        raise OSError(f"{request.full_url}: {answer!r} is no answer of a web server") from answer
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

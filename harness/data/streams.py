@@ -54,7 +54,6 @@ class Streams:
     """
 
     def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
-        _check_counts(**{"batch.streams": streams, "batch.segment": segment})
         stream_bytes = len(split) // streams if carry else len(split)
         if stream_bytes <= segment:
             needed = (segment + 1) * (streams if carry else 1)
@@ -115,12 +114,7 @@ def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple
 
 def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
     """Pairs of unscored context before a stream's range: ``context`` of them in whole segments, so that a segment is scored
-    or is not; at most as many as a stream scores, so that reading takes at most twice the time.
-
-    Raises:
-        ValueError: naming ``eval.streams`` or ``eval.segment``.
-    """
-    _check_counts(**{"eval.streams": streams, "eval.segment": segment})
+    or is not; at most as many as a stream scores, so that reading takes at most twice the time."""
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
@@ -129,26 +123,16 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, par
 
     Every segment is ``[L, T]``, the last as wide as what is left. A stream's first ``context`` pairs, but for the first
     stream's, have a false mask, and so has what lies beyond the end of a stream that is a pair shorter than others. A part
-    of the streams has as many segments as all of them.
+    of the streams has as many segments as all of them. ValueError naming ``eval.streams``.
 
     Args:
         context: unscored pairs before each stream's own, as ``whole_context`` gives them.
-
-    Raises:
-        ValueError: naming ``eval.streams`` or ``eval.segment``.
     """
-    _check_counts(**{"eval.streams": streams, "eval.segment": segment})
     ranges = torch.tensor(score_streams(len(split) - 1, streams, context=context))
-    begins = (ranges[:, 0] - context).clamp(min=0)
-    longest, own = int((ranges[:, 1] - begins).max()), share(streams, part)
-    first, end, begin = ranges[own, :1], ranges[own, 1:], begins[own, None]
-
-    def one(done: int) -> Segment:
-        index = begin + done + torch.arange(min(segment, longest - done))
-        inputs, targets, mask = _pairs(split, index, end)
-        return inputs, targets, mask & (index >= first)
-
-    return Batches(one, range(0, longest, segment))
+    first, end = ranges[:, :1], ranges[:, 1:]
+    begin = (first - context).clamp(min=0)
+    longest, mine = int((end - begin).max()), share(streams, part)
+    return _read(split, begin[mine], longest=longest, segment=segment, scored=(first[mine], end[mine]))
 
 
 def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
@@ -170,19 +154,21 @@ def samples(
     """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time.
 
     A stream's first ``context`` pairs have a false mask.
-
-    Raises:
-        ValueError: naming ``eval.streams`` or ``eval.segment``.
     """
-    _check_counts(**{"eval.streams": streams, "eval.segment": segment})
-    longest = min(pairs, len(split) - 1) // streams
-    places = torch.arange(streams) * (len(split) - 1 - longest) // max(streams - 1, 1)
-    begin, end = places[share(streams, part), None], torch.tensor(len(split) - 1)
+    n_pairs = len(split) - 1
+    longest = min(pairs, n_pairs) // streams
+    begin = (torch.arange(streams) * (n_pairs - longest) // max(streams - 1, 1))[share(streams, part), None]
+    return _read(split, begin, longest=longest, segment=segment, scored=(begin + context, torch.tensor(n_pairs)))
+
+
+def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: tuple[Tensor, Tensor]) -> Batches:
+    """Streams from ``begin [L, 1]`` on, ``longest`` pairs of each; those of ``scored`` (first, end) have a true mask."""
+    first, end = scored
 
     def one(done: int) -> Segment:
-        index = done + torch.arange(min(segment, longest - done))
-        inputs, targets, mask = _pairs(split, begin + index, end)
-        return inputs, targets, mask & (index >= context)
+        index = begin + done + torch.arange(min(segment, longest - done))
+        inputs, targets, mask = _pairs(split, index, end)
+        return inputs, targets, mask & (index >= first)
 
     return Batches(one, range(0, longest, segment))
 
@@ -200,35 +186,22 @@ def windows(
         window, stride: in pairs, 1 <= stride <= window.
         batch: windows at a time, fewer if there are not as many; the last batch is filled up with a false mask.
         part: of the batches, in order.
-
-    Raises:
-        ValueError: if the counts are not legal, or the split has no pair.
     """
-    _check_counts(window=window, stride=stride, batch=batch)
     n_pairs = len(split) - 1
-    if stride > window or n_pairs < 1:
-        raise ValueError(f"stride={stride} of window={window} over {n_pairs} pairs: allowed is 1 <= stride <= window")
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)
     firsts = range(0, n_windows, batch)
     place, end = torch.arange(window), torch.tensor(n_pairs)
 
-    def segment(first: int) -> Segment:
-        # [b, 1]; those that fill up the last batch lie beyond the end.
-        number = torch.arange(first, first + batch)[:, None]
+    def one(first: int) -> Segment:
+        number = torch.arange(first, first + batch)[:, None]  # [b, 1]; what fills up the last batch lies beyond the end
         inputs, targets, mask = _pairs(split, number * stride + place, end)
         return inputs, targets, mask & ((place >= window - stride) | (number == 0))
 
-    return Batches(segment, firsts[share(len(firsts), part)])
+    return Batches(one, firsts[share(len(firsts), part)])
 
 
 def _pairs(split: Tensor, index: Tensor, end: Tensor) -> Segment:
     """Pairs ``index`` with a mask that is true below ``end``; the filling beyond repeats the last pair."""
     safe = index.clamp(max=len(split) - 2)
     return split[safe].long(), split[safe + 1].long(), index < end
-
-
-def _check_counts(**counts: int) -> None:
-    for key, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{key}={count!r}: allowed is an integer of at least 1")

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from harness import source
 from harness.count.memory import PeakMemory
 from harness.data import corpora
-from harness.data.public import PINNED
+from harness.data.sources import PINNED
 from harness.device import choice, runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.admission import admission

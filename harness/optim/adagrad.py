@@ -35,33 +35,26 @@ class ClippedAdagrad(Optimizer):
     def step(self) -> None:
         """One update of every parameter that has a gradient; where ``found_inf`` is 1 gradients are 0, and change nothing."""
         found_inf = getattr(self, "found_inf", None)
-        left_out = None if found_inf is None else found_inf.bool()
         for group in self.param_groups:
             lr, clip, eps = group["lr"], group["clip"], group["eps"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 if not self.state[parameter]:
                     self.state[parameter]["sum"] = torch.zeros_like(parameter)
                 total = self.state[parameter]["sum"]
                 squares = self.units.total if self.units and parameter in self.units.parts else None
-                if parameter.grad.is_sparse:
-                    gradient = parameter.grad.coalesce()
-                    if gradient.sparse_dim() != 1:
-                        raise ValueError("ClippedAdagrad takes sparse gradients of whole rows only")
-                    rows, values = gradient.indices()[0], _or_zero_(gradient.values(), left_out)
-                    total.index_add_(0, rows, values.square())
-                    step = values / total[rows].sqrt_().add_(eps)
-                    parameter.index_add_(0, rows, step.mul_(_shrink(values, clip, squares)), alpha=-lr)
-                else:
-                    values = _or_zero_(parameter.grad, left_out)
+                gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else None
+                values = parameter.grad if gradient is None else gradient.values()
+                if found_inf is not None:
+                    values.masked_fill_(found_inf.bool(), 0.0)
+                if gradient is None:
                     total.addcmul_(values, values)
                     step = values / total.sqrt().add_(eps)
                     parameter.add_(step.mul_(_shrink(values, clip, squares)), alpha=-lr)
-
-
-def _or_zero_(values: Tensor, left_out: Tensor | None) -> Tensor:
-    return values if left_out is None else values.masked_fill_(left_out, 0.0)
+                else:
+                    (rows,) = gradient.indices()  # whole rows, or there are more indices
+                    total.index_add_(0, rows, values.square())
+                    step = values / total[rows].sqrt_().add_(eps)
+                    parameter.index_add_(0, rows, step.mul_(_shrink(values, clip, squares)), alpha=-lr)
 
 
 def _shrink(values: Tensor, clip: float | None, total: Callable[[Tensor], Tensor] | None = None) -> Tensor | float:

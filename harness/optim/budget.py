@@ -6,9 +6,12 @@ fraction: the same schedule then fits every unit, and a larger budget stretches 
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval
 
 UNITS = ("bytes", "seconds", "steps", "flops")
-DECAYS = ("linear", "cosine", "constant")
+Share = Annotated[float, Interval(ge=0, le=1)]
 
 
 def check_number(key: str, value: object, *, zero: bool = False) -> None:
@@ -33,32 +36,26 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One amount of one unit.
+    """One amount of one unit; ``harness.plan.settings.parse`` checks the types.
 
     Args:
-        bytes, seconds, steps, flops: at most one is given; bytes and steps are whole.
-        default_bytes: bytes to train on if none is given; belongs to the model's configuration.
+        bytes, seconds, steps, flops: at most one is set.
+        default_bytes: bytes to train on if none is set; belongs to the model's configuration.
 
     Raises:
-        ValueError: two amounts, or one that is not positive.
+        ValueError: two amounts.
     """
 
-    bytes: int | None = None
-    seconds: float | None = None
-    steps: int | None = None
-    flops: float | None = None
+    bytes: Annotated[int, Gt(0)] | None = None
+    seconds: Annotated[float, Gt(0)] | None = None
+    steps: Annotated[int, Gt(0)] | None = None
+    flops: Annotated[float, Gt(0)] | None = None
     default_bytes: int
 
     def __post_init__(self):
-        given = {unit: getattr(self, unit) for unit in UNITS if getattr(self, unit) is not None}
-        if len(given) > 1:
-            pairs = ", ".join(f"budget.{unit}={value}" for unit, value in given.items())
-            raise ValueError(f"{pairs}: at most one of budget.{' | '.join(UNITS)} may be set")
-        named = {f"budget.{unit}": value for unit, value in given.items()} | {"default_bytes": self.default_bytes}
-        for key, value in named.items():
-            check_number(key, value)
-            if key not in ("budget.seconds", "budget.flops") and value != int(value):
-                raise ValueError(f"{key}={value!r}: must be a whole number")
+        amounts = [f"budget.{unit}={value}" for unit in UNITS if (value := getattr(self, unit)) is not None]
+        if len(amounts) > 1:
+            raise ValueError(f"{', '.join(amounts)}: at most one of budget.{' | '.join(UNITS)} may be set")
 
     @property
     def unit(self) -> str:
@@ -68,8 +65,7 @@ class Budget:
     @property
     def amount(self) -> int | float:
         """How much of ``unit`` may be spent."""
-        given = getattr(self, self.unit)
-        return self.default_bytes if given is None else given
+        return getattr(self, self.unit) or self.default_bytes
 
     def fraction(self, spent: Spent) -> float:
         """Fraction of the budget spent, from 0 to 1."""
@@ -82,7 +78,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning rate as a share of its peak: linear warm-up times decay.
+    """Learning rate as a share of its peak: linear warm-up times decay; ``harness.plan.settings.parse`` checks the types.
 
     Args:
         warmup_fraction: fraction of the budget over which the rate rises from 0; 0 for none.
@@ -93,21 +89,11 @@ class Schedule:
         floor: share of the peak at which the decay ends.
     """
 
-    warmup_fraction: float = 0.0
-    warmup_steps: int = 0
-    decay: str = "constant"
-    decay_fraction: float = 1.0
-    floor: float = 0.0
-
-    def __post_init__(self):
-        for name in ("warmup_fraction", "decay_fraction", "floor"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise ValueError(f"optim.schedule.{name}={value!r}: must be a number from 0 to 1")
-        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
-            raise ValueError(f"optim.schedule.warmup_steps={self.warmup_steps!r}: must be a whole number, 0 or more")
-        if self.decay not in DECAYS:
-            raise ValueError(f"optim.schedule.decay={self.decay!r}: must be one of {', '.join(DECAYS)}")
+    warmup_fraction: Share = 0.0
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    decay: Literal["linear", "cosine", "constant"] = "constant"
+    decay_fraction: Share = 1.0
+    floor: Share = 0.0
 
     def factor(self, fraction: float, *, step: int) -> float:
         """Share of the peak rate for one update.

@@ -113,40 +113,27 @@ class Muon(torch.optim.Optimizer):
                     shape = divided.get(parameter, parameter).shape
                     alike[shape, parameter in divided, parameter.dtype, parameter.device].append(parameter)
             for (shape, *_), parameters in alike.items():
-                words = {name: group[name] for name in ("lr", "momentum", "weight_decay", "precision")}
-                self._update(parameters, shape, **words)
+                self._update(parameters, shape, group)
 
-    def _update(
-        self,
-        parameters: list[Tensor],
-        shape: tuple[int, int],
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        precision: str,
-    ) -> None:
+    def _update(self, parameters: list[Tensor], shape: tuple[int, int], group: dict) -> None:
         """Update parameters of one shape together; all or none of them are some rows of it."""
+        lr, momentum = group["lr"], group["momentum"]
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters]
-        found_inf, decay = getattr(self, "found_inf", None), 1 - lr * weight_decay
-        left_out = None if found_inf is None else found_inf.bool()
-        if left_out is not None:
-            for buffer, gradient in zip(buffers, gradients, strict=True):
-                torch.where(left_out, buffer, gradient, out=gradient)  # a step from the momentum to itself
+        left_out = getattr(self, "found_inf", torch.zeros((), device=gradients[0].device)).bool()
+        for buffer, gradient in zip(buffers, gradients, strict=True):
+            torch.where(left_out, buffer, gradient, out=gradient)  # a step from the momentum to itself
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch.stack(torch._foreach_lerp(gradients, buffers, momentum))
-        orthogonal = partial(orthogonalize, dtype=product_dtype(precision, like=parameters[0]))
+        orthogonal = partial(orthogonalize, dtype=product_dtype(group["precision"], like=parameters[0]))
         divided = self.units and parameters[0] in self.units.parts
         updates = self.units.by_matrix(directions, orthogonal, shape=shape) if divided else orthogonal(directions)
+        updates = updates.masked_fill_(left_out, 0.0)
+        if group["weight_decay"]:
+            decay = torch.full_like(left_out, 1 - lr * group["weight_decay"], dtype=updates.dtype)
+            torch._foreach_mul_(parameters, decay.masked_fill_(left_out, 1.0))
         rows, columns = shape
-        if left_out is not None:
-            updates = updates.masked_fill_(left_out, 0.0)
-        if weight_decay:
-            if left_out is not None:
-                decay = torch.full_like(found_inf, decay, dtype=updates.dtype).masked_fill_(left_out, 1.0)
-            torch._foreach_mul_(parameters, decay)
         torch._foreach_add_(parameters, list(updates.unbind()), alpha=-lr * max(1.0, rows / columns) ** 0.5)

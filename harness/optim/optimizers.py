@@ -77,10 +77,10 @@ class Optimizers:
                 after): then neither the first update of a warm-up nor the last of a decay is at rate 0.
             loss: what the gradients are of, detached.
         """
-        found = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
-        every = {p: g for both in found.values() for some in both for p, g in some.items()}
+        gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
+        every = {p: g for both in gradients.values() for some in both for p, g in some.items()}
         self._find_inf([*([] if loss is None else [loss]), *every.values()])
-        self._clip(found, divided={every[p] for p in self.units.parts if p in every} if self.units else set())
+        self._clip(gradients, divided={every[p] for p in self.units.parts if p in every} if self.units else set())
         share = self.schedule.factor(fraction, step=self.steps)
         for name, optimizer in self.optimizers.items():
             group = self.groups[name]
@@ -114,10 +114,10 @@ class Optimizers:
         return not self.found_inf.item()
 
     @torch.no_grad()
-    def _clip(self, found: dict[str, tuple[dict, dict]], divided: Set[Tensor]) -> None:
+    def _clip(self, gradients: dict[str, tuple[dict, dict]], divided: Set[Tensor]) -> None:
         norm, pooled = partial(self._norm, divided=divided), []
         for name, group in self.groups.items():
-            dense, sparse = ([*some.values()] for some in found[name])
+            dense, sparse = ([*some.values()] for some in gradients[name])
             if group.clip is not None:
                 clip_(dense + sparse, group.clip, norm=norm)
             else:
@@ -155,15 +155,16 @@ class Optimizers:
             )
         self.steps, self.skipped = state["steps"], state.get("skipped", 0)
         for name, optimizer in self.optimizers.items():
-            own = state["groups"][name]
-            optimizer.load_state_dict(self._changed(name, own, self.units.part_of) if self.units else own)
+            saved = state["groups"][name]
+            optimizer.load_state_dict(self._changed(name, saved, self.units.part_of) if self.units else saved)
 
     def _changed(self, name: str, state: dict, change: Callable[[Tensor, Tensor], Tensor]) -> dict:
         """An optimizer's state with what ``change`` makes of a parameter and each tensor that is kept for it."""
         parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
         changed = {
             number: {
-                key: change(parameters[number], kept) if isinstance(kept, Tensor) else kept for key, kept in of.items()
+                key: change(parameters[number], value) if isinstance(value, Tensor) else value
+                for key, value in of.items()
             }
             for number, of in state["state"].items()
         }
@@ -180,8 +181,8 @@ class Optimizers:
             for name, parameter in self.groups[group].parameters.items()
             if parameter not in divided
             and not any(
-                isinstance(kept, Tensor) and kept.count_nonzero()
-                for key, kept in optimizer.state.get(parameter, {}).items()
+                isinstance(value, Tensor) and value.count_nonzero()
+                for key, value in optimizer.state.get(parameter, {}).items()
                 if key != "step"
             )
         ]

@@ -17,6 +17,8 @@ from harness.optim.budget import check_number
 from harness.optim.muon import Muon
 
 SCHEDULES = ("run", "constant")
+OPTIONS = ("clip", "lr_scale", "match", "optimizer", "schedule", "weight_decay")
+"""Keys of a variant's group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,9 @@ class Group:
 
     def build(self, *, lr: float) -> Optimizer:
         """The optimizer at peak rate ``lr``, with decayed and undecayed parameters apart."""
-        decayed = [p for name, p in self.parameters.items() if name not in self.undecayed]
-        undecayed = [p for name, p in self.parameters.items() if name in self.undecayed]
+        decayed, undecayed = (
+            [p for name, p in self.parameters.items() if (name in self.undecayed) == bare] for bare in (False, True)
+        )
         try:
             optimizer = self.optimizer([{"params": part} for part in (decayed, undecayed) if part], lr=lr)
         except (ValueError, TypeError, RuntimeError) as error:  # SparseAdam has no rate of 0, for one
@@ -82,21 +85,20 @@ class Group:
         """Dense gradients, and the values of sparse ones, which are coalesced first so that no row counts twice."""
         dense, sparse = {}, {}
         for name, parameter in self.parameters.items():
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
-            if gradient.is_sparse and isinstance(optimizer, torch.optim.Adam | torch.optim.Muon | Muon):
+            refused = (torch.optim.Adam, torch.optim.Muon, Muon) if parameter.grad.is_sparse else torch.optim.SparseAdam
+            if isinstance(optimizer, refused):
                 raise ValueError(
-                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is sparse; "
-                    "allowed are torch.optim.SparseAdam and harness.optim.ClippedAdagrad"
+                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is "
+                    f"{'sparse' if parameter.grad.is_sparse else 'dense'}; allowed for sparse ones are "
+                    "torch.optim.SparseAdam and harness.optim.ClippedAdagrad, for dense ones all but SparseAdam"
                 )
-            if not gradient.is_sparse and isinstance(optimizer, torch.optim.SparseAdam):
-                raise ValueError(f"{self.key}.optimizer=SparseAdam: the gradient of {name} is dense")
-            if gradient.is_sparse:
-                parameter.grad = gradient.coalesce()
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
                 sparse[parameter] = parameter.grad.values()
             else:
-                dense[parameter] = gradient
+                dense[parameter] = parameter.grad
         return dense, sparse
 
 
@@ -131,15 +133,16 @@ def assign(
             names.setdefault(parameter, []).append(name)
     settings = {"default": {"optimizer": default, "key": "optim.default"}}
     if matrices is not None:
-        _check_keys("optim.matrices", matrices, allowed={"optimizer", "lr_scale"}, required="optimizer")
         settings["matrices"] = {**matrices, "key": "optim.matrices"}
     for name, node in (groups or {}).items():
         key = f"variant.groups.{name}"
         if name in ("default", "matrices"):
             raise ValueError(f"{key}: the names default and matrices belong to the run")
-        options = {"match", "lr_scale", "weight_decay", "optimizer", "schedule", "clip"}
-        _check_keys(key, node, allowed=options, required="match")
-        settings[name] = {k: v for k, v in node.items() if k != "match"} | {"key": key}
+        for unknown in set(node) - set(OPTIONS):
+            raise ValueError(f"{key}.{unknown}: no such key; allowed are {', '.join(OPTIONS)}")
+        if not node.get("match"):
+            raise ValueError(f"{key}.match: must be given")
+        settings[name] = {option: value for option, value in node.items() if option != "match"} | {"key": key}
         settings[name]["optimizer"] = node.get("optimizer") or default
 
     owner = _matched(names, groups or {})
@@ -162,14 +165,6 @@ def assign(
     ]
 
 
-def _check_keys(key: str, node: Mapping[str, object], *, allowed: set[str], required: str) -> None:
-    """Refuse a node that has a key not allowed, or lacks the required one."""
-    for unknown in set(node) - allowed:
-        raise ValueError(f"{key}.{unknown}: no such key; allowed are {', '.join(sorted(allowed))}")
-    if not node.get(required):
-        raise ValueError(f"{key}.{required}: must be given")
-
-
 def _matched(
     names: Mapping[nn.Parameter, list[str]], groups: Mapping[str, Mapping[str, object]]
 ) -> dict[nn.Parameter, str]:
@@ -182,10 +177,10 @@ def _matched(
         for pattern in patterns:
             matched = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]
             if not matched:
-                known = {re.sub(r"\.\d+(?=\.)", ".*", alias) for aliases in names.values() for alias in aliases}
+                places = {re.sub(r"\.\d+(?=\.)", ".*", alias) for aliases in names.values() for alias in aliases}
                 raise ValueError(
                     f"variant.groups.{group}.match={pattern!r}: matches no trainable parameter; "
-                    f"the model has {', '.join(sorted(known))}"
+                    f"the model has {', '.join(sorted(places))}"
                 )
             for parameter in matched:
                 if owner.setdefault(parameter, group) != group:

@@ -135,7 +135,7 @@ def plan_run(
         scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
         optim=_optim(config["optim"], trust, lr_scale=variant.get("lr_scale")),
         groups=_groups(variant.get("groups"), trust),
-        budget=Budget(**config["budget"], default_bytes=plain["model"].default_bytes),
+        budget=parse(Budget, config["budget"] | {"default_bytes": plain["model"].default_bytes}, key="budget"),
         data=vars(parse(settings.DataSettings, config["data"], key="data")),
         wandb=parse(settings.WandbSettings, plain["record"].wandb, key="record.wandb"),
         point=point,

@@ -31,22 +31,8 @@ optim.default.betas data.split data.bytes purpose trial space runtime.threads re
 init_from.run outputs"""
 ODD_KEYS = [*SOUND, *ODD_KEYS.split()]
 ODD = [
-    "0",
-    "-1",
-    "1.5",
-    "null",
-    "true",
-    "x",
-    "[]",
-    "[1]",
-    "[x,y]",
-    "{a:1}",
     "''",
-    "1e-400",
-    "nan",
-    "-0.0",
-    "2,3x",
-    "\\u202e",
+    *["0", "-1", "1.5", "null", "true", "x", "[]", "[1]", "[x,y]", "{a:1}", "1e-400", "nan", "-0.0", "2,3x", "\\u202e"],
 ]
 
 

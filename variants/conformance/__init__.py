@@ -1,13 +1,12 @@
 """The contract as runnable checks, for any variant: ours, another package's, or a single file's.
 
-``suite`` runs them all on a model; ``sizes`` has those about what bytes may move, ``forward`` others about a forward pass,
-``parameters`` those about parameters, losses and statistics, ``numbers`` those about what it computes, ``fixture`` is what they
-work with.
+``suite`` runs them all on a model; ``sizes`` has those about what bytes may move, ``promises`` those about forward passes, state,
+parameters and losses, ``numbers`` those about what is computed, ``fixture`` is what they work with.
 """
 
 from variants.conformance.fixture import gradients_of, move
 from variants.conformance.sizes import SIZED, Size
-from variants.conformance.suite import BEFORE_TRAINING, CHECKS, Finding, check, finding_of, learns
+from variants.conformance.suite import BEFORE_TRAINING, CHECKS, Finding, check, finding_of, learns, outcome
 
 __all__ = ["BEFORE_TRAINING", "CHECKS", "SIZED", "Finding", "Size", "check", "finding_of", "gradients_of", "learns"]
-__all__ += ["move"]
+__all__ += ["move", "outcome"]

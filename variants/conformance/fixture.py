@@ -1,7 +1,7 @@
 """Fixture of the conformance suite: the model under test, its outputs sublayer by sublayer, and how they differ."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from variants.contract import State, Sublayer, SublayerOutput
 
-Verdict = tuple[list[str], str]
-"""One line for each break, and what to say where there is none."""
+MODES = ("eval", "train")
+Verdict = Generator[str, None, str | None]
+"""A line for each break; then what to say where there is none."""
 Outputs = dict[str, Tensor]
 """Each sublayer's y ``[B, T, D]`` by name, in order of execution, then the logits ``[B, T, V]``."""
 
@@ -39,36 +40,37 @@ class Subject:
         return dict(self.make_model().sublayers())
 
     @cached_property
+    def limits(self) -> frozenset[str]:
+        """What the model's sublayers say they cannot promise."""
+        return frozenset().union(*(sublayer.limits for sublayer in self.declared.values()))
+
+    @cached_property
     def period(self) -> int:
         """Bytes after which what the model does repeats."""
         return max(1, *(sublayer.period for sublayer in self.declared.values()))
+
+    @property
+    def separate(self) -> bool:
+        """Whether streams promise not to mix."""
+        return "streams_apart" not in self.limits
 
     @property
     def length(self) -> int:
         """Bytes a stream: more than two windows, and than six periods."""
         return max(2 * self.span, 6 * self.period) + 5
 
-    @property
-    def apart(self) -> bool:
-        """Whether streams promise not to mix."""
-        return "streams_apart" not in self.limits()
-
-    def limits(self) -> frozenset[str]:
-        """What the model's sublayers say they cannot promise."""
-        return frozenset().union(*(sublayer.limits for sublayer in self.declared.values()))
-
-    def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """A model in evaluation mode, its parameters off their start."""
-        torch.manual_seed(seed)
-        model = move(self.make_model().to(dtype).eval())
+    def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64, mode: str = "eval") -> nn.Module:
+        """A model in a mode, its parameters off their start."""
+        seed_cpu(seed)
+        model = move(self.make_model().to(dtype)).train(mode == "train")
         model.register_forward_pre_hook(self._enters)
         model.register_forward_hook(lambda *_: self.during.clear())
         return model
 
-    def _enters(self, model: nn.Module, given: tuple) -> None:
-        tokens, state = (*given, None)[:2]
+    def _enters(self, model: nn.Module, arguments: tuple) -> None:
+        tokens, state = (*arguments, None)[:2]
         first = 0 if state is None else state[0].min().item()
-        last, mode = first + tokens.shape[1] - 1, "train" if model.training else "eval"
+        last, mode = first + tokens.shape[1] - 1, MODES[model.training]
         self.during[:] = [f"{mode}, byte {first}" + (f" to {last}" if last > first else "")]
 
     def bytes(self, *, length: int | None = None, seed: int = 0, streams: int = 3) -> Tensor:
@@ -82,27 +84,29 @@ class Subject:
 
     def change(self, tokens: Tensor, at: int) -> Tensor:
         """Another byte at one place of all streams."""
-        return torch.cat([tokens[:, :at], self.other(tokens[:, at : at + 1]), tokens[:, at + 1 :]], dim=1)
+        return torch.where(torch.arange(tokens.shape[1]) == at, self.other(tokens), tokens)
 
     def modes(self) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
-        """The model in evaluation mode, and in training mode where that draws no random numbers but dropout's.
-
-        The third is a context in which nothing is drawn: one that does nothing, which is quick, where none is needed.
-        """
-        yield "eval", self.build(), nullcontext
-        if self._still is not None:
-            yield "train", self.build().train(), self._still
+        """A mode, a model in it, and a context in which nothing is drawn."""
+        return ((mode, self.build(mode=mode), still) for mode, still in self.still.items())
 
     @cached_property
-    def _still(self) -> Callable[[], AbstractContextManager] | None:
-        """In what training draws nothing; None if it does even without dropout."""
-        model, tokens = self.build().train(), self.bytes()
+    def still(self) -> dict[str, Callable[[], AbstractContextManager]]:
+        """By mode, a context in which a forward pass draws nothing: one that does nothing, which is quick, where none is needed.
+        Without training, where that draws random numbers that are not dropout's."""
+        model, tokens = self.build(mode="train"), self.bytes()
         run(model, tokens, seed=1)
-        if torch.equal(torch.get_rng_state(), torch.manual_seed(1).get_state()):
-            return nullcontext
+        if torch.equal(torch.get_rng_state(), seed_cpu(1).get_state()):
+            return dict.fromkeys(MODES, nullcontext)
         with NoDropout():
             moved = differs("", *(run(model, tokens, seed=seed)[0] for seed in (1, 2)))
-        return None if moved else NoDropout
+        return {"eval": nullcontext} | ({} if moved else {"train": NoDropout})
+
+
+def seed_cpu(seed: int) -> torch.Generator:
+    """The CPU's generator, seeded. ``torch.manual_seed`` would format a stack for every kind of device, which takes longer than a
+    forward pass."""
+    return torch.default_generator.manual_seed(seed)
 
 
 @torch.no_grad()
@@ -116,8 +120,8 @@ def move(model: nn.Module) -> nn.Module:
 
 def gradients_of(model: nn.Module, *, flat: bool = False) -> dict[str, Tensor]:
     """The gradients that are there, dense, by the parameter's name; or ``flat``, like outputs, ``[1, 1, n]``."""
-    found = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
-    return {f"the gradient of {name}": g.reshape(1, 1, -1) for name, g in found.items()} if flat else found
+    dense = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+    return {f"the gradient of {name}": g.reshape(1, 1, -1) for name, g in dense.items()} if flat else dense
 
 
 class NoDropout(TorchDispatchMode):
@@ -139,7 +143,7 @@ def run(
     gradients: bool = False,
 ) -> tuple[Outputs, State]:
     """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after; ``seed`` is dropout's."""
-    torch.manual_seed(seed)
+    seed_cpu(seed)
     pieces: list[Outputs] = []
 
     def listen(name: str, module: Sublayer, inputs: tuple, out: SublayerOutput) -> None:
@@ -149,18 +153,17 @@ def run(
 
     hooks = [sublayer.register_forward_hook(partial(listen, name)) for name, sublayer in model.sublayers()]
     try:
-        for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
-            pieces.append({})
-            with torch.set_grad_enabled(gradients):
-                out = model(tokens[:, begin:end], state)
-            pieces[-1]["logits"], state = out.logits, out.state
+        with torch.set_grad_enabled(gradients):
+            for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
+                pieces.append({})
+                pieces[-1]["logits"], state, *_ = model(tokens[:, begin:end], state)
     finally:
         for hook in hooks:
             hook.remove()
     return {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}, state
 
 
-def differs(case: str, expected: Outputs, found: Outputs, *, tolerance: float | None = None) -> list[str]:
+def differs(case: str, expected: Outputs, actual: Outputs, *, tolerance: float | None = None) -> list[str]:
     """A line for the first output that differs, with its name, size and place; none where none does.
 
     Args:
@@ -168,12 +171,14 @@ def differs(case: str, expected: Outputs, found: Outputs, *, tolerance: float | 
         tolerance: relative to the largest entry where that is above 1; None means rounding of the output's type.
     """
     for name, a in expected.items():
-        b = found[name]
+        b = actual[name]
         if a.shape != b.shape:
             return [f"{case}: {name} is {tuple(b.shape)} instead of {tuple(a.shape)}"]
+        if torch.equal(a, b):
+            continue
         allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5)
         sizes = (a - b).abs().nan_to_num(math.inf).flatten(2).amax(-1)  # [B, T]
-        if sizes.numel() and sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
+        if sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
             size = sizes.max().item()
             hint = ", as rounding in float32 would" if size < 1e-5 else ""
             return [f"{case}: {name} moved by {size:.2g} at {place_of(sizes)}{hint}"]
@@ -187,12 +192,9 @@ def pick(outputs: Outputs, index: slice | list[int]) -> Outputs:
 
 def infinite(case: str, outputs: Outputs) -> list[str]:
     """A line for each output with an entry that is not finite: how many bytes have one, and the first of them."""
-    lines = []
-    for name, y in outputs.items():
-        bad = ~y.isfinite().flatten(2).all(-1)  # [B, T]
-        if bad.any():
-            lines.append(f"{case}: {name} is not finite at {place_of(bad.int())} ({bad.sum()} of {bad.numel()} bytes)")
-    return lines
+    bad = {name: ~y.isfinite().flatten(2).all(-1) for name, y in outputs.items()}  # [B, T]
+    told = "{}: {} is not finite at {} ({} of {} bytes)"
+    return [told.format(case, n, place_of(b.int()), b.sum(), b.numel()) for n, b in bad.items() if b.any()]
 
 
 def place_of(sizes: Tensor) -> str:
@@ -208,36 +210,36 @@ def leaves(state: State) -> list[Tensor]:
     return [] if state is None else [state]
 
 
+def restricted(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    """Names of the sublayers that restrict their parameters, and all parameters of these, each once."""
+    own = {name: s for name, s in model.sublayers() if type(s).project_ is not Sublayer.project_}
+    return [*own], list(dict.fromkeys(p for sublayer in own.values() for p in sublayer.parameters()))
+
+
 @torch.no_grad()
-def push(model: nn.Module, size: float) -> list[str]:
-    """Move the parameters of all sublayers that have a ``project_`` by ``size``, then project; the sublayers' names."""
-    ranged = _ranged(model)
+def push(model: nn.Module, size: float) -> nn.Module:
+    """The same model; what its sublayers restrict is moved by ``size`` times normal noise, then projected."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in {p: None for _, sublayer in ranged for p in sublayer.parameters()}:
+    for parameter in restricted(model)[1]:
         parameter.add_(size * torch.randn(parameter.shape, generator=generator))
     model.project_()
-    return [name for name, _ in ranged]
+    return model
 
 
 @torch.no_grad()
 def open_(model: nn.Module, low: float, high: float) -> nn.Module:
     """The same model; what ``project_`` keeps between two ends is drawn from that share of the way, and what it keeps on one
     side of an end stands off it."""
-    before = {p: p.clone() for _, sublayer in _ranged(model) for p in sublayer.parameters()}
-    ends = []
+    parameters = restricted(model)[1]
+    before, ends = [p.clone() for p in parameters], []
     for far in (-1e3, 1e3):
-        for parameter, value in before.items():
+        for parameter, value in zip(parameters, before, strict=True):
             parameter.copy_(value + far)
         model.project_()
-        ends.append([(p.clone(), p == value + far) for p, value in before.items()])
-    for (parameter, value), (least, free_below), (most, free_above) in zip(before.items(), *ends, strict=True):
-        share = low + (high - low) * torch.rand(value.shape)
-        bounded = torch.where(free_above, value.maximum(least + 0.1), least + share * (most - least))
+        ends.append([(p.clone(), p == value + far) for p, value in zip(parameters, before, strict=True)])
+    for parameter, value, (least, free_below), (most, free_above) in zip(parameters, before, *ends, strict=True):
+        bounded = torch.lerp(least, most, low + (high - low) * torch.rand(value.shape).to(value))
+        bounded = torch.where(free_above, value.maximum(least + 0.1), bounded)
         parameter.copy_(torch.where(free_below, torch.where(free_above, value, value.minimum(most - 0.1)), bounded))
     model.project_()
     return model
-
-
-def _ranged(model: nn.Module) -> list[tuple[str, Sublayer]]:
-    """The sublayers that restrict their parameters, by name."""
-    return [(name, s) for name, s in model.sublayers() if type(s).project_ is not Sublayer.project_]

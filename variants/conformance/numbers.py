@@ -2,69 +2,71 @@
 dropout, what it declares to see moves it, the likelihood moves its parameters, and a batch of any size is streams apart.
 """
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, open_, run
+from variants.conformance.fixture import MODES, Subject, Verdict, differs, gradients_of, open_, push, run, seed_cpu
 from variants.conformance.sizes import LONGEST
 from variants.contract import Sublayer, map_state
 
-STEP = 1e-7
-"""Of a difference, along a direction of length 1."""
-DRAWS = 12
-"""Parameters and inputs with which a sublayer may show that it sees as far as it says."""
+STEP = 1e-7  # of a difference, along a direction of length 1
+DRAWS = 12  # of parameters and inputs, with which a sublayer may show that it sees as far as it says
 
 
 def derivatives(subject: Subject) -> Verdict:
     """The gradient of every parameter along a random direction, in training, behind a past; the embedding's tells of the
     sublayers' inputs. The loss is a random sum of logits, and the auxiliary one; random numbers are the same each time."""
-    model, (head, tail) = open_(subject.build().train(), 0.2, 0.8), subject.bytes()[:2].tensor_split(2, dim=1)
+    model = open_(subject.build(mode="train"), 0.2, 0.8)
+    head, tail = subject.bytes()[:2].tensor_split(2, dim=1)
     _, state = run(model, head)
-    generator, breaks = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+
+    def direction(like: Tensor) -> Tensor:
+        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+        return noise / noise.norm()
 
     def values() -> tuple[Tensor, Tensor]:
-        torch.manual_seed(0)
+        seed_cpu(0)
         out = model(tail, map_state(torch.clone, state))
         return out.logits, out.loss
 
     logits, loss = values()
-    upstream = torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
-    upstream /= upstream.norm()
-    model.zero_grad()
+    upstream = direction(logits)
+    model.zero_grad()  # a parameter that models share is another promise
     ((logits * upstream).sum() + loss).backward()
-    found = gradients_of(model)
+    gradients = gradients_of(model)
     for name, parameter in model.named_parameters():
-        direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-        direction /= direction.norm()
-        said = (found[name] * direction).sum().item() if name in found else 0.0
-        before, slopes = parameter.detach().clone(), []
+        along, before, slopes = direction(parameter), parameter.detach().clone(), []
+        slope = (gradients[name] * along).sum().item() if name in gradients else 0.0
         for step in (STEP, -STEP):  # at a kink, one of the two is right
             with torch.no_grad():
-                parameter.copy_(before + step * direction)
+                parameter.copy_(before + step * along)
                 other, other_loss = values()
                 parameter.copy_(before)
             # numbers that differ little are subtracted before they are summed, which rounds less
             slopes.append((((other - logits) * upstream).sum() + other_loss - loss).item() / step)
-            if abs(slopes[-1] - said) <= max(1e-4 * abs(slopes[-1]), 1e-8):
+            if abs(slopes[-1] - slope) <= max(1e-4 * abs(slopes[-1]), 1e-8):
                 break
         else:
-            change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {said:.6g}"
-            breaks.append(f"train: along a direction of {name} {change}")
-    return breaks, f"{len(found)} gradients, behind {head.shape[1]} bytes"
+            change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {slope:.6g}"
+            yield f"train: along a direction of {name} {change}"
+    return f"{len(gradients)} gradients, behind {head.shape[1]} bytes"
 
 
 def modes_agree(subject: Subject) -> Verdict:
+    models = list(subject.modes())  # all built before one runs: two that share a parameter are another promise
     outputs = []
-    for _, model, still in list(
-        subject.modes()
-    ):  # all built before one runs: two that share a parameter are another promise
+    for _, model, still in models:
         with still():
             outputs.append(run(model, subject.bytes(), cuts=(subject.span + 2,))[0])
     if len(outputs) == 1:
-        return ["train: draws random numbers that are not dropout's, with which nothing compares"], ""
-    breaks = differs("train without dropout, against eval", *outputs)
-    return breaks, f"{subject.length} bytes, with a past and without"
+        yield "train: draws random numbers that are not dropout's, with which nothing compares"
+    else:
+        yield from differs("train without dropout, against eval", *outputs)
+    return f"{subject.length} bytes, with a past and without"
 
 
 def reach_used(subject: Subject) -> Verdict:
@@ -72,40 +74,37 @@ def reach_used(subject: Subject) -> Verdict:
     waiting = {name: n for name, sublayer in subject.declared.items() if (n := sublayer.reach()) != 0}
     told = ", ".join(f"{name} {'all' if n is None else n}" for name, n in waiting.items()) or "no sublayer sees a past"
     waiting = {name: n for name, n in waiting.items() if n is None or n < LONGEST}
-    for draw in range(DRAWS):
-        if not waiting:
-            break
+    for draw in range(DRAWS if waiting else 0):
         model = open_(subject.build(seed=draw), *((1, 1), (0, 1), (0, 0))[draw % 3])
         width = next(iter(run(model, subject.bytes(length=1))[0].values())).shape[-1]
         for name, sublayer in model.sublayers():
             if name in waiting and _sees(sublayer, waiting[name], subject, width=width, size=(1, 3)[draw // 3 % 2]):
                 del waiting[name]
-    breaks = [
-        f"eval: {name} gives the same at byte {'0 and at the end' if n is None else f't - {n}'} changed, with {DRAWS} draws "
-        f"of parameters: declared is {'all of the past' if n is None else f'a reach of {n}'}"
-        for name, n in waiting.items()
-    ]
-    return breaks, f"bytes back, looked at below {LONGEST}: {told}"
+        if not waiting:
+            break
+    for name, n in waiting.items():
+        at, declared = ("0 and at the end", "all of the past") if n is None else (f"t - {n}", f"a reach of {n}")
+        draws = f"with {DRAWS} draws of parameters"
+        yield f"eval: {name} gives the same at byte {at} changed, {draws}: declared is {declared}"
+    return f"bytes back, looked at below {LONGEST}: {told}"
 
 
 @torch.no_grad()
 def _sees(sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int, size: float) -> bool:
     """Whether another input moves the output ``reach`` bytes on, from one byte of a period; or from the first to the end."""
-    period = subject.period
-    places = range(1) if reach is None else range(max(4, period))
+    places = range(1) if reach is None else range(max(4, subject.period))
     length = subject.length if reach is None else reach + len(places)
-    start = torch.zeros(1, dtype=torch.int64)
 
     def output(x: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        return sublayer(x, None, start).y[0]
+        seed_cpu(0)
+        return sublayer(x, None, torch.zeros(1, dtype=torch.int64)).y[0]
 
     x = size * torch.randn(1, length, width, dtype=torch.float64)
     before = output(x)
     for at in places:
         changed = x.clone()
         changed[:, at] = 3 * torch.randn(width)
-        seen = slice(length - period, length) if reach is None else slice(at + reach, at + reach + 1)
+        seen = slice(length - subject.period, length) if reach is None else slice(at + reach, at + reach + 1)
         # alike shapes round alike, but for sums that were added and subtracted again
         if (output(changed) - before)[seen].abs().max() > 1e-14 * before.abs().max():
             return True
@@ -117,7 +116,7 @@ def likelihood(subject: Subject) -> Verdict:
     segment_bytes = max(subject.span, 3 * subject.period) + 2  # a state is detached: what a block does must be within
     waiting = {name for name, p in subject.build().named_parameters() if p.requires_grad}
     for draw in range(3):
-        model = open_(subject.build(seed=draw).train(), 0.2, 0.8)
+        model = open_(subject.build(seed=draw, mode="train"), 0.2, 0.8)
         tokens, state, total = subject.bytes(seed=draw), None, 0
         for segment in tokens.split(segment_bytes, dim=1):
             logits, state, *_ = model(segment, state)
@@ -126,22 +125,43 @@ def likelihood(subject: Subject) -> Verdict:
         waiting -= {name for name, gradient in gradients_of(model).items() if gradient.any()}
         if not waiting:
             break
-    breaks = [f"train: the likelihood gives {name} no gradient in 3 draws of parameters" for name in sorted(waiting)]
-    return breaks, f"{len(list(model.parameters()))} parameters"
+    yield from (f"train: the likelihood gives {name} no gradient in 3 draws of parameters" for name in sorted(waiting))
+    return f"{len(list(model.parameters()))} parameters"
 
 
 def many_streams(subject: Subject) -> Verdict:
     """The outputs of large batches against those of three streams at a time."""
-    breaks, cuts = [], (subject.span + 2,)
-    for number in subject.streams:
+    cuts = (subject.span + 2,)
+    for number, (mode, model, still) in product(subject.streams, list(subject.modes())):
         tokens = subject.bytes(streams=number)
-        for mode, model, still in subject.modes():
-            with still():
-                together, _ = run(model, tokens, cuts=cuts)
-                parts = [run(model, part, cuts=cuts)[0] for part in tokens.split(3)]
-            apart = {name: torch.cat([part[name] for part in parts]) for name in together}
-            breaks += differs(f"{mode}, {number} streams at once", apart, together)
-    return breaks, f"{', '.join(map(str, subject.streams))} at once equal three at a time"
+        with still():
+            together, _ = run(model, tokens, cuts=cuts)
+            parts = [run(model, part, cuts=cuts)[0] for part in tokens.split(3)]
+        threes = {name: torch.cat([part[name] for part in parts]) for name in together}
+        yield from differs(f"{mode}, {number} streams at once", threes, together)
+    return f"{', '.join(map(str, subject.streams))} at once equal three at a time"
+
+
+def equal_backends(fast: Subject, plain: Subject) -> Verdict:
+    """Two backends of one model, in value and in every gradient, where learned spans are uneven and segments ugly.
+
+    Segments of 1, S + 2, 1 and at least S + 1 bytes of two streams: cold and warm, shorter and longer than the window.
+    """
+    tokens, cuts = fast.bytes()[:2], (1, fast.span + 3, fast.span + 4)
+    for mode in MODES:
+        results = []
+        for subject in (fast, plain):
+            model = push(subject.build(mode=mode), 0.3)
+            outputs, _ = run(model, tokens, cuts=cuts, gradients=True)
+            generator = torch.Generator().manual_seed(0)
+            upstream = torch.randn(outputs["logits"].shape, generator=generator, dtype=torch.float64)
+            (outputs["logits"] * upstream).sum().backward()
+            results.append((outputs, gradients_of(model, flat=True)))
+        (outputs, gradients), (expected, wanted) = results
+        yield from (f"{mode}: {name} is in one only" for name in sorted(gradients.keys() ^ wanted.keys()))
+        yield from differs(mode, expected, outputs)
+        yield from differs(mode, {name: g for name, g in wanted.items() if name in gradients}, gradients)
+    return f"values and {len(wanted)} gradients, {fast.length} bytes cut at {', '.join(map(str, cuts))}"
 
 
 CHECKS = (

@@ -7,36 +7,25 @@ bytes, is seen there. Streams are changed at places of their own, so that a forw
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from variants.conformance.fixture import NoDropout, Outputs, Subject, Verdict, differs, leaves, pick, run
+from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differs, leaves, pick, run
 from variants.contract import State, Sublayer, map_state
 
-MOST_BYTES = 2**30
-"""Of the tensors of one forward pass; fewer streams are looked at where they would be more."""
-ALIVE = 6
-"""Tensors as large as the largest that are alive at once, about."""
-MOST_SEGMENTS = 8
-"""Read on after the first change; who reaches farther than they are long is not looked at."""
-SECONDS, LEAST = 1.2, 6
-"""Of work for the places of one size of the run; then no more are looked at, once so many were."""
-EVERY, ROWS = 128, 64
-"""Places of a small stream, and about so many of a longer one; and copies that go into one forward."""
-LONGEST = 1000
-"""Bytes of the longest small stream; who reaches farther is not looked at."""
-
-
-Where = Callable[[Tensor], Tensor]
-"""Places ``[B, 1]`` to bool ``[B, T]``."""
+MOST_BYTES = 2**30  # of the tensors of one forward pass; fewer streams are looked at where they would be more
+ALIVE = 6  # tensors as large as the largest at once, about
+MOST_SEGMENTS = 8  # read on after the first change; who reaches farther than they are long is not looked at
+SECONDS, LEAST = 1.2, 6  # of work for the places of one size of the run; no more are looked at, once so many were
+EVERY, ROWS = 128, 64  # places of a small stream, and about so many of a longer one; copies that go into one forward
+LONGEST = 1000  # bytes of the longest small stream; who reaches farther is not looked at
 
 
 class Size(NamedTuple):
@@ -67,86 +56,83 @@ class Size(NamedTuple):
         places += [power + 1 - 2 * (i % 2) for i, power in enumerate(powers)] + powers
         return [place for place in dict.fromkeys(places) if 0 < place < length] or [0]
 
+    def cuts(self, span: int, period: int) -> list[tuple[int, ...]]:
+        """Ugly ways to cut a segment; a small one also byte for byte, at the ends."""
+        length = self.segment
+        if not self.small:
+            return [(length // 3 + 1,), (1, 2 * (length // 3))]
+        schemes = [(1,), (span + 2,), (length - 1,), (2, 3, span + 3), tuple(range(3, length, max(2, span // 3)))]
+        if period > 1:  # three periods are finished before, and three after, one of them across the cut
+            schemes += [(3 * period,), (3 * period + period // 2,)]
+        some = min(max(6, period + 2), length // 2)  # one at a time, from nothing and with a full window
+        return [*schemes, (*range(1, some + 1), *range(length - some, length))]
 
-def _small(subject: Subject) -> list[Size]:
-    """Streams of more than two windows, and halves of one, with a past."""
-    streams, half = ROWS if subject.apart else 3, subject.length // 2
-    sizes = [Size(mode, min(streams, subject.length), subject.length, False, small=True) for mode in ("eval", "train")]
-    return [*sizes, Size("eval", min(streams, half), half, True, small=True)]
+
+def _sizes(subject: Subject, *modes: str) -> list[Size]:
+    """The run's, or small ones: streams of more than two windows, and halves of one, with a past."""
+    streams, length, half = ROWS if subject.separate else 3, subject.length, subject.length // 2
+    small = [Size(mode, min(streams, length), length, False, small=True) for mode in MODES]
+    small.append(Size("eval", min(streams, half), half, True, small=True))
+    return [size for mode in modes for size in subject.sizes or small if size.mode == mode]
 
 
 def causality(subject: Subject, *, mode: str) -> Verdict:
     """All bytes from p on are changed; nothing before p may move."""
     told = []
-    for size in (size for size in subject.sizes or _small(subject) if size.mode == mode):
-        fed, byte = _Fed(subject, size), torch.arange(size.segment)
-        silent = {name: lambda at, byte=byte: byte < at for name in [*subject.declared, "logits"]}
-        case = f"{size}, all from byte {{at}} on changed"
-        if found := fed.moved(case, changed=lambda at, byte=byte: byte >= at, silent=silent):
-            return [found[1]], ""
+    for size in _sizes(subject, mode):
+        fed = _Fed(subject, size)
+        if moved := fed.moved(f"{size}, all from byte {{at}} on changed"):
+            yield moved[1]
+            break
         told.append(f"{size} at {fed.looked_at} places{fed.fewer}")
-    return [], "; ".join(told)
+    return "; ".join(told)
 
 
 def reach(subject: Subject) -> Verdict:
     """All bytes up to p are changed, those of the state too; nothing after p + reach may move."""
-    known, told, seen = reaches(subject.declared), [], set()
-    for size in (size for size in subject.sizes or _small(subject) if size.mode == "eval"):
+    reaches, told, seen = total_reaches(subject.declared), [], set()
+    for size in _sizes(subject, "eval"):
         length = LONGEST if size.small and size.carry else size.segment * (MOST_SEGMENTS if size.carry else 1)
-        near = {name: int(most) for name, most in known.items() if most + 1 < length}
+        near = {name: int(most) for name, most in reaches.items() if most + 1 < length}
         if not near:
             continue
-        number = -(-(max(near.values()) + 2) // size.segment) if size.carry else 1
-        fed, byte = _Fed(subject, size, number=number), torch.arange(number * size.segment)
-        silent = {name: lambda at, most=most, byte=byte: byte > at + most for name, most in near.items()}
-        case = f"{size}, all up to byte {{at}} changed"
-        if found := fed.moved(case, changed=lambda at, byte=byte: byte <= at, silent=silent, other_past=True):
-            name, line = found
+        fed = _Fed(subject, size, number=-(-(max(near.values()) + 2) // size.segment) if size.carry else 1)
+        if moved := fed.moved(f"{size}, all up to byte {{at}} changed", reaches=near):
+            name, line = moved
             honest = near[name] or name not in subject.declared or subject.declared[name].honours is not None
             end = "" if honest else ": what sees a past declares honours and reach()"
-            return [f"{line}, beyond its reach of {near[name]}{end}"], ""
+            yield f"{line}, beyond its reach of {near[name]}{end}"
+            break
         seen |= near.keys()
         ends = ", ".join(f"{name} {most}" for name, most in near.items())
         told.append(f"{size} at {fed.looked_at} places{fed.fewer}: {ends}")
-    far = [name for name, most in known.items() if name not in seen and most < math.inf]
+    far = [name for name, most in reaches.items() if name not in seen and most < math.inf]
     told += [f"too far to look at: {', '.join(far)}"] if far else []
-    return [], "; ".join(told) or "no sublayer declares an end of its reach"
+    return "; ".join(told) or "no sublayer declares an end of its reach"
 
 
 def segments(subject: Subject) -> Verdict:
-    """The same bytes in whole segments and cut at ugly places; small ones also byte for byte, at the ends."""
+    """The same bytes in whole segments and cut at ugly places."""
     told = []
-    small = [size._replace(streams=3) for size in _small(subject) if not size.carry]
-    for mode, model, still in subject.modes():
-        for size in subject.sizes or small:
-            if size.mode != mode or size.segment < 3 or not (size.small or size.carry):
-                continue
-            with still():
-                fed = _Fed(subject, size, model=model)
-                whole, schemes = fed.run(fed.tokens), _cuts(subject, size)
-                for cuts in schemes:
-                    case = f"{size} cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
-                    if breaks := differs(case, whole, fed.run(fed.tokens, cuts=cuts)):
-                        return breaks, ""
-            told.append(f"{size}{fed.fewer} in {len(schemes)} ways")
-    return [], "; ".join(told) or "nothing is carried"
+    for size in _sizes(subject, *subject.still):
+        if size.small:
+            size = size._replace(streams=3)
+        if size.segment < 3 or size.small == size.carry:
+            continue
+        fed, schemes = _Fed(subject, size), size.cuts(subject.span, subject.period)
+        whole = fed.run(fed.tokens)
+        for cuts in schemes:
+            case = f"{size} cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
+            if lines := differs(case, whole, fed.run(fed.tokens, cuts=cuts)):
+                yield from lines
+                return None
+        told.append(f"{size}{fed.fewer} in {len(schemes)} ways")
+    return "; ".join(told) or "nothing is carried"
 
 
-def _cuts(subject: Subject, size: Size) -> list[tuple[int, ...]]:
-    length, span, period = size.segment, subject.span, subject.period
-    if not size.small:
-        return [(length // 3 + 1,), (1, 2 * (length // 3))]
-    schemes = [(1,), (span + 2,), (length - 1,), (2, 3, span + 3), tuple(range(3, length, max(2, span // 3)))]
-    if period > 1:  # three periods are finished before, and three after, one of them across the cut
-        schemes += [(3 * period,), (3 * period + period // 2,)]
-    some = min(max(6, period + 2), length // 2)  # one at a time, from nothing and with a full window
-    return [*schemes, (*range(1, some + 1), *range(length - some, length))]
-
-
-def reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
+def total_reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
     """Bytes back that each output may depend on: what reaches so far may be made of what reached before it."""
-    own = [math.inf if (n := sublayer.reach()) is None else n for sublayer in sublayers.values()]
-    total = list(accumulate(own))
+    total = list(accumulate(math.inf if (n := sublayer.reach()) is None else n for sublayer in sublayers.values()))
     return dict(zip([*sublayers, "logits"], [*total, *total[-1:]], strict=True))
 
 
@@ -154,22 +140,22 @@ class _Fed:
     """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and what they continue;
     ``fewer`` says where memory allows fewer streams than were asked for, ``looked_at`` how many places were."""
 
-    def __init__(self, subject: Subject, size: Size, *, number: int = 1, model: nn.Module | None = None):
-        self.model = (model or subject.build()).train(size.mode == "train")
-        self.size, self.apart, self.looked_at = size, subject.apart, 0
+    def __init__(self, subject: Subject, size: Size, *, number: int = 1):
+        self.model, self.still = subject.build(mode=size.mode), subject.still.get(size.mode, NoDropout)
+        self.size, self.separate, self.looked_at = size, subject.separate, 0
         self.places = size.places(subject.period)
-        self.still = NoDropout if size.mode == "train" and model is None else nullcontext
         past = -(-subject.span // size.segment) * size.segment if size.carry else 0
         with _Largest() as largest:  # that one stream makes
             _, state = self._read(torch.zeros(1, past + size.segment, dtype=torch.int64), None)
-        past = (
-            past if any(tensor.numel() for tensor in leaves(state[1])) else 0
-        )  # where nothing is carried, it takes time only
+        if not any(tensor.numel() for tensor in leaves(state[1])):  # it would take time only
+            past = 0
         streams = min(size.streams, max(1, MOST_BYTES // (ALIVE * largest.bytes)))
         self.fewer = f" of {streams} streams, for memory's sake" if streams < size.streams else ""
         tokens = subject.bytes(length=past + number * size.segment, streams=streams, seed=2)
-        self.tokens, self.other = tokens[:, past:], subject.other(tokens[:, past:])
-        self.past = [self._read(some, None)[1] for some in (tokens[:, :past], subject.other(tokens[:, :past]))]
+        (before, self.tokens), (self.other_before, self.other) = (
+            some.tensor_split([past], dim=1) for some in (tokens, subject.other(tokens))
+        )
+        self.past = self._read(before, None)[1]
 
     def _read(self, tokens: Tensor, state: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
         if not tokens.numel():
@@ -178,33 +164,39 @@ class _Fed:
         with self.still():
             return run(self.model, tokens, cuts=cuts, state=map_state(torch.clone, state))
 
-    def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None, other_past: bool = False) -> Outputs:
+    def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None) -> Outputs:
         """Outputs over ``tokens``, in segments of the size or cut otherwise."""
-        return self._read(tokens, self.past[other_past], cuts)[0]
+        return self._read(tokens, self.past, cuts)[0]
 
-    def moved(
-        self, case: str, *, changed: Where, silent: Mapping[str, Where], other_past: bool = False
-    ) -> tuple[str, str] | None:
-        """The first output that moves where it is ``silent``, with a line for it, when bytes that are ``changed`` are others, or
-        the past alone; ``case`` is what is done, with ``{at}`` for the place, ``other_past`` whether the past is another, too."""
-        before = self.run(self.tokens)
-        for at in self._turns([-1, *self.places] if other_past else self.places):
-            after = self.run(torch.where(changed(at), self.other, self.tokens), other_past=other_past)
-            for name, still in silent.items():
-                found = torch.where(still(at)[..., None], after[name], before[name])
-                for stream in range(len(at)) if differs("", {name: before[name]}, {name: found}) else ():
-                    one, told = slice(stream, stream + 1), case.format(at=at[stream].item())
-                    lines = differs(told, pick({name: before[name]}, one), pick({name: found}, one))
-                    if lines and self.apart and len(at.unique()) > 1:  # another stream's change may have moved it
-                        self.apart = False
-                        return self.moved(case, changed=changed, silent=silent, other_past=other_past)
+    def moved(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str] | None:
+        """The first output that moves where it must not, with a line for it.
+
+        Args:
+            case: what is done, with ``{at}`` for the place.
+            reaches: None changes all bytes from the place on, and nothing before it may move. Of these outputs by name nothing
+                farther on may move, when all bytes up to the place are changed and the past is another, or the past alone is.
+        """
+        before, byte, late = self.run(self.tokens), torch.arange(self.tokens.shape[1]), reaches is not None
+        past = self._read(self.other_before, None)[1] if late else self.past
+        for at in self._turns([-1, *self.places] if late else self.places):
+            changed = byte <= at if late else byte >= at
+            after, _ = self._read(torch.where(changed, self.other, self.tokens), past)
+            for name in reaches or before:
+                silent = byte > at + reaches[name] if late else byte < at
+                first, then = {name: before[name]}, {name: torch.where(silent[..., None], after[name], before[name])}
+                for stream in range(len(at)) if differs("", first, then) else ():
+                    one = slice(stream, stream + 1)
+                    lines = differs(case.format(at=at[stream].item()), pick(first, one), pick(then, one))
+                    if lines and self.separate and len(at.unique()) > 1:  # another stream's change may have moved it
+                        self.separate = False
+                        return self.moved(case, reaches=reaches)
                     if lines:
                         return name, lines[0]
         return None
 
     def _turns(self, places: list[int]) -> Iterator[Tensor]:
-        """``[B, 1]``, the place of each stream, until all had their turn or time is up; of all one where they are not apart."""
-        streams, begun = len(self.tokens) if self.apart else 1, time.thread_time()
+        """``[B, 1]``, the place of each stream, until all had their turn or time is up; one for all where streams may mix."""
+        streams, begun = len(self.tokens) if self.separate else 1, time.thread_time()
         for first in range(0, len(places), streams):
             if first >= LEAST and not self.size.small and time.thread_time() - begun > SECONDS:
                 return
@@ -219,10 +211,10 @@ class _Largest(TorchDispatchMode):
     bytes = 1
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        tensors = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
-        self.bytes = max(self.bytes, *(tensor.numel() * tensor.element_size() for tensor in tensors), 1)
-        return made
+        result = function(*args, **(kwargs or {}))
+        sizes = [t.numel() * t.element_size() for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.bytes = max(self.bytes, *sizes, 1)
+        return result
 
 
 SIZED = (

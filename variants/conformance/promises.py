@@ -1,0 +1,347 @@
+"""The contract's promises about a small model's forward passes, state, parameters and losses, one function each."""
+
+import io
+import math
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from variants.conformance.fixture import (
+    MODES,
+    Subject,
+    Verdict,
+    differs,
+    gradients_of,
+    infinite,
+    leaves,
+    pick,
+    place_of,
+    push,
+    restricted,
+    run,
+)
+from variants.conformance.sizes import ROWS
+from variants.contract import LIMITS, Inspection, NeededFlops, Position, cat_streams, map_state
+
+FAR = 10**7  # bytes into a stream: float32 angles of it are off by half a radian
+SMALL = 1e-4  # of a map: how far a row's sum may be from 1, which may be in float32, and a weight that may move nothing
+LARGE = 10  # times as large are the matrices of large weights
+
+
+def logits_shape(subject: Subject) -> Verdict:
+    model = subject.build(dtype=torch.float32)
+    for mode, length in product(MODES, (1, subject.span + 3)):
+        outputs, _ = run(model.train(mode == "train"), subject.bytes(length=length))
+        logits, case = outputs["logits"], f"{mode}, a segment of {length}"
+        if logits.shape != (3, length, subject.vocabulary) or logits.dtype != torch.float32:
+            yield f"{case}: logits are {logits.dtype} {tuple(logits.shape)}"
+        yield from infinite(case, outputs)
+    return f"[3, T, {subject.vocabulary}] for T = 1 and {subject.span + 3}"
+
+
+def limits_known(subject: Subject) -> Verdict:
+    yield from (f"{limit} is not one of {', '.join(sorted(LIMITS))}" for limit in sorted(subject.limits - LIMITS))
+    return f"declared: {', '.join(sorted(subject.limits)) or 'none'}"
+
+
+def influence(subject: Subject) -> Verdict:
+    """A model that ignores its input keeps most promises, and one that ignores its past keeps many."""
+    model, tokens, at = subject.build(), subject.bytes(), 2
+    (before, state), (after, _) = run(model, tokens), run(model, subject.change(tokens, at))
+    moved = (before["logits"] - after["logits"]).abs().amax((0, 2)) > 1e-6  # [T]
+    if not moved[at]:
+        yield f"eval, byte {at} changed: its own logits did not"
+    within = 1 if subject.period == 1 else 3 * subject.period  # a block is seen when it is finished
+    if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1 : at + 1 + within].any():
+        to = f"s {at + 1} to {at + within}" if within > 1 else f" {at + 1}"
+        yield f"eval, byte {at} changed: state is carried, yet the logits of byte{to} did not"
+    return f"byte {at} moved logits as far as byte {moved.nonzero().amax() if moved.any() else at}"
+
+
+def maps(subject: Subject) -> Verdict:
+    """A row is shares of what its byte sees, with those of learned vectors: 1 in all, or 0 of a byte that sees nothing; and no
+    weight is of a byte that moves nothing."""
+    model, tokens = subject.build(), subject.bytes()[:1]
+    with torch.no_grad():
+        inspections = {name: one for name, one in model.inspect(tokens)[1].items() if one.weights is not None}
+    if inspections:
+        copies = torch.cat([subject.change(tokens, at) for at in range(subject.length)])
+        parts = [run(model, torch.cat([tokens, part]))[0] for part in copies.split(ROWS)]
+    for name, inspection in inspections.items():
+        still = torch.cat([(part[name][1:] == part[name][:1]).all(-1) for part in parts]).T  # [T, n]
+        if line := next(_of_a_map(inspection, still), None):
+            yield f"{name}: {line}"
+            return None
+    return ", ".join(inspections) or "no sublayer gives one"
+
+
+def _of_a_map(inspection: Inspection, still: Tensor) -> Iterator[str]:
+    weights = inspection.weights
+    shares = weights[..., :0] if inspection.shares is None else inspection.shares
+    heads, length = weights.shape[1] if weights.dim() == 4 else None, len(still)
+    if weights.shape != (1, heads, length, length) or shares.shape[:-1] != weights.shape[:-1]:
+        yield f"a map of {tuple(weights.shape)} and shares of {tuple(shares.shape)} are not [B, H, T, T] and [B, H, T, n]"
+        return
+    taken = torch.cat([weights, shares], dim=-1)[0]  # [H, T, T + n]
+    rows, largest = taken.sum(-1), weights[0].amax(0)  # [H, T] and [T, T]
+    wrong = ~((rows - 1).abs() < SMALL) & (rows != 0) | (taken < -SMALL).any(-1)
+    for head, at in wrong.nonzero()[:1].tolist():
+        yield f"what byte {at} takes in head {head} is no shares of 1: in all {rows[head, at]:.3g}"
+    for at, key in (still & (largest > SMALL)).nonzero()[:1].tolist():
+        yield f"byte {at} takes {largest[at, key]:.2g} of byte {key}, which moves nothing that it gives"
+
+
+def far_start(subject: Subject) -> Verdict:
+    """A stream at 10**7 against one at 0, both cut, so that carried positions are compared too.
+
+    float32 is judged by the median: a choice of the k best may fall otherwise for single bytes, drift moves them all.
+    """
+    tokens, start, cuts = subject.bytes(), FAR + torch.tensor([0, 1, 777]), (subject.span + 2,)
+    for dtype in (torch.float64, torch.float32):
+        model, case = subject.build(dtype=dtype), f"eval, {str(dtype).removeprefix('torch.')}"
+        absolute = sorted({type(m).__name__ for m in model.modules() if isinstance(m, Position) and not m.relative})
+        near, state = run(model, tokens, cuts=cuts)
+        far, _ = run(model, tokens, cuts=cuts, state=(start, (None,) * len(state[1])))
+        yield from infinite(case, far)
+        if absolute:
+            continue
+        if dtype == torch.float64:
+            yield from differs(case, near, far, tolerance=1e-6)
+            continue
+        for name, y in near.items():
+            sizes = (far[name] - y).abs().amax(-1)  # [B, T]
+            if (size := sizes.median()) > 1e-4 * max(1, y.abs().max()):
+                yield f"{case}: {name} moved by {size:.2g}, the median, most at {place_of(sizes)}"
+    return f"absolute positions ({', '.join(absolute)}): not promised" if absolute else "float64 and float32"
+
+
+def streams_separate(subject: Subject) -> Verdict:
+    head, tail = subject.bytes().tensor_split([subject.span + 2], dim=1)
+    order, others, one = [2, 0, 1], slice(1, 3), slice(1, 2)
+    for mode, model, still in subject.modes():
+        with still():
+            _, state = run(model, head)
+            both, _ = run(model, tail, state=state)
+            moved, _ = run(model, torch.cat([subject.other(tail[:1]), tail[1:]]), state=state)
+            turned, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
+            joined, _ = run(model, tail, state=cat_streams([run(model, row[None])[1] for row in head]))
+            single, _ = run(model, tail[one], state=map_state(lambda t: t[one], state))
+        yield from differs(f"{mode}, stream 0 changed", pick(both, others), pick(moved, others))
+        yield from differs(f"{mode}, streams and states in another order", pick(both, order), turned)
+        yield from differs(f"{mode}, states of single streams concatenated", both, joined)
+        yield from differs(f"{mode}, stream 1 alone, its state sliced", pick(both, one), single)
+    return "changed, reordered, joined and alone"
+
+
+def state_detached(subject: Subject) -> Verdict:
+    tokens, length = subject.bytes(), 2 * subject.length
+    for mode in MODES:
+        model = subject.build(mode=mode)
+        state = model(tokens, model(tokens).state).state
+        if state[0].tolist() != [length] * 3:
+            yield f"{mode}: stream positions are {state[0].tolist()} after {length} bytes"
+        for tensor in leaves(state):
+            name = f"a tensor {tuple(tensor.shape)} of the state"
+            if tensor.requires_grad:
+                yield f"{mode}: {name} is not detached"
+            if tensor.dim() == 0 or tensor.shape[0] != 3:
+                yield f"{mode}: dimension 0 of {name} is not the 3 streams"
+    return f"{len(leaves(state))} tensors"
+
+
+def old_state(subject: Subject) -> Verdict:
+    """Spans may have changed between two forwards: a state describes itself."""
+    tokens, lengths = subject.bytes(), (1, subject.span // 2 + 1, subject.length)
+    for sign in (1, -1):
+        model = subject.build()
+        states = [run(model, tokens[:, :length])[1] for length in lengths]
+        push(model, sign * 1e3)
+        for length, state in zip(lengths, states, strict=True):
+            after, _ = run(model, tokens[:, :5], state=state)
+            yield from infinite(f"eval, parameters moved, state of {length} bytes", after)
+    return f"made by {', '.join(map(str, lengths))} bytes, before parameters moved"
+
+
+def nothing_shared(subject: Subject) -> Verdict:
+    """What two builds share, layers share unasked: a class attribute, an object nested in a partial."""
+    models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
+    first, second = ({t.untyped_storage().data_ptr(): n for n, t in _tensors(m).items() if t.numel()} for m in models)
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in models[0].named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    shared = "; ".join(" = ".join(several) for several in names.values() if len(several) > 1)
+    yield from sorted(f"{first[place]} is shared by two models" for place in first.keys() & second.keys())
+    return f"in one model: {shared or 'nothing shared'}"
+
+
+def projection(subject: Subject) -> Verdict:
+    tokens = subject.bytes()
+    for sign in (1, -1):
+        model, case = push(subject.build(), sign * 1e3), f"eval, parameters moved by {sign} * 1000 * normal"
+        outputs, before = run(model, tokens)[0], _snapshot(model)
+        model.project_()
+        yield from infinite(case, outputs)
+        yield from (f"{case}: a second project_ changed {name}" for name in _changed(model, before))
+        yield from differs(f"{case}: a second project_", outputs, run(model, tokens)[0])
+    return ", ".join(restricted(model)[0]) or "no sublayer restricts its parameters"
+
+
+def saved(subject: Subject) -> Verdict:
+    model, fresh, tokens, file = subject.build(mode="train"), subject.build(seed=1), subject.bytes(), io.BytesIO()
+    run(model, tokens)  # so that buffers are not those of a new model
+    _, state = run(model.eval(), tokens)
+    torch.save((model.state_dict(), state), file)
+    file.seek(0)
+    weights, loaded = torch.load(file, weights_only=True)
+    fresh.load_state_dict(weights)
+    fresh.project_()
+    again, case = subject.bytes(seed=1), "eval, a fresh model with loaded parameters and state"
+    yield from differs(case, run(model, again, state=state)[0], run(fresh, again, state=loaded)[0])
+    return "parameters and state through torch.save"
+
+
+def writes(subject: Subject) -> Verdict:
+    model, tokens = subject.build(), subject.bytes()
+    _, state = run(model, tokens)
+    before, copy = _snapshot(model), map_state(torch.clone, state)
+    first, _ = run(model, tokens, state=state)
+    yield from (f"eval: a forward changed {name}" for name in _changed(model, before))
+    if not all(map(torch.equal, leaves(state), leaves(copy))):
+        yield "eval: a forward changed the state that it was given"
+    run(model, subject.other(tokens))
+    yield from differs("eval, the same forward again after another", first, run(model, tokens, state=copy)[0])
+    run(model.train(), tokens)
+    parameters = {name for name, _ in model.named_parameters()}
+    yield from (f"train: a forward changed {name}" for name in _changed(model, before) if name in parameters)
+    return "parameters, buffers and the given state are as before"
+
+
+def auxiliary_loss(subject: Subject) -> Verdict:
+    model, tokens = subject.build(), subject.bytes()
+    quiet, loss = model(tokens).loss, model.train()(tokens).loss
+    if quiet != 0:
+        yield f"eval: {quiet.item():.2g} nats"
+    if loss.dim() or not loss.isfinite() or loss < 0:
+        yield f"train: {loss.tolist()} is not a finite scalar of at least 0"
+    return f"{loss.mean().item():.2g} nats per byte in training"
+
+
+def statistics(subject: Subject) -> Verdict:
+    model, tokens, half = subject.build(), subject.bytes(), subject.span + 2
+    out = model(tokens, collect_stats=True)
+    yield from differs("eval, collect_stats", {"logits": model(tokens).logits}, {"logits": out.logits})
+    attached = [name for name, own in out.stats.items() if any(t.requires_grad for t in own.values())]
+    yield from (f"eval: statistics of {name} have a gradient" for name in attached)
+
+    def sums(out) -> dict[str, Tensor]:
+        return {f"{name}.{key}": t.double() for name, own in out.stats.items() for key, t in own.items()}
+
+    whole, first = sums(out), model(tokens[:, :half], collect_stats=True)
+    rest = model(tokens[:, half:], first.state, collect_stats=True)
+    streams = [model(some, collect_stats=True) for some in (tokens[:1], tokens[1:])]
+    splits = [
+        ("segments", f"bytes before and from {half}", (first, rest)),
+        ("streams_apart", "stream 0 and the others", streams),
+    ]
+    for limit, case, parts in splits:
+        a, b = map(sums, parts)
+        for name, total in whole.items() if limit not in subject.limits else ():
+            if not torch.allclose(a[name] + b[name], total, rtol=1e-9, atol=1e-9):
+                size = (a[name] + b[name] - total).abs().max()
+                yield f"eval, {case}: {name} is off by {size:.2g} from the whole"
+    model.metrics({})
+    metrics = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in model.metrics(out.stats).items()}
+    wrong = {name: value.tolist() for name, value in metrics.items() if not value.isfinite().all()}
+    yield from (f"eval: metric {name} is {value}" for name, value in wrong.items())
+    return f"{len(whole)} statistics, {len(metrics)} metrics"
+
+
+def autocast(subject: Subject) -> Verdict:
+    model, tokens = subject.build(dtype=torch.float32, mode="train"), subject.bytes()
+    with torch.autocast("cpu", torch.bfloat16):
+        first = model(tokens)
+        out = model(tokens, first.state)
+        (F.cross_entropy(out.logits.flatten(0, 1).float(), tokens.flatten()) + out.loss).backward()
+    wide = model.eval()(tokens, out.state)  # a state may come from a forward of another precision
+    yield from infinite("train", {"logits": out.logits})
+    yield from infinite("eval, float32 after bfloat16", {"logits": wide.logits})
+    yield from infinite("train", gradients_of(model, flat=True))
+    return "forward, backward, and its state in float32"
+
+
+def large_weights(subject: Subject) -> Verdict:
+    """In float32, where an exponential is infinite from 89 on: the scores of some first bytes lie that far below zero."""
+    tokens, case = subject.bytes(), f"train, matrices {LARGE} times as large"
+    for seed in (0, 1):
+        model = subject.build(seed=seed, dtype=torch.float32, mode="train")
+        with torch.no_grad():
+            for parameter in {p: None for _, sublayer in model.sublayers() for p in sublayer.parameters()}:
+                parameter.mul_(LARGE if parameter.dim() > 1 else 1)
+        model.project_()
+        out = model(tokens)
+        outputs = {"logits": out.logits, "logits of a second segment": model(tokens, out.state).logits}
+        (sum(map(torch.mean, outputs.values())) + out.loss).backward()
+        yield from infinite(case, outputs)
+        yield from infinite(case, gradients_of(model, flat=True))
+    return f"{LARGE} times as large: forward and backward in float32, two segments"
+
+
+def ideal_flops(subject: Subject) -> Verdict:
+    flops = subject.build().ideal_flops()
+    if not isinstance(flops, int) or flops <= 0:
+        yield f"{flops!r} is not a positive int"
+    return f"{flops} a byte"
+
+
+def needed_flops(subject: Subject) -> Verdict:
+    silent, span = [], subject.span
+    for name, sublayer in subject.build().sublayers():
+        steps = [(sublayer.period, 2 * span), (1, 0), (span + 2, 0), (span + 2, span)]
+        needs = [sublayer.needed_flops(segment, carried=carried) for segment, carried in steps]
+        if needs == [None] * len(steps):
+            silent.append(name)
+        elif not all(isinstance(need, NeededFlops) and 0 <= min(need) <= max(need) < math.inf for need in needs):
+            yield f"{name}: {needs} are not NeededFlops of 0 or more"
+        elif needs[0].forward < sublayer.ideal_flops() - 1:  # which is rounded
+            yield f"{name}: a warm byte needs {needs[0].forward:,.0f}, ideal is {sublayer.ideal_flops():,}"
+    return f"not said, so 3 x ideal is charged: {', '.join(silent)}" if silent else "said by every sublayer"
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in _tensors(model).items()}
+
+
+def _changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """Names of what is no longer bit for bit as it was."""
+    return [name for name, t in _tensors(model).items() if name in before and not torch.equal(t, before[name])]
+
+
+CHECKS = (
+    ("logits are float32 [B, T, V] and finite", None, logits_shape),
+    ("declared limits are known", None, limits_known),
+    ("bytes have influence", None, influence),
+    ("a map is shares of what is seen", None, maps),
+    ("a stream may start at 10**7", None, far_start),
+    ("streams do not mix", "streams_apart", streams_separate),
+    ("state is detached, and its dimension 0 is streams", None, state_detached),
+    ("any earlier state is accepted", None, old_state),
+    ("two models share nothing", None, nothing_shared),
+    ("project_ is legal and idempotent", None, projection),
+    ("a saved model continues alike", None, saved),
+    ("a forward pass writes nothing", None, writes),
+    ("the auxiliary loss is for training only", None, auxiliary_loss),
+    ("statistics add up", None, statistics),
+    ("bfloat16 autocast is finite", None, autocast),
+    ("large weights give finite numbers", None, large_weights),
+    ("ideal FLOPs are a positive int", None, ideal_flops),
+    ("needed FLOPs are no fewer than the ideal ones", None, needed_flops),
+)
+"""Promise, the limit that excuses it, and its check."""
