@@ -14,55 +14,40 @@ from tests.attention_case import Case, starts
 from tests.runs import CARRY, MEMORY, make_run, own_folder, restored  # noqa: F401 - fixtures
 from variants.attention import Attention
 from variants.attention_parts import AttentionSpan
+from variants.conformance.fixture import leaves
 
-VARIANTS = {"adaptive_span": "kv", "product_key_memory": "hidden"}
-PATHS = {"kv": ("position=rotary", "model.cache=kv"), "hidden": ("position=relative", "model.cache=hidden")}
+ROTARY, RELATIVE = ("position=rotary", "model.cache=kv"), ("position=relative", "model.cache=hidden")
+SPANS = ("variant=adaptive_span", *ROTARY, "runtime.backend=plain")
+CASES = {
+    "memory": ("variant=product_key_memory", *RELATIVE, *MEMORY, *CARRY, "runtime.backend=plain"),
+    "spans, one operation": ("variant=adaptive_span", *CARRY, "position=rotary", "runtime.backend=fused"),
+}
 
 
-@pytest.mark.parametrize(("variant", "cache"), VARIANTS.items())
-def test_a_compiled_variant_has_the_gradients_of_the_uncompiled_one(variant, cache, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    memory = MEMORY if "memory" in variant else ()
-    words = (f"variant={variant}", *memory, *PATHS[cache], *CARRY, "optim=adamw", "runtime.backend=plain")
-    found = {}
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_variant_steps_as_the_uncompiled_one(case, monkeypatch):
+    """The past grows. Where attention is one operation, nothing breaks the graph of the whole model."""
+    whole = case.endswith("one operation")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=whole))
+    outcomes = []
     for compiled in (False, True):
         torch.compiler.reset()
-        run = make_run(*words, f"runtime.compile={compiled}")
+        run, nats = make_run(*CASES[case], "optim=adamw", f"runtime.compile={compiled}"), []
         run.optimizers.zero_grad = lambda: None
-        for _ in range(2):
+        for _ in range(3):
             run.step()
-        found[compiled] = {name: p.grad for name, p in run.model.named_parameters()}
-    for name, gradient in found[False].items():
-        assert found[True][name] is not None and torch.allclose(found[True][name], gradient, rtol=1e-3, atol=1e-5), name
-
-
-@pytest.mark.parametrize("variant", ["adaptive_span", "all_attention", "mhsa"])
-def test_the_whole_model_is_one_graph_where_attention_is_one_operation(variant, monkeypatch):
-    """Steps with carried state, the past growing: losses and states are the uncompiled ones', and nothing breaks the graph."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
-    words = (f"variant={variant}", *CARRY, "position=rotary", "optim=adamw", "runtime.backend=fused")
-    found = {}
-    for compiled in (False, True):
-        torch.compiler.reset()
-        run = make_run(*words, f"runtime.compile={compiled}")
-        nats = [0.0] * 4
-        for step in range(4):
-            run.step()
-            nats[step] = run.train_row()["bits_per_byte"]
-        found[compiled] = nats, [tuple(x.shape) for x in leaves(run.state)]
-    assert found[True][0] == pytest.approx(found[False][0], abs=1e-4)
-    assert found[True][1] == found[False][1]
-
-
-def leaves(state) -> list[torch.Tensor]:
-    return [x for part in state for x in leaves(part)] if isinstance(state, tuple) else [] if state is None else [state]
+            nats.append(run.train_row()["bits_per_byte"])
+        outcomes.append((nats, [x.shape for x in leaves(run.state)], [p.grad for p in run.model.parameters()]))
+    (nats, shapes, gradients), (expected, other_shapes, others) = outcomes
+    assert nats == pytest.approx(expected, abs=1e-4) and shapes == other_shapes
+    for one, other in zip(gradients, others, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
 def test_a_compiled_run_is_scored_by_compiled_code(monkeypatch):
     """In segments of two lengths, with statistics and without, to the same bits."""
-    given = ("variant=adaptive_span", *PATHS["kv"], "runtime.backend=plain", "model.head_zero_init=false")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    found, calls, forward = {}, [], Runtime.forward
+    scores, calls, forward = [], [], Runtime.forward
 
     def counted(runtime: Runtime, model: torch.nn.Module):
         inner = forward(runtime, model)
@@ -70,13 +55,13 @@ def test_a_compiled_run_is_scored_by_compiled_code(monkeypatch):
 
     monkeypatch.setattr(Runtime, "forward", counted)
     for compiled in (False, True):
-        run = make_run(*given, f"runtime.compile={compiled}")
+        run = make_run(*SPANS, "model.head_zero_init=false", f"runtime.compile={compiled}")
         calls.clear()
-        found[compiled] = run.score(run.reported("valid")[:200])
+        scores.append(run.score(run.reported("valid")[:200]))
         assert len(calls) >= 2 and set(calls) == {compiled}
         assert run.evaluation_backend == ("plain, compiled" if compiled else "plain")
-    torch.testing.assert_close(found[True].nats, found[False].nats, rtol=0, atol=1e-5)
-    assert found[True].stats.keys() == found[False].stats.keys()
+    torch.testing.assert_close(scores[1].nats, scores[0].nats, rtol=0, atol=1e-5)
+    assert scores[1].stats.keys() == scores[0].stats.keys()
 
 
 class ShortSpan(AttentionSpan):
@@ -92,5 +77,5 @@ def test_a_hard_window_shorter_than_the_span_stays_so():
     attention = Attention(case.context(), d_head=8, span=ShortSpan).eval()
     x = torch.randn(2, 20, attention.query.in_features)
     torch.compiler.reset()
-    found = torch.compile(attention, backend="eager", fullgraph=True)(x, None, starts(0)).y
-    assert torch.allclose(found, attention(x, None, starts(0)).y, atol=1e-6)
+    y = torch.compile(attention, backend="eager", fullgraph=True)(x, None, starts(0)).y
+    assert torch.allclose(y, attention(x, None, starts(0)).y, atol=1e-6)
