@@ -1,8 +1,9 @@
-"""One attention sublayer beside its reference: how the tests of attention build, feed and compare the two.
+"""One sublayer beside its reference: how the tests of mechanisms build, feed and compare the two.
 
 Everything is float64, widths and lengths are odd, and D is not H K, so that an axis taken for another shows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
@@ -20,7 +21,7 @@ from tests.reference.attention import attention as reference
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.contract import LayerContext, State
+from variants.contract import LayerContext, State, Sublayer
 from variants.position import Alibi, NoPosition, Relative, Rotary
 
 B, D = 2, 5
@@ -57,9 +58,19 @@ class Case:
         scheme = lambda context, *, d_head: SCHEMES[self.position](context, d_head=d_head)  # noqa: E731
         return LayerContext(**{"d_model": D, "layer": 0, "n_layers": 1, "scheme": scheme} | keywords | changes)
 
-    def build(self, **keywords) -> Attention:
-        """A sublayer in training mode whose weights depend on nothing but the seed."""
+    def build(self, make: Callable[..., Sublayer] | None = None, *, moved: float = 0.0, **keywords) -> Sublayer:
+        """A sublayer in training mode whose weights depend on nothing but the seed: ``Attention`` unless ``make`` says another.
+
+        Args:
+            moved: how far parameters are moved off their start, where zeros would hide what is behind them.
+        """
         torch.manual_seed(0)
+        if make is not None:
+            sublayer = make(self.context(), d_head=self.d_head, **keywords).to(DOUBLE)
+            with torch.no_grad():
+                for parameter in sublayer.parameters() if moved else ():
+                    parameter.add_(moved * torch.randn(parameter.shape, dtype=DOUBLE))
+            return sublayer
         spans = {"fixed": None, "dynamic": partial(DynamicSpan, ramp=self.ramp, bias=-0.5)}
         persistent = partial(PersistentKV, number=self.persistent) if self.persistent else None
         attention = Attention(
@@ -79,6 +90,10 @@ class Case:
         x = torch.randn(B, self.past + self.length, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
         return x[:, : self.past], x[:, self.past :].clone().requires_grad_()
 
+    def whole(self) -> Tensor:
+        """Past and segment in one, without a gradient."""
+        return torch.cat(self.stream(), dim=1).detach()
+
 
 def set_fractions(attention: Attention, fractions: list[float]) -> None:
     with torch.no_grad():
@@ -91,7 +106,7 @@ def starts(at: int) -> Tensor:
     return torch.tensor([at, at + 1003])
 
 
-def run(attention: Attention, x: Tensor, past: Tensor) -> Tensor:
+def run(attention: Sublayer, x: Tensor, past: Tensor) -> Tensor:
     """Outputs ``[B, T, D]`` for ``x``, with the state that ``past`` left."""
     state: State = attention(past, None, starts(0)).state if past.shape[1] else None
     return attention(x, state, starts(past.shape[1])).y
@@ -108,8 +123,9 @@ def reference_mask(attention: Attention) -> Mask | None:
 
 
 def matrices(attention: nn.Module) -> dict[str, Tensor]:
-    """Its four projections by the names that references have for them."""
-    return {f"w{name[0]}": getattr(attention, name).weight for name in ("query", "key", "value", "output")}
+    """Its projections by the names that references have for them."""
+    names = ("query", "key", "value", "output")
+    return {f"w{name[0]}": getattr(attention, name).weight for name in names if hasattr(attention, name)}
 
 
 def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
@@ -138,19 +154,28 @@ def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(y, inputs, upstream, retain_graph=True, materialize_grads=True))
 
 
-def assert_near(found: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value") -> None:
+def assert_near(one: Tensor, expected: Tensor, *, tolerance: float = 1e-10, what: str = "value") -> None:
     """Equal to ``tolerance`` of the largest entry, or of 1 where entries are smaller."""
-    assert found.shape == expected.shape, what
+    assert one.shape == expected.shape, what
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(one, expected, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}")
+
+
+def outcome(y: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The value, and the gradient with respect to every one of ``named``."""
+    names = [f"gradient of {name}" for name in named]
+    return {"value": y, **dict(zip(names, gradients(y, list(named.values())), strict=True))}
+
+
+def assert_outcome(one: dict[str, Tensor], other: dict[str, Tensor], *, tolerance: float = 1e-10) -> None:
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        assert_near(x, other[name], tolerance=tolerance, what=name)
 
 
 def assert_same(one: Tensor, other: Tensor, *, named: dict[str, Tensor], tolerance: float = 1e-10) -> None:
     """Equal values and equal gradients with respect to every one of ``named``."""
-    assert_near(one, other, tolerance=tolerance)
-    pairs = zip(gradients(one, list(named.values())), gradients(other, list(named.values())), strict=True)
-    for name, (mine, theirs) in zip(named, pairs, strict=True):
-        assert_near(mine, theirs, tolerance=tolerance, what=f"gradient of {name}")
+    assert_outcome(outcome(one, named), outcome(other, named), tolerance=tolerance)
 
 
 class Largest(TorchDispatchMode):

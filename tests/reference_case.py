@@ -23,5 +23,5 @@ def assert_same(one: Tensor, other: Tensor, *, inputs: list[Tensor]) -> None:
     """Equal values, and equal gradients of a fixed random projection with respect to every input."""
     torch.testing.assert_close(one, other, **EXACT)
     upstream = normal(*one.shape, seed=99).detach()
-    gradients = [torch.autograd.grad(y, inputs, upstream) for y in (one, other)]
+    gradients = [torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (one, other)]
     torch.testing.assert_close(*gradients, **EXACT)

@@ -1,73 +1,32 @@
-"""Linear attention: its reference, its chunks and its sums, on streams short, long and cut anywhere."""
+"""Attention by carried sums, linear and Performer's: their scales, memory and cost, and Performer's random directions.
+
+``test_by_reference.py`` has values and gradients.
+"""
 
 import pytest
 import torch
 
-from tests.attention_case import DOUBLE, Case, Largest, assert_near, assert_same, matrices, run
-from tests.reference import linear as reference
-from variants.kernels import carried_sums
+from tests.attention_case import DOUBLE, Case, assert_near, gradients
+from variants.attention import Attention
 from variants.linear import LinearAttention
+from variants.performer import Performer, orthogonal_rows
 
 pytestmark = pytest.mark.numeric
 
 
-def build(case: Case, **keywords) -> LinearAttention:
-    torch.manual_seed(0)
-    return LinearAttention(case.context(), d_head=case.d_head, **keywords).to(DOUBLE)
-
-
-def by_reference(attention: LinearAttention, x, past, *, case: Case, features=reference.elu) -> torch.Tensor:
-    return reference.linear_attention(
-        x,
-        **matrices(attention),
-        heads=case.heads,
-        product=lambda head, query, key: features(query) @ features(key),
-        attend_self=case.attend_self,
-        position=case.position,
-        past=past,
-    )
-
-
-CASES = [
-    (Case(length=1, position="alibi"), 3),
-    (Case(length=1, attend_self=False), 3),
-    (Case(length=1, past=5, position="alibi"), 3),
-    (Case(length=9, past=4), 4),
-    (Case(length=8, past=3, position="alibi"), 4),
-    (Case(length=10, past=3, position="alibi", attend_self=False, span=2), 3),
-    (Case(length=9, attend_self=False, heads=2, d_head=3), 2),
-    (Case(length=7, past=3, position="alibi"), 1),
-    (Case(length=5, past=3, position="alibi", d_head=3), 64),
-]
-
-
-@pytest.mark.parametrize(("case", "chunk"), CASES)
-def test_value_and_gradient_by_the_reference(case, chunk, monkeypatch):
-    """Chunks that divide the segment, that do not, that are longer; two chunks in memory, and then a loop."""
-    monkeypatch.setattr(carried_sums, "AT_ONCE", 2)
-    attention = build(case, chunk=chunk)
-    past, x = case.stream()
-    named = {"x": x} | dict(attention.named_parameters())
-    assert_same(run(attention, x, past), by_reference(attention, x, past, case=case), named=named)
-
-
-@pytest.mark.parametrize("attend_self", [True, False])
-def test_relu_by_the_reference_where_weights_may_all_be_zero(attend_self):
-    case = Case(length=6, past=2, attend_self=attend_self, heads=5)
-    attention = build(case, chunk=4, feature_map="relu")
-    past, x = case.stream()
-    expected = by_reference(attention, x, past, case=case, features=reference.relu)
-    named = {"x": x} | dict(attention.named_parameters())
-    assert_same(run(attention, x, past), expected, named=named)
-    attention.output = torch.nn.Identity()
-    heads = run(attention, x, past).unflatten(-1, (5, 2)).abs().sum(-1)
-    assert (heads == 0).any(), "no query is without weight"
+def performer_of(case: Case, *, size: float = 1.0, **keywords) -> Performer:
+    """Queries and keys ``size`` times as long as they start."""
+    performer = case.build(Performer, **keywords)
+    with torch.no_grad():
+        performer.query.weight *= size
+        performer.key.weight *= size
+    return performer
 
 
 def test_features_far_below_zero_do_not_round_to_nothing():
     """elu(x) + 1 in float32, added up, is 0 from -17 on."""
     case = Case(length=6)
-    attention = build(case, bias=True, chunk=4)
+    attention = case.build(LinearAttention, bias=True, chunk=4)
     with torch.no_grad():
         attention.query.bias -= 30
         attention.key.bias -= 30
@@ -76,21 +35,73 @@ def test_features_far_below_zero_do_not_round_to_nothing():
     assert_near(attention.float()(x.float()).y.double(), expected, tolerance=1e-5)
 
 
-def test_memory_goes_by_the_segment():
-    """Nothing has T x T or T x F x K numbers, forward or backward."""
-    case, length = Case(heads=2, d_head=16), 512
-    attention = build(case, chunk=16)
-    x = torch.randn(1, length, 5, dtype=DOUBLE, requires_grad=True)
-    with Largest() as largest:
-        attention(x).y.sum().backward()
-    assert largest.numbers <= 2 * length * 3 * 17
-
-
-def test_sums_are_float32_under_autocast_and_flops_are_by_hand():
-    attention, x = build(Case(length=40), chunk=8).float(), Case(length=40).stream()[1].float()
+def test_sums_are_float32_under_autocast():
+    case = Case(length=40)
     with torch.autocast("cpu", torch.bfloat16):
-        out = attention(x)
+        out = case.build(LinearAttention, chunk=8).float()(case.stream()[1].float())
     assert out.state[0].dtype == torch.float32 and out.y.dtype == torch.bfloat16
-    wide = LinearAttention(Case(heads=4, d_head=32).context(d_model=128))
-    assert wide.ideal_flops() == 8 * 128 * 128 + 4 * 2 * 32 * 65
-    assert wide.needed_flops(7, carried=0).training == 3 * wide.ideal_flops()
+
+
+@pytest.mark.parametrize("position", ["none", "alibi"])
+def test_many_features_come_near_to_softmax_attention(position):
+    """The error falls as 1 / sqrt(m)."""
+    case = Case(length=20, position=position, span=32, d_head=4, heads=2)
+    x, exact, errors = case.stream()[1].detach(), case.build(), []
+    for features in (32, 2048):
+        performer = performer_of(case, features=features, size=0.6)
+        exact.load_state_dict(dict(performer.named_parameters()), strict=False)
+        expected = exact(x).y
+        errors.append((performer(x).y - expected).norm() / expected.norm())
+    assert isinstance(exact, Attention) and errors[1] < 0.04
+    assert 3 < errors[0] / errors[1] < 30  # 8, give or take
+
+
+def test_directions_are_orthogonal_in_blocks_and_as_long_as_normal_vectors():
+    torch.manual_seed(0)
+    rows = orthogonal_rows(1000, 16)
+    assert rows.shape == (1000, 16)
+    block = rows[16:32]
+    angles = block @ block.T / block.norm(dim=1) / block.norm(dim=1)[:, None]
+    torch.testing.assert_close(angles, torch.eye(16), rtol=0, atol=1e-5)
+    squares = rows.square().sum(1)  # chi-squared of 16: mean 16, variance 32
+    assert squares.mean().item() == pytest.approx(16, abs=0.6)
+    assert squares.var().item() == pytest.approx(32, rel=0.25)
+    assert rows.mean().abs() < 0.05
+    assert rows.T.cov().sub(torch.eye(16)).abs().max() < 0.2
+
+
+def test_directions_are_saved_and_are_of_each_head():
+    performer = Case(length=6).build(Performer)
+    assert "directions" in performer.state_dict()
+    assert not any(p is performer.directions for p in performer.parameters())
+    assert (performer.directions[0] != performer.directions[1]).any()
+
+
+@pytest.mark.parametrize("position", ["none", "alibi"])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_scales_that_grow_along_the_stream_neither_overflow_nor_vanish(position, size):
+    """Keys that grow a hundredfold and shrink again, in float32 as in float64, whole and cut."""
+    case = Case(length=60, position=position, d_head=4, heads=2)
+    x = case.stream()[1].detach()
+    x = x * torch.linspace(-2, 2, 60, dtype=DOUBLE).abs().neg().exp()[:, None] * 7
+    outputs = []
+    for dtype, cuts in ((DOUBLE, [60]), (torch.float32, [60]), (torch.float32, [7, 1, 1, 51])):
+        performer, state, pieces = performer_of(case, size=size, chunk=8).to(dtype), None, []
+        for piece in x.to(dtype).requires_grad_().split(cuts, dim=1):
+            y, state, *_ = performer(piece, state)
+            pieces.append(y)
+        outputs.append(torch.cat(pieces, dim=1).double())
+        assert all(g.isfinite().all() for g in gradients(pieces[-1], list(performer.parameters())))
+    for y in outputs[1:]:
+        assert_near(y, outputs[0], tolerance=3e-3 if size > 1 else 1e-5)
+
+
+def test_what_comes_later_changes_no_bit():
+    """A maximum that knows the future would round earlier weights to nothing beside a key like this."""
+    case = Case(length=12, d_head=4, heads=2)
+    performer, x = case.build(Performer, chunk=8).float(), case.stream()[1].detach().float()
+    changed = x.clone()
+    changed[:, 5] *= 300
+    before, after = performer(x).y, performer(changed).y
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5], after[:, 5])

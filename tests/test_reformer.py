@@ -1,12 +1,10 @@
-"""Reformer: its reference, what a query meets, where segments are cut, what is refused, and that no pair of all is in memory."""
+"""Reformer beyond its reference: what a query meets, where spans change, what it costs, and that no pair of all is in memory."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_case import DOUBLE, SCHEMES, B, D, Largest, assert_near, assert_same, starts
-from tests.reference.reformer import reformer as reference
-from variants.contract import LayerContext
+from tests.attention_case import DOUBLE, B, Case, assert_near, assert_same
 from variants.kernels import window
 from variants.kernels.window import Window
 from variants.reformer import Reformer, lsh_attention
@@ -16,72 +14,15 @@ pytestmark = pytest.mark.numeric
 H, K = 2, 4
 
 
-def build(
-    *,
-    position: str = "none",
-    span: int = 8,
-    cache: str = "kv",
-    attend_self: bool = True,
-    dropout: float = 0.0,
-    dtype: torch.dtype = DOUBLE,
-    **keywords,
-) -> Reformer:
-    torch.manual_seed(0)
-    context = LayerContext(
-        d_model=D,
-        layer=0,
-        n_layers=1,
-        heads=H,
-        span=span,
-        attend_self=attend_self,
-        cache=cache,
-        dropout=dropout,
-        scheme=lambda context, *, d_head: SCHEMES[position](context, d_head=d_head),
-    )
-    return Reformer(context, **{"buckets": 4, "rounds": 3, "bucket_keys": 2, "d_head": K} | keywords).to(dtype)
+def build(*, dropout: float = 0.0, dtype: torch.dtype = DOUBLE, **choices) -> Reformer:
+    fields = Case.__dataclass_fields__
+    case = Case(heads=H, d_head=K, dropout=dropout, **{k: v for k, v in choices.items() if k in fields})
+    sizes = {"buckets": 4, "rounds": 3, "bucket_keys": 2} | {k: v for k, v in choices.items() if k not in fields}
+    return case.build(Reformer, **sizes).to(dtype)
 
 
-def inputs(length: int, *, seed: int = 1, dtype: torch.dtype = DOUBLE) -> Tensor:
-    return torch.randn(B, length, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-CASES = {
-    "cold": {"length": 13, "position": "rotary"},
-    "warm": {"length": 11, "past": 9, "position": "alibi"},
-    "one byte": {"length": 1, "past": 12, "position": "rotary", "attend_self": False},
-    "nothing before it": {"length": 1},
-    "a short past": {"length": 7, "past": 2, "cache": "hidden", "position": "rotary"},
-    "a past of its own": {"length": 9, "past": 10, "cache": "hidden", "attend_self": False, "position": "alibi"},
-    "a wide span": {"length": 10, "past": 5, "span": 40, "bucket_keys": 3, "attend_self": False},
-    "more keys than there are": {"length": 6, "past": 5, "bucket_keys": 50, "rounds": 2, "position": "rotary"},
-    "one key": {"length": 12, "bucket_keys": 1, "buckets": 2, "position": "alibi", "attend_self": False},
-    "a span of one": {"length": 4, "past": 3, "span": 1},
-    "one round": {"length": 12, "past": 4, "rounds": 1, "buckets": 6, "span": 5},
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_value_and_every_gradient(name):
-    case = {"past": 0, "position": "none"} | CASES[name]
-    length, past = case.pop("length"), case.pop("past")
-    layer, stream = build(**case), inputs(past + length)
-    before, x = stream[:, :past], stream[:, past:].clone().requires_grad_()
-    state = layer(before, None, starts(0)).state if past else None
-    expected = reference(
-        x,
-        wq=layer.query.weight,
-        wv=layer.value.weight,
-        wo=layer.output.weight,
-        rotations=layer.rotations,
-        bucket_keys=layer.bucket_keys,
-        span=layer.span,
-        attend_self=layer.attend_self,
-        position=case["position"],
-        past=before,
-        past_is_constant=layer.cache == "kv",
-    )
-    found = layer(x, state, starts(past)).y
-    assert_same(found, expected, named={"x": x} | dict(layer.named_parameters()))
+def inputs(length: int, *, dtype: torch.dtype = DOUBLE) -> Tensor:
+    return Case(length=length).whole().to(dtype)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -94,18 +35,18 @@ def test_a_single_bucket_is_attention_and_many_rounds_count_once(length, rounds)
     queries = keys[:, :, -length:, :K] * sizes[..., None]
     expected = window.attend(queries, keys[..., :K], keys[..., K:], Window((5,) * H, 1))
     hashes = torch.zeros(B, H, rounds, 12, dtype=torch.int32)
-    found, seen = lsh_attention(keys, sizes, hashes, bucket_keys=20, farthest=5, alone=False, count=True)
-    assert_same(found, expected, named={"keys": keys, "sizes": sizes})
+    y, seen = lsh_attention(keys, sizes, hashes, bucket_keys=20, farthest=5, alone=False, count=True)
+    assert_same(y, expected, named={"keys": keys, "sizes": sizes})
     assert seen[0, 0].tolist() == [min(5, at) for at in range(12 - length, 12)]
 
 
 def test_a_query_meets_itself_only_if_it_has_nothing_else():
     layer, x = build(attend_self=True), inputs(3)
     layer.rotations.zero_()
-    own, others = layer(x, collect_stats=True), layer.value(x)
-    assert_near(own.y[:, :2], layer.output(torch.stack([others[:, 0], others[:, 0]], 1)))  # the second: the first alone
-    assert layer.metrics(own.stats)["alone"].tolist() == [pytest.approx(1 / 3)] * H
-    assert layer.metrics(own.stats)["keys"].tolist() == [1.0] * H
+    out, values = layer(x, collect_stats=True), layer.value(x)
+    assert_near(out.y[:, :2], layer.output(torch.stack([values[:, 0]] * 2, 1)))  # the second: the first alone
+    assert layer.metrics(out.stats)["alone"].tolist() == [pytest.approx(1 / 3)] * H
+    assert layer.metrics(out.stats)["keys"].tolist() == [1.0] * H
     assert build(attend_self=False)(x).y[:, 0].abs().max() == 0
     assert layer.metrics({}) == {}
 
@@ -129,44 +70,20 @@ def test_buckets_follow_the_span_and_stay_what_they_were(span, buckets):
     assert layer.buckets == 2 * layer.rotations.shape[-1] == buckets
     layer.set_span(span // 4)
     assert layer.buckets == buckets
-    assert build(span=span, buckets=6, bucket_keys=64).buckets == 6
 
 
 def test_pairs_are_made_again_for_the_backward_with_the_same_dropout(monkeypatch):
-    layer, x = build(dropout=0.5, span=40, bucket_keys=20, attend_self=True).train(), inputs(60).requires_grad_()
+    layer, x = build(dropout=0.5, span=40, bucket_keys=20).train(), inputs(60).requires_grad_()
 
-    def found() -> tuple[int, tuple[Tensor, ...]]:
+    def measured() -> tuple[int, tuple[Tensor, ...]]:
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda kept: sizes.append(kept.numel()) or kept, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: sizes.append(saved.numel()) or saved, lambda x: x):
             torch.manual_seed(1)
             y = layer(x).y
         return sum(sizes), torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
 
-    kept, again = found()
+    saved, again = measured()
     monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda function, *given, **how: function(*given))
-    without, expected = found()
-    assert kept < without / 3
+    without, expected = measured()
+    assert saved < without / 3
     assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
-
-
-def test_flops_by_hand():
-    layer = build(span=100)  # 4 buckets, 3 rounds, 2 keys of each
-    matrices, hashes, met = 3 * 2 * D * H * K, 2 * H * 3 * K * 2, 3 * 2
-    assert layer.ideal_flops() == matrices + hashes + H * met * (2 * K + 2 * K)
-    cold = layer.needed_flops(1, carried=0)
-    assert cold.forward == matrices + hashes
-    assert cold.backward == 2 * matrices
-    warm = layer.needed_flops(1, carried=100)
-    assert warm.forward == layer.ideal_flops()
-    assert warm.backward == 2 * matrices + H * met * 4 * K  # past keys have no gradient
-    again = build(span=100, cache="hidden").needed_flops(10, carried=30)
-    assert again.forward - layer.needed_flops(10, carried=30).forward == pytest.approx(3 * (4 * D * H * K + hashes))
-
-
-def test_memory_grows_as_the_segment_and_not_as_its_square():
-    layer, largest_of = build(span=1000, dtype=torch.float32), []
-    for length in (200, 400):
-        with Largest() as largest:
-            layer(inputs(length, dtype=torch.float32)).y.sum().backward()
-        largest_of.append(largest.numbers)
-    assert largest_of[1] <= 2.1 * largest_of[0]

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import torch
 import triton
@@ -43,14 +42,6 @@ PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")
 """What kernels give in float32 for persistent vectors, because something is added to it."""
 
 
-class Report(NamedTuple):
-    """What the compiler says of a kernel: registers of a thread, bytes that it stores beside them, shared memory."""
-
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
     """One kernel as it is launched."""
@@ -71,8 +62,8 @@ class Configuration:
         dtype, precision = DTYPES[self.dtype]
         return triton_window.launch_options(self.width, dtype, precision=precision, vectors="vectors" in self.part)
 
-    def compile(self) -> Report:
-        """What the compiler says."""
+    def compile(self) -> tuple[int, int, int]:
+        """Registers of a thread, bytes that it stores beside them, and shared memory, as the compiler says."""
         options = self.options()
         given = {"ALL": False, "table": None, "DROP": 2**30, "SCALE": 1.25} | PARTS[self.part]
         given |= {"K": self.width, "WIDTH": triton_window.padded(self.width), "PRECISION": DTYPES[self.dtype][1]}
@@ -94,8 +85,10 @@ class Configuration:
         ):
             triton.knobs.nvidia.dump_ptxas_log, triton.knobs.cache.dir = True, folder
             built = triton.compile(ASTSource(kernel, types, constants, attributes), target=target, options=options)
-        said = [re.search(pattern, log.getvalue()) for pattern in (r"Used (\d+) reg", r"(\d+) bytes spill stores")]
-        return Report(*(int(found[1]) for found in said), shared_bytes=built.metadata.shared)
+        registers, spilled = (
+            int(re.search(line, log.getvalue())[1]) for line in (r"Used (\d+) reg", r"(\d+) bytes spill stores")
+        )
+        return registers, spilled, built.metadata.shared
 
     def _type(self, name: str) -> str:
         if name in FLOATS or ("persistent" in self.part and name in PARTIAL[self.kernel]):
@@ -107,13 +100,11 @@ class Configuration:
 
 def configurations() -> Iterator[Configuration]:
     """All that ``triton_window`` launches."""
-    names = ("forward", "query_gradient", "key_gradient", "vector_gradient")
     for architecture, dtype, width, part, dropout in product(SHARED_BYTES, DTYPES, WIDTHS, PARTS, (True, False)):
-        for kernel in names:
+        same = {"architecture": architecture, "dtype": dtype, "width": width, "part": part, "dropout": dropout}
+        for kernel in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
             if kernel != "vector_gradient" or part in ("hard+vectors", "soft+vectors"):
-                yield Configuration(
-                    kernel=kernel, architecture=architecture, dtype=dtype, width=width, part=part, dropout=dropout
-                )
+                yield Configuration(kernel=kernel, **same)
 
 
 def main(words: list[str]) -> int:
@@ -122,13 +113,9 @@ def main(words: list[str]) -> int:
     for configuration in configurations():
         if not all(word in str(configuration).split() for word in words):
             continue
-        report = configuration.compile()
-        bad += bool(report.spilled_bytes) or report.shared_bytes > SHARED_BYTES[configuration.architecture]
-        print(
-            f"{configuration}: {report.registers} registers, {report.spilled_bytes} bytes spilled, "
-            f"{report.shared_bytes} bytes shared",
-            flush=True,
-        )
+        registers, spilled, shared = configuration.compile()
+        bad += bool(spilled) or shared > SHARED_BYTES[configuration.architecture]
+        print(f"{configuration}: {registers} registers, {spilled} bytes spilled, {shared} bytes shared", flush=True)
     return bad
 
 

@@ -3,9 +3,8 @@
     python -m tests.faults.sanitize [--cases 10000] [--march x86-64-v2 x86-64-v3 x86-64-v4] [--seed 0]
 
 Each instruction set is a process of its own, into which the sanitizers' library is loaded first; one that this CPU does not
-run is named and left out. Before them a fault of each kind is planted in a kernel, and must be found. Memory that the kernels
-keep between calls is fresh in each, and full of NaN, so that nothing is read behind its end or before it was written; values
-and gradients are compared with plain PyTorch's.
+run is named and left out. Memory that the kernels keep between calls is fresh in each, and full of NaN, so that nothing is
+read behind its end or before it was written; values and gradients are compared with plain PyTorch's.
 """
 
 import argparse
@@ -18,14 +17,12 @@ from pathlib import Path
 
 import torch
 
-from tests.attention_case import DOUBLE, assert_near, assert_same
-from tests.window_case import call, kernel
+from tests.attention_case import DOUBLE, assert_same
+from tests.command import ROOT
+from tests.window_case import ADDED, Case, kernel
 from variants.adaptive_span import bucket
 from variants.kernels import native, product_search, window, window_cpu
-from variants.kernels.window import Window
-from variants.position import alibi_slopes
 
-ROOT = Path(__file__).resolve().parents[2]
 INSTRUCTIONS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
 """A word for ``-march``, and the flag of a CPU that runs it."""
 SANITIZERS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
@@ -50,20 +47,11 @@ def main() -> int:
     if "LD_PRELOAD" in os.environ:  # a process of one instruction set
         fuzz(cases=asked.cases, seed=asked.seed, kept=FAULTS.get(asked.fault, KEPT[1]))
         return 0
-    marches = [march for march in asked.march if runs(march)]
-    wrong = [] if marches else ["no instruction set of this CPU"]
-    for fault in FAULTS if marches else ():
-        found = finds(fault, march=marches[0])
-        print(f"planted, {'found' if found else 'NOT FOUND'}: {fault}", flush=True)
-        wrong += [] if found else [fault]
+    codes = {}
     for march in asked.march:
-        if march not in marches:
-            print(f"{march}: not on this CPU")
-            continue
-        code = sanitized(march, cases=asked.cases, seed=asked.seed).returncode
-        print(f"{march}: {f'exit code {code}' if code else f'{asked.cases:,} cases, no complaint'}", flush=True)
-        wrong += [march] if code else []
-    return 1 if wrong else 0
+        codes[march] = sanitized(march, cases=asked.cases, seed=asked.seed).returncode if runs(march) else None
+        print(f"{march}: {'not on this CPU' if codes[march] is None else f'exit code {codes[march]}'}", flush=True)
+    return int(any(codes.values()))
 
 
 def runs(march: str) -> bool:
@@ -77,23 +65,19 @@ def finds(fault: str, *, march: str) -> bool:
     return ended.returncode != 0 and fault in ended.stderr
 
 
-def sanitized(march: str, *words: str, cases: int, seed: int, **given) -> subprocess.CompletedProcess:
+def sanitized(march: str, *words: str, cases: int, seed: int, **how) -> subprocess.CompletedProcess:
     """The end of a process in which the kernels are compiled for one instruction set, with the sanitizers."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
     command = [sys.executable, "-m", "tests.faults.sanitize", "--cases", str(cases), "--seed", str(seed), *words]
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
         # Leaks would be Python's; the compiler itself is not looked at.
-        own = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}
-        own |= {
-            "LD_PRELOAD": library.strip(),
-            "ASAN_OPTIONS": "detect_leaks=0",
-            "UBSAN_OPTIONS": "print_stacktrace=1",
-        }
-        return subprocess.run(command, cwd=ROOT, env=os.environ | own, **given)
+        places = {"CXX": f"env -u LD_PRELOAD g++ {SANITIZERS}", native.MARCH: march, native.FOLDER: folder}
+        places |= {"LD_PRELOAD": library.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+        return subprocess.run(command, cwd=ROOT, env=os.environ | places, **how)
 
 
 def fuzz(*, cases: int, seed: int, kept: str) -> None:
-    """AssertionError, or the end of the process by a sanitizer, at the first case that is wrong, whose number is said."""
+    """AssertionError, or the end of the process by a sanitizer, at the first case that is wrong; its number is printed."""
     assert window_cpu.SOURCE.count(KEPT[0]) == 1
     window_cpu.SOURCE = window_cpu.SOURCE.replace(KEPT[0], kept)
     reasons = window_cpu.available(), product_search.available()
@@ -107,40 +91,25 @@ def fuzz(*, cases: int, seed: int, kept: str) -> None:
         except AssertionError:
             print(f"case {number} of seed {seed}", file=sys.stderr)
             raise
-        if (number + 1) % 1000 == 0:
-            print(f"  {number + 1:,} cases", flush=True)
 
 
 def attend(draw: random.Random) -> None:
     """The attention over a window, with gradients of some of its tensors."""
     edges = EDGES if draw.random() < 0.1 else EDGES[:14]
-    heads, streams, rows, span = draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 3)), *draw.choices(edges, k=2)
-    past, width = draw.choice((0, *edges)), draw.choice((1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 33))
-    dtype = draw.choice((DOUBLE, torch.float32))
-    shapes = {"q": (streams, heads, rows, width), "k": (streams, heads, rows + past, width)}
-    shapes["v"] = shapes["k"]
-    if draw.random() < 0.4:
-        vectors = (heads, draw.choice((1, 3, 8, 17, 40, 257)), width)
-        shapes |= {"extra_q": shapes["q"], "extra_k": vectors, "extra_v": vectors}
-    max_keys, z, ramp = (span,) * heads, None, draw.choice((1, 2, 5, 8, 32))
+    rows, span, ramp = *draw.choices(edges, k=2), draw.choice((1, 2, 5, 8, 32))
+    sizes = {"T": rows, "past": draw.choice((0, *edges)), "shift": draw.randrange(2), "ramp": ramp}
+    sizes |= {"max_keys": (span,) * draw.choice((1, 1, 2, 3)), "streams": draw.choice((1, 1, 2, 3))}
     if draw.random() < 0.5:
-        spans = [draw.choice((0.0, float(span), draw.uniform(0, span), draw.randint(0, span))) for _ in range(heads)]
-        z = torch.tensor(spans, dtype=dtype)
-        max_keys = tuple(min(span, bucket(int(n) + ramp + 1)) for n in spans)
-    bias, added = None, draw.choice(("nothing", "bias", "vectors"))
-    if added == "vectors":
-        shapes["vectors"] = (max(max_keys) + draw.choice((0, 3)), width)
-    elif added == "bias":
-        bias = (-alibi_slopes(heads)[:, None] * torch.arange(max(max_keys))).to(dtype)
-    inputs = {name: torch.randn(shape, dtype=DOUBLE).to(dtype) for name, shape in shapes.items()}
-    inputs |= {} if z is None else {"z": z}
-    moved = {name: x.requires_grad_() for name, x in inputs.items() if draw.random() < 0.7}
-    given, seen = inputs | ({} if bias is None else {"bias": bias}), Window(max_keys, draw.randrange(2), z, ramp)
-    found, expected = call(kernel, given, seen), call(window.attend, given, seen)
-    tolerance = 1e-9 if dtype == DOUBLE else 5e-4
-    assert_same(found, expected, named=moved, tolerance=tolerance) if moved else assert_near(
-        found, expected, tolerance=tolerance
-    )
+        ends = (0.0, float(span), draw.uniform(0, span), draw.randint(0, span))
+        sizes["z"] = tuple(draw.choice(ends) for _ in sizes["max_keys"])
+        sizes["max_keys"] = tuple(min(span, bucket(int(n) + ramp + 1)) for n in sizes["z"])
+    sizes |= {"width": draw.choice((1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 33)), **draw.choice([*ADDED.values()])}
+    case = Case(persistent=draw.choice((0, 0, 1, 3, 8, 40, 257)), dtype=draw.choice((DOUBLE, torch.float32)), **sizes)
+    inputs = case.inputs()
+    wanted = [name for name, x in inputs.items() if x.requires_grad and draw.random() < 0.7] or ["q"]
+    inputs = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.items()}
+    same = {"named": {name: inputs[name] for name in wanted}, "tolerance": 1e-9 if case.dtype == DOUBLE else 5e-4}
+    assert_same(case.call(kernel, inputs), case.call(window.attend, inputs), **same)
 
 
 def search(draw: random.Random) -> None:

@@ -25,6 +25,8 @@ Mask = Callable[[int, int, Tensor], Tensor]
 """(head h, number x of the visible key, input x_t [D] of the query) -> weight in [0, 1], a scalar."""
 Visible = Callable[[int, int], list[tuple[int, int]]]
 """(head h, index of the query) -> (number x, index) of every key that it sees, nearest first."""
+Weigh = Callable[[int, Tensor, Tensor, int], Tensor]
+"""(head h, query [K], key [K], number x of the visible key) -> its weight before they are normalised, a scalar."""
 
 
 def visible_keys(now: int, *, span: int, attend_self: bool) -> list[tuple[int, int]]:
@@ -34,8 +36,8 @@ def visible_keys(now: int, *, span: int, attend_self: bool) -> list[tuple[int, i
 
 
 def weighted_mean(weights: list[Tensor], vectors: list[Tensor], *, width: int) -> Tensor:
-    """sum w v / sum w, ``[width]``; zeros where there is nothing to average."""
-    if not weights:
+    """sum w v / sum w, ``[width]``; zeros where there is nothing to average, or nothing has a weight."""
+    if not weights or sum(weights) == 0:
         return torch.zeros(width, dtype=torch.float64)
     return sum(w * v for w, v in zip(weights, vectors, strict=True)) / sum(weights)
 
@@ -50,8 +52,9 @@ def attention(
     heads: int,
     span: int,
     attend_self: bool,
-    position: str,
+    position: str = "none",
     table: Tensor | None = None,
+    weigh: Weigh | None = None,
     mask: Mask | None = None,
     persistent_keys: Tensor | None = None,
     persistent_values: Tensor | None = None,
@@ -69,6 +72,7 @@ def attention(
         attend_self: whether the query's own position is the nearest key; if not, the one before it is.
         position: "none" (also for sinusoidal), "rotary", "relative" or "alibi".
         table: ``[S, K]``, the relative positions, shared by the heads.
+        weigh: in place of ``exp(score)`` with a position.
         mask: soft mask on the context.
         persistent_keys, persistent_values: ``[H, N, K]`` as they enter the equations: already scaled.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``; detached by the caller if so wanted.
@@ -94,18 +98,14 @@ def attention(
                     key, value = wk[block] @ stream[b, index], wv[block] @ stream[b, index]
                     if past_is_constant and index < before:
                         key, value = key.detach(), value.detach()
-                    s = score(
-                        query,
-                        key,
-                        position=position,
-                        number=number,
-                        query_at=start + t,
-                        key_at=start + t - (now - index),
-                        slope=float(slopes[h]),
-                        table=table,
-                    )
+                    if weigh is not None:
+                        weight = weigh(h, query, key, number)
+                    else:
+                        at = {"query_at": start + t, "key_at": start + t - (now - index)}
+                        place = {"position": position, "number": number, "slope": float(slopes[h]), "table": table}
+                        weight = torch.exp(score(query, key, **place, **at))
                     m = 1.0 if mask is None else mask(h, number, stream[b, now])
-                    weights.append(m * torch.exp(s))
+                    weights.append(m * weight)
                     values.append(value)
                 if persistent_keys is not None:
                     for n in range(persistent_keys.shape[1]):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.reference.attention import visible_keys, weighted_mean
+from tests.reference.attention import attention
 from tests.reference.positions import alibi_slopes
 
 Product = Callable[[int, Tensor, Tensor], Tensor]
@@ -28,46 +28,19 @@ def relu(x: Tensor) -> Tensor:
     return torch.stack([number if number > 0 else 0 * number for number in x])
 
 
-def linear_attention(
-    x: Tensor,
-    *,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
-    wo: Tensor,
-    heads: int,
-    product: Product,
-    attend_self: bool,
-    position: str,
-    past: Tensor | None = None,
-) -> Tensor:
+def linear_attention(x: Tensor, *, product: Product, position: str, heads: int, past: Tensor, **others) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
-        wq, wk, wv: ``[H K, D]``, head h owns rows h K to (h + 1) K.
-        wo: ``[D, H K]``.
         product: of the features of a query and a key.
         position: "none" or "alibi".
         past: ``[B, L, D]``, inputs of the same streams just before ``x``, whose keys and values are constants.
+        others: as ``attention`` has them.
     """
-    width = wq.shape[0] // heads
     slopes = alibi_slopes(heads) if position == "alibi" else torch.zeros(heads, dtype=torch.float64)
-    before = 0 if past is None else past.shape[1]
-    y = torch.zeros_like(x)
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            now, outputs = before + t, []
-            for h in range(heads):
-                block = slice(h * width, (h + 1) * width)
-                query, weights, values = wq[block] @ x[b, t], [], []
-                for number, index in visible_keys(now, span=now + 1, attend_self=attend_self):
-                    if index < before:
-                        key, value = ((w[block] @ past[b, index]).detach() for w in (wk, wv))
-                    else:
-                        key, value = (w[block] @ x[b, index - before] for w in (wk, wv))
-                    weights.append(product(h, query, key) * torch.exp(-slopes[h] * number))
-                    values.append(value)
-                none = not weights or sum(weights) == 0
-                outputs.append(weighted_mean([] if none else weights, values, width=width))
-            y[b, t] = wo @ torch.cat(outputs)
-    return y
+
+    def weigh(head: int, query: Tensor, key: Tensor, number: int) -> Tensor:
+        return product(head, query, key) * torch.exp(-slopes[head] * number)
+
+    everything = past.shape[1] + x.shape[1]
+    return attention(x, heads=heads, span=everything, weigh=weigh, past=past, past_is_constant=True, **others)

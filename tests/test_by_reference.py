@@ -1,0 +1,205 @@
+"""Every mechanism that sees a past against the loops of its paper in float64: value and every gradient, on every backend.
+
+Choices meet in pairs. Lengths are odd, pasts shorter and longer than windows; D is not H K, and heads differ.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+from torch import Tensor
+
+from tests.attention_case import (
+    FRACTIONS,
+    SCHEMES,
+    Case,
+    assert_outcome,
+    by_reference,
+    covering,
+    matrices,
+    outcome,
+    run,
+    set_fractions,
+)
+from tests.reference import linear
+from tests.reference.linformer import linformer
+from tests.reference.local import local_attention
+from tests.reference.longformer import longformer_attention
+from tests.reference.performer import random_feature_product
+from tests.reference.reformer import reformer
+from tests.reference.transformer_xl import transformer_xl
+from variants.contract import Sublayer
+from variants.kernels import carried_sums, window_cpu
+from variants.linear import LinearAttention
+from variants.linformer import Linformer
+from variants.local import LocalAttention
+from variants.longformer import Longformer
+from variants.performer import Performer
+from variants.reformer import Reformer
+from variants.transformer_xl import TransformerXL
+
+pytestmark = pytest.mark.numeric
+
+KEPT = {"cache": ["kv", "hidden"], "attend_self": [True, False]}
+LENGTHS = {"length": [1, 4, 7], "past": [0, 2, 9]}
+WHOLE_SPANS = {"length": 5, "past": 4, "span": 8, "heads": 9, "spans": "zero"}
+
+
+class Mechanism(NamedTuple):
+    """What is built and compared.
+
+    Attributes:
+        make: of the sublayer, which takes the choices that are no fields of ``Case``; None for ``Attention``.
+        expected: its output by the reference, of the sublayer, ``Case``, the other choices, ``x`` and ``past``.
+        factors: choices whose values meet in pairs.
+        more: further choices.
+        moved: how far parameters are moved off their start.
+    """
+
+    make: Callable[..., Sublayer] | None
+    expected: Callable[..., Tensor]
+    factors: dict[str, list]
+    more: Sequence[dict] = ()
+    backends: Sequence[str] = ("auto",)
+    moved: float = 0.0
+
+
+def shared(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
+    """What references ask for in the same words."""
+    same = {"attend_self": case.attend_self, "position": case.position, "past": past}
+    return matrices(sublayer) | same | {"past_is_constant": case.cache == "kv"}
+
+
+def of_attention(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    return by_reference(sublayer, x=x, past=past, position=case.position)
+
+
+def of_transformer_xl(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    place = sublayer.position
+    vectors = {"wr": place.project.weight, "u": place.to_keys, "v": place.to_distances}
+    return transformer_xl(x, **vectors, **shared(sublayer, case, past), span=case.span)
+
+
+def of_features(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
+    same = shared(sublayer, case, past) | {"heads": case.heads}
+    del same["past_is_constant"]
+    if isinstance(sublayer, Performer):
+        return linear.linear_attention(x, **same, product=random_feature_product(sublayer.directions))
+    phi = getattr(linear, choices.get("feature_map", "elu"))
+    return linear.linear_attention(x, **same, product=lambda head, query, key: phi(query) @ phi(key))
+
+
+def of_linformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
+    weights = {n.removesuffix(".weight").split("compressor.")[-1]: p for n, p in sublayer.named_parameters()}
+    if "position.table" in weights:
+        weights["table"] = weights["position.table"]
+    same = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position", "cache")}
+    return linformer(x, past=past, weights=weights, **same, **choices)
+
+
+def of_local(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
+    same = shared(sublayer, case, past) | {"past": list(past), "table": getattr(sublayer.position, "table", None)}
+    return local_attention(x, **same, heads=case.heads, **choices)
+
+
+def of_longformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
+    windows = {"windows": list(sublayer.span.visible_keys()), "dilations": list(sublayer.span.steps)}
+    same = shared(sublayer, case, past) | {"table": getattr(sublayer.position, "table", None)}
+    return longformer_attention(x, **same, **windows, global_positions=choices.get("global_bytes", 0))
+
+
+def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
+    same = shared(sublayer, case, past) | {"span": case.span, "rotations": sublayer.rotations}
+    return reformer(x, **same, bucket_keys=choices["bucket_keys"])
+
+
+SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **KEPT}
+OF_ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic", *FRACTIONS], "persistent": [0, 3]}
+CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
+OF_LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
+OF_PERFORMER = CARRIED | {"chunk": [2, 3, 64], "features": [1, 5, None], "heads": [1, 3], "d_head": [2, 3]}
+BLOCKS = {"ratio, window, span": [(3, 4, 13), (4, 2, 11), (1, 3, 8), (2, 5, 9), (5, 1, 12)]}
+BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **KEPT, "position": list(SCHEMES)}
+BLOCKS |= {"compressor": ["mean", "linear", "softmax"], "top_k": [None, 1, 2]}
+CHUNKS = {"ratio": 4, "window": 6, "span": 21, "compressor": "linear", "top_k": None, "position": "rotary"}
+CHUNKS |= {"past": 10, "length": 37, "heads": 1}
+OF_LOCAL = KEPT | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
+DILATED = KEPT | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
+WINDOWS = DILATED | {"length": [1, 2, 7], "past": [0, 1, 4, 13], "position": list(SCHEMES)}
+FIRST = DILATED | {"length": [1, 5], "past": [0, 1, 9], "global_bytes": [1, 5], "position": ["none", "rotary", "alibi"]}
+LSH = {"buckets": 4, "rounds": 3, "bucket_keys": 2, "d_head": 4, "heads": 2, "length": 9, "past": 8}
+LSHS = [
+    {"past": 0, "length": 13, "position": "rotary"},
+    {"position": "alibi"},
+    {"length": 1, "past": 12, "position": "rotary", "attend_self": False},
+    {"length": 1, "past": 0},
+    {"length": 7, "past": 2, "cache": "hidden", "position": "rotary"},
+    {"cache": "hidden", "attend_self": False, "position": "alibi"},
+    {"span": 40, "bucket_keys": 3, "attend_self": False},
+    {"bucket_keys": 50, "rounds": 2, "position": "rotary"},
+    {"length": 12, "bucket_keys": 1, "buckets": 2, "position": "alibi", "attend_self": False},
+    {"length": 4, "past": 3, "span": 1},
+    {"rounds": 1, "buckets": 6, "span": 5},
+]
+ALL = ("plain", "fused", "kernel", "chunked")
+MECHANISMS = {
+    "attention": Mechanism(None, of_attention, OF_ATTENTION, [WHOLE_SPANS | {"ramp": r} for r in (1, 20)], ALL),
+    "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, moved=1.0),
+    "linear": Mechanism(LinearAttention, of_features, OF_LINEAR),
+    "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),
+    "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel"), moved=0.3),
+    "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),
+    "longformer": Mechanism(
+        Longformer, of_longformer, WINDOWS, covering(FIRST, strength=2), ("plain", "auto", "chunked", "fused")
+    ),
+    "reformer": Mechanism(Reformer, of_reformer, {}, [LSH | row for row in LSHS]),
+}
+
+
+def choices_of(mechanism: Mechanism) -> list[dict]:
+    """Rows of ``covering``, in which a name may be of several choices, and ``more``."""
+    rows = covering(mechanism.factors, strength=2) if mechanism.factors else []
+    apart = [{n: v for names, own in row.items() for n, v in zip(*several(names, own), strict=True)} for row in rows]
+    return [*apart, *mechanism.more]
+
+
+def several(names: str, values: object) -> tuple[list, list]:
+    return (names.split(", "), list(values)) if ", " in names else ([names], [values])
+
+
+def refused(name: str, row: dict, backend: str) -> bool:
+    """Whether a backend must say that it cannot compute this."""
+    relative = name == "transformer_xl" or row.get("position") == "relative"
+    dynamic = row.get("spans") == "dynamic" and backend in ("fused", "kernel")
+    first = "global_bytes" in row and backend == "fused"
+    return dynamic or first or (backend == "fused" and relative)
+
+
+def ended(row: dict) -> str:
+    return "-".join(f"{value}" for value in row.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [pytest.param(name, row, id=f"{name}-{ended(row)}") for name, m in MECHANISMS.items() for row in choices_of(m)],
+)
+def test_value_and_every_gradient(name, row, monkeypatch):
+    """Where a backend is impossible it says so."""
+    monkeypatch.setattr(carried_sums, "AT_ONCE", 2)  # two chunks in memory, and then a loop
+    mechanism, fields = MECHANISMS[name], Case.__dataclass_fields__
+    case = Case(backend="auto", **{key: value for key, value in row.items() if key in fields})
+    choices = {key: value for key, value in row.items() if key not in fields}
+    sublayer = case.build(mechanism.make, moved=mechanism.moved, **choices)
+    if "ramp" in row:  # z = 0, 1, .., 8 = S: at both kinks of the mask
+        set_fractions(sublayer, [n / 8 for n in range(9)])
+    past, x = case.stream()
+    named = {"x": x} | dict(sublayer.named_parameters())
+    expected = outcome(mechanism.expected(sublayer, case, choices, x, past), named)
+    for backend in mechanism.backends:
+        sublayer.wanted_backend = backend
+        if refused(name, row, backend):
+            with pytest.raises(ValueError, match=rf"runtime\.backend={backend} .*allowed are auto, .*plain"):
+                run(sublayer, x, past)
+        elif backend != "kernel" or window_cpu.available() is None:
+            tolerance = 1e-9 if name == "performer" else 1e-10
+            assert_outcome(outcome(run(sublayer, x, past), named), expected, tolerance=tolerance)
