@@ -118,11 +118,11 @@ def test_a_warm_stream_keeps_its_segment_and_what_a_file_has_is_not_measured_aga
     needed = 6 * (products + layers * 2 * width * 128) - 4 * layers * width * past  # a constant past has no gradients
     assert plain["flops"]["training_per_byte"] == pytest.approx(needed, rel=1e-12)
     assert cold[64, "mhsa", None]["flops"]["training_per_byte"] == 6 * (products + layers * 2 * width * 65 / 2)
-    (table, _) = cost_tables([plain, auto])
+    (table,) = cost_tables([plain, auto])
     place = [column.heading for column in table.columns].index("in evaluation")
     assert {row[place].text for row in table.rows} == {"", auto["evaluation_backend"]}
     assert "in evaluation" in ended.out
-    (table, _) = cost_tables([plain])
+    (table,) = cost_tables([plain])
     assert "in evaluation" not in [column.heading for column in table.columns]
 
 
