@@ -139,17 +139,17 @@ def test_moving_spans_compile_nothing_anew(cache, backend):
     compiled = torch.compile(attention, backend="eager", fullgraph=backend == "fused")
     state, max_keys = None, set()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for step in range(24):
+        for step in range(16):
             set_fractions(attention, torch.rand(4).tolist())
             max_keys.add(attention.span.max_keys)
             x, at = torch.randn(B, 16, D), torch.full((B,), 16 * step)
             out = compiled(x, state, at)
             (out.y.sum() + out.loss).backward()
-            if step % 20 == 0:
+            if step % 15 == 0:
                 assert_near(out.y, attention(x, state, at).y, tolerance=1e-5)
             state = attention.trim(out.state)
     torch.compiler.reset()
-    assert len(max_keys) > 16  # twice as many as Dynamo compiles before it gives up
+    assert len(max_keys) > 12  # more than Dynamo compiles before it gives up, which is 8
 
 
 # Persistent vectors

@@ -52,7 +52,6 @@ def at(place: int, *, streams: int = STREAMS) -> Tensor:
         "longformer runtime.backend=fused model.cache=hidden model.attend_self=false",
         "local runtime.backend=fused",
         "compressed_top_k runtime.backend=plain",
-        "linformer runtime.backend=plain",
         "reformer",
         "performer_decay model.attend_self=false",
         "transformer_xl runtime.backend=plain",

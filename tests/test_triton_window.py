@@ -172,7 +172,7 @@ def test_what_is_not_wanted_is_not_computed(small_blocks, executed):
     g = torch.randn(given.q.shape, generator=torch.Generator().manual_seed(2))
     y, saved = triton_window.forward(given, seen)
     everything = triton_window.backward(g, y, saved, given, seen, frozenset(case.inputs()))
-    for own_only, names in [*((False, name) for name in everything), (True, "k v"), (True, "q z v extra_k")]:
+    for own_only, names in [(False, "k"), (False, "z extra_v"), (False, "vectors"), (True, "q z v extra_k")]:
         wanted = frozenset(names.split())
         executed.clear()
         gradients_of = triton_window.backward(g, y, saved, given, seen, wanted, own_only=own_only)
@@ -196,7 +196,7 @@ def test_flops_are_those_of_the_products_that_run(small_blocks, executed, name):
 
 @pytest.mark.numeric
 @needs_triton
-@pytest.mark.parametrize(("vectors", "rate"), [(False, 0.0), (True, 0.0), (True, 0.25)])
+@pytest.mark.parametrize(("vectors", "rate"), [(False, 0.0), (True, 0.25)])
 def test_gradient_of_spans_at_kinks(small_blocks, vectors, rate):
     """At whole spans, and one rounding beside them: on which side z + R is, when it is rounded, decides."""
     whole = torch.tensor([1.0, 5.0, 14.0])
