@@ -86,6 +86,7 @@ def test_what_the_machine_has_not(here, monkeypatch, tmp_path):
     assert "sees 0 accelerators" in message and "allowed are auto, cpu" in message
     pretend(monkeypatch, "cuda")
     assert "runtime.device=cuda:1: torch" in refused(here, *MADE, "runtime.device=cuda:1")
+    pretend(monkeypatch, None)
     (tmp_path / "file").write_text("")
     outputs = tmp_path / "file" / "below"
     assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(here, *MADE, f"outputs={outputs}")

@@ -119,7 +119,7 @@ def test_mixtures_and_an_unfinished_run(tmp_path):
     ("override", "words"),
     [
         ("split=trian", "split=trian: allowed are train, valid, test"),
-        ("eval.streams=many", "eval.streams=many: must be int or null"),
+        ("eval.streams=many", "eval.streams=many: must be an integer or null"),
         ("eval.span=0", "eval.span=0: allowed are 1 to inf"),
         ("eval.bytes=-5", "eval.bytes=-5: must be at least 2"),
         ("eval.streams=5000", "eval.streams=5000: allowed is 1 to 799"),

@@ -100,7 +100,7 @@ def test_a_wrong_number_fails(here, monkeypatch, wrong):  # noqa: F811
     ("words", "message"),
     [
         (["runtime.device=cuda:99"], "runtime.device=cuda:99: "),
-        (["agree.run=often"], "agree.run=often: must be bool"),
+        (["agree.run=often"], "agree.run=often: must be a valid boolean"),
         (["agree.models=3"], "agree.models=3: no such key"),
     ],
 )

@@ -167,7 +167,7 @@ def test_spans_stay_where_they_are_put_and_the_state_is_full(restored):  # noqa:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("rounds=0",), "rounds=0: must be above 0"),
+        (("rounds=0",), "rounds=0: must be greater than 0"),
         (("comparisons.0.reference=nobody",), "comparisons.0.reference=nobody: allowed are reference_model"),
         (("comparison=spans", "sizes.spans=[1,2,3]"), r"spans=[1, 2, 3]: must be 2 integers from 0 to 1024"),
         (("variants=[none_such]",), "none_such"),

@@ -25,7 +25,7 @@ def after_two_steps(*words: str, compiled: bool = False):
     run = make_run("optim=adamw", "model.head_zero_init=false", *words)
     run.model.double()
     if compiled:
-        run.trainer.forward = torch.compile(run.model, backend="aot_eager")
+        run.update.forward = torch.compile(run.model, backend="aot_eager")
     torch.manual_seed(8)
     run.step()
     run.optimizers.zero_grad = lambda: None

@@ -3,6 +3,7 @@ nothing (``harness/optim/optimizers.py``), so that it can be made again to find 
 
 from collections import deque
 from itertools import count
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ class FiniteCheck:
     """Steps of a trainer that the device was given and of which the host has yet to learn."""
 
     def __init__(self, trainer):
-        self._trainer, self._steps = trainer, deque()
+        self._trainer, self._steps = proxy(trainer), deque()  # in no cycle: a job's model is freed as soon as it ends
 
     def add(self, *step: object) -> None:
         """A step was made: its number, its fraction of the budget, and torch's generators before it."""
