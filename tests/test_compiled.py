@@ -16,7 +16,7 @@ from variants.attention_parts import AttentionSpan
 
 VARIANTS = {
     "adaptive_span": ("position=relative", "model.cache=hidden"),
-    "product_key_memory": ("position=rotary", "model.cache=kv", *MEMORY),
+    "product_key_memory": ("position=rotary", "model.cache=kv", *MEMORY, "model.layers=2"),
 }
 SMALL = ("model.layers=1", *CARRY, "optim=adamw")
 
@@ -24,7 +24,7 @@ SMALL = ("model.layers=1", *CARRY, "optim=adamw")
 @pytest.mark.parametrize("variant", ["adaptive_span", pytest.param("product_key_memory", marks=pytest.mark.faults)])
 def test_a_compiled_variant_has_the_gradients_and_scores_of_the_uncompiled_one(variant, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    words = (f"variant={variant}", *VARIANTS[variant], *SMALL, "runtime.backend=plain")
+    words = (f"variant={variant}", *SMALL, *VARIANTS[variant], "runtime.backend=plain")
     gradients, scores = {}, {}
     for compiled in (False, True):
         torch.compiler.reset()
