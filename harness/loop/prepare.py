@@ -86,7 +86,7 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
 
 
 def _recorded_choice(place: folder.RunFolder) -> dict | None:
-    """How the run that is gone on with has chosen its backend."""
+    """How the run that is resumed chose its backend."""
     return read_object(place.path / RECORD, first_line=True).get("backend_choice") if place.checkpoint else None
 
 

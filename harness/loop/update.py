@@ -66,7 +66,7 @@ class Update:
         nats, loss, after = self.gradients(inputs, targets, state, forward=self.forward)
         processes.average_gradients_(self.units.whole, loss, nats)
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.units.parameters)
-        with processes.fail_together() if first else nullcontext():  # an optimizer may refuse what it is given
+        with processes.fail_together() if first else nullcontext():  # an optimizer may refuse its parameters
             optimizers.step(fraction, loss=loss)
         if optimizers.skip_nonfinite:
             after = self._repaired(after, before)

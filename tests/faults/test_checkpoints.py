@@ -1,4 +1,4 @@
-"""Storage that lies: a checkpoint or a record that is damaged, cut off, or another run's is never gone on with in silence."""
+"""Storage that lies: a checkpoint or record that is damaged, cut off, or of another run is never resumed in silence."""
 
 import hashlib
 import json
@@ -168,7 +168,7 @@ def test_a_name_that_is_no_file_is_refused(died, make):
 
 
 def refused(message: str) -> None:
-    """The run is not gone on with, and not a step is made."""
+    """The run is not resumed, and makes no step."""
     job = make_job(*GIVEN)
     with pytest.raises(ValueError, match=message):
         run_job(job)

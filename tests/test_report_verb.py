@@ -1,0 +1,60 @@
+"""The verb ``bench.report``: what it writes, what it removes, and the mistakes that it refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from bench.report.__main__ import main
+from tests.bench_rows import cost_row, fit_row, peer_row, write_rows, write_run
+from tests.patience import PATIENCE_SECONDS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_longer_true(tmp_path, capsys):
+    """Six kinds of figures, a few of each: they take a second apiece."""
+    rows, out = tmp_path / "rows", tmp_path / "report"
+    write_run(rows, variant="adaptive_span", valid_bits_per_copy={"64": 0.1})
+    write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), fit_row(), {"kind": "cost"}])
+    code = (
+        "import sys; from bench.report.__main__ import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
+    )
+    words = [sys.executable, "-c", code, str(rows), "--out", str(out)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
+    assert drawn == {"trade", "curves", "recall", "spans", "cost", "peers"}
+    for name in ("runs-1.csv", "cost-1.csv", "report.md", "index.html"):
+        assert (out / name).stat().st_size and name in done.stdout
+    assert "refused: " in done.stdout and "no provenance: variant" in done.stdout and "2.4000" in done.stdout
+    markdown = (out / "report.md").read_text()
+    assert "python train.py variant=adaptive_span seed=0" in markdown and "Refused: " in markdown
+    assert "![curves-1](figures/curves-1.png)" in markdown
+    (out / "mine.md").write_text("not of the report")
+    for path in rows.glob("*/rows.jsonl"):
+        path.unlink()
+    with patch("bench.report.figures.draw_all", return_value=[]):
+        assert main([str(rows), "--out", str(out)]) == 0
+    assert not (out / "cost-1.csv").exists() and not [*(out / "figures").iterdir()]
+    assert (out / "runs-1.csv").exists() and (out / "mine.md").exists()
+
+
+@pytest.mark.parametrize("content", [None, "garbage"])
+def test_nothing_to_show_is_a_mistake_with_a_reason(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "rows.jsonl").write_text(content)
+    assert main([str(tmp_path), "--out", str(tmp_path / "report")]) == 2
+    assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "report").exists()
+
+
+def test_a_place_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
+    write_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path), "--out", str(tmp_path / "file" / "report")]) == 2
+    assert main([str(tmp_path / "nowhere")]) == 2
+    told = capsys.readouterr().err
+    assert "--out" in told and "nowhere: there is no such folder; looked for runs (record.jsonl)" in told
