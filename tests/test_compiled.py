@@ -77,7 +77,7 @@ class ShortSpan(AttentionSpan):
 
     def __init__(self, context):
         super().__init__(context)
-        self.max_keys = (3,) * context.heads
+        self.set_keys((3,) * context.heads)
 
 
 def test_a_hard_window_shorter_than_the_span_stays_so():

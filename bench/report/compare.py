@@ -25,8 +25,8 @@ VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(en
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 NOT_AN_ARM += ("purpose", "trial", "space")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
-NO_SETTING = re.compile(r"variant\.(numerics|small)(\.|$)")
-"""Keys that change no number of a run: what ``numerics`` pins stands in the row itself."""
+NO_SETTING = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
+"""Keys that change no number of a run: what ``numerics`` pins stands in the row itself; ``global_bytes`` of older rows is 0."""
 ADDED_KEYS = {"check": True}
 """Keys that older configurations lack, with what those mean."""
 BESIDE = ("backend", "evaluation_backend", "checkpoint", "device_kind")

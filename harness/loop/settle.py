@@ -22,7 +22,7 @@ from harness.device.first_use import PLAIN, Answer, Choice, Subject, Verdict
 from harness.device.runtime import Runtime
 from harness.plan.build import Plan, plan_run
 from harness.plan.settings import RuntimeSettings
-from variants.contract import Proof, Sublayer
+from variants.contract import KernelSublayer, Proof, Sublayer
 
 WARM_CALLS, TIMED_CALLS = 2, 5
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
@@ -65,7 +65,8 @@ def chosen(
         options: keywords of ``first_use.choose``.
     """
     sublayers = kinds(plan)
-    offered = {name: own.backends(where.device, training=True) for name, own in sublayers.items()}
+    able = {name: own for name, own in sublayers.items() if isinstance(own, KernelSublayer)}
+    offered = {name: own.backends(where.device, training=True) for name, own in able.items()}
     offered = {name: [one for one in names if one != PLAIN] for name, names in offered.items() if names != (PLAIN,)}
     asked, because = plan.runtime.backend, "asked for by name"
     everywhere = all(asked in names for names in offered.values())
