@@ -188,7 +188,7 @@ def test_a_module_that_was_edited_before_it_was_loaded_is_refused(tmp_path, monk
 HARMLESS = (
     *("variants/reformer.py", "variants/adaptive_span.py", "variants/conformance/suite.py", "bench/cost.py"),
     *("bench/report/figures.py", "harness/record/figures.py", "harness/record/rows.yaml", "harness/compose/cli.py"),
-    *("harness/loop/progress.py", "docs/numbers.md", "README.md", "tests/test_source.py"),
+    *("harness/loop/progress.py", "docs/metrics.md", "README.md", "tests/test_source.py"),
 )
 USED = ("variants/attention.py", "variants/kernels/window_cpu.cpp", "harness/loop/run.py", "harness/optim/muon.py")
 USED += ("harness/record/checkpoint.py", "train.py")

@@ -173,6 +173,6 @@ def _verify(path: Path) -> None:
         ending = file.read()
     sha256.update(_NO_COMMENT)
     if _MARK not in ending:
-        raise Damaged(f"{path} is damaged or cut off, or was written before there were digests: docs/renames.md")
+        raise Damaged(f"{path} is damaged or cut off: it has no digest")
     if ending != _ending(sha256):
         raise Damaged(f"{path} is damaged: its bytes are not those of its digest")
