@@ -11,8 +11,7 @@ import torch
 
 from tests.attention_case import Case, starts
 from tests.runs import CARRY, MEMORY, make_run, own_folder, restored, tensors  # noqa: F401 - fixtures
-from variants.attention import Attention
-from variants.attention_parts import AttentionSpan
+from variants.attention import Attention, AttentionSpan
 
 VARIANTS = {
     "adaptive_span": ("position=relative", "model.cache=hidden"),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from variants.attention_parts import AttentionSpan
+from variants.attention import AttentionSpan
 from variants.contract import LayerContext, set_shapes, wide
 
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from variants.checks import check_numbers
-from variants.contract import LIMITS, Honours, LayerContext, State, Sublayer, SublayerOutput
+from variants.contract import LIMITS, Honours, LayerContext, State, Sublayer, SublayerOutput, check_numbers
 
 FOLLOWED = ("attend_self", "span")
 """Choices of a run that a keyword can be given; positions and a cache never reach a module."""
@@ -68,7 +67,7 @@ class AnyModule(Sublayer):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """``x [B, T, D]`` to the module's output, or the first where it gives several; keeps no state."""
+        """The module's output, or the first where it gives several; keeps no state."""
         y = self.module(x)
         y = y[0] if isinstance(y, tuple | list) and y else y
         if not isinstance(y, Tensor) or y.shape != x.shape:
@@ -108,8 +107,7 @@ def _keywords(cls: Callable[..., nn.Module]) -> tuple[list[str], bool]:
 
 
 def _built(make: functools.partial) -> nn.Module:
-    """The module; ValueError with what it says where it cannot be built with its keywords, or is called with more than
-    x."""
+    """The module; ValueError where it cannot be built with its keywords, or is called with more than x."""
     name, keywords = _name(make.func), make.keywords
     unnamed = [keyword for keyword in keywords if keyword not in _keywords(make.func)[0]]
     if unnamed and _takes_any_keyword(make):
@@ -134,8 +132,7 @@ def _built(make: functools.partial) -> nn.Module:
 
 
 def _takes_any_keyword(make: functools.partial) -> bool:
-    """Whether a constructor takes a keyword of any name in silence: one that looks at their names says what it finds
-    wrong."""
+    """Whether a constructor takes a keyword of any name in silence."""
     try:
         with torch.random.fork_rng(devices=[]):
             make(a_keyword_that_nobody_knows=None)

@@ -152,6 +152,11 @@ class OnKernels(KernelSublayer):
         """Width of what backends are given as queries and keys."""
         return self.d_head
 
+    @property
+    def has_vectors(self) -> bool:
+        """Whether positions add a vector for each distance to the keys."""
+        return self.position.vectors(1) is not None
+
     def able(self, device: torch.device) -> tuple[str, ...]:
         """Backends that the mechanism can use there, if they compute what it needs, in the order of preference."""
         on_cpu = device.type == "cpu"
@@ -176,7 +181,7 @@ class OnKernels(KernelSublayer):
 
     def obstacles(self, device: torch.device, *, training: bool) -> Callable[[str], list[str]]:
         """Of a backend's name, why it cannot run there."""
-        dropout, vectors = self.dropout if training else 0.0, self.position.vectors(1) is not None
+        dropout = self.dropout if training else 0.0
 
         def reasons(backend: str) -> list[str]:
             if backend not in self.able(device):
@@ -189,7 +194,7 @@ class OnKernels(KernelSublayer):
                 missing = window_cpu.available() or (f"model.dropout={dropout}" if dropout else None)
             else:
                 missing = triton_window.available(device, torch.float32, self.kernel_width)
-            takes = self.position.constant_bias or (backend == "kernel" and vectors)
+            takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
             found = ["spans that depend on the input"] if self.spans_of_input else []
             found += [] if takes else ["a position scheme whose bias depends on the query"]
             return found + ([missing] if missing else [])
@@ -201,7 +206,7 @@ class OnKernels(KernelSublayer):
         return prove(backend, device, **self.proof_class(), **mode)
 
     def proof_class(self) -> dict[str, object]:
-        vectors, ways = self.position.vectors(1) is not None, type(self.position).ways()
+        vectors, ways = self.has_vectors, type(self.position).ways()
         features = {"vectors": vectors, "bias": ways & {"bias", "decay"} and not vectors, "dropout": self.dropout > 0}
         names = [name for name, has in features.items() if has]
         return {"features": names, "heads": self.heads, "width": self.kernel_width, "ramp": 0, "cache": self.cache}

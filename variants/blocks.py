@@ -1,5 +1,4 @@
-"""Blocks: which finished blocks of a stream a query sees as summaries beyond its window, in numbers
-(``linformer.py``)."""
+"""Blocks: which finished blocks of a stream a query sees as summaries beyond its window (``linformer.py``)."""
 
 from dataclasses import dataclass
 
@@ -42,8 +41,7 @@ class Blocks:
         return F.pad(x, (0, 0, 0, chunks * size - x.shape[-2])).unflatten(-2, (chunks, size))
 
     def met(self, size: int, device: torch.device) -> Tensor:
-        """Numbers of the summaries that a chunk of ``size`` queries may meet, beside as many as blocks went before
-        it."""
+        """Numbers of the summaries that a chunk of ``size`` queries may meet, beside one for each block before it."""
         number = self.most + self.lag + 1 + (self.ratio - 2 + size - self.nearest) // self.ratio
         return torch.arange(max(0, number), device=device)
 

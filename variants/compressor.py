@@ -12,8 +12,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from variants.checks import check_choice
-from variants.contract import LayerContext
+from variants.contract import LayerContext, check_choice
 
 SHARES = {"mean": ("none",), "linear": ("none", "heads", "key_value", "layers"), "softmax": ("none",)}
 """Compressors, and who may share their weights."""

@@ -70,8 +70,7 @@ def of_heads(part: PastKV, first: int, number: int) -> PastKV | None:
 
 
 def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
-    """The parts of a state of keys and values, no more than the last ``past`` of each, or all, in ``dtype`` or as they
-    are."""
+    """The parts of a state of keys and values, the last ``past`` of each or all, in ``dtype`` or as they are."""
     if state is None:
         return []
     keys, values = ((part,) if isinstance(part, Tensor) else part for part in state)
@@ -98,8 +97,7 @@ def last_keys(old: list[PastKV], new: list[PastKV], *numbers: int) -> State:
 
 
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """The last ``number`` places of two tensors in a row, or all, detached; little more than these is kept in
-    memory."""
+    """The last ``number`` places of two tensors in a row, or all, detached; memory holds little more than these."""
     new = new.detach()
     own = min(number, new.shape[dim])
     kept = 0 if old is None else min(number - own, old.shape[dim])

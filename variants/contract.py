@@ -327,6 +327,24 @@ class Position(nn.Module):
         return 0.0
 
 
+def check_numbers(least: int, *, null: str = "", **numbers: float | None) -> None:
+    """Refuse numbers below ``least``; None passes.
+
+    Args:
+        null: how to say that null is allowed, too: ``null for ..``.
+    """
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise ValueError(f"{name}={number}: allowed are numbers from {least}{', or ' * bool(null)}{null}")
+
+
+def check_choice(allowed: Iterable[str], **choices: str) -> None:
+    """Refuse what is none of the allowed words."""
+    for name, choice in choices.items():
+        if choice not in allowed:
+            raise ValueError(f"{name}={choice}: allowed are {', '.join(allowed)}")
+
+
 def wide(x: Tensor) -> Tensor:
     """A term of a statistic in float64, or in float32 on devices that have no other (Macs' GPUs)."""
     return x.float() if x.device.type == "mps" else x.double()

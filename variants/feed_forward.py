@@ -13,8 +13,7 @@ block has 1.5 times the parameters; 2/3 of the width of another activation makes
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.checks import check_choice, check_numbers
-from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput, check_choice, check_numbers
 
 
 def squared_relu(h: Tensor) -> Tensor:

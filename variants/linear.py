@@ -18,9 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.checks import check_choice, check_numbers
 from variants.context import weights_of
-from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, SublayerOutput
+from variants.contract import (
+    Honours,
+    Inspection,
+    LayerContext,
+    NeededFlops,
+    State,
+    SublayerOutput,
+    check_choice,
+    check_numbers,
+)
 from variants.kernels.carried_sums import attend, unrounded
 from variants.multi_head import MultiHead
 
@@ -37,8 +45,8 @@ class CarriedSums(MultiHead):
     """Attention whose weights are products of features, read from carried sums; a subclass has the features.
 
     Args:
-        context, d_head, bias, zero_init: as ``MultiHead`` has them.
         chunk: C, bytes that meet each other by pairs; it changes cost and nothing else.
+        The others are those of ``MultiHead``.
     """
 
     honours = Honours(position={"decay"}, attend_self={True, False})
@@ -59,7 +67,6 @@ class CarriedSums(MultiHead):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """``x [B, T, D]`` to ``y [B, T, D]``; the state is the sums over all that was before."""
         q, k, v = self.project(x, "query", "key", "value")
         y, state = self._means(q, k, v, state)
         return SublayerOutput(self.join(y.to(v.dtype)), state)
@@ -91,13 +98,9 @@ class CarriedSums(MultiHead):
 
 
 class LinearAttention(CarriedSums):
-    """Attention by a feature map of each number of a head's query and key.
-
-    Args:
-        feature_map: ``elu`` for elu(x) + 1, the paper's, or ``relu``, with which a query may meet no weight at all and
-            gives 0.
-        The others are those of ``CarriedSums``.
-    """
+    """Attention by a feature map of each number of a head's query and key: ``elu`` for elu(x) + 1, the paper's, or
+    ``relu``, with which a query may meet no weight at all and gives 0. The other keywords are those of
+    ``CarriedSums``."""
 
     def __init__(
         self,

@@ -30,9 +30,8 @@ from torch.utils import checkpoint
 
 from variants.backends import OnKernels
 from variants.blocks import Blocks, highest
-from variants.checks import check_numbers
 from variants.compressor import Compressor
-from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput
+from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
 from variants.kernels.window import pairs
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
 from variants.window_and_summaries import Far, Near, by_kernel, in_bands

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from variants import backends
-from variants.attention import Attention, Segment
-from variants.attention_parts import FixedSpan
+from variants.attention import Attention, FixedSpan, Segment
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
 from variants.kernels.window import PastKV, Window

@@ -22,8 +22,7 @@ from einops import rearrange
 from torch import Tensor
 
 from variants import backends
-from variants.attention import Attention
-from variants.attention_parts import AttentionSpan
+from variants.attention import Attention, AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
 from variants.kernels.window import PastKV, Persistent, Window

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from variants.checks import check_numbers
-from variants.contract import LayerContext, Sublayer, wide
+from variants.contract import LayerContext, Sublayer, check_numbers, wide
 
 
 class MultiHead(Sublayer):

@@ -21,8 +21,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from variants.checks import check_numbers
-from variants.contract import LayerContext, NeededFlops
+from variants.contract import LayerContext, NeededFlops, check_numbers
 from variants.linear import CarriedSums
 
 
@@ -47,12 +46,8 @@ def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Performer(CarriedSums):
-    """Attention by random features whose mean is that of a softmax.
-
-    Args:
-        features: m, random features of a head; None for round(K ln K), the order of the paper's theorem 4.
-        The others are those of ``CarriedSums``.
-    """
+    """Attention by random features whose mean is that of a softmax, ``features`` m of them for a head; None for round(K
+    ln K), the order of the paper's theorem 4. The other keywords are those of ``CarriedSums``."""
 
     def __init__(
         self,

@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from variants.checks import check_choice
-from variants.contract import LayerContext, Position
+from variants.contract import LayerContext, Position, check_choice
 
 HALF_BITS = 30
 WHOLE_TURN = 2 ** (2 * HALF_BITS)

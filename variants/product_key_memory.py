@@ -25,8 +25,17 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from variants.checks import check_choice, check_numbers
-from variants.contract import Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
+from variants.contract import (
+    Inspection,
+    LayerContext,
+    NeededFlops,
+    State,
+    Sublayer,
+    SublayerOutput,
+    check_choice,
+    check_numbers,
+    wide,
+)
 from variants.kernels import product_search, table
 from variants.kernels.carried_sums import unrounded
 
@@ -125,12 +134,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class ProductKeyMemory(Sublayer):
-    """A table of values read by content, in place of a feed-forward block or beside it.
-
-    In training mode, ``query_norm: batch`` breaks all four promises that can be; in evaluation mode it keeps them.
+    """A table of values read by content, in place of a feed-forward block or beside it. In training mode, ``query_norm:
+    batch`` breaks all four promises that can be; in evaluation mode it keeps them.
 
     Args:
-        context: gives the width D; with ``share: network``, the table that the other layers use.
         half_keys: C, half-keys in each of the two sets of a head; the table has C*C slots.
         top_k: slots that a head reads per byte, from 1 to ``half_keys``; from 2 with softmax, since a softmax over
             one score is constant and neither keys nor queries would learn.
@@ -193,7 +200,6 @@ class ProductKeyMemory(Sublayer):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
         slots, weights = (part.flatten(1) for part in self._choose(x))  # [n, H top_k]
         y = self.sum_rows(self.values, slots, weights, sparse=self.sparse)
         return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)

@@ -31,9 +31,8 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.utils import checkpoint
 
-from variants.checks import check_numbers
 from variants.context import last, weights_of
-from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, SublayerOutput
+from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
 from variants.kernels import dropout as dropout_counters
 from variants.kernels.dropout import draw_seed
 from variants.kernels.window import pairs

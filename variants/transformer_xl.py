@@ -22,9 +22,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.attention import Attention
-from variants.checks import check_choice
 from variants.context import VisibleKeys
-from variants.contract import Honours, LayerContext, Position
+from variants.contract import Honours, LayerContext, Position, check_choice
 from variants.kernels.window import PastKV, Persistent, Window
 from variants.position import sinusoid_turns, sinusoids
 
@@ -97,6 +96,8 @@ class TransformerXL(Attention):
 
     def proof_class(self) -> dict[str, object]:
         return super().proof_class() | {"heads": 1}
+
+    has_vectors = True
 
     @property
     def kernel_width(self) -> int:
