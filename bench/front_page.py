@@ -25,10 +25,9 @@ from harness.record.table import markdown_rows
 ROOT = Path(__file__).resolve().parent.parent
 RUNS, PAGE, FIGURE = "bench/results/*/runs*", "README.md", "docs/front_page.png"
 SIZES = ("layers", "d_model", "heads", "span")
-LEFT_OUT = ("pairs", "p", "recall reach", "touched", "optimizers", "training, GFLOPs", "trained on, bytes", "mean span")
-LEFT_OUT += ("valid, window 1024, stride 512", "test, window 1024, stride 512")
-COSTS = ("training peak, MiB", "carried state, MiB")
-OF_SECONDS = ("bytes/s", "backend")
+LEFT_OUT = {"pairs", "p", "recall reach", "touched", "optimizers", "training, GFLOPs", "trained on, bytes", "mean span"}
+LEFT_OUT |= {"valid, window 1024, stride 512", "test, window 1024, stride 512"}
+COSTS, OF_SECONDS = {"training peak, MiB", "carried state, MiB"}, {"bytes/s", "backend"}
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
 COPIED = "A copied letter costs 0 bits at best and 4 without memory, out of reach or not found yet; all others cost 4."
 Section = tuple[pd.DataFrame, list[Pick]]
@@ -67,18 +66,17 @@ def _section(folders: Sequence[Path]) -> Section:
     rows = read(folders)
     tuned, runs = picks(rows.frame), rows.of("run")
     results = runs.loc[[row.get("purpose") != "tune" for row in runs["row"]]]
-    fresh = {place for pick in tuned for place in pick.fresh.index}
-    astray = results["run"].drop([*fresh]) if tuned else []
-    wrong = [f"{run} is at another point than the picked" for run in astray]
+    astray = results["run"].drop([place for pick in tuned for place in pick.fresh.index]) if tuned else []
+    wrong = rows.refused + [f"{run} is at another point than the picked" for run in astray]
     alike = {
         (index, ground(row), *(row["config"]["model"].get(key) for key in SIZES))
         for index, same in groups(results)
         for row in same["row"]
     }
     other = [row for row in runs["row"] if not same_numbers(row, runs["row"].iloc[-1])]
-    if rows.refused or wrong or len(alike) != 1 or other:
+    if wrong or len(alike) != 1 or other:
         counts = f"{len(alike)} groups of runs that compare, {len(other)} runs of other numbers than the newest"
-        raise ValueError(f"bench/results/*/{folders[0].name}: {'; '.join([*rows.refused, *wrong]) or counts}")
+        raise ValueError(f"bench/results/*/{folders[0].name}: {'; '.join(wrong) or counts}")
     return results, tuned
 
 
@@ -106,13 +104,12 @@ def _words_of(runs: pd.DataFrame, tuned: Sequence[Pick]) -> tuple[str, str]:
 
 
 def _table(runs: pd.DataFrame, tuned: Sequence[Pick], optimizers: str) -> str:
-    keys, budget = sorted({key for pick in tuned for key in pick.keys}), runs["row"].iloc[-1]["budget"]
-    table = result_tables(runs, index=1, title="", without=keys)[0]
-    costs = {column.heading for column in columns("costs")} - {*COSTS, *(OF_SECONDS if "seconds" in budget else ())}
-    table = only(table, [column.heading for column in table.columns if column.heading not in {*LEFT_OUT, *costs}])
-    rates = sorted({f"{row['config']['optim']['lr']:g}" for row in runs["row"]})
-    marks = ("*", "+", "!") if "seconds" in budget else ("*", "+")
-    how, notes = f"untuned, optim.lr={listed(rates)}", [note for note in table.notes if note.startswith(marks)]
+    timed = "seconds" in runs["row"].iloc[-1]["budget"]
+    table = result_tables(runs, index=1, title="", without=sorted({key for pick in tuned for key in pick.keys}))[0]
+    hidden = LEFT_OUT | {column.heading for column in columns("costs")} - COSTS - (OF_SECONDS if timed else set())
+    table = only(table, [column.heading for column in table.columns if column.heading not in hidden])
+    rates = listed(sorted({f"{row['config']['optim']['lr']:g}" for row in runs["row"]}))
+    how, notes = f"untuned, optim.lr={rates}", [note for note in table.notes if note[0] in ("*+!" if timed else "*+")]
     if tuned:
         trials = listed(sorted({str(pick.trials["trial"].nunique()) for pick in tuned}))
         seeds = listed(sorted({f"{seed:.0f}" for pick in tuned for seed in pick.trials["seed"]}))

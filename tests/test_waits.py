@@ -122,20 +122,6 @@ def test_the_mean_loss_is_of_all_steps_since_the_last_row(monkeypatch):
     assert run.recent_bits(7.0) == 7.0
 
 
-def test_each_layer_has_its_own_spans():
-    run = make_run(*MOVING, "model.layers=3")
-    spans = [layer["attention"].sublayer.span for layer in run.model.layers]
-    with torch.no_grad():
-        for i, span in enumerate(spans):
-            span.fraction.copy_(torch.tensor([0.1 + 0.2 * i, 2.0]))
-    run.model.project_()
-    together = [(span.max_keys, span.visible_keys()) for span in spans]
-    assert len({visible for _, visible in together}) == 3
-    for layer in run.model.layers:
-        layer["attention"].sublayer.project_()
-    assert together == [(span.max_keys, span.visible_keys()) for span in spans], "alone as together"
-
-
 def test_batches_travel_as_bytes_and_nobody_waits(monkeypatch):
     """To a made-up accelerator, whose copies are what is said to torch."""
     copies, pinned, inner, device = [], [], Tensor.to, torch.device("xpu:0")

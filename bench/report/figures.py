@@ -35,6 +35,8 @@ MEASURES = {
 }
 OF_A_LINE = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
+KINDS = ("valid", "train")
+"""Rows of a learning curve: those of train where a run has no others."""
 RAISED = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 OUT = "out of memory"
 BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.5}
@@ -80,8 +82,8 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         for row in rows:
             style, seeds, x = look[row["variant"]], bits_by_seed(row["runs"], split), row[key] / divisor
             ax.vlines(x, seeds.min(), seeds.max(), color=style["color"], linewidth=1)
-            name_of = f"{row['arm']} (n={row['n']})"
-            ax.plot(x, seeds.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=name_of)
+            label_of = f"{row['arm']} (n={row['n']})"
+            ax.plot(x, seeds.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=label_of)
         value_axis(ax.xaxis, [row[key] / divisor for row in rows])
         ax.set(xlabel=label, ylabel=f"{split} bits per byte")
     legend(axes[-1])
@@ -93,25 +95,25 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Bits per byte of valid while training, means over seeds, and at the end."""
     drawn = {}
     for arm, runs in arms.groupby("arm", sort=False):
-        kind = "valid" if any(drawing.points(record, kind="valid") for record in runs["record"]) else "train"
-        scores = pd.DataFrame([point for record in runs["record"] for point in drawing.points(record, kind=kind)])
-        bits = runs.get("valid_bits_per_byte", pd.Series([np.nan])).mean()
-        last = (runs["bytes_seen"].mean() if "bytes_seen" in runs else 0.0, None if np.isnan(bits) else bits)
-        if len(scores):
-            means = scores.groupby(0).mean()[1].items()
+        points = {kind: [p for record in runs["record"] for p in drawing.points(record, kind=kind)] for kind in KINDS}
+        kind = next((kind for kind in KINDS if points[kind]), None)
+        if kind:
+            means = pd.DataFrame(points[kind]).groupby(0).mean()[1].items()
             rows = [{"kind": kind, "bytes_seen": at, "bits_per_byte": mean} for at, mean in means]
-            drawn[arm] = runs["variant"].iloc[0], LINES[runs["order"].iloc[0] % len(LINES)], rows, last
+            ends = [runs[key].mean() if key in runs else np.nan for key in ("bytes_seen", "valid_bits_per_byte")]
+            at, bits = (None if np.isnan(end) else end for end in ends)
+            drawn[arm] = runs["variant"].iloc[0], LINES[runs["order"].iloc[0] % len(LINES)], rows, (at or 0.0, bits)
     if not drawn:
         return
     look = looks(variant for variant, *_ in drawn.values())
     size = {"width": 8.5, "height": max(4.6, 1.6 + 0.17 * len(drawn))}
     figure, (ax,) = drawing.panels(1, 1, title="Learning curves", subtitle=data_words(arms["row"]), **size)
     for arm, (variant, line, rows, last) in drawn.items():
-        style = look[variant]
+        before, style = len(ax.get_lines()), look[variant]
         drawing.draw_bits(ax, rows, last=last, colour=style["color"], marker=style["marker"], line=line)
-        for artist in ax.get_lines():
-            artist.set_label(artist.get_label() if artist.get_label() in drawn else "_")
-        ax.get_lines()[-1].set_label(arm)
+        lines = ax.get_lines()[before:]
+        for artist, label in zip(lines, ["_"] * (len(lines) - 1) + [arm], strict=True):
+            artist.set_label(label)
     drawing.bits_axis(ax, [rows for *_, rows, _ in drawn.values()], others=[bits for *_, (_, bits) in drawn.values()])
     ax.set(xlabel="bytes seen", xlim=(0, None))
     drawing.count_axis(ax.xaxis, unit="B")

@@ -24,7 +24,7 @@ STYLE = {
     "svg.hashsalt": "attention-windtunnel",
     "text.parse_math": False,  # a $ in a name is a $
 }
-OTHER_COLOURS, OTHER_MARKERS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73"), "Xp*h>d"
+OTHERS = [(colour, marker) for marker in "Xp*h>d" for colour in ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")]
 LINES = ("-", "--", ":", "-.")
 FONT_POINTS = 8.5
 WIDE_RANGE = 8
@@ -34,9 +34,8 @@ WIDE_RANGE = 8
 def looks(variants: Iterable[str]) -> dict[str, dict]:
     """Colour and marker of each; ours always look the same, others take what is left, in order of name."""
     shipped = {name: (c, tuple(m) if isinstance(m, list) else m) for name, (c, m) in VARIANTS["looks"].items()}
-    for place, name in enumerate(sorted(set(variants) - set(shipped))):
-        marker = OTHER_MARKERS[place // len(OTHER_COLOURS) % len(OTHER_MARKERS)]
-        shipped[name] = (OTHER_COLOURS[place % len(OTHER_COLOURS)], marker)
+    others = enumerate(sorted(set(variants) - set(shipped)))
+    shipped |= {name: OTHERS[place % len(OTHERS)] for place, name in others}
     return {name: {"color": colour, "marker": marker} for name, (colour, marker) in shipped.items()}
 
 

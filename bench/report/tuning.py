@@ -8,8 +8,7 @@ the picked point and other seeds. Scores of tuning seeds are never reported.
 """
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -64,14 +63,11 @@ def picks(frame: pd.DataFrame) -> list[Pick]:
         return []
     sweeps = [held_equal(row | {"capped": {}}) for row in runs["row"]]  # a run that failed does not say what was capped
     spaces = [json.dumps([row["config"].get("space"), sorted(row["point"])]) for row in runs["row"]]
-    settings = [_setting(row, without=tuple(row["point"])) for row in runs["row"]]
-    tuned = [
-        _pick(sweep, setting, trials, results)
-        for (sweep, _, setting), trials in runs.groupby([sweeps, spaces, settings], sort=False)
-    ]
-    spoilt = spoilt_of(tuned)
+    settings = [_setting(row, without=row["point"]) for row in runs["row"]]
+    grouped = runs.groupby([sweeps, spaces, settings], sort=False)
+    tuned = [_pick(sweep, setting, trials, results) for (sweep, _, setting), trials in grouped]
     for pick in tuned:
-        pick.fresh = pick.fresh[~pick.fresh.index.isin(spoilt)]
+        pick.fresh = pick.fresh[~pick.fresh.index.isin(spoilt_of(tuned))]
     return tuned
 
 
@@ -81,20 +77,18 @@ def spoilt_of(tuned: Sequence[Pick]) -> list[int]:
 
 
 def _pick(sweep: str, setting: str, trials: pd.DataFrame, results: pd.DataFrame) -> Pick:
-    ended = trials.assign(ended=trials["kind"] == "run").sort_values(
-        "ended", kind="stable"
-    )  # no failure hides a result
-    trials = ended.drop_duplicates(["trial", "seed"], keep="last").sort_index()
-    keys, trial, values = sorted(trials["row"].iloc[0]["point"]), None, {}
+    ended = trials.assign(ended=trials["kind"] == "run").sort_values("ended", kind="stable")
+    trials = ended.drop_duplicates(["trial", "seed"], keep="last").sort_index()  # no failure hides a result
+    keys, trial, bits, values = sorted(trials["row"].iloc[0]["point"]), None, None, {}
     scores = trials.pivot(index="trial", columns="seed", values="bits").dropna().mean(axis=1)
-    if len(scores):
-        trial = int(scores.idxmin())
-        config = flat(trials[trials["trial"] == trial]["row"].iloc[-1]["config"])
-        values = {key: config[key] for key in keys}
     same = results.loc[[_setting(row, without=keys) == setting for row in results["row"]]]
-    fresh = [bool(values) and _at_point(flat(row["config"]), values) for row in same["row"]]
-    about = {"trial": trial, "bits": float(scores.min()) if len(scores) else None, "values": values}
-    about |= {"fresh": same.loc[fresh], "spoilt": same[same["seed"].isin(trials["seed"])]}
+    fresh = same[:0]
+    if len(scores):
+        trial, bits = int(scores.idxmin()), float(scores.min())
+        values = _values(trials[trials["trial"] == trial]["row"].iloc[-1], keys)
+        fresh = same.loc[[point_words(_values(row, keys)) == point_words(values) for row in same["row"]]]
+    spoilt = same[same["seed"].isin(trials["seed"])]
+    about = {"trial": trial, "bits": bits, "values": values, "fresh": fresh, "spoilt": spoilt}
     return Pick(sweep=sweep, trials=trials, keys=keys, **about)
 
 
@@ -106,7 +100,7 @@ def _trial_of(row: dict) -> int | None:
     return trial if numbered and tunes and point.keys() <= flat(row["config"]).keys() else None
 
 
-def _setting(row: dict, *, without: Sequence[str]) -> str:
+def _setting(row: dict, *, without: Iterable[str]) -> str:
     """Data and configuration, but for tuned keys, seed and budget."""
     data = row["config"].get("data")
     read = flat(data) if isinstance(data, dict) else {}
@@ -115,18 +109,13 @@ def _setting(row: dict, *, without: Sequence[str]) -> str:
     return json.dumps([row["data"]["sha256"], read, row["variant"], settings], sort_keys=True)
 
 
-def _at_point(config: dict[str, object], values: dict[str, object]) -> bool:
-    """Whether a flat configuration has these values, but for rounding."""
-    return all(
-        math.isclose(config.get(key, math.nan), wanted, rel_tol=1e-9)
-        if isinstance(wanted, float) and isinstance(config.get(key), int | float)
-        else config.get(key) == wanted
-        for key, wanted in values.items()
-    )
+def _values(row: dict, keys: Iterable[str]) -> dict[str, object]:
+    config = flat(row["config"])
+    return {key: config.get(key) for key in keys}
 
 
 def point_words(values: dict[str, object]) -> list[str]:
-    """``optim.lr=0.003``, as it is typed."""
+    """``optim.lr=0.003``, as it is typed, but for rounding."""
     return [f"{key}={value:.10g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]
 
 
@@ -143,17 +132,16 @@ def _table(tuned: list[Pick], *, index: int) -> Table:
     arms, last, notes, rows = with_arms(runs, without=keys), runs["row"].iloc[-1], source_notes(runs), []
     spent = {(pick.trials["trial"].nunique(), pick.trials["seed"].nunique()) for pick in tuned}
     for pick in tuned:
-        arm, trials, fresh = arms.loc[pick.trials.index[-1]], pick.trials, _listed(pick.fresh["seed"])
+        arm, trials, fresh = arms.loc[pick.trials.index[-1]], pick.trials, _seeds(pick.fresh)
         row = {key: trials[key].sum() for key in ("bytes_seen", "seconds") if key in trials}
         row |= {key: arm[key] for key in ("variant", "arm", "settings", "source_mark")}
-        row |= {"trials": trials["trial"].nunique(), "seeds": _listed(trials["seed"]), "valid_bits_per_byte": pick.bits}
+        row |= {"trials": trials["trial"].nunique(), "seeds": _seeds(trials), "valid_bits_per_byte": pick.bits}
         row |= {"picked": ", ".join(point_words(pick.values)) or "none", "fresh": f"seeds {fresh}" if fresh else "none"}
         rows.append(row | {"flags": "; ".join(_flags(pick, unequal=len(spent) > 1)) or "none"})
         for _, run in trials[trials["bits"].isna()].iterrows():
             why = run["row"]["error"] if run["kind"] == "failed" else "no finite validation bits"
-            notes.append(
-                f"{arm['arm']}: trial {run['trial']:.0f}, seed {run['seed']:.0f} failed: {why} ({run['run']})."
-            )
+            which = f"{arm['arm']}: trial {run['trial']:.0f}, seed {run['seed']:.0f}"
+            notes.append(f"{which} failed: {why} ({run['run']}).")
         if len(pick.spoilt):
             notes.append(f"{arm['arm']}: scores of tuning seeds are not reported: {listed(pick.spoilt['run'])}.")
     about = (f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial.")
@@ -163,8 +151,8 @@ def _table(tuned: list[Pick], *, index: int) -> Table:
     return filled_table(rows, shown, name=f"picked-{index}", about=about, notes=tuple(notes), **titles)
 
 
-def _listed(seeds: pd.Series) -> str:
-    return ", ".join(map(str, sorted({int(seed) for seed in seeds})))
+def _seeds(runs: pd.DataFrame) -> str:
+    return ", ".join(map(str, sorted({int(seed) for seed in runs["seed"]})))
 
 
 def _flags(pick: Pick, *, unequal: bool) -> list[str]:
