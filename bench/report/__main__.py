@@ -20,7 +20,7 @@ from bench.report.frame import Rows, read
 from bench.report.page import page_of
 from bench.report.tables import run_tables
 from bench.report.tables_costs import cost_tables, fit_tables, peer_tables
-from bench.report.tuning import picks, spoilt_of, tuning_tables
+from bench.report.tuning import tuning_tables
 from harness.cache import write_whole
 from harness.failures import StorageFailure, exit_code
 from harness.record.cells import count_of
@@ -40,7 +40,7 @@ TITLE = "attention-windtunnel report"
 LIMITATIONS = (
     "Limitations: models are small and budgets short beside the published ones, text is read as bytes, most often of "
     "one corpus (English Wikipedia), and a result at one size says nothing of another; a row with n = 1 has no "
-    "interval; times on a CPU move with what else the machine does. docs/numbers.md and docs/data.md have the rest."
+    "interval; times on a CPU move with what else the machine does. docs/metrics.md and docs/statistics.md have the rest."
 )
 CONTENTS = "contents.txt"
 """What a report wrote, so that the next one in the same folder can take away what is no longer true."""
@@ -80,7 +80,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
     try:
         out.mkdir(parents=True, exist_ok=True)  # before the drawings, which take seconds
-        tables, drawings = all_tables(rows), draw_all(rows, spoilt=spoilt_of(picks(rows.frame)))
+        tables, drawings = all_tables(rows), draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
         content = {"tables": tables, "drawings": drawings, "notes": _notes(rows), "commands": commands}
         files = {f"{table.name}.csv": to_csv(table) for table in (*tables, *every_run(rows.of("run")))}
@@ -102,9 +102,8 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 def all_tables(rows: Rows) -> list[Table]:
     """Runs, picks, costs, peers and predictions, each by what may be compared."""
-    tuned = picks(rows.frame)
     verbs = [table for kind, tables in VERBS.items() for table in tables([*rows.of(kind).get("row", ())])]
-    return [*run_tables(rows, spoilt=spoilt_of(tuned)), *tuning_tables(tuned), *verbs]
+    return [*run_tables(rows), *tuning_tables(rows.frame), *verbs]
 
 
 def every_run(runs: pd.DataFrame) -> Iterator[Table]:

@@ -107,13 +107,9 @@ def for_terminal(table: Table) -> Table:
         return replace(table, columns=heads, rows=tuple(rows))
     headings = [column.heading for column in table.columns]
     first = headings.index("n") + 1 if "n" in headings else 0
-    shown = only(table, [*headings[:first], *_file()["terminal"]])
-    explained = [f"{column.heading}: {column.explained}" for column in shown.columns if column.explained]
-    return replace(shown, notes=(*table.notes, *explained))
-
-
-def only(table: Table, headings: list[str]) -> Table:
-    """The table with these of its columns."""
-    places = [place for place, column in enumerate(table.columns) if column.heading in headings]
+    wanted = {*headings[:first], *_file()["terminal"]}
+    places = [place for place, heading in enumerate(headings) if heading in wanted]
+    columns = tuple(table.columns[place] for place in places)
     rows = tuple(tuple(row[place] for place in places) for row in table.rows)
-    return replace(table, columns=tuple(table.columns[place] for place in places), rows=rows)
+    explained = [f"{column.heading}: {column.explained}" for column in columns if column.explained]
+    return replace(table, columns=columns, rows=rows, notes=(*table.notes, *explained))

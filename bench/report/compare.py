@@ -41,16 +41,16 @@ MOST_NAMED = 2
 IN_CAPTIONS = {"freed": "what becomes of freed memory", "spans_from": "where learned spans are"}
 
 
-def groups(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    """Runs that compare, with their number, in the order in which the first of each ended."""
-    if len(runs):
-        keys = [held_equal(row) for row in runs["row"]]
-        yield from ((index, same) for index, (_, same) in enumerate(runs.groupby(keys, sort=False), start=1))
-
-
-def is_tuning(runs: pd.DataFrame) -> bool:
-    """Whether runs that compare were there to choose a setting on the validation split: ``purpose=tune``."""
-    return runs["row"].iloc[-1].get("purpose") == "tune"
+def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
+    """Runs that compare, with their number in the order in which the first of each ended, and the names of those left
+    out: a run whose seed has chosen a setting of its variant reports nothing. Tuning runs are no results."""
+    tune = [row.get("purpose") == "tune" for row in runs["row"]]
+    chose = {*zip(runs[tune]["variant"], runs[tune]["seed"], strict=True)} if any(tune) else set()
+    keys = [held_equal(row) for row in runs["row"]]
+    for index, (_, same) in enumerate(runs.groupby(keys, sort=False) if keys else (), start=1):
+        clean = same[[pair not in chose for pair in zip(same["variant"], same["seed"], strict=True)]]
+        if len(clean):
+            yield index, clean, same["run"].drop(clean.index).tolist()
 
 
 def cost_ground(row: dict) -> str:
@@ -107,16 +107,15 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
     return frame.sort_values(["variant", "order", "seed"], kind="stable")
 
 
-def head_columns(rows: list[dict], *, without: Sequence[str] = ()) -> list[Column]:
+def head_columns(rows: list[dict]) -> list[Column]:
     """The columns with which a table of arms begins: the variant, and one for each key that was swept. Each row gets
     its ``label`` and its ``heads``.
 
     Args:
         rows: an arm each, with ``variant``, ``arm``, ``settings`` and ``source_mark``.
-        without: keys that have columns of their own.
     """
     variants = [row["variant"] for row in rows]
-    settings = pd.DataFrame([row["settings"] for row in rows]).drop(columns=[*without], errors="ignore").fillna(UNSET)
+    settings = pd.DataFrame([row["settings"] for row in rows]).fillna(UNSET)
     targets = [key for key in settings if key.endswith("._target_") and not key.startswith("variant.")]
     parts = tuple(key.removesuffix("_target_") for key in targets if settings[key].nunique() > 1)
     keys = _swept(settings, variants, parts=parts)

@@ -11,9 +11,8 @@ from bench.report.compare import (
     busy_notes,
     cost_ground,
     differences,
-    groups,
     head_columns,
-    is_tuning,
+    results,
     source_notes,
     with_arms,
 )
@@ -31,36 +30,28 @@ UNEQUAL |= {"bytes trained on": "bytes_seen"}
 """What need not be equal, and is named where it is not."""
 
 
-def run_tables(rows: Rows, *, spoilt: Sequence[int]) -> list[Table]:
-    """All tables of results.
-
-    Args:
-        spoilt: rows of the frame that are no results, having trained with a seed that chose.
-    """
+def run_tables(rows: Rows) -> list[Table]:
+    """All tables of results."""
     tables = []
-    for index, same in groups(rows.of("run")):
-        clean, first = same[~same.index.isin(spoilt)], same["row"].iloc[-1]
-        if is_tuning(same) or not len(clean):
-            continue
-        lost, scores = same["run"].drop(clean.index), rows.test_scores.get(first["data"]["sha256"], 0)
-        notes = [f"Left out of means, having trained with a seed that chose: {listed(lost)}."] * bool(len(lost))
-        notes.append(f"Test was scored {count_of(scores, 'time')} in the folders that were read.")
-        title = f"{first['data']['name']}, {budget_words(first['budget'])} of training"
-        tables += result_tables(clean, index=index, title=title, notes=notes)
+    for index, runs, lost in results(rows.of("run")):
+        row = runs["row"].iloc[-1]
+        scores = count_of(rows.test_scores.get(row["data"]["sha256"], 0), "time")
+        notes = [f"Left out of means, having trained with a seed that chose: {listed(lost)}."] * bool(lost)
+        notes.append(f"Test was scored {scores} in the folders that were read.")
+        title = f"{row['data']['name']}, {budget_words(row['budget'])} of training"
+        tables += result_tables(runs, index=index, title=title, notes=notes)
     return tables
 
 
-def result_tables(
-    runs: pd.DataFrame, *, index: int, title: str, notes: Sequence[str] = (), without: Sequence[str] = ()
-) -> list[Table]:
+def result_tables(runs: pd.DataFrame, *, index: int, title: str, notes: Sequence[str]) -> list[Table]:
     """Means of runs that compare, and below them general compressors; time and memory in tables apart where they do not
-    compare. Keys of the configuration in ``without`` get no column."""
+    compare."""
     arms, last = with_arms(runs), runs["row"].iloc[-1]
     grounds = [same for _, same in arms.groupby([cost_ground(row) for row in arms["row"]], sort=False)]
     rows, about, costs = summed(arms), _about(runs), columns("costs")
     reference, split = compare(rows)
     distances = sorted({distance for row in arms["row"] for distance in copies(row)})
-    shown = [*head_columns(rows, without=without), *columns("runs", distances=distances)]
+    shown = [*head_columns(rows), *columns("runs", distances=distances)]
     differing = f"The rows differ in: {differences(arms, 'backend', 'seed')}."
     caption = f"Differences are from {reference['arm']} on {split}. {differing}" if reference else differing
     notes, apart = [*notes, *_notes(runs, arms, rows)], []
