@@ -66,6 +66,7 @@ def write_fixed_rows(folder: Path) -> None:
     lost = {"parameters": None, "spans": None, "flops": None, "memory": None, "time": None}
     costs += [cost_row(length=1024, backend="plain", status="out of memory", reason="8 GiB", **lost)]
     stream = [cost_row(variant=v, length=n, mode="stream", segment=128) for v in ("mhsa", "linear") for n in (256, 512)]
+    stream.append(cost_row(length=256, mode="stream", segment=128, allocator="return"))
     write_rows(
         folder, [*costs, cost_row(), cost_row(variant="linear", load=BUSY), *stream], name="20261120-120000-cost"
     )

@@ -10,7 +10,6 @@ import torch
 from bench import measuring
 from bench.cost_worker import Subject
 from bench.planning import read_run
-from bench.report.columns import for_terminal
 from bench.report.tables_costs import cost_tables
 from bench.rows import refusal
 from bench.turns import Asked, in_turn
@@ -140,14 +139,6 @@ def test_a_byte_is_generated_against_the_clock_on_a_cpu_only(kind, timed, monkey
     assert asked == timed and (found["time"]["generate_ms"] is None) == (kind == "cuda")
     notes = cost_tables([row | {"device_kind": kind, "time": found["time"]}])[0].notes
     assert any("waits for launches" in note for note in notes) == (kind == "cuda")
-
-
-def test_a_table_shows_both_settings_of_the_allocator():
-    (speed,) = cost_tables([cost_row(length=512, allocator=setting) for setting in ("keep", "return")])
-    freed = [column.heading for column in speed.columns].index("freed memory")
-    assert [row[freed].text for row in speed.rows] == ["keep", "return"]
-    assert "what becomes of freed memory" in speed.caption
-    assert "freed memory" in [column.heading for column in for_terminal(speed).columns]
 
 
 def test_out_of_memory_is_a_row(here):

@@ -95,10 +95,11 @@ def test_split_has_the_closed_forms():
 
 
 def test_streams_scale_the_peak_and_learned_spans_are_projected_and_can_be_put():
-    own = plan(*ON_CPU, *TINY, "runtime.backend=plain", "batch.carry=true")
+    own = plan(*ON_CPU, *TINY, "model.layers=1", "runtime.backend=plain", "batch.carry=true")
     one, two, three = (predict(own, streams=streams)["predicted_peak_bytes"] for streams in (10, 20, 30))
     assert three - two == pytest.approx(two - one, rel=0.02)
-    own = plan(*ON_CPU, *TINY, "variant=adaptive_span", "model.span=512", "batch.carry=true", "batch.segment=64")
+    words = ("variant=adaptive_span", "model.layers=1", "model.span=512", "batch.carry=true", "batch.segment=64")
+    own = plan(*ON_CPU, *TINY, *words)
     short, long = (predict(own, spans=[keys, keys])["split"]["state"] for keys in (8.0, 500.0))
     assert long > 5 * short
 
@@ -111,9 +112,10 @@ def test_what_depends_on_values_is_predicted_for_a_gpu(variant):
 
 def test_on_a_gpu_attention_keeps_no_scores():
     sizes = ("model.dropout=0.1", "batch.segment=256", "model.span=256", "batch.streams=8", "runtime.device=cuda")
+    sizes += ("model.layers=1",)
     plain, auto = (predict(plan(*TINY[:-3], *sizes, *words)) for words in (["runtime.backend=plain"], []))
     assert (plain["backend"], auto["backend"]) == ("plain", "kernel")
-    scores = 2 * 8 * 2 * 256 * 256 * 2  # of two layers, 8 streams and 2 heads, in bfloat16
+    scores = 8 * 2 * 256 * 256 * 2  # of 8 streams and 2 heads, in bfloat16
     assert plain["split"]["activations"] - auto["split"]["activations"] > scores
 
 
@@ -145,7 +147,7 @@ def run_fit(*words: str):
 
 
 def test_the_command_prints_a_table_and_writes_a_row(here):
-    words = ("device_memory=64MiB", "largest=streams", "runtime.backend=plain")
+    words = ("device_memory=64MiB", "largest=streams", "runtime.backend=plain", "model.layers=1")
     ended = run_fit(*words, "runtime.device=cpu")
     assert ended.code == 0, ended.err
     table = {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in ended.out.splitlines()}
@@ -156,7 +158,7 @@ def test_the_command_prints_a_table_and_writes_a_row(here):
     own, most = plan(*TINY[:-2], *words[2:], "runtime.device=cpu"), row["largest"]["streams"]
     peaks = [predict(own, streams=streams)["predicted_peak_bytes"] for streams in (most, most + 1)]
     assert peaks[0] <= 64 * MIB < peaks[1]
-    assert "not verified" in run_fit("largest=[]", "runtime.device=cuda").out
+    assert "not verified" in run_fit("largest=[]", "runtime.device=cuda", "model.layers=1").out
 
 
 @pytest.mark.parametrize(

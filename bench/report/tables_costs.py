@@ -22,6 +22,8 @@ OF_A_CELL = (*SWEPT, "batch.carry", "batch.accumulate", "runtime.allocator")
 CELL = ("variant", "config_hash", "backend", "evaluation_backend", "allocator", "spans_from", "length", "segment")
 CELL += ("source", "checkpoint")
 PREDICTION = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "largest")
+FREED = {"allocator": None}
+"""What becomes of freed memory has a column, and is no ground that the rows share."""
 MODES = {
     "cold": "segment = span = length, no carried state",
     "stream": "span = length, streams carry a full state from segment to segment",
@@ -42,7 +44,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = count_of(row["streams"], "stream")
         about = (
-            f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
+            f"{ground_words(row | FREED)}. {streams}{segment}, {MODES[row['mode']]}.",
             "Time is of the trainer's own training step, after warm-up, with shaken weights where no checkpoint's are.",
             f"Data: {data_words([row])}.",
             "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs.",
@@ -86,7 +88,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
                 one.pop("range_words", None)
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
-            f"{ground_words(row)}. Data: {data_words([row])}.",
+            f"{ground_words(row | FREED)}. Data: {data_words([row])}.",
             f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
             "streams, segment, threads, precision and data, not parameters.",
             ", commit ".join(filter(None, (f"One call: {PurePath(row['read_from']).name}", short_commit(row)))) + ".",
