@@ -88,7 +88,7 @@ def draw_recall(ax: Axes, heat: pd.DataFrame) -> None:
             ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=FONT_POINTS, color=colour)
     ax.set_xticks(range(heat.shape[1]), [f"{distance:,}" for distance in heat.columns])
     ax.set_yticks(range(len(heat)), list(heat.index))
-    ax.set_xlabel("recall: bits of a byte copied from so many bytes back (4: not recalled)")
+    ax.set_xlabel("bits of a byte copied from so many bytes back")
     ax.grid(visible=False)
 
 
