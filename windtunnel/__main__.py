@@ -4,20 +4,8 @@ in a checkout, and ``windtunnel report`` is ``python -m bench.report``."""
 import runpy
 import sys
 
-BENCH = (
-    "check",
-    "compress",
-    "cost",
-    "dashboard",
-    "decompress",
-    "evaluate",
-    "export",
-    "fit",
-    "inspect",
-    "peers",
-    "report",
-)
-BENCH += ("sample",)
+BENCH = ("check", "compress", "cost", "dashboard", "decompress", "evaluate")
+BENCH += ("export", "fit", "inspect", "peers", "report", "sample")
 USAGE = f"""usage: windtunnel COMMAND [KEY=VALUE ...], or COMMAND --help
 
 train     a run, or with -m a sweep
