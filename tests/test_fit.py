@@ -112,10 +112,9 @@ def test_what_depends_on_values_is_predicted_for_a_gpu(variant):
 
 def test_on_a_gpu_attention_keeps_no_scores():
     sizes = ("model.dropout=0.1", "batch.segment=256", "model.span=256", "batch.streams=8", "runtime.device=cuda")
-    sizes += ("model.layers=1",)
     plain, auto = (predict(plan(*TINY[:-3], *sizes, *words)) for words in (["runtime.backend=plain"], []))
     assert (plain["backend"], auto["backend"]) == ("plain", "kernel")
-    scores = 8 * 2 * 256 * 256 * 2  # of 8 streams and 2 heads, in bfloat16
+    scores = 2 * 8 * 2 * 256 * 256 * 2  # of two layers, 8 streams and 2 heads, in bfloat16
     assert plain["split"]["activations"] - auto["split"]["activations"] > scores
 
 
