@@ -160,8 +160,9 @@ class Subject:
         segment = self.plan.batch.segment
         with self.runtime.autocast():
             warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
-        forward = dataclasses.replace(self.runtime, compile=False).forward(self.model)
-        backward = partial(self.update.gradients, *self._batch(), self.state, forward=forward)
+        eager, accumulate = dataclasses.replace(self.runtime, compile=False), self.plan.batch.accumulate
+        update = Update(self.model, self.update.optimizers, eager, accumulate=accumulate)
+        backward = partial(update.gradients, *self._batch(), self.state)
         step = count_flops(backward, gradients=True)
         needed = self.model.needed_flops(segment, carried=self.span if self.task.warm else 0)
         self.update.optimizers.zero_grad()
