@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import bench.on_device
-from bench.cost_worker import Subject
-from bench.cost_worker import Task as CostTask
+from bench.cost_worker import Subject, Task
 from bench.on_device import proofs
-from bench.peer_workers import Task, Worker
+from bench.peer_workers import Worker
 from harness.device.first_use import Choice, Verdict
 from harness.loop.settle import settled
 from harness.plan.build import varied
@@ -197,19 +196,13 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
             raise ValueError("runtime.backend=kernel: asked for by name; kernel failed")
         return a_choice(RIGHT, WRONG)
 
-    for module in ("bench.cost_worker", "bench.peer_workers"):
-        monkeypatch.setattr(f"{module}.settled", partial(settled, choosing=choosing))
-    same = {"trusted": (), "warm": False, "weights": None, "span": 16, "spans": "initial", "command": ""}
-    subject = Subject(CostTask(config=made.config, **same))
+    monkeypatch.setattr("bench.cost_worker.settled", partial(settled, choosing=choosing))
+    subject = Subject(Task(config=made.config, span=16))
     subject.build()
     facts = subject.facts()
     assert facts["backend"] == "fused" and facts["backend_choice"]["backend"] == "fused"
-    batches = torch.zeros(2, 2, 17, dtype=torch.uint8)
-    assert Worker(Task(config=made.config, trusted=(), batches=batches)).backend == "fused"
+    assert Worker(Task(config=made.config, span=16)).weigh()["backend"] == "fused"
     named = varied(made, runtime={"backend": "kernel"}).config
-    for refused in (
-        lambda: Subject(CostTask(config=named, **same)),
-        lambda: Worker(Task(config=named, trusted=(), batches=batches)),
-    ):
+    for refused in (Subject, Worker):
         with pytest.raises(ValueError, match="kernel failed"):
-            refused()
+            refused(Task(config=named, span=16))
