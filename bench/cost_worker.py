@@ -19,7 +19,7 @@ from bench.weights import learned_spans, place_spans, shake_, spans_of
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
-from harness.data.corpora import Streams
+from harness.data.streams import Streams
 from harness.device import random_state, runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary

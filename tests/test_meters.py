@@ -94,7 +94,7 @@ def test_peak_of_a_known_allocation_and_reset_keeps_the_baseline():
 
 def test_peak_where_the_mark_cannot_be_read_or_lowered(monkeypatch, tmp_path):
     allocator.use("return")  # an earlier test's run may have kept memory, which would be taken first
-    memory.lower_high_water()
+    PeakMemory(CPU).reset()
     for name in ("STATUS", "CLEAR"):
         monkeypatch.setattr(memory, name, tmp_path / "none" / name)
     meter = PeakMemory(CPU)

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data.corpora import Streams, score_streams, segments, windows
-from harness.data.streams import sample_cut, samples, whole_context
+from harness.data.streams import Streams, sample_cut, samples, score_streams, segments, whole_context, windows
 
 
 def ramp(n_bytes: int) -> torch.Tensor:
@@ -25,7 +24,7 @@ def streams_of(n_bytes=1000, *, streams=4, segment=7, seed=0, carry=True) -> Str
     seed=st.integers(0, 9),
     carry=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_targets_are_the_next_bytes_of_the_ring(n_bytes, streams, segment, seed, carry):
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     if n_bytes // streams <= segment:
@@ -88,16 +87,10 @@ def test_random_windows_reach_both_ends():
     assert begins == set(range(8))
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "streams", "segment", "carry"),
-    [(31, 4, 7, True), (7, 4, 7, False)],
-)
-def test_too_short_for_its_streams(n_bytes, streams, segment, carry):
-    with pytest.raises(ValueError, match=r"batch\.(streams|segment)=\d"):
-        streams_of(n_bytes, streams=streams, segment=segment, carry=carry)
-
-
-def test_just_long_enough():
+def test_too_short_for_its_streams():
+    for n_bytes, carry in ((31, True), (7, False)):
+        with pytest.raises(ValueError, match=r"batch\.(streams|segment)=\d"):
+            streams_of(n_bytes, streams=4, segment=7, carry=carry)
     assert streams_of(32, streams=4, segment=7).steps_per_turn == 1
     assert streams_of(8, streams=4, segment=7, carry=False).batch(0)[0].shape == (4, 7)
 
@@ -126,7 +119,7 @@ def test_score_streams_cut_evenly_what_is_read(n_pairs, streams, segment, wanted
     segment=st.integers(1, 50),
     wanted=st.sampled_from([0, 30, 999]),
 )
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes, streams, segment, wanted):
     if streams > n_bytes - 1:
         return
@@ -159,7 +152,7 @@ def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes,
     segment=st.integers(1, 50),
     context=st.integers(0, 90),
 )
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment, context):
     split, length = torch.arange(n_bytes), min(pairs, n_bytes - 1) // streams  # the value is the place
     rows = list(samples(split, pairs=pairs, streams=streams, segment=segment, context=context))
@@ -185,7 +178,7 @@ def test_a_sample_is_scored_behind_whole_segments_of_context(pairs, streams, seg
 
 
 @given(n_bytes=st.integers(2, 250), window=st.integers(1, 40), stride=st.integers(1, 40), batch=st.integers(1, 5))
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, stride, batch):
     split = torch.arange(n_bytes, dtype=torch.uint8)  # the value is the place
     stride = min(stride, window)

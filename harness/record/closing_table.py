@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 
 from harness.record import cells
-from harness.record.comparison import ground, held_equal, same_numbers, tree_of
+from harness.record.comparison import ground, same_numbers, tree_of
 from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
-COMPRESSORS |= {f"order-{order}": f"counts of order {order}" for order in (2, 3, 5)}
 WINDOWS = "window 1024, stride 512"
 """What a score without carried state is called."""
 
@@ -41,22 +40,6 @@ def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: 
         tables += [_comparison(summary, runs=[(run["variant"], run) for run in (summary, *others)], title=title)]
     for table in tables:
         print_table(table, console=console)
-
-
-def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | None = None) -> None:
-    """Print the finished jobs of a sweep, those that may be compared in one table, the best first.
-
-    Args:
-        jobs: what makes each that job, such as ``variant=mhsa seed=0``, and its summary.
-    """
-    alike: dict[str, list] = {}
-    for label, summary in jobs:
-        alike.setdefault(held_equal(summary), []).append((label, summary))
-    for same in alike.values():
-        first = same[0][1]
-        budget = ", ".join(f"{amount:,.10g} {unit}" for unit, amount in first["budget"].items())
-        title = f"{data_label(first['data'])}; budget {budget}"
-        print_table(_comparison(first, runs=same, title=title, heading="job"), console=console)
 
 
 def data_label(data: dict) -> str:
@@ -128,7 +111,7 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     yield "where", ", ".join([f"{number} processes"] * (number > 1) + [str(word) for word in where if word])
 
 
-def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, heading: str = "variant") -> Table:
+def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str) -> Table:
     """Labelled runs, the best first; time and memory of those that were measured as ``summary`` was, which is bold."""
     splits = scored_splits([run for _, run in runs])
     best_first, rows = sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf), []
@@ -139,8 +122,8 @@ def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, 
         speed = f"{_short(run.get('bytes_per_second'))}{cells.busy_mark(run.get('load'))}"
         measured = (peak, speed) if _ground(run) == _ground(summary) else "##"
         rows.append([*scores, _short((run.get("parameters") or {}).get("total")), _executed(run), *measured])
-    heads = (heading, "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
-    styles = ["bold" * (run is summary and heading == "variant") for _, run in best_first]
+    heads = ("variant", "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
+    styles = ["bold" * (run is summary) for _, run in best_first]
     return _table(title, heads=heads, rows=rows, notes=_notes([summary, *(run for _, run in runs)]), styles=styles)
 
 
