@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 import zipfile
 import zlib
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -115,7 +116,7 @@ def read_path(path: str) -> np.ndarray:
         place = Path(path).expanduser()
         if not place.exists():
             raise ValueError(f"data.path={path!r}: there is no such file or folder")
-        content = _joined(place, "*") if place.is_dir() else _read_file(place)
+        content = _joined(place) if place.is_dir() else _read_file(place)
     except BROKEN as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"data.path={path!r} cannot be read, truncated or damaged perhaps: {reason}") from error
@@ -124,11 +125,14 @@ def read_path(path: str) -> np.ndarray:
     return content
 
 
-def _joined(folder: Path, pattern: str, *, left_out: frozenset[str] = frozenset()) -> np.ndarray:
+def _joined(folder: Path, suffix: str = "", *, left_out: Set[str] = frozenset()) -> np.ndarray:
     """Files below ``folder`` one after the other, by relative POSIX path; no hidden ones, and none below ``left_out``."""
-    names = [file.relative_to(folder) for file in folder.rglob(pattern)]
-    names = [n for n in names if not any(part.startswith(".") or part in left_out for part in n.parts)]
-    names = [n for n in names if not (folder / n).is_dir()]
+    names = []
+    for here, folders, files in os.walk(folder):
+        folders[:], files = (
+            [name for name in some if not name.startswith(".") and name not in left_out] for some in (folders, files)
+        )
+        names += [Path(here, name).relative_to(folder) for name in files if name.endswith(suffix)]
     if not names:
         raise OSError(f"{folder} has no files")
     return np.concatenate([_read_file(folder / name) for name in sorted(names, key=Path.as_posix)])
@@ -179,7 +183,7 @@ def read_stdlib() -> np.ndarray:
     folder = Path(sysconfig.get_path("stdlib"))
     installed = {path.name for name in ("config-*", "_sysconfigdata*") for path in folder.glob(name)}
     try:
-        return _joined(folder, "*.py", left_out=NOT_STDLIB | installed)
+        return _joined(folder, ".py", left_out=NOT_STDLIB | installed)
     except OSError as error:
         raise ValueError("data=stdlib: this Python has no source of its standard library") from error
 
