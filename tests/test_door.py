@@ -61,6 +61,15 @@ def test_an_exported_model_is_the_runs(taken_away):
     ]
     card = (away / "README.md").read_text()
     assert told["trained"]["data"]["sha256"] in card and "windtunnel.load" in card
+    maps = of_run.attention(TEXT[:40])
+    assert set(maps) == {"layers.0.attention", "layers.1.attention"}
+    for own in maps.values():
+        assert own.shape == (2, 40, 40) and torch.equal(own, own.tril())
+        torch.testing.assert_close(own.sum(-1), torch.ones(2, 40))
+    with pytest.raises(ValueError, match="text: has one byte"):
+        of_export.score(b"0")
+    refused = call("bench/export.py", f"run={run}", f"out={away}")
+    assert refused.code == 2 and "is there already" in refused.err
 
 
 def test_the_runs_own_cut_gives_the_runs_own_score(taken_away, tmp_path):
@@ -107,35 +116,25 @@ def test_the_format_is_the_known_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("changes", "message"),
     [
-        ("format", 2, "must be of format 1"),
-        ("symbols", [0, 0], "symbols: must be different bytes"),
-        ("vocabulary", 10**9, "symbols: must be different bytes"),
-        ("shared", {"head.weight": "nowhere"}, "do not fit"),
+        ({"format": 2}, "must be of format 1"),
+        ({"symbols": [0, 0]}, "symbols: must be different bytes"),
+        ({"vocabulary": 10**9}, "symbols: must be different bytes"),
+        ({"shared": {"head.weight": "nowhere"}}, "do not fit"),
         (
-            "position",
-            {"_target_": "os.system", "_partial_": True},
+            {"position": {"_target_": "os.system", "_partial_": True}},
             "position._target_=os.system: allowed are classes of",
         ),
-        ("model", {"layers": 10**12}, "model"),
+        ({"model": {"layers": 10**12}}, "model"),
     ],
 )
-def test_a_strangers_folder_is_refused(taken_away, tmp_path, key, value, said):
+def test_a_strangers_folder_is_refused(taken_away, tmp_path, changes, message):
     shutil.copytree(taken_away[1], tmp_path / "theirs")
-    told = json.loads((tmp_path / "theirs" / "model.json").read_text())
-    (tmp_path / "theirs" / "model.json").write_text(json.dumps(told | {key: value}))
-    with pytest.raises(ValueError, match=said):
+    described = json.loads((tmp_path / "theirs" / "model.json").read_text())
+    (tmp_path / "theirs" / "model.json").write_text(json.dumps(described | changes))
+    with pytest.raises(ValueError, match=message):
         windtunnel.load(tmp_path / "theirs")
-
-
-def test_attention_maps_are_the_models_own(taken_away):
-    model, text = windtunnel.load(taken_away[1]), TEXT[:40]
-    maps = model.attention(text)
-    assert set(maps) == {"layers.0.attention", "layers.1.attention"}
-    for own in maps.values():
-        assert own.shape == (2, 40, 40) and torch.equal(own, own.tril())
-        torch.testing.assert_close(own.sum(-1), torch.ones(2, 40))
 
 
 def test_what_the_readme_types(taken_away, monkeypatch, capsys):
@@ -146,15 +145,6 @@ def test_what_the_readme_types(taken_away, monkeypatch, capsys):
     monkeypatch.chdir(taken_away[0].parents[1])
     exec(lines, {})
     assert "adaptive_span_memory recall" in capsys.readouterr().out
-
-
-def test_what_cannot_be_scored_or_opened_is_said(taken_away, tmp_path):
-    with pytest.raises(ValueError, match="text: has one byte"):
-        windtunnel.load(taken_away[1]).score(b"0")
-    with pytest.raises(ValueError, match=r"path=.*must be a run folder"):
-        windtunnel.load(tmp_path)
-    refused = call("bench/export.py", f"run={taken_away[0]}", f"out={taken_away[1]}")
-    assert refused.code == 2 and "is there already" in refused.err
 
 
 READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_newest|torch\.load)\("
@@ -179,7 +169,7 @@ def test_every_door_goes_through_one_function_that_believes_nothing(tmp_path, mo
         assert ended.code == 2 and f"{words[0]}: the one door" in ended.err, ended
 
 
-@pytest.mark.parametrize("variant", ["all_attention", "replayed_spans", "linformer", "reformer", "longformer"])
+@pytest.mark.parametrize("variant", ["all_attention", "replayed_spans", "linformer"])
 def test_a_variant_comes_back_from_its_folder_to_the_last_bit(variant, tmp_path):
     start = ("init_from.run=nowhere",) if variant == "replayed_spans" else ()
     made = plan(f"variant={variant}", *TINY, *small(variant), *start)
@@ -190,6 +180,5 @@ def test_a_variant_comes_back_from_its_folder_to_the_last_bit(variant, tmp_path)
     described |= {"vocabulary": 256, "symbols": list(range(256)), "protocol": {}, "trained": {}}
     exported.write(tmp_path / "away", model, described=json.loads(json.dumps(described)), card="")
     back = windtunnel.load(tmp_path / "away")
-    assert back.score(TEXT[:99]) == windtunnel.Model(network=model, symbols=bytes(range(256)), about={}).score(
-        TEXT[:99]
-    )
+    ours = windtunnel.Model(network=model, symbols=bytes(range(256)), about={})
+    assert back.score(TEXT[:99]) == ours.score(TEXT[:99])

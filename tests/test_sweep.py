@@ -59,7 +59,7 @@ def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, m
         ended = train("-m", *words, "variant=nonsense,mhsa", "model.heads=3,2", "seed=1,2")
     assert ended.code == 1 and ended.err.count("Traceback") == 1 and "in failing" in ended.err
     assert ended.err.count("error: variant=nonsense") == 4 and ended.err.count("error: model.heads=3 must divide") == 2
-    assert ended.out.splitlines()[-1].endswith(": 1 of 4 jobs done") and groups[0].startswith("sweep-")
+    assert ended.out.splitlines()[-1].endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
     one, two = run_folders(here / "outputs")
     row = summaries(here / "outputs")[one.name]
     assert (row["status"], row["seed"], row["error"]) == ("failed", 1, "RuntimeError: no such luck second line")
@@ -68,7 +68,7 @@ def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, m
 
     again = train("-m", *words, "seed=1,2")
     assert again.code == 0 and again.out.count("resuming at ") == 1
-    assert again.out.count("finished before: ") == 1 and again.out.splitlines()[-1].endswith("2 of 2 jobs done")
+    assert again.out.count("finished before: ") == 1 and again.out.splitlines()[-1].endswith("2 of 2 done")
     assert not (one / "failed.txt").exists()
     assert [row["status"] for row in summaries(here / "outputs").values()] == ["finished"] * 2
     typed = summaries(here / "outputs")[two.name]["command"].split()

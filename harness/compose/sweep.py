@@ -78,7 +78,7 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
         if result.status == JobStatus.FAILED:
             print_error(result._return_value, job=job)
             errors.append(result._return_value)
-    print(f"sweep {name}: {len(results) - sum(r.status == JobStatus.FAILED for r in results)} of {len(jobs)} jobs done")
+    print(f"sweep {name}: {len(results) - sum(r.status == JobStatus.FAILED for r in results)} of {len(jobs)} done")
 
 
 def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
