@@ -122,7 +122,6 @@ class WandbSettings:
     entity: str | None
     group: str | None
     tags: list
-    every_seconds: PositiveFloat
     system_statistics: bool
 
 
@@ -167,7 +166,6 @@ class RunSettings:
     init_from: InitFromSettings
     outputs: str
     force: bool
-    reuse: Literal["source", "config"]
     check: bool
     trust: Any
 

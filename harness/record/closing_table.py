@@ -1,17 +1,13 @@
-"""Closing tables: what a run reached and what it cost, beside general compressors and earlier comparable runs.
+"""Closing tables: what a run reached and what it cost, beside general compressors.
 
-A number from a prefix of its split carries ``*``. Executed and ideal FLOPs, valid and test, peak and state keep their
-own places. FLOPs of training are "about" where a sublayer does not say what it needs. Time and memory of an earlier run
-appear only if they were measured on the same ground, by the same path.
+A number from a prefix of its split carries ``*``. FLOPs of training are "about" where a sublayer does not say what it needs.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
 from harness.record import cells
-from harness.record.comparison import ground, same_numbers, tree_of
 from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
@@ -19,27 +15,20 @@ WINDOWS = "window 1024, stride 512"
 """What a score without carried state is called."""
 
 
-def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: Console | None = None) -> None:
-    """Print the tables of a finished run.
-
-    Args:
-        summary: as in ``summary.json``; what is missing or None shows as ``-`` or is left out.
-        others: summaries of earlier runs that may stand beside it, from ``find_comparable``.
-    """
+def print_closing_table(summary: dict, *, console: Console | None = None) -> None:
+    """Print the tables of a finished run; what its ``summary`` lacks shows as ``-`` or is left out."""
     splits = scored_splits([summary])
     rows = [("this run", *(bits(summary, split=split) for split in splits))]
     rows += [(f"  {WINDOWS}", *(bits(summary, split=split, how="_windows") for split in splits))]
     for key, label in COMPRESSORS.items():
         packed = {split: ((summary.get("compressors") or {}).get(split) or {}).get(key) for split in splits}
         rows.append((label, *(_marked(summary, value, split=split) for split, value in packed.items())))
-    title, notes = f"{summary['variant']}, seed {summary['seed']}", () if others else _notes([summary])
-    tables = [_table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"]))]
-    tables += [_table("Costs", heads=("cost", ""), rows=_costs(summary), notes=notes)]
-    if others:
-        title = "Runs with the same data, budget and protocol (FLOPs: forward, executed)"
-        tables += [_comparison(summary, runs=[(run["variant"], run) for run in (summary, *others)], title=title)]
-    for table in tables:
-        print_table(table, console=console)
+    title = f"{summary['variant']}, seed {summary['seed']}"
+    print_table(
+        _table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"])), console=console
+    )
+    costs = _table("Costs", heads=("cost", ""), rows=_costs(summary), notes=_notes(summary))
+    print_table(costs, console=console)
 
 
 def data_label(data: dict) -> str:
@@ -111,40 +100,11 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     yield "where", ", ".join([f"{number} processes"] * (number > 1) + [str(word) for word in where if word])
 
 
-def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str) -> Table:
-    """Labelled runs, the best first; time and memory of those that were measured as ``summary`` was, which is bold."""
-    splits = scored_splits([run for _, run in runs])
-    best_first, rows = sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf), []
-    for label, run in best_first:
-        name = label if same_numbers(run, summary) else f"{label} +"
-        scores = [name, str(run["seed"]), *(bits(run, split=split) for split in splits)]
-        peak = _size((run.get("memory") or {}).get("peak_bytes"))
-        speed = f"{_short(run.get('bytes_per_second'))}{cells.busy_mark(run.get('load'))}"
-        measured = (peak, speed) if _ground(run) == _ground(summary) else "##"
-        rows.append([*scores, _short((run.get("parameters") or {}).get("total")), _executed(run), *measured])
-    heads = ("variant", "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
-    styles = ["bold" * (run is summary) for _, run in best_first]
-    return _table(title, heads=heads, rows=rows, notes=_notes([summary, *(run for _, run in runs)]), styles=styles)
-
-
-def _notes(runs: Sequence[dict]) -> tuple[str, ...]:
-    """Marks explained; the first run is the one that the others stand beside."""
-    capped = {split: n_bytes for run in runs for split, n_bytes in (run.get("capped") or {}).items()}
-    prefixes = ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in capped.items())
-    commits = dict.fromkeys(filter(None, map(short_commit, runs)))
-    notes = {
-        f"* first {prefixes} only": capped,
-        "# on other ground (machine, versions, precision, path, code): do not compare": len(set(map(_ground, runs)))
-        > 1,
-        "+ made by other source code than this run's": not all(same_numbers(run, runs[0]) for run in runs),
-        f"commits: {', '.join(commits)}": len(commits) > 1,
-    }
-    busy = dict.fromkeys(filter(None, (cells.busy_words(run.get("load")) for run in runs)))
-    return (*(note for note, applies in notes.items() if applies), *(f"{cells.BUSY} {words}" for words in busy))
-
-
-def _ground(run: dict) -> tuple:
-    return ground(run), run.get("backend"), tree_of(run)
+def _notes(summary: dict) -> tuple[str, ...]:
+    """Marks explained."""
+    capped = ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in (summary.get("capped") or {}).items())
+    busy = cells.busy_words(summary.get("load"))
+    return tuple([f"* first {capped} only"] * bool(capped) + [f"{cells.BUSY} {busy}"] * bool(busy))
 
 
 def _executed(run: dict) -> str:
