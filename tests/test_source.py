@@ -103,6 +103,7 @@ def test_a_byte_of_a_file_that_counts_is_another_source_and_of_no_other(checkout
         assert (digest(CONFIG, **asked) != before) == (name in counting), name
         write(checkout / name, text)
         source.forget()
+        assert digest(CONFIG, **asked) == before
     for name in ("variants/__pycache__/window.pyc", "variants/.window.py.swp", "bench/.cost.py.swp", "variants/new.py"):
         write(checkout / name, "new")
     source.forget()
