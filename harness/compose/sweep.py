@@ -70,15 +70,17 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
             errors.append(error)
     digest = hashlib.sha256(json.dumps(sorted(typed)).encode()).hexdigest()[:8]
     name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
-    group = {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", name)}
-    grouped = "record" in config and config.record.wandb.group is None
-    with env_override(environment(launcher, len(jobs)) | (group if grouped else {})):
+    variables, trains = environment(launcher, len(jobs)), config.hydra.job.name == "train"
+    if trains and config.record.wandb.group is None:
+        variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", name)
+    with env_override(variables):
         results = launcher.launch(jobs, 0) if jobs else []
     for job, result in zip(jobs, results, strict=True):
         if result.status == JobStatus.FAILED:
             print_error(result._return_value, job=job)
             errors.append(result._return_value)
-    print(f"sweep {name}: {len(results) - sum(r.status == JobStatus.FAILED for r in results)} of {len(jobs)} done")
+    if trains:
+        print(f"sweep {name}: {sum(r.status != JobStatus.FAILED for r in results)} of {len(jobs)} done")
 
 
 def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
