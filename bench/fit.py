@@ -35,7 +35,7 @@ from bench.report.tables_costs import fit_tables
 from bench.rows import RowFile
 from bench.weights import place_spans
 from harness.compose.cli import run_command
-from harness.count.formulas import tensors_of
+from harness.count.memory import tensors_of
 from harness.data import corpora
 from harness.device import choice
 from harness.device.runtime import Runtime

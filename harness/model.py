@@ -6,6 +6,7 @@ counts bytes of each stream and ``states`` holds one state a sublayer.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -137,10 +138,7 @@ class LanguageModel(nn.Module):
         checkpoint: str = "none",
     ):
         super().__init__()
-        norms = {"layer": nn.LayerNorm, "rms": RMSNorm}
-        if norm not in norms:
-            raise ValueError(f"model.norm={norm}: allowed are {', '.join(norms)}")
-        width = context(0).d_model
+        norms, width = {"layer": nn.LayerNorm, "rms": RMSNorm}, context(0).d_model
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.scale, self.dropout, self.checkpoint = embedding_scale, embedding_dropout, checkpoint
@@ -178,11 +176,11 @@ class LanguageModel(nn.Module):
         loss, after, stats = x.new_zeros((), dtype=torch.float32), [], {}
         for i, layer in enumerate(self.layers):
             old = (None,) * len(layer) if states is None else states[len(after) : len(after) + len(layer)]
-            given = (layer, x, old, start, collect_stats)
+            inputs = (layer, x, old, start, collect_stats)
             if self.checkpoint == "layers" and torch.is_grad_enabled():
-                x, outputs = recomputation.checkpoint(_through, *given, use_reentrant=False)
+                x, outputs = recomputation.checkpoint(_through, *inputs, use_reentrant=False)
             else:
-                x, outputs = _through(*given)
+                x, outputs = _through(*inputs)
             for name, (own_state, own_loss, own_stats) in zip(layer, outputs, strict=True):
                 after.append(own_state)
                 loss = loss if own_loss is None else loss + own_loss
@@ -195,19 +193,18 @@ class LanguageModel(nn.Module):
     def inspect(self, tokens: Tensor) -> tuple[Tensor, dict[str, Inspection]]:
         """Logits of streams that begin with ``tokens``, and what each sublayer takes in this forward, by name; those that do
         not say are left out."""
-        found, hooks = {}, []
-        for name, sublayer in self.sublayers():
+        inspections = {}
 
-            def look(module: Sublayer, inputs: tuple, name: str = name) -> None:
-                if (seen := module.inspect(inputs[0])) is not None:
-                    found[name] = seen
+        def look(name: str, module: Sublayer, inputs: tuple) -> None:
+            inspections[name] = module.inspect(inputs[0])
 
-            hooks.append(sublayer.register_forward_pre_hook(look))
+        hooks = [s.register_forward_pre_hook(partial(look, name)) for name, s in self.sublayers()]
         try:
-            return self(tokens).logits, found
+            logits = self(tokens).logits
         finally:
             for hook in hooks:
                 hook.remove()
+        return logits, {name: seen for name, seen in inspections.items() if seen is not None}
 
     def trim(self, state: State) -> State:
         """What of a state that a compiled forward returned is worth carrying."""
@@ -222,11 +219,11 @@ class LanguageModel(nn.Module):
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
         """``"layers.0.attention.span"`` to numbers or lists of them, one a head, from summed statistics."""
-        found = {}
-        for name, sublayer in self.sublayers():
-            for key, value in sublayer.metrics(stats.get(name, {})).items():
-                found[f"{name}.{key}"] = value.tolist() if isinstance(value, Tensor) else float(value)
-        return found
+        return {
+            f"{name}.{key}": value.tolist() if isinstance(value, Tensor) else float(value)
+            for name, sublayer in self.sublayers()
+            for key, value in sublayer.metrics(stats.get(name, {})).items()
+        }
 
     def ideal_flops(self) -> int:
         """Forward FLOPs per byte that the mechanisms need at their present parameters, with the head, warm."""
@@ -235,11 +232,11 @@ class LanguageModel(nn.Module):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """What a training step needs per byte, with the head, as ``Sublayer.needed_flops`` has it; of a sublayer that does
         not say, three times its ideal forward. Norms, loss and the embedding's rows are neglected."""
-        found = [NeededFlops.of_products(2 * self.head.weight.numel())]
+        needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
         for _, sublayer in self.sublayers():
-            said = sublayer.needed_flops(segment, carried=carried)
-            found.append(NeededFlops.of_products(sublayer.ideal_flops()) if said is None else said)
-        return NeededFlops(*map(sum, zip(*found, strict=True)))
+            stated = sublayer.needed_flops(segment, carried=carried)
+            needed.append(NeededFlops.of_products(sublayer.ideal_flops()) if stated is None else stated)
+        return NeededFlops(*map(sum, zip(*needed, strict=True)))
 
     def flops_estimated_3x(self) -> list[str]:
         """Names of the sublayers that do not say what a training step needs."""
@@ -254,10 +251,9 @@ class LanguageModel(nn.Module):
             counted.update(new)
             return sum(new.values())
 
-        found = {name: fresh(sublayer) for name, sublayer in self.sublayers()}
-        embedding = fresh(self.embedding)
-        head = fresh(self.head)
-        return found | {"embedding": embedding, "head": head, "norms": fresh(self)}
+        counts = {name: fresh(sublayer) for name, sublayer in self.sublayers()}
+        counts["embedding"], counts["head"] = fresh(self.embedding), fresh(self.head)
+        return counts | {"norms": fresh(self)}
 
     def touched_parameters(self) -> int:
         """Parameters read for one byte: what each sublayer says of itself, norms, head, and a row of the embedding."""
@@ -279,9 +275,8 @@ def unread_parameters(sublayer: Sublayer) -> int:
 
 def add_stats(total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
     """Statistics of two stretches of bytes together."""
-    names = total.keys() | stats.keys()
-    return {n: _add(total.get(n, {}), stats.get(n, {})) for n in sorted(names)}
 
+    def add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in sorted(a.keys() | b.keys())}
 
-def _add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in sorted(a.keys() | b.keys())}
+    return {name: add(total.get(name, {}), stats.get(name, {})) for name in sorted(total.keys() | stats.keys())}

@@ -20,22 +20,21 @@ from pathlib import Path
 from harness.cache import sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = re.compile(r"(variants|harness|bench)(\.\w+)*|train")
-"""Modules that are ours, by name."""
 LEFT_OUT = re.compile(
-    r"harness/(compose/|record/(?!checkpoint|shard)|loop/progress\.py)|variants/conformance/|bench/(results|report)/"
+    r"harness/(compose/|record/(?!checkpoint|shard)|loop/(progress|sampling)\.py)"
+    r"|variants/conformance/|bench/(results|report)/|(.*/)?(\.|__pycache__/)"
 )
-"""Files of ours that a run may load and that change no number: what composes it, records it but for checkpoints, shows its
-progress, checks its mechanism; and what only reads the rows of ``bench``. What they import is not followed."""
-HIDDEN = re.compile(r"(^|/)(\.|__pycache__/)")
+"""Files that change no number: what composes a run, records it but for checkpoints, shows its progress, samples from it, checks
+its mechanism, reports it; hidden ones, and what Python has compiled."""
 Files = tuple[tuple[str, Path], ...]
 
 
 def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:
-    """SHA-256 of the source that a run of this configuration can import, and of all modules that the user named.
+    """SHA-256 of ``train.py``, the harness, the files of ``variants/`` that a run of this configuration can import, and the
+    modules that the user named.
 
     Args:
-        config: resolved; its targets say which files of ours count, see :func:`closure`.
+        config: resolved; its targets say which mechanisms count.
         trust: those modules. A package counts with all its files; a single file with what it imports from its own folder
             (unless it was installed), and with files of the same stem, as ``mine.cpp`` beside ``mine.py``.
         measuring: whether the code of bench counts, for its rows.
@@ -43,88 +42,57 @@ def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = Fa
     Raises:
         ValueError: a trusted module has no source file, or a file was edited before this process had loaded it.
     """
-    bench = dict(_all_of("bench")) if measuring else {}
-    modules = [name.removesuffix(".py").replace("/", ".") for name in bench]
-    ours, named = closure([*_targets(config), *modules], trust=trust)
-    return digest_of((*sorted((dict(ours) | bench).items()), *named))
+    return digest_of((*_ours("train.py", "harness", *["bench"] * measuring), *mechanism_files(config, trust=trust)))
 
 
 def digest_of_tree(*, measuring: bool = False) -> str:
     """The same of all of ours that any run may use: where it is equal, times and memory of two variants are of one code."""
-    return _hash(_all_of("train.py", "variants", "harness", *["bench"] * measuring))
+    return _hash(_ours("train.py", "variants", "harness", *["bench"] * measuring))
 
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
-    """Names and paths of the files below ``variants/`` that the targets of a configuration reach, and of the user's modules."""
-    ours, named = closure(_targets(config), trust=trust)
-    return (*(file for file in ours if file[0].startswith("variants/")), *named)
-
-
-def closure(targets: Iterable[str], *, trust: tuple[str, ...] = ()) -> tuple[Files, Files]:
-    """Names and paths of our files that can be imported from ``train.py``, these targets and the user's modules; and theirs.
-
-    Imports are followed as they are written: inside functions too, but not those for type checkers. A text that names a
-    module of ours is followed as well: a process may run it. A package's ``__init__.py`` counts with each of its modules, and
-    so do files of the same stem, as ``window.cpp`` beside ``window.py``.
-
-    Args:
-        targets: dotted names of modules, or of what is in them; those that are not ours are passed over.
-        trust: names of the user's modules.
-    """
+    """Names and paths of the files below ``variants/`` that the targets of a configuration, and the user's modules, import
+    anywhere in them; and of those modules."""
     named = tuple(file for module in trust for file in _named(module))
-    theirs = [name for _, path in named if path.suffix == ".py" for name in _imports(path, _first_read(path))]
-    return _closure(frozenset({"train", *targets, *filter(OURS.fullmatch, theirs)})), named
+    imported = (name for _, path in named if path.suffix == ".py" for name in _imports(path, _first_read(path)))
+    names = {name for name in (*_targets(config), *imported) if name.startswith("variants.")}
+    paths = sorted((path.relative_to(ROOT).as_posix(), path) for path in _reached(names, ROOT))
+    return (*(file for file in paths if not LEFT_OUT.match(file[0])), *named)
 
 
-@functools.cache
-def _closure(names: frozenset[str]) -> Files:
-    files = _reached([path for name in names if OURS.fullmatch(name) for path in _paths(name, ROOT)], ROOT, ours=True)
-    return tuple(sorted((path.relative_to(ROOT).as_posix(), path) for path in files))
-
-
-def _reached(waiting: list[Path], root: Path, *, ours: bool) -> set[Path]:
-    """These files of Python, those below ``root`` that they import, ours or the user's, and what has the stem of each."""
+def _reached(names: Iterable[str], root: Path) -> set[Path]:
+    """Files below ``root`` that importing these modules may run, with what has the stem of each, as ``window.cpp``."""
     reached: set[Path] = set()
+    waiting = [path for name in names for path in _paths(name, root)]
     while waiting:
         path = waiting.pop()
-        if path not in reached and not (ours and LEFT_OUT.match(path.relative_to(root).as_posix())):
+        if path not in reached:
             reached.add(path)
-            names = (name for name in _imports(path, _first_read(path)) if bool(OURS.fullmatch(name)) == ours)
-            waiting += (other for name in names for other in _paths(name, root))
+            waiting += (other for name in _imports(path, _first_read(path)) for other in _paths(name, root))
     return {file for path in reached for file in path.parent.glob(f"{path.stem}.*") if file.is_file()}
 
 
 def _paths(name: str, root: Path) -> Iterator[Path]:
-    """Files that importing a module below ``root`` runs: its packages' and its own; the name may be of something in it."""
+    """A module below ``root`` and the packages that it is in; the name may be of something in it."""
     for part in name.split("."):
-        package, module = root / part / "__init__.py", root / f"{part}.py"
-        if package.is_file() or module.is_file():
-            yield package if package.is_file() else module
+        yield from filter(Path.is_file, (root / part / "__init__.py", root / f"{part}.py"))
         root /= part
 
 
 @functools.cache
 def _imports(path: Path, content: str) -> frozenset[str]:
-    """What a file of Python imports, or names of ours, late or early; a name may be a module's or that of something in it.
+    """What a file of Python imports, late or early; a name may be of something in a module.
 
     Args:
         content: its digest, by which it is remembered.
     """
-    names, waiting = set(), []
+    names = set()
     with suppress(SyntaxError, OSError, ValueError):  # an import will say so
-        waiting = [ast.parse(path.read_bytes())]
-    package = path.relative_to(ROOT).with_suffix("").parts if path.is_relative_to(ROOT) else ()
-    while waiting:
-        node = waiting.pop()
-        typing_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        waiting += node.orelse if typing_only else ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            origin = ".".join((*package[: -node.level if node.level else 0], *filter(None, [node.module])))
-            names.update({origin, *(f"{origin}.{alias.name}" for alias in node.names)})
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OURS.fullmatch(node.value):
-            names.update({node.value} if "." in node.value else ())
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return frozenset(names)
 
 
@@ -133,38 +101,38 @@ def _named(module: str) -> Files:
     """Names and paths of the files of a module that the user named."""
     spec = find_spec(module)
     origin = Path((spec and spec.origin) or "").resolve()
+    folder = origin.parent
     if not origin.is_file():
         raise ValueError(f"trust={module}: has no source file; allowed are modules and packages of Python files")
-    installed = origin.parent in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if origin.name == "__init__.py" or "." in module:
-        files = _tree(origin.parent)
-    else:  # beside an installed file lies all of torch
-        files = _reached([origin], Path(os.devnull) if installed else origin.parent, ours=False)
-    return tuple((f"{module}/{path.relative_to(origin.parent).as_posix()}", path) for path in sorted(files))
+        files = _tree(folder, folder)
+    elif folder in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
+        files = folder.glob(f"{origin.stem}.*")  # beside an installed file lies all of torch
+    else:
+        files = _reached([origin.stem], folder)
+    return tuple((f"{module}/{path.relative_to(folder).as_posix()}", path) for path in sorted(files))
 
 
 def _targets(node: object) -> Iterator[str]:
     """Every ``_target_`` in a configuration, at any depth."""
     if isinstance(node, Mapping):
-        if "_target_" in node:
-            yield str(node["_target_"])
+        yield from (str(value) for key, value in node.items() if key == "_target_")
         node = list(node.values())
-    if isinstance(node, list | tuple):
-        for value in node:
-            yield from _targets(value)
+    for value in node if isinstance(node, list | tuple) else ():
+        yield from _targets(value)
 
 
-def _all_of(*roots: str) -> Files:
-    files = sorted((path.relative_to(ROOT).as_posix(), path) for root in roots for path in _tree(ROOT / root))
-    return tuple(file for file in files if not LEFT_OUT.match(file[0]))
+def _ours(*roots: str) -> Files:
+    return tuple(
+        sorted((path.relative_to(ROOT).as_posix(), path) for root in roots for path in _tree(ROOT / root, ROOT))
+    )
 
 
-def _tree(root: Path) -> list[Path]:
-    """A file, or all files of a folder but hidden ones and what Python has compiled."""
-    if root.is_file():
-        return [root]
-    visible = [path for path in root.rglob("*") if not HIDDEN.search(path.relative_to(root).as_posix())]
-    return [path for path in visible if path.is_file()]
+def _tree(place: Path, root: Path) -> Iterator[Path]:
+    """A file, or all files of a folder, but what is ``LEFT_OUT`` by its path below ``root``."""
+    for path in [place] if place.is_file() else place.rglob("*"):
+        if path.is_file() and not LEFT_OUT.match(path.relative_to(root).as_posix()):
+            yield path
 
 
 def digest_of(files: Files) -> str:
@@ -180,7 +148,7 @@ def digest_of(files: Files) -> str:
     return _hash(files)
 
 
-def _hash(files: Iterable[tuple[str, Path]]) -> str:
+def _hash(files: Files) -> str:
     return hashlib.sha256("".join(f"{name}\0{_first_read(path)}\n" for name, path in files).encode()).hexdigest()
 
 
@@ -198,8 +166,7 @@ _checked: set[Path] = set()
 
 def forget() -> None:
     """Forget what this process has read, as a new one would."""
-    for remembered in (_closure, _named, _first_read, _checked):
-        remembered.clear() if isinstance(remembered, set) else remembered.cache_clear()
+    _named.cache_clear(), _first_read.cache_clear(), _checked.clear()
 
 
 def commit() -> str | None:

@@ -8,47 +8,34 @@ from harness.optim.budget import Budget, Schedule, Spent
 from tests.composing import plan
 
 
-def test_default_bytes_apply_when_nothing_is_set():
-    budget = Budget(default_bytes=1000)
-    assert (budget.unit, budget.amount) == ("bytes", 1000)
-    assert budget.fraction(Spent(bytes=250, seconds=1e9, steps=10**9, flops=10**18)) == 0.25
-
-
 @pytest.mark.parametrize("unit", ["bytes", "seconds", "steps", "flops"])
 def test_fraction_and_done_follow_the_unit_that_is_set(unit):
     budget = Budget(**{unit: 8}, default_bytes=10**9)
     assert budget.unit == unit
-    assert budget.fraction(Spent()) == 0.0
-    assert budget.fraction(Spent(**{unit: 2})) == 0.25
-    assert not budget.done(Spent(**{unit: 7}))
-    assert budget.done(Spent(**{unit: 8}))
-    assert budget.fraction(Spent(**{unit: 20})) == 1.0
+    assert [budget.fraction(Spent(**{unit: spent})) for spent in (0, 2, 20)] == [0.0, 0.25, 1.0]
+    assert not budget.done(Spent(**{unit: 7})) and budget.done(Spent(**{unit: 8}))
 
 
-def test_progress_adds_every_unit():
+def test_budgets_and_what_is_spent():
+    budget = Budget(default_bytes=1000)
+    assert (budget.unit, budget.amount) == ("bytes", 1000)
+    assert budget.fraction(Spent(bytes=250, seconds=1e9, steps=10**9, flops=10**18)) == 0.25
     total = Spent(bytes=1, seconds=0.5, steps=1, flops=10) + Spent(bytes=2, seconds=0.25, steps=1, flops=20)
     assert total == Spent(bytes=3, seconds=0.75, steps=2, flops=30)
+    assert plan("budget.bytes=1e8").budget.fraction(Spent(bytes=10**7)) == 0.1, "whole amounts may be written as floats"
 
 
-def test_two_budgets_are_an_error_that_names_the_keys():
-    with pytest.raises(ValueError, match=r"budget\.seconds=5, budget\.steps=3.*budget\.bytes \| seconds \| steps"):
-        Budget(seconds=5, steps=3, default_bytes=1)
+WRONG = ("budget.bytes=0", "budget.seconds=nan", "budget.steps=2.5", "optim.lr=0", "optim.clip=-1.0")
+WRONG += ("optim.schedule.warmup_fraction=1.5", "optim.schedule.decay=exp", "optim.schedule.floor=low")
+WRONG += ("optim.matrices.optimizer.momentum=1.0", "optim.matrices.optimizer.precision=float16")
 
 
-WRONG = ("budget.bytes=0", "budget.seconds=nan", "budget.steps=2.5", "budget.bytes=many")
-WRONG += tuple(
-    f"optim.schedule.{word}" for word in ("warmup_fraction=1.5", "warmup_steps=-1", "decay=exp", "floor=low")
-)
-
-
-@pytest.mark.parametrize("word", WRONG)
-def test_impossible_budgets_and_schedules_are_refused_by_key(word):
-    with pytest.raises(ValueError, match=f"{re.escape(word)}: (must be|allowed are) ."):
-        plan(word)
-
-
-def test_whole_amounts_may_be_written_as_floats():
-    assert plan("budget.bytes=1e8").budget.fraction(Spent(bytes=10**7)) == 0.1
+def test_impossible_budgets_and_rates_are_refused_by_key():
+    for word in WRONG:
+        with pytest.raises(ValueError, match=f"{re.escape(word)}: (must be|allowed are) ."):
+            plan(word)
+    with pytest.raises(ValueError, match=r"budget\.seconds=5.*, budget\.steps=3.*budget\.bytes \| seconds \| steps"):
+        plan("budget.seconds=5", "budget.steps=3")
 
 
 def test_warmup_by_steps_and_by_fraction_takes_the_lower():

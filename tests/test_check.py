@@ -257,10 +257,10 @@ def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
 @pytest.mark.parametrize(
     ("small", "line"),
     [
-        ("{toy:{blok:4}}", r"variant\.small\.toy\.blok=4: no such key of Phased; allowed are block$"),
-        ("{toy:{block:wide}}", r"variant\.small\.toy\.block=wide: must be an integer"),
-        ("{other:{block:4}}", r"variant\.small\.other=.*: no such sublayer; allowed are .*toy and model"),
-        ("{model:{spam:4}}", r"variant\.small\.model\.spam=4: no such key; allowed are d_model, "),
+        ("{toy:{blok:4}}", r"variant\.small: variant\.toy\.blok=4: no such key of Phased; allowed are block$"),
+        ("{toy:{block:wide}}", r"variant\.small: variant\.toy\.block=wide: must be an integer"),
+        ("{other:{block:4}}", r"variant\.small\.other=.*: no such key; allowed are .*toy, model"),
+        ("{model:{spam:4}}", r"variant\.small: model\.spam=4: no such key; allowed are d_model, "),
         ("[4]", r"variant\.small=\[4\]: must be a mapping or null"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import lzma
 import os
 import subprocess
 import sys
@@ -23,7 +22,8 @@ def refused(here, *words) -> str:
     before = sorted(here.rglob("*"))
     ended = train(*words)
     lines = [line for line in ended.err.splitlines() if not line.startswith("data: downloading ")]
-    assert (ended.code, ended.out, len(lines)) == (2, "", 1), ended
+    out = [line for line in ended.out.splitlines() if not (line.startswith("sweep ") and ": 0 of " in line)]
+    assert (ended.code, out, len(lines)) == (2, [], 1), ended
     assert sorted(here.rglob("*")) == before
     assert lines[0].startswith("error: ")
     return lines[0]
@@ -40,8 +40,6 @@ MISTAKES = {
     ("sublayer@variant.nonsense=mhsa",): ("sublayer@variant.nonsense", "sublayer@variant.attention"),
     ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
     ("recip=none",): ("recip=none", "recipe", "budget", "variant"),
-    ("model.heads=3",): ("model.heads=3", "model.d_model=32"),
-    ("runtime.device=tpu",): ("runtime.device=tpu", "auto, cpu"),
     ("foo bar",): ("'foo bar'", "KEY=VALUE"),
     ("variant=mhsa,all_attention",): ("variant=mhsa,all_attention", "--multirun"),
     ("data.bytes=200", "batch.streams=8", "batch.carry=true"): ("batch.streams=8", "180", "longer corpus"),
@@ -50,43 +48,34 @@ MISTAKES = {
     ("init_from.restore=all",): ("init_from.restore=all", "weights, everything"),
     ("trust=[abc]",): ("trust=abc", "source file"),
     ("init_from.run=nowhere",): ("init_from.run=nowhere",),
+    ("-cd", "nowhere"): ("nowhere",),
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
 def test_a_mistake_is_one_message_and_leaves_nothing(here, words):
-    message = refused(here, *MADE, *words)
+    flags = [word for word in words if "=" not in word and words[0] == "-cd"]
+    message = refused(here, *flags, *MADE, *(word for word in words if word not in flags))
     for part in MISTAKES[words]:
         assert part in message
 
 
-def test_a_mistake_at_the_bench(here):
-    ended = call("bench/evaluate.py", "run=nowhere")
-    assert ended.code == 2 and "run=nowhere" in ended.err and "run folder" in ended.err
+def test_a_mistake_in_files(here, tmp_path):
     ended = call("bench/evaluate.py")
     assert (ended.code, ended.err) == (2, "error: run: Missing mandatory value: run\n") and not list(here.iterdir())
-
-
-def test_a_bad_file_of_data(here, tmp_path):
-    files = {"missing.txt": None, "empty.txt": b"", "cut.xz": lzma.compress(os.urandom(5000))[:-100]}
-    for name, content in files.items():
-        path = tmp_path / name
-        if content is not None:
-            path.write_bytes(content)
-        assert f"data.path='{path}'" in refused(here, "data=file", f"data.path={path}")
-    whole, wrong = tmp_path / "whole.txt", "0" * 64
-    whole.write_bytes(ALPHABET)
-    assert f"data.sha256={wrong}" in refused(here, "data=file", f"data.path={whole}", f"data.sha256='{wrong}'")
-    assert "is not enwik8: it has 27,000 bytes" in refused(here, "data=enwik8", f"data.path={whole}")
+    path, wrong = tmp_path / "whole.txt", "0" * 64
+    assert f"data.path='{path}'" in refused(here, "data=file", f"data.path={path}")
+    path.write_bytes(ALPHABET)
+    assert f"data.sha256={wrong}" in refused(here, "data=file", f"data.path={path}", f"data.sha256='{wrong}'")
+    (tmp_path / "conf" / "variant").mkdir(parents=True)
+    (tmp_path / "conf" / "variant" / "mine.yaml").write_text("layers: [attention\nname: mine\n")
+    assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *MADE, "variant=mine")
 
 
 def test_what_the_machine_has_not(here, monkeypatch, tmp_path):
     pretend(monkeypatch, None)
     message = refused(here, *MADE, "runtime.device=cuda")
     assert "sees 0 accelerators" in message and "allowed are auto, cpu" in message
-    pretend(monkeypatch, "cuda")
-    assert "runtime.device=cuda:1: torch" in refused(here, *MADE, "runtime.device=cuda:1")
-    pretend(monkeypatch, None)
     (tmp_path / "file").write_text("")
     outputs = tmp_path / "file" / "below"
     assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(here, *MADE, f"outputs={outputs}")
@@ -94,29 +83,21 @@ def test_what_the_machine_has_not(here, monkeypatch, tmp_path):
     assert swept.code == 2 and swept.err.startswith(f"error: outputs={outputs}: ") and not list(here.iterdir())
 
 
-def test_a_broken_file_of_yaml(here, tmp_path):
-    (tmp_path / "conf" / "variant").mkdir(parents=True)
-    (tmp_path / "conf" / "variant" / "mine.yaml").write_text("layers: [attention\nname: mine\n")
-    assert "mine.yaml" in refused(here, "-cd", str(tmp_path / "conf"), *MADE, "variant=mine")
-    assert str(here / "nowhere") in refused(here, "-cd", "nowhere", *MADE)
-
-
-def test_the_trace_of_a_mistake_is_there_on_request(here, monkeypatch):
+def test_a_bug_keeps_its_trace_and_a_mistake_has_one_on_request(here, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     ended = train(*MADE, "model.heads=3")
     assert ended.code == 2 and "Traceback" in ended.err and "error: model.heads=3" in ended.err
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
+    monkeypatch.delenv("HYDRA_FULL_ERROR")
 
-
-@pytest.mark.parametrize("flags", [(), ("-m", "seed=0,1")])
-def test_a_bug_keeps_its_trace(here, monkeypatch, flags):
     def broken(*_, **__):
         raise KeyError("ours")
 
     monkeypatch.setattr("harness.loop.prepare.plan_run", broken)
-    ended = train(*flags, *MADE)
-    assert ended.code == 1 and ended.err.count("Traceback") == 1 + bool(flags) and "in broken" in ended.err
-    assert "Error executing job" not in ended.err and not list(here.iterdir())
+    for flags in ((), ("-m", "seed=0,1")):
+        ended = train(*flags, *MADE)
+        assert ended.code == 1 and ended.err.count("Traceback") == 1 + bool(flags) and "in broken" in ended.err
+        assert "Error executing job" not in ended.err and not list(here.iterdir())
 
 
 def test_what_cannot_change_a_number_is_not_hashed():
@@ -125,9 +106,6 @@ def test_what_cannot_change_a_number_is_not_hashed():
     hashed = partial(config_hash, pinned=())
     assert hashed(same) == hashed(config) != hashed(config | {"seed": 1})
     assert hashed(config | {"data": {"name": "text8", "fallback": "stdlib"}}) != hashed(config)
-
-
-# The fallback corpus
 
 
 def test_without_network_the_fallback_is_read_and_labelled(here):
@@ -140,19 +118,15 @@ def test_without_network_the_fallback_is_read_and_labelled(here):
     assert f"{read['bytes']:,} bytes, sha256 {read['sha256']}" in loud
     label = f"stdlib (fallback for enwik8), {read['bytes']:,} bytes, sha256 {read['sha256'][:12]}"
     assert ended.code == 0 and label in ended.out
+    for words in (("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)):  # it would spoil a table
+        message = refused(here, *words)
+        assert "data=enwik8" in message and "data.path=FILE" in message and "harness.data enwik8" in message
 
 
-@pytest.mark.parametrize("words", [("-m", "variant=mhsa"), ("recipe=adaptive_span_12",)])
-def test_where_a_fallback_would_spoil_a_table_there_is_none(here, words):
-    message = refused(here, *words)
-    assert "data=enwik8" in message and "data.path=FILE" in message and "harness.data enwik8" in message
-
-
-# The same command again
-
-
-def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(here):
-    first, again = train(*MADE), train(*MADE)
+def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(here, tmp_path):
+    words = ("data=file", f"data.path={tmp_path / 'text'}")
+    (tmp_path / "text").write_bytes(ALPHABET)
+    first, again = train(*words), train(*words)
     (run,) = run_folders(here / "outputs")
     assert (first.code, again.code) == (0, 0)
     assert f"finished before: outputs/{run.name} (force=true" in again.out and "training:" not in again.out
@@ -164,18 +138,12 @@ def test_a_finished_run_is_returned_until_it_is_forced_and_one_process_holds_it(
         lock.write("process 12 on somewhere")
         lock.flush()
         before = (run / "record.jsonl").read_bytes()
-        assert f"{run.name} is held by process 12 on somewhere" in refused(here, *MADE, "force=true")
+        assert f"{run.name} is held by process 12 on somewhere" in refused(here, *words, "force=true")
         assert (run / "record.jsonl").read_bytes() == before
-    forced = train(*MADE, "force=true")
+    forced = train(*words, "force=true")
     assert forced.code == 0 and f"training: outputs/{run.name}" in forced.out
     assert run_folders(here / "outputs") == [run] and (here / "outputs" / "latest").resolve() == run
-
-
-def test_other_data_under_the_same_path_is_refused(here, tmp_path):
-    words = ("data=file", f"data.path={tmp_path / 'text'}")
-    (tmp_path / "text").write_bytes(ALPHABET)
-    assert train(*words).code == 0
-    (tmp_path / "text").write_bytes(ALPHABET[::-1])
+    (tmp_path / "text").write_bytes(ALPHABET[::-1])  # other data under the same path
     message = refused(here, *words)
     assert "data.sha256 was" in message and "force=true" in message
 

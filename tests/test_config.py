@@ -27,11 +27,6 @@ STEPPED = ("variant/", "position/", "optim/", "recipe/")
 """Groups whose files compute something of their own; of the others the plan is enough."""
 
 
-@pytest.fixture(scope="module")
-def corpus():
-    return recall()
-
-
 @pytest.fixture(autouse=True)
 def _global_settings_of_torch_come_back():
     threads = torch.get_num_threads()
@@ -60,13 +55,13 @@ def test_every_command_composes():
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(("sublayer/", "space/", "sweep/"))])
-def test_every_file_composes_builds_and_takes_a_step(file, corpus):
+def test_every_file_composes_builds_and_takes_a_step(file):
     tiny = [*TINY, "init_from.run=somewhere"] if file.endswith("_finetune") else list(TINY)
     if "product_key_memory_12" in file:
         tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
     made = plan(*chosen(file), *tiny)
     if file.startswith(STEPPED):
-        row = one_step(made, corpus)
+        row = one_step(made, recall())
         assert row["step"] == 1 and math.isfinite(row["bits_per_byte"])
 
 
@@ -123,14 +118,10 @@ def test_numbers_are_read_as_the_types_that_they_mean_and_a_sweep_reads_no_fallb
 BAD = [
     # choices and keys
     ("variant=foo", "variant=foo", "adaptive_span", "mhsa"),
-    ("data.name=foo", "data.name='foo'", "enwik8", "stdlib"),
     ("model.widht=3", "model.widht=3", "d_model", "heads"),
-    ("+model.widht=3", "model.widht=3", "d_model", "heads"),
     ("+budget.hours=3", "budget.hours=3", "bytes", "seconds"),
-    ("+optim.schedule.warmup=3", "optim.schedule.warmup=3", "warmup_steps"),
     ("+optim.default.lr=3", "optim.default.lr=3", "betas"),
     ("+variant.attention.ramp=3", "variant.attention.ramp=3", "Attention", "span"),
-    ("~position", "position: must be given"),
     ("~model.heads", "model.heads: must be given"),
     ("seed=???", "seed=???: must be given"),
     ("init_from.restore=everything", "init_from.run=null", "init_from.restore=weights"),
@@ -138,42 +129,32 @@ BAD = [
     ("model.heads=2.5", "model.heads=2.5", "an integer"),
     ("model.heads=0", "model.heads=0", "greater than 0"),
     ("model.layers=1e12", "model.layers=1000000000000", "less than or equal to 10000"),
-    ("model.embedding_std=nan", "model.embedding_std=nan", "a finite number"),
-    ("model.dropout=1.5", "model.dropout=1.5", "less than or equal to 1"),
-    ("model.tied=1", "model.tied=1", "boolean"),
     ("model.norm=batch", "model.norm=batch", "rms, layer"),
-    ("position.base=abc", "position.base=abc", "number"),
     ("budget=3", "budget=3", "section"),
-    ("budget.steps=abc", "budget.steps=abc", "must be"),
-    ("optim.lr=abc", "optim.lr=abc", "number"),
     ("optim.default.betas=[0.9]", "optim.default.betas=[0.9]", "list"),
-    ("optim.matrices=3", "optim.matrices=3", "mapping"),
-    ("optim.schedule.decay=sine", "optim.schedule.decay=sine", "linear, cosine"),
     ("trust=[1]", "trust=[1]", "list of modules"),
-    ("trust=[no_such_module]", "trust=no_such_module", "imported"),
     # sizes that do not fit together
-    ("budget.bytes=1000 budget.steps=3", "budget.bytes=1000", "budget.steps=3", "at most one"),
     ("model.heads=3", "model.heads=3", "model.d_model=32", "divide"),
     ("batch.accumulate=3", "batch.accumulate=3", "batch.streams=2"),
     ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
     # layers of a variant
-    ("variant.layers=attention", "variant.layers=attention", "list", "feed_forward"),
     ("variant.layers=[attention,attention]", "once", "of attention, feed_forward"),
-    ("variant.at=3", "variant.at=3", "a mapping or null"),
     ("+variant.at={2:[attention]}", "variant.at.2=", "-2 to 1", "model.layers=2"),
     ("+variant.at={-1:[attention],1:[attention]}", "variant.at.1=", "variant.at.-1"),
-    ("+variant.at={0:[memory]}", "variant.at.0=", "attention, feed_forward"),
     ("++variant.numerics=0", "variant.numerics=0", "greater than or equal to 1"),
     ("+variant.depth=3", "variant.depth=3", "layers, at, groups"),
     # groups and rates of a variant
     ("+variant.groups.x=3", "variant.groups.x=3", "a mapping"),
     ("+variant.groups.x={match:'*.nothing'}", "variant.groups.x.match='*.nothing'", "query.weight"),
     ("+variant.groups.x={match:'*',rate:1}", "variant.groups.x.rate", "lr_scale"),
+    ("+variant.groups.x={lr_scale:1}", "variant.groups.x.match: must be given"),
+    ("+variant.groups.x={match:'*',lr_scale:-1}", "variant.groups.x.lr_scale=-1", "greater than or equal to 0"),
+    ("+variant.groups.x={match:'*',clip:0}", "variant.groups.x.clip=0", "greater than 0"),
+    ("+variant.groups.x={match:'*',schedule:cosine}", "variant.groups.x.schedule=cosine", "run, constant"),
     ("++variant.lr_scale.muon=-1", "variant.lr_scale.muon=-1", "greater than 0"),
     # parts of a sublayer
     ("variant.attention.span=3", "variant.attention.span=3", "part", "null"),
     ("variant=adaptive_span variant.attention=null", "variant.attention=None", "sublayers"),
-    ("variant=all_attention variant.attention.persistent.number=0", "persistent.number=0", "at least 1"),
 ]
 
 

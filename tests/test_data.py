@@ -15,13 +15,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from harness.data import byte_counts, sources
-from harness.data.byte_counts import order_bits
-from harness.data.corpora import KNOWN, NAMES, compressed_bits, load
+from harness.data import byte_counts, corpora, sources
+from harness.data.byte_counts import compressed_bits, order_bits
+from harness.data.corpora import KNOWN, NAMES, load
 from harness.data.sources import Known
 from tests.composing import CONF
 
 TEXT = b"".join(b"line %d of a small corpus\n" % n for n in range(400))
+SHA256 = hashlib.sha256(TEXT).hexdigest()
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +32,8 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "attention-windtunnel"
 
 
-def content(split: torch.Tensor) -> bytes:
-    return split.numpy().tobytes()
-
-
 def whole(corpus) -> bytes:
-    return b"".join(content(corpus.splits[name]) for name in ("train", "valid", "test"))
+    return b"".join(corpus.splits[name].numpy().tobytes() for name in ("train", "valid", "test"))
 
 
 def written(folder: Path, name: str, data: bytes) -> str:
@@ -58,30 +55,23 @@ PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zip": zi
 
 
 def test_configs_have_the_keys_of_load_and_only_those():
-    keywords = list(inspect.signature(load).parameters)
     for name in NAMES:
         node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / f"{name}.yaml"))
-        assert list(node) == keywords
+        assert list(node) == list(inspect.signature(load).parameters)
         assert node["name"] == name
         assert node["fallback"] == ("stdlib" if name == "enwik8" else None)
-    assert load(**node).name == name
 
 
 def test_plain_file(tmp_path, monkeypatch):
     path = written(tmp_path, "small.txt", TEXT)
     corpus = load("file", path=path)
     assert whole(corpus) == TEXT
-    assert corpus.sha256 == hashlib.sha256(TEXT).hexdigest()
-    assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": corpus.sha256}
-    assert corpus.label() == f"file:small.txt ({len(TEXT):,} bytes, sha256 {corpus.sha256[:8]})"
-    assert all(split.dtype == torch.uint8 for split in corpus.splits.values())
+    assert corpus.provenance() == {"name": "file:small.txt", "bytes": len(TEXT), "sha256": SHA256}
+    assert corpus.label() == f"file:small.txt ({len(TEXT):,} bytes, sha256 {SHA256[:8]})"
     assert (corpus.vocabulary, corpus.floor_bits, corpus.fallback_from) == (256, None, None)
     monkeypatch.setattr(sources, "LARGE_BYTES", 1000)
     load("file", path=path).splits["train"][0] = 0  # mapped: a private copy of the page, and the file itself stays
     assert Path(path).read_bytes() == TEXT
-
-
-def test_split_shares(tmp_path):
     path = written(tmp_path, "thousand", bytes(range(250)) * 4)
     assert [len(s) for s in load("file", path=path).splits.values()] == [900, 50, 50]
     assert [len(s) for s in load("file", path=path, split=[0.5, 0.3, 0.2]).splits.values()] == [500, 300, 200]
@@ -92,7 +82,6 @@ def test_folder_in_sorted_order_without_dot_files(tmp_path):
     # "a-b" sorts before "a/z" as a string: "-" is below "/".
     for name, data in {"b": b"4" * 90, "a/z": b"3" * 90, "a-b": b"1" * 90, "a.gz": gzip.compress(b"2" * 90)}.items():
         written(folder, name, data)
-    written(folder, ".hidden", b"x")
     written(folder, ".git/object", b"x")
     assert whole(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
     (folder / "c").symlink_to("nowhere")
@@ -100,15 +89,13 @@ def test_folder_in_sorted_order_without_dot_files(tmp_path):
         load("file", path=str(folder))
 
 
-def flipped(data: bytes) -> bytes:
-    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 255]) + data[len(data) // 2 + 1 :]
-
-
 @pytest.mark.parametrize("suffix", PACK)
 def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, suffix):
     packed = PACK[suffix](TEXT)
     assert whole(load("file", path=written(tmp_path, f"small.{suffix}", packed))) == TEXT
-    for damaged in (packed[:1], packed[:-40], flipped(packed)):
+    middle = len(packed) // 2
+    flipped = packed[:middle] + bytes([packed[middle] ^ 255]) + packed[middle + 1 :]
+    for damaged in (packed[:-40], flipped):
         with pytest.raises(ValueError, match=r"data\.path=.* cannot be read, truncated or damaged perhaps"):
             load("file", path=written(tmp_path, f"damaged.{suffix}", damaged))
     monkeypatch.setattr(sources, "LARGE_BYTES", 10_000)
@@ -121,11 +108,9 @@ BAD_PATHS = {
     "missing": (lambda folder: str(folder / "nowhere"), "no such file or folder"),
     "empty archive": (lambda folder: written(folder, "empty.gz", gzip.compress(b"")), "no bytes"),
     "empty folder": (lambda folder: str(folder), "no files"),
-    "not an archive": (lambda folder: written(folder, "text.xz", TEXT), "cannot be read"),
     "two files": (lambda folder: written(folder, "two.zip", zipped(TEXT, TEXT)), "2 files are in the archive"),
     "impossible name": (lambda folder: str(folder / ("x" * 5000)), "cannot be read"),
     "no such user": (lambda folder: "~nobody-at-all/x", "cannot be read"),
-    "too short": (lambda folder: written(folder, "short", b"0123456789"), "at least 2"),
 }
 
 
@@ -136,8 +121,7 @@ def test_bad_paths(tmp_path, case):
     path = make(tmp_path / "data")
     with pytest.raises(ValueError, match=reason) as error:
         load("file", path=path)
-    assert "data." in str(error.value)
-    assert path[-200:] in str(error.value) or case == "too short"
+    assert "data.path=" in str(error.value) and path[-200:] in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -146,17 +130,18 @@ def test_bad_paths(tmp_path, case):
         ("data.name", {"name": "enwik9"}),
         ("data.path", {"name": "file"}),
         ("data.path", {"name": "stdlib", "path": "somewhere"}),
-        ("data.fallback", {"name": "enwik8", "fallback": "recall"}),
         ("data.fallback", {"name": "stdlib", "fallback": "stdlib"}),
         ("data.vocabulary", {"name": "recall", "vocabulary": 257}),
         ("data.vocabulary", {"name": "recall", "vocabulary": 31}),
-        ("data.split", {"name": "recall", "split": [0.9, 0.1]}),
         ("data.split", {"name": "recall", "split": [0.9, 0.1, 0.1]}),
-        ("data.split", {"name": "recall", "split": ["0.9", "0.05", "0.05"]}),
         ("data.split", {"name": "recall", "split": [0.9, 0.1, 0.0]}),
-        ("data.bytes", {"name": "stdlib", "bytes": 100}),
+        ("data.split", {"name": "recall", "bytes": 10, "distances": [1]}),
         ("data.seed", {"name": "stdlib", "seed": 0}),
         ("data.distances", {"name": "synthetic_text", "distances": [3]}),
+        ("data.bytes", {"name": "recall", "bytes": 1}),
+        ("data.bytes", {"name": "synthetic_text", "bytes": 1}),
+        ("data.distances", {"name": "recall", "distances": [1000], "bytes": 1000}),
+        ("data.distances", {"name": "recall", "distances": list(range(1, 18))}),
     ],
 )
 def test_bad_keys_are_named(key, keywords):
@@ -164,32 +149,24 @@ def test_bad_keys_are_named(key, keywords):
         load(**keywords)
 
 
-def test_sha256_is_checked_when_given(tmp_path):
+def test_a_known_corpus_must_be_that_corpus(tmp_path, monkeypatch):
     path = written(tmp_path, "small", TEXT)
-    right = hashlib.sha256(TEXT).hexdigest()
-    assert load("file", path=path, sha256=right.upper()).sha256 == right
-    with pytest.raises(ValueError, match=rf"data\.sha256={'0' * 64}.*{right}"):
+    assert load("file", path=path, sha256=SHA256.upper()).sha256 == SHA256
+    with pytest.raises(ValueError, match=rf"data\.sha256={'0' * 64}.*{SHA256}"):
         load("file", path=path, sha256="0" * 64)
-
-
-def test_known_corpus_from_a_path_must_be_that_corpus(tmp_path, monkeypatch):
-    right = Known(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())
     assert KNOWN["enwik8"].n_bytes == 100_000_000
-    monkeypatch.setitem(KNOWN, "enwik8", right)
+    monkeypatch.setitem(KNOWN, "enwik8", Known(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=SHA256))
     corpus = load("enwik8", path=written(tmp_path, "copy.xz", lzma.compress(TEXT)), fallback="stdlib")
     assert (corpus.name, corpus.fallback_from, corpus.n_bytes) == ("enwik8", None, len(TEXT))
     with pytest.raises(ValueError, match=r"data\.path=.*has 9,\d+ bytes, not 10,\d+"):
         load("enwik8", path=written(tmp_path, "short", TEXT[:-1000]), fallback="stdlib")
-    with pytest.raises(ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{right.sha256}"):
+    with pytest.raises(ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{SHA256}"):
         load("enwik8", path=written(tmp_path, "reversed", TEXT[::-1]), fallback="stdlib")
-
-
-def test_text8_is_told_by_its_letters(tmp_path, monkeypatch):
     letters = KNOWN["text8"].alphabet
     assert len(letters) == 27
     monkeypatch.setitem(KNOWN, "text8", Known(url="http://127.0.0.1:9/", n_bytes=2700, alphabet=letters))
     corpus = load("text8", path=written(tmp_path, "text8", letters * 100), vocabulary=27)
-    assert content(corpus.splits["train"])[:27] == bytes(range(27))
+    assert whole(corpus)[:27] == bytes(range(27))
     with pytest.raises(ValueError, match=r"data\.path=.*belong.*\[10\]"):
         load("text8", path=written(tmp_path, "lines", letters * 99 + b"a line\nand another           "[:27]))
 
@@ -200,11 +177,9 @@ def test_vocabulary_numbers_values_in_order_and_newlines_are_dropped_after_cutti
     corpus = load("file", path=path, vocabulary=4)
     assert whole(corpus) == bytes([3, 1, 2, 1, 0, 2]) * 50
     assert (corpus.vocabulary, corpus.symbols) == (4, bytes([0, 10, 65, 200]))
-    assert corpus.sha256 == hashlib.sha256(data).hexdigest()
     dropped = load("file", path=path, vocabulary=3, drop_newlines=True)
     assert whole(dropped) == bytes([2, 1, 0, 1]) * 50
     assert (dropped.n_bytes, dropped.sha256, dropped.symbols) == (len(data), corpus.sha256, bytes([0, 65, 200]))
-    assert load("file", path=path, vocabulary=6).symbols == corpus.symbols
     assert load("file", path=path).symbols == bytes(range(256))
     with pytest.raises(ValueError, match=r"data\.vocabulary=3: the corpus has 4"):
         load("file", path=path, vocabulary=3)
@@ -218,11 +193,9 @@ def test_vocabulary_numbers_values_in_order_and_newlines_are_dropped_after_cutti
 @pytest.mark.filterwarnings("error")  # about memory that torch may not write
 def test_stdlib_is_real_source_and_the_same_each_time():
     corpus = load("stdlib")
-    assert corpus.sha256 == load("stdlib").sha256
-    assert corpus.n_bytes > 3_000_000
-    text = whole(corpus)
+    text, folder = whole(corpus), Path(sysconfig.get_path("stdlib"))
+    assert corpus.sha256 == load("stdlib").sha256 and corpus.n_bytes > 3_000_000
     assert Path(inspect.getsourcefile(gzip)).read_bytes() in text
-    folder = Path(sysconfig.get_path("stdlib"))
     left_out = [*folder.glob("_sysconfigdata*.py"), *folder.glob("config-*/*.py"), *folder.glob("json/test*/*.py")]
     assert left_out
     assert not any(file.read_bytes() in text for file in left_out if file.stat().st_size > 100)
@@ -275,24 +248,18 @@ def test_byte_counts_are_those_of_the_formula(train):
 
 def test_the_part_of_enwik8_is_the_same_from_its_file_and_from_a_longer_one(tmp_path, monkeypatch, cache):
     """Known corpora in small: ``long``, and ``part``, its first 1,000 bytes."""
-    corpora = {"long": Known(url="nowhere", n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())}
     digest = hashlib.sha256(TEXT[:1000]).hexdigest()
-    corpora["part"] = Known(url="nowhere", n_bytes=1000, sha256=digest, part_of="long")
-    for name, known in corpora.items():
-        monkeypatch.setitem(KNOWN, name, known)
-    monkeypatch.setattr("harness.data.corpora.NAMES", (*NAMES, *corpora))
+    monkeypatch.setitem(KNOWN, "long", Known(url="nowhere", n_bytes=len(TEXT), sha256=SHA256))
+    monkeypatch.setitem(KNOWN, "part", Known(url="nowhere", n_bytes=1000, sha256=digest, part_of="long"))
+    monkeypatch.setattr(corpora, "NAMES", (*NAMES, "long", "part"))
     written(cache, "long", TEXT)
     alone, longer = (written(tmp_path, f"{name}.txt", TEXT[:n]) for name, n in (("alone", 1000), ("longer", None)))
     ways = [{"name": "part"}, {"name": "part", "path": alone}, {"name": "part", "path": longer}]
-    ways += [
-        {"name": "file", "path": alone},
-        *({"name": name, "path": longer, "first_bytes": 1000} for name in ("file", "long")),
-    ]
+    ways += [{"name": "file", "path": alone}, {"name": "long", "path": longer, "first_bytes": 1000}]
     for keywords in ways:
         corpus = load(**keywords, split=[0.85, 0.05, 0.1])
         assert whole(corpus) == TEXT[:1000]
         assert corpus.provenance() == {"name": "part", "bytes": 1000, "sha256": digest}
-        assert [len(split) for split in corpus.splits.values()] == [850, 50, 100]
     with pytest.raises(ValueError, match=r"data\.path=.* is not part: it has 999 bytes, not 1,000"):
         load("part", path=written(tmp_path, "short", TEXT[:999]))
     with pytest.raises(ValueError, match=r"data\.first_bytes=1001: allowed is at most 1000"):
@@ -302,7 +269,6 @@ def test_the_part_of_enwik8_is_the_same_from_its_file_and_from_a_longer_one(tmp_
 
 def test_enwik8_4m_has_its_own_shares(enwik8_4m):
     node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / "enwik8_4m.yaml"))
-    assert (node["split"], node["fallback"]) == ([0.85, 0.05, 0.1], None)
     corpus = load(**node | {"path": str(enwik8_4m)})
     assert corpus.sha256 == "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
     assert [len(split) for split in corpus.splits.values()] == [3_400_000, 200_000, 400_000]

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from harness.loop.progress import ProgressBar
-from harness.record.closing_table import print_closing_table, print_sweep_table
+from harness.record.closing_table import print_closing_table
 from harness.record.comparison import held_equal, same_numbers
 from harness.record.figures import draw_figures, draw_spans
 from harness.record.rows import FORMAT, Record, plain, read_rows, repeatable, write_summary
@@ -104,25 +104,12 @@ def test_closing_table_has_the_numbers_and_marks():
     assert "*" not in whole and "first" not in whole
 
 
-def test_jobs_of_a_sweep_stand_together_with_what_may_be_compared():
-    other = make_summary(config_hash="22", valid_bits_per_byte=2.2, device="cuda", source="bb")
-    console = Console(file=io.StringIO(), width=80)
-    print_sweep_table([("seed=0", make_summary()), ("seed=1", other)], console=console)
-    lines = console.file.getvalue().splitlines()
-    first, best = (next(n for n, line in enumerate(lines) if line.startswith(f"seed={seed}")) for seed in (0, 1))
-    assert best < first, "best first"
-    assert "2.2000*" in lines[best] and "42.1k" not in lines[best] and "#" in lines[best]
-    assert "2.3913*" in lines[first] and "42.1k" in lines[first]
-    text = console.file.getvalue()
-    assert "other source" in text and "on other ground" in text
+def comparable(one, other):
+    return held_equal(one) == held_equal(other) and same_numbers(one, other)
 
 
 PINNED = {"numerics": {"variant": 1, "shared": 1}, "tree": "tree", "commit": "ab" * 20}
 OTHER = {"source": "bb", "tree": "other"}
-
-
-def comparable(one, other):
-    return held_equal(one) == held_equal(other) and same_numbers(one, other)
 
 
 @pytest.mark.parametrize(

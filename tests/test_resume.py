@@ -18,6 +18,7 @@ from tests.runs import (
     MOVING,
     SMALL,
     VARIANTS,
+    after_step,
     crash,
     elsewhere,
     make_job,
@@ -130,3 +131,23 @@ def test_sigterm_leaves_a_checkpoint_and_the_same_command_goes_on(here, monkeypa
     for one, other in zip(rows, undisturbed, strict=True):
         differ = {key for key in one if one[key] != other[key]}
         assert differ <= {"clock", "memory", "command", "commit"}
+
+
+def test_a_launchers_signal_saves_and_is_passed_on(here):
+    """As submitit's before a time limit: all is saved when it hears of it, and it may end the process."""
+    saved = []
+
+    def listener(received, _) -> None:
+        saved.append((received, [path.stem for path in (job.folder.path / "checkpoints").glob("step-*.pt")]))
+        raise SystemExit(77)
+
+    before = signal.signal(signal.SIGUSR2, listener)
+    try:
+        job = make_job("budget.steps=6")
+        after_step(job, 3, lambda: signal.raise_signal(signal.SIGUSR2))
+        with pytest.raises(SystemExit) as ended:
+            run_job(job)
+        assert ended.value.code == 77 and signal.getsignal(signal.SIGUSR2) is listener
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert saved == [(signal.SIGUSR2, ["step-000000003"])]

@@ -5,17 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data.corpora import Streams, score_streams, segments, windows
-from harness.data.streams import sample_cut, samples, whole_context
-
-
-def ramp(n_bytes: int) -> torch.Tensor:
-    """Bytes that tell where they are: value i mod 251."""
-    return (torch.arange(n_bytes) % 251).to(torch.uint8)
-
-
-def streams_of(n_bytes=1000, *, streams=4, segment=7, seed=0, carry=True) -> Streams:
-    return Streams(ramp(n_bytes), streams=streams, segment=segment, seed=seed, carry=carry)
+from harness.data.streams import Streams, sample_cut, samples, score_streams, segments, whole_context, windows
 
 
 @given(
@@ -25,7 +15,7 @@ def streams_of(n_bytes=1000, *, streams=4, segment=7, seed=0, carry=True) -> Str
     seed=st.integers(0, 9),
     carry=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_targets_are_the_next_bytes_of_the_ring(n_bytes, streams, segment, seed, carry):
     split = torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     if n_bytes // streams <= segment:
@@ -46,60 +36,38 @@ def test_targets_are_the_next_bytes_of_the_ring(n_bytes, streams, segment, seed,
         before = targets
 
 
-def test_a_turn_reads_every_byte_once_and_turns_differ():
-    split = torch.arange(240, dtype=torch.uint8)
-    stream = Streams(split, streams=4, segment=6, seed=5)
+def test_a_turn_reads_every_byte_once_and_turns_reach_what_another_leaves_out():
+    stream = Streams(torch.arange(240, dtype=torch.uint8), streams=4, segment=6, seed=5)
     assert (stream.steps_per_turn, stream.bytes_per_step) == (10, 24)
     turns = [torch.cat([stream.batch(turn * 10 + step)[0] for step in range(10)], dim=1) for turn in range(2)]
     for turn in turns:
         assert sorted(turn.flatten().tolist()) == list(range(240))
     assert not torch.equal(turns[0], turns[1])
-    starts = turns[0][:, 0].sort().values
-    assert starts.diff().tolist() == [60, 60, 60]
-
-
-def test_turns_reach_what_one_turn_leaves_out_and_streams_begin_anew_only_there():
+    assert turns[0][:, 0].sort().values.diff().tolist() == [60, 60, 60]
     stream = Streams(torch.arange(203, dtype=torch.uint8), streams=2, segment=30, seed=0)  # 3 segments of 101 bytes
     read = {value for position in range(3 * 30) for value in stream.batch(position)[0].flatten().tolist()}
-    assert read == set(range(203))
-    assert [p for p in range(9) if stream.begins(p)] == [0, 3, 6]
-    assert all(streams_of(carry=False).begins(p) for p in range(9))
+    assert read == set(range(203)) and [p for p in range(9) if stream.begins(p)] == [0, 3, 6]
+    windows_of = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
+    begins = {row[0] for position in range(60) for row in windows_of.batch(position)[0].tolist()}
+    assert begins == set(range(8)) and all(windows_of.begins(p) for p in range(9)), "windows reach both ends"
 
 
-@pytest.mark.parametrize("carry", [True, False])
-def test_same_seed_same_bytes_whatever_came_before(carry):
-    first, second = streams_of(carry=carry, seed=3), streams_of(carry=carry, seed=3)
-    for position in (0, 50, 3):
-        first.batch(position)
-    torch.manual_seed(99)
-    assert torch.equal(first.batch(40)[0], second.batch(40)[0])
-    assert not torch.equal(first.batch(40)[0], streams_of(carry=carry, seed=4).batch(40)[0])
-
-
-def test_order_is_frozen():
+def test_order_is_frozen_and_the_same_whatever_came_before():
     split = (torch.arange(100_000) // 400).to(torch.uint8)
-    assert Streams(split, streams=4, segment=8, seed=1).batch(9)[0][:, 0].tolist() == [197, 9, 72, 134]
-    assert Streams(split, streams=4, segment=8, seed=1, carry=False).batch(9)[0][:, 0].tolist() == [11, 239, 67, 69]
+    for carry, first in ((True, [197, 9, 72, 134]), (False, [11, 239, 67, 69])):
+        stream = Streams(split, streams=4, segment=8, seed=1, carry=carry)
+        stream.batch(50)
+        torch.manual_seed(99)
+        assert stream.batch(9)[0][:, 0].tolist() == first
+        other = Streams(split, streams=4, segment=8, seed=2, carry=carry)
+        assert not torch.equal(stream.batch(9)[0], other.batch(9)[0])
 
 
-def test_random_windows_reach_both_ends():
-    stream = Streams(torch.arange(12, dtype=torch.uint8), streams=8, segment=4, seed=0, carry=False)
-    begins = {row[0] for position in range(60) for row in stream.batch(position)[0].tolist()}
-    assert begins == set(range(8))
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "streams", "segment", "carry"),
-    [(31, 4, 7, True), (7, 4, 7, False)],
-)
-def test_too_short_for_its_streams(n_bytes, streams, segment, carry):
-    with pytest.raises(ValueError, match=r"batch\.(streams|segment)=\d"):
-        streams_of(n_bytes, streams=streams, segment=segment, carry=carry)
-
-
-def test_just_long_enough():
-    assert streams_of(32, streams=4, segment=7).steps_per_turn == 1
-    assert streams_of(8, streams=4, segment=7, carry=False).batch(0)[0].shape == (4, 7)
+def test_too_short_for_its_streams():
+    for n_bytes, carry in ((31, True), (7, False)):
+        with pytest.raises(ValueError, match=r"batch\.(streams|segment)=\d"):
+            Streams(torch.arange(n_bytes), streams=4, segment=7, seed=0, carry=carry)
+        assert Streams(torch.arange(n_bytes + 1), streams=4, segment=7, seed=0, carry=carry).batch(0)[0].shape == (4, 7)
 
 
 @given(n_pairs=st.integers(1, 3000), streams=st.integers(1, 40), segment=st.integers(1, 9), wanted=st.integers(0, 5000))
@@ -126,7 +94,7 @@ def test_score_streams_cut_evenly_what_is_read(n_pairs, streams, segment, wanted
     segment=st.integers(1, 50),
     wanted=st.sampled_from([0, 30, 999]),
 )
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes, streams, segment, wanted):
     if streams > n_bytes - 1:
         return
@@ -159,7 +127,7 @@ def test_segments_score_each_pair_once_and_in_order_after_their_context(n_bytes,
     segment=st.integers(1, 50),
     context=st.integers(0, 90),
 )
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment, context):
     split, length = torch.arange(n_bytes), min(pairs, n_bytes - 1) // streams  # the value is the place
     rows = list(samples(split, pairs=pairs, streams=streams, segment=segment, context=context))
@@ -185,7 +153,7 @@ def test_a_sample_is_scored_behind_whole_segments_of_context(pairs, streams, seg
 
 
 @given(n_bytes=st.integers(2, 250), window=st.integers(1, 40), stride=st.integers(1, 40), batch=st.integers(1, 5))
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, stride, batch):
     split = torch.arange(n_bytes, dtype=torch.uint8)  # the value is the place
     stride = min(stride, window)
@@ -204,6 +172,6 @@ def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, strid
 
 
 def test_default_windows():
-    (inputs, _, mask) = next(iter(windows(ramp(5000))))
+    (inputs, _, mask) = next(iter(windows((torch.arange(5000) % 251).to(torch.uint8))))
     assert inputs.shape == (9, 1024)
     assert mask.sum(dim=1).tolist() == [1024] + [512] * 7 + [4999 - 1024 - 7 * 512]

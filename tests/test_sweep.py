@@ -1,19 +1,19 @@
 """Sweeps: what is killed goes on, what fails is recorded, what is finished returns; and no job hears of another."""
 
-import fcntl
 import json
 import os
 import signal
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.compose import sweep
+from harness.device import runtime
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows, repeatable
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
@@ -25,8 +25,7 @@ LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(sweep, "LOOK_SECONDS", 0.05)
+def without_wandb(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
@@ -42,132 +41,58 @@ def records(outputs: Path) -> dict[str, list[dict]]:
     return {name: [{key: row[key] for key in row.keys() - {"commit"}} for row in rows] for name, rows in found.items()}
 
 
-def status_lines(text: str) -> list[str]:
-    return [line.partition(": ")[2] for line in text.splitlines() if line.startswith("sweep ")]
-
-
-# What is finished, what is left
-
-
-def test_finished_jobs_are_skipped_and_new_ones_run(here, monkeypatch):
-    launch, groups = sweep.Sweep._launch, []
-
-    def noting(self, jobs: list[sweep.SweepJob]) -> list[sweep.SweepJob]:
-        groups.append(os.environ["WANDB_RUN_GROUP"])
-        return launch(self, jobs)
-
-    monkeypatch.setattr(sweep.Sweep, "_launch", noting)
-    assert train(*MADE, "seed=1").code == 0
-    first = train("-m", *MADE, "seed=0,1,2")
-    assert first.code == 0 and first.out.count("training: ") == 2 and groups[0].startswith("sweep-")
-    assert status_lines(first.out) == ["3 jobs: 1 finished before, 2 new", "3 of 3 done"]
-    again = train("-m", *MADE, "seed=0,1,2")
-    assert again.code == 0 and "training: " not in again.out and "finished before: " not in again.out
-    assert status_lines(again.out) == ["3 jobs: 3 finished before", "3 of 3 done"]
-    bits = {f"{summary['valid_bits_per_byte']:.4f}*" for summary in summaries(here / "outputs").values()}
-    assert len(bits) == 3 and all(text in again.out for text in bits)  # the closing table
-    typed = summaries(here / "outputs").popitem()[1]["command"].split()
-    assert "finished before: " in call("train.py", *typed[2:]).out, "the command of a job is that run alone"
-    monkeypatch.setattr("harness.source.digest", lambda *_, **__: "0" * 64)
-    edited = train("-m", *MADE, "seed=0,1")
-    assert edited.code == 0 and status_lines(edited.out)[0] == "2 jobs: 2 new"
-
-
-def test_the_other_jobs_run_where_one_has_a_mistake(here):
-    """One that does not compose, and one whose sizes do not fit."""
-    ended = train("-m", *MADE, "variant=nonsense,mhsa", "model.heads=3,2", "seed=0")
-    first, second, third = ended.err.splitlines()
-    assert ended.code == 2 and first.startswith("error: variant=nonsense") and second.startswith(first[:20])
-    assert third.startswith("error: model.heads=3 must divide") and all(
-        "(in the job " in line for line in (first, third)
-    )
-    (run,) = run_folders(here / "outputs")
-    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
-    assert {path.name for path in (here / "outputs").iterdir()} == {run.name, "latest"}
-    assert [path.name for path in here.iterdir()] == ["outputs"]
-
-
-def test_a_failed_job_is_recorded_and_tried_again(here, monkeypatch):
-    step, failed = Trainer.step, []
+def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, monkeypatch):
+    step, failed, groups = Trainer.step, [], []
 
     def failing(self, *flags) -> tuple:
+        groups.append(os.environ.get("WANDB_RUN_GROUP"))
         if self.plan.seed == 1 and self.spent.steps == 2:
             failed.append(weakref.ref(self))
             raise RuntimeError("no such luck\nsecond line")
         assert not failed or failed[0]() is None, "the failed job is kept in memory"
         return step(self, *flags)
 
+    # One job does not compose, of one the sizes do not fit, one fails.
+    words = (*MADE, "checkpoint.every_steps=1")
     with monkeypatch.context() as broken:
         broken.setattr(Trainer, "step", failing)
-        ended = train("-m", *MADE, "seed=0,1,2", "checkpoint.every_steps=1")
+        ended = train("-m", *words, "variant=nonsense,mhsa", "model.heads=3,2", "seed=1,2")
     assert ended.code == 1 and ended.err.count("Traceback") == 1 and "in failing" in ended.err
-    assert "error (in the job " in ended.err and "wandb.group" not in ended.err
-    assert status_lines(ended.out)[-1] == "2 of 3 done"
-    zero, one, two = run_folders(here / "outputs")
-    found = summaries(here / "outputs")[one.name]
-    assert (found["status"], found["seed"]) == ("failed", 1)
-    assert found["error"] == "RuntimeError: no such luck second line" and found["command"].startswith("python train.py")
-    assert "in failing" in (one / "failed.txt").read_text()
-    assert failed
+    assert ended.err.count("error: variant=nonsense") == 4 and ended.err.count("error: model.heads=3 must divide") == 2
+    assert ended.out.splitlines()[-1].endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
+    one, two = run_folders(here / "outputs")
+    row = summaries(here / "outputs")[one.name]
+    assert (row["status"], row["seed"], row["error"]) == ("failed", 1, "RuntimeError: no such luck second line")
+    assert "in failing" in (one / "failed.txt").read_text() and row["command"].startswith("python train.py")
+    assert [path.name for path in here.iterdir()] == ["outputs"]
 
-    again = train("-m", *MADE, "seed=0,1,2", "checkpoint.every_steps=1")
+    again = train("-m", *words, "seed=1,2")
     assert again.code == 0 and again.out.count("resuming at ") == 1
-    assert status_lines(again.out)[0] == "3 jobs: 1 failed before and tried again, 2 finished before"
+    assert again.out.count("finished before: ") == 1 and again.out.splitlines()[-1].endswith("2 of 2 done")
     assert not (one / "failed.txt").exists()
-    assert [found["status"] for found in summaries(here / "outputs").values()] == ["finished"] * 3
-
-
-def test_a_job_that_runs_elsewhere_is_waited_for(here, monkeypatch):
-    """Also one that another process takes after it was looked at, as where two sweeps are started at once."""
-    assert train(*MADE).code == 0
-    (run,) = run_folders(here / "outputs")
-    (run / "summary.json").rename(here / "moved")
-    lock, launch, looks = (run / "lock").open("r+"), sweep.Sweep._launch, []
-
-    def look(seconds: float) -> None:
-        looks.append(seconds)
-        (here / "moved").rename(run / "summary.json")
-        lock.close()
-
-    def taken_first(self, jobs: list[sweep.SweepJob]) -> list[sweep.SweepJob]:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return launch(self, jobs)
-
-    monkeypatch.setattr("harness.record.folder.HOLD_SECONDS", 0.1)
-    monkeypatch.setattr(sweep.Sweep, "_launch", taken_first)
-    monkeypatch.setattr("harness.compose.sweep.time", SimpleNamespace(sleep=look))
-    ended = train("-m", *MADE, "seed=0,1")
-    assert ended.code == 0 and "held by" not in ended.err and looks == [0.05] and ended.out.count("training: ") == 1
-    assert status_lines(ended.out) == ["2 jobs: 1 new, 1 to go on", "2 of 2 done"]
-
-
-# The files of conf/sweep
+    assert [row["status"] for row in summaries(here / "outputs").values()] == ["finished"] * 2
+    typed = summaries(here / "outputs")[two.name]["command"].split()
+    assert "finished before: " in call("train.py", *typed[2:]).out, "the command of a job is that run alone"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/sweep").glob("[!w]*.yaml")))
 def test_the_first_and_the_last_job_of_each_sweep_can_be_planned(name):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         hydra = compose("train", overrides=[f"sweep={name}"], return_hydra_config=True).hydra
-    overrides = OverridesParser.create().parse_overrides(
-        [f"{key}={value}" for key, value in hydra.sweeper.params.items()]
-    )
-    jobs = BasicSweeper.split_arguments(overrides, None)[0]
+    words = [f"{key}={value}" for key, value in hydra.sweeper.params.items()]
+    jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
     plans = [plan(f"sweep={name}", *job) for job in (jobs[0], jobs[-1])]
     assert hydra.mode.name == "MULTIRUN" and len(jobs) > 1 and plans[0].config != plans[1].config
 
 
 def test_a_sweep_of_trials_goes_on_to_more_of_them(here):
     words = (*MADE, "sweep=tuning", "variant=mhsa")
-    assert train(*words, "trial=range(0,2)").code == 0
-    more = train(*words, "trial=range(0,4)")
-    assert status_lines(more.out)[0] == "4 jobs: 2 finished before, 2 new"
-    typed = next(iter(summaries(here / "outputs").values()))["command"].split()
-    assert "finished before" in call("train.py", *typed[2:]).out, "the command of one trial is that trial"
+    assert train(*words, "trial=0").code == 0
+    more = train(*words, "trial=range(0,2)")
+    assert more.out.count("finished before: ") == 1 and more.out.count("training: ") == 1
     spoilt = train(*words, "trial=0", "optim.lr=0.1")
     assert spoilt.code == 2 and "error: optim.lr: is given by trial=0" in spoilt.err
 
-
-# Launchers, and kill -9
 
 DYING = """
 import os, runpy, signal, sys
@@ -186,7 +111,7 @@ runpy.run_path(SCRIPT, run_name="__main__")
 """The sweep kills itself in its second job: who waits for that job from outside may come too late, and waits for ever."""
 
 
-def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here, tmp_path):
+def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here):
     words = ("-m", *TINY, *MADE, *LONGER, "variant=adaptive_span", "seed=0,1")
     words += ("hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
     (here / "dying.py").write_text(DYING.replace("SCRIPT", repr(str(ROOT / "train.py"))))
@@ -196,13 +121,48 @@ def test_a_killed_sweep_goes_on_as_if_nothing_had_been(here, tmp_path):
     assert [(run / "summary.json").exists() for run in killed] == [True, False]
     assert list(killed[1].glob("checkpoints/step-*.pt"))
     ended = call("train.py", *words)
-    assert status_lines(ended.out) == ["2 jobs: 1 finished before, 1 to go on", "2 of 2 done"], ended
-    assert ended.code == 0 and ended.out.count("resuming at ") == 1
+    assert ended.code == 0 and ended.out.count("resuming at ") == 1 and ended.out.count("finished before: ") == 1, ended
     disturbed = records(here / "outputs")
     (here / "outputs").rename(here / "first")
     assert call("train.py", *words[:-2], "seed=1").code == 0
     undisturbed = records(here / "outputs")
     assert len(undisturbed) == 1 and undisturbed.items() <= disturbed.items()
+
+
+def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
+    """What a job finds is what it would find as the first of its process."""
+    usual, seen, start = runtime._THREADS, [], Trainer.step
+
+    def step(self, *flags) -> tuple:
+        seen.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.rand(()).item()))
+        if len(seen) % 2 == 0:  # each job has a warm-up before its step
+            torch.set_num_threads(usual + 2)
+        return start(self, *flags)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    words = ("model.dropout=0.1", "runtime.threads=null", "budget.steps=1")
+    assert train("-m", *MADE, "runtime.deterministic=false,true", *words).code == 0
+    assert train("-m", *MADE, "runtime.deterministic=true", *words, "outputs=alone").code == 0
+    first, second, alone = seen[1::2]
+    assert (first[:2], second[:2]) == ((usual, False), (usual, True)) and second == alone
+
+
+def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
+    """By the number of the sweep's jobs, so that what is left of a killed sweep computes with as many threads."""
+
+    class LocalLauncher:
+        """By submitit's name."""
+
+    def threads(launcher, n_jobs: int) -> str | None:
+        return sweep.environment(launcher, n_jobs).get("OMP_NUM_THREADS")
+
+    for name in sweep.CORES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert [threads(LocalLauncher(), n) for n in (1, 3, 40)] == ["16", "5", "1"]
+    assert threads(object(), 3) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads(LocalLauncher(), 3) is None, "the user has said how many"
 
 
 def test_slurm_gets_one_array_of_jobs_with_a_gpu_each():

@@ -31,6 +31,8 @@ from harness.device.torchrun import check_launch, is_later, read_launch
 TRACE = "WINDTUNNEL_TRACE"
 """What the user has set as HYDRA_FULL_ERROR, in the environment of a command and its jobs."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
+running: TaskFunction | None = None
+"""What a sweep's launcher calls for each job."""
 
 
 class JobFailed(RuntimeError):
@@ -38,13 +40,8 @@ class JobFailed(RuntimeError):
 
     Attributes:
         code: exit code.
-        held: whether another process is running the job.
         already_printed: where, see ``print_error``.
     """
-
-
-running: TaskFunction | None = None
-"""What a sweep's launcher calls for each job."""
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:
@@ -74,9 +71,7 @@ def run_command(command: Callable[[], object], *, many: bool = False) -> None:
 
 def exit_code(errors: Sequence[Exception]) -> int:
     """Of a command that ends with these: a bug's, or else the highest."""
-    codes = {
-        error.code if isinstance(error, JobFailed) else failures.exit_code(error, mistakes=MISTAKES) for error in errors
-    }
+    codes = {getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES) for error in errors}
     return failures.BUG if failures.BUG in codes else max(codes, default=0)
 
 
@@ -108,8 +103,7 @@ def portable(error: Exception) -> JobFailed:
     """A job's error as a sweep keeps it."""
     code, name = exit_code([error]), type(error).__name__
     copy = JobFailed(f"{name}: {_first_line(error)}" if code == failures.BUG else explain(error) or name)
-    copy.code, copy.held = code, getattr(error, "held", False)
-    copy.already_printed = getattr(error, "already_printed", None)
+    copy.code, copy.already_printed = code, getattr(error, "already_printed", None)
     return copy
 
 
@@ -142,7 +136,12 @@ def _explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return f"{error.override!r}: must read KEY=VALUE, as in model.heads=4 or trust=[mine] ({_first_line(error)})"
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        return _unknown_key(cause, word=str(error).partition("use +")[2] or cause.full_key)
+        word = str(error).partition("use +")[2] or cause.full_key
+        allowed = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []
+        if cause.full_key == cause.key:  # groups that are null by default, as recipe, are no keys
+            allowed += sorted(path.name for path in CONF.iterdir() if path.is_dir())
+        allowed = ", ".join(name for name in dict.fromkeys(allowed) if name != "hydra")
+        return f"{word}: no such key; allowed are {allowed or f'none, but for new ones: +{word}'}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
     if str(error).startswith("Config group override must be"):  # Hydra does not say of which
@@ -153,15 +152,6 @@ def _explain(error: Exception) -> str:
     if isinstance(error, HydraException) and cause is not None:
         lines.append(_first_line(cause))
     return " ".join(line for line in lines if line and not line.startswith("To append"))
-
-
-def _unknown_key(error: OmegaConfBaseException, *, word: str) -> str:
-    """A key that is not in the composed configuration, and the keys that are; ``word`` is KEY=VALUE."""
-    allowed = [str(name) for name in error.parent_node] if isinstance(error.parent_node, DictConfig) else []
-    if error.full_key == error.key:  # groups that are null by default, as recipe, are no keys
-        allowed += sorted(path.name for path in CONF.iterdir() if path.is_dir())
-        allowed = [name for name in dict.fromkeys(allowed) if name != "hydra"]
-    return f"{word}: no such key; allowed are {', '.join(allowed) or f'none, but for new ones: +{word}'}"
 
 
 def _first_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from harness.record.rows import read_file
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 MAX_BYTES, MAX_DEPTH = 1 << 18, 40
-TYPED = r"\b(hydra|trust)\b"  # what counts from the command line only, but for what a sweep's file needs
+TYPED = r"\b(hydra|trust)\b"  # from the command line only, but for what a sweep's file needs
 SWEEP = rf"hydra\.mode|hydra\.sweeper\.params\.(?!.*{TYPED}).+"
 # ``defaults`` name a group's file on the search path, for a place of the run's.
 PARTS = r"[\w-][\w.-]*(/[\w-][\w.-]*)*"
@@ -27,10 +27,8 @@ ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's files of YAML, by Hydra's name: what a launcher's process registers again, by the name this one stays.
-
-    ValueError where a user's sets what is to be typed, or has the name of one of ours.
-    """
+    """Hydra's files of YAML, by Hydra's name, which a launcher's process registers again. ValueError where a user's sets what
+    is to be typed, or has the name of one of ours."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)

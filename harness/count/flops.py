@@ -1,8 +1,14 @@
 """FLOPs of the code that ran: floating-point operations, two per multiply-add.
 
 One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products,
-convolutions and the project's kernels count by the formulas in torch's registry, what torch lacks by ``formulas.py``. Torch's
-own ``FlopCounterMode`` names no operation without a formula, hooks every module, and stops at ``flex_attention``.
+convolutions and the project's kernels count by the formulas in torch's registry. Torch's own ``FlopCounterMode`` (2.13) names
+no operation without a formula, and hooks every module. What its registry lacks or has otherwise:
+
+- Attention on a CPU, weighted reads of a table and their gradients count 0 there.
+- Causal attention (``is_causal``) counts every query against every key there. Here it counts the pairs that are
+  visible: query t meets keys 0 .. t, aligned at the first of both, as torch defines it. An explicit mask saves nothing:
+  the products are executed in full.
+- Sorts and running sums count 0 there; a comparison is one FLOP.
 
 Operations without a formula (softmax, norms, top-k, element by element) add nothing to the total and are named beside
 it instead; gathers compute nothing.
@@ -15,21 +21,20 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.count.formulas import FORMULAS, arguments_of, name_of, tensors_of
-from harness.count.memory import state_bytes
+from harness.count.memory import state_bytes, tensors_of
 from harness.model import LanguageModel
 
 # They move, make or read numbers and compute none. Views are recognised by torch itself.
-FACTORIES = (
-    "arange empty empty_like empty_strided full full_like new_empty new_empty_strided new_full new_ones new_zeros ones "
-    "ones_like scalar_tensor zeros zeros_like"
-)
-COPIES = "_local_scalar_dense _to_copy _unsafe_view cat clone constant_pad_nd copy fill flip repeat stack zero"
-GATHERS = "embedding gather index index_select masked_select"
-SPARSE = "_sparse_coo_tensor_with_dims_and_tensors is_coalesced"
-SILENT = frozenset(f"{FACTORIES} {COPIES} {GATHERS} {SPARSE}".split())
+SILENT = """arange empty empty_like empty_strided full full_like new_empty new_empty_strided new_full new_ones new_zeros
+    ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense _to_copy _unsafe_view cat clone constant_pad_nd copy fill
+    flip repeat stack zero embedding gather index index_select masked_select _sparse_coo_tensor_with_dims_and_tensors
+    is_coalesced"""
+SILENT = frozenset(SILENT.split())
+Arguments = dict[str, object]
+"""Of an operation, by the names of its schema; what is left at its default may be missing."""
 
 
 class Flops(NamedTuple):
@@ -62,13 +67,10 @@ class ForwardFlops(NamedTuple):
 
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
-    """Run ``call`` once and count what it executes.
+    """Run ``call`` once and count what it executes; a backward pass in it works and counts with ``gradients``.
 
     Kernels that torch's dispatcher does not see (Triton templates of ``torch.compile``) are not counted: give it code
-    that is not compiled. ``flex_attention`` runs uncompiled here, forward only, and is counted as its kernel would run.
-
-    Args:
-        gradients: let ``call`` record gradients, so that a backward pass in it works and counts.
+    that is not compiled. ``flex_attention`` runs uncompiled here, forward only, and counts all pairs.
     """
     # flex_attention compiles itself otherwise, which a dispatch mode forbids.
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -90,13 +92,12 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
         most_bytes: after so many bytes a state that still grows is taken as it is, and ``warm`` is false.
             Attention over a window of S bytes needs S + 3 * T.
     """
-    device = next(model.parameters()).device
-    random = torch.Generator().manual_seed(0)
+    device, random = next(model.parameters()).device, torch.Generator().manual_seed(0)
 
-    def tokens() -> torch.Tensor:
+    def tokens() -> Tensor:
         return torch.randint(model.embedding.num_embeddings, (1, segment), generator=random).to(device)
 
-    def read(inputs: list[torch.Tensor], state: object) -> None:
+    def read(inputs: list[Tensor], state: object) -> None:
         for part in inputs:
             state = model(part, state).state
 
@@ -140,17 +141,82 @@ class _Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in ("prim", "profiler"):  # they ask for a property, or mark a region
             return func(*args, **kwargs)
-        if isinstance(func, torch._ops.OpOverload):
+        overload = isinstance(func, torch._ops.OpOverload)
+        if overload:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
-        name, packet = name_of(func), getattr(func, "_overloadpacket", func)
+        # "add" for aten.add_.Tensor; other libraries' names keep the library
+        name = func._schema.name.removeprefix("aten::").removesuffix("_") if overload else func.name()
+        packet = getattr(func, "_overloadpacket", func)
         if name in FORMULAS:
-            self.total += FORMULAS[name](arguments_of(func, args, kwargs))
+            names = [argument.name for argument in func._schema.arguments]
+            self.total += FORMULAS[name](dict(zip(names, args, strict=False)) | kwargs)
         elif packet in self.torch_formulas:
             self.total += self.torch_formulas[packet](*args, **kwargs, out_val=result)
         elif name not in SILENT and not getattr(func, "is_view", False):
             self.unknown[name] += 1
         return result
+
+
+def causal_pairs(queries: int, keys: int) -> int:
+    """Pairs of a query t and a key j <= t."""
+    square = min(queries, keys)
+    return square * (square + 1) // 2 + (queries - square) * keys
+
+
+def _attention(a: Arguments, *, widths: tuple[int, int] = (1, 1)) -> int:
+    """Scores and weighted values: 2 (K + K') for a pair of ``query [B, H, T, K]`` and ``key [.., L, K]``."""
+    streams, heads, rows, width = a["query"].shape
+    keys = a["key"].shape[2]
+    pairs = streams * heads * (causal_pairs(rows, keys) if a.get("is_causal") else rows * keys)
+    return 2 * pairs * (widths[0] * width + widths[1] * a["value"].shape[3])
+
+
+def _attention_backward(a: Arguments) -> int:
+    """Five products: the scores once more, and the gradients of weights, values, queries and keys: 2 (3K + 2K')."""
+    return _attention(a, widths=(3, 2))
+
+
+def _bags(a: Arguments) -> int:
+    """Each row read, or the gradient of its bag: D multiply-adds if it has a weight of its own, else D additions."""
+    table = a["grad"] if "grad" in a else a["weight"]
+    return (1 if a.get("per_sample_weights") is None else 2) * a["indices"].numel() * table.shape[1]
+
+
+def _lines(a: Arguments) -> tuple[int, int]:
+    """Numbers in the argument and in one line of it, along ``dim``; none where they are integers, as indices are."""
+    numbers = a["self"]
+    if not numbers.is_floating_point():
+        return 0, 1
+    return numbers.numel(), numbers.shape[a.get("dim", -1)] if numbers.dim() else 1
+
+
+def _sort(a: Arguments) -> int:
+    """A comparison sort: n log2 n comparisons for each line of n, rounded up."""
+    count, line = _lines(a)
+    return count * (line - 1).bit_length()
+
+
+def _scan(a: Arguments) -> int:
+    """A running sum, product or extreme: one operation for each element but the first of a line."""
+    count, line = _lines(a)
+    return count - count // line if count else 0
+
+
+ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+FORMULAS: dict[str, Callable[[Arguments], int]] = {
+    **{f"_scaled_dot_product_{kind}": _attention for kind in ATTENTIONS},
+    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in ATTENTIONS},
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward"), _bags),
+    "_embedding_bag_per_sample_weights_backward": lambda a: 2 * a["indices"].numel() * a["weight"].shape[1],
+    # The gradients of reading by index: an addition for each element that is put.
+    "embedding_dense_backward": lambda a: a["grad_output"].numel(),
+    "index_add": lambda a: a["source"].numel(),
+    "scatter_add": lambda a: a["src"].numel(),
+    "index_put": lambda a: a["values"].numel() if a.get("accumulate") else 0,
+    "sort": _sort,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _scan),
+}

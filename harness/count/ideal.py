@@ -11,9 +11,7 @@ from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.model import LanguageModel
 from variants.contract import Sublayer
 
-HALF = 0.5
-IDEAL = "ideal FLOPs are at most the executed ones, and at least half"
-"""The promise."""
+HALF, IDEAL = 0.5, "ideal FLOPs are at most the executed ones, and at least half"
 
 
 def compare_ideal(model: LanguageModel, *, span: int) -> Generator[str, None, str]:

@@ -17,17 +17,27 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from harness.count.formulas import tensors_of
 from variants.contract import State
 
-STATUS = Path("/proc/self/status")
-CLEAR = Path("/proc/self/clear_refs")
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """All tensors in a structure, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the elements of each tensor, the same one once; of a sparse tensor, of its indices and values."""
-    return sum(_own_bytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    return sum(map(_bytes_of, {id(tensor): tensor for tensor in tensors}.values()))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return _bytes_of(tensor._indices()) + _bytes_of(tensor._values())  # the public ones want it coalesced
+    return tensor.numel() * tensor.element_size()
 
 
 def state_bytes(state: State) -> int:
@@ -47,12 +57,6 @@ def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes of all tensors in the optimizers' states, which most of them make in their first step."""
     return tensor_bytes(tensor for optimizer in optimizers for tensor in tensors_of(dict(optimizer.state)))
-
-
-def _own_bytes(tensor: Tensor) -> int:
-    if tensor.layout == torch.sparse_coo:
-        return _own_bytes(tensor._indices()) + _own_bytes(tensor._values())  # the public ones want it coalesced
-    return tensor.numel() * tensor.element_size()
 
 
 class Peak(NamedTuple):
@@ -85,10 +89,8 @@ class PeakMemory:
     """The peak of memory in use since the last ``reset``.
 
     Make it before the model, so that on a CPU all that the run needs lies above the baseline; reset it after warm-up,
-    because first steps allocate and compile. A process that did other work before is best avoided.
-
-    On a CPU it resets the high-water mark of the whole process. Where the system does not permit that, the mark only
-    rises, and the peak is the rise since the meter was made.
+    because first steps allocate and compile. On a CPU it resets the high-water mark of the whole process. Where the system
+    does not permit that, the mark only rises, and the peak is the rise since the meter was made.
     """
 
     def __init__(self, device: torch.device):
@@ -101,11 +103,13 @@ class PeakMemory:
 
     def reset(self) -> None:
         """Forget the peak so far."""
-        if self.device.type == "cpu":
-            release_freed()
-            lower_high_water()
-        else:
+        if self.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self.device)
+            return
+        # Freed blocks go back to the system first: glibc keeps those below 32 MiB, and a later peak would hide in them.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        with suppress(OSError):  # only Linux sets the mark to what is in use now
+            CLEAR.write_text("5")  # proc_pid_clear_refs(5): the mark and nothing else
 
     def read(self) -> Peak:
         if self.device.type == "cpu":
@@ -117,22 +121,9 @@ class PeakMemory:
 
 
 def high_water_bytes() -> int:
-    """Most resident memory that this process had since it began, or since ``lower_high_water``."""
+    """Most resident memory that this process had since it began, or since its mark was set anew."""
     mark = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     if mark:
         return int(mark[1]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def lower_high_water() -> None:
-    """Set the process's high-water mark to what is in use now, where the system permits it."""
-    with suppress(OSError):
-        CLEAR.write_text("5")  # Linux, proc_pid_clear_refs(5): the mark and nothing else
-
-
-def release_freed() -> None:
-    """Give freed blocks back to the system: glibc keeps those below 32 MiB, and a later peak would hide in them."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -1,14 +1,12 @@
 """Corpora: the bytes that a run reads, proven by their digest, the one entry to all corpora.
 
     corpus = load("enwik8", fallback="stdlib")
-    python -m harness.data [enwik8|enwik8_4m|text8]        # fetch it now, say where it is and what its digest is
 
 Raw bytes, cut 90/5/5 in order into train, valid and test. What a corpus is called, how long it is and its SHA-256 are
 always those of the bytes that were really read, before any vocabulary is applied, so that a number can never
 be labelled with data it did not see. The order in which bytes are read is in `harness/data/streams.py`.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,23 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.cache import cache_folder
-from harness.data.byte_counts import compressed_bits
 from harness.data.recall import DISTANCES, copy_distances, recall_floor, recall_stream
 from harness.data.sources import KNOWN, digest, distinct_values, read_known, read_path, read_stdlib
-from harness.data.streams import Streams, score_streams, segments, windows
 from harness.data.synthetic_text import synthetic_text
 
-__all__ = ["Corpus", "Streams", "compressed_bits", "load", "score_streams", "segments", "windows"]
-
 SPLITS = ("train", "valid", "test")
-MADE = {
-    "stdlib": (read_stdlib, ()),
-    "recall": (recall_stream, ("bytes", "distances", "seed")),
-    "synthetic_text": (synthetic_text, ("bytes", "seed")),
-}
-"""What is read from no file of the user's: by whom, and the keys that only such a corpus has."""
-NAMES = (*KNOWN, "file", *MADE)
+MADE = {"recall": ("bytes", "distances", "seed"), "synthetic_text": ("bytes", "seed")}
+"""What is made up, and the keys that only such a corpus has."""
+NAMES = (*KNOWN, "file", "stdlib", *MADE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,16 +55,13 @@ class Corpus:
         """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the ones
         that choose the weights."""
         whole = self.splits[split]
-        choosing = self._choosing(selection_bytes) if split == "valid" else 0
-        return whole[: len(whole) - choosing][:limit]
+        return whole[: len(whole) - len(self.choosing(selection_bytes)) * (split == "valid")][:limit]
 
     def choosing(self, selection_bytes: int | None) -> Tensor:
         """The bytes of valid that choose the weights: the last ``selection_bytes``, at most half of it (None: half)."""
-        return self.splits["valid"][len(self.splits["valid"]) - self._choosing(selection_bytes) :]
-
-    def _choosing(self, selection_bytes: int | None) -> int:
-        half = len(self.splits["valid"]) // 2
-        return half if selection_bytes is None else min(selection_bytes, half)
+        valid = self.splits["valid"]
+        half = len(valid) // 2
+        return valid[len(valid) - (half if selection_bytes is None else min(selection_bytes, half)) :]
 
     def copied_from(self, part: Tensor) -> dict[int, Tensor]:
         """By each of ``distances``: which targets of a part of a split, uint8 ``[n]``, are such copies, bool ``[n - 1]``."""
@@ -123,9 +109,11 @@ def load(
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
+    options = {"bytes": bytes, "distances": distances, "seed": seed}
+    options = {key: value for key, value in options.items() if value is not None}
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
-    if path is not None and name in MADE:
+    if path is not None and name not in (*KNOWN, "file"):
         raise ValueError(f"data.path={path!r}: allowed for data={', '.join(KNOWN)} and file; {name} reads no file")
     if name == "file" and not path:
         raise ValueError(f"data.path={path!r}: data=file needs data.path=FILE, or a folder")
@@ -133,15 +121,15 @@ def load(
         raise ValueError(f"data.fallback={fallback!r}: allowed is null, and stdlib with data={', '.join(KNOWN)}")
     if not 1 <= vocabulary <= 256:
         raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
-    options = {"bytes": bytes, "distances": distances, "seed": seed}
-    options = {key: value for key, value in options.items() if value is not None}
-    make, keys = MADE.get(name, (None, ()))
-    for key in options.keys() - set(keys):
-        users = [made for made, (_, keys) in MADE.items() if key in keys]
-        raise ValueError(f"data.{key}={options[key]}: allowed for data={' and '.join(users)} only")
-    fallback_from = reason = None
-    if make:
+    for key in options.keys() - set(MADE.get(name, ())):
+        users = " and ".join(made for made, keys in MADE.items() if key in keys)
+        raise ValueError(f"data.{key}={options[key]}: allowed for data={users} only")
+    asked, reason = name, None
+    if name in MADE:
+        make = {"recall": recall_stream, "synthetic_text": synthetic_text}[name]
         content = make(**{"n_bytes" if key == "bytes" else key: value for key, value in options.items()})
+    elif name == "stdlib":
+        content = read_stdlib()
     elif name == "file":
         content = read_path(path)
         last = Path(path).expanduser().resolve().name
@@ -155,18 +143,18 @@ def load(
                     f"data={name} with data.path=null cannot be had: {error}. Allowed: data.path=FILE with a copy on disk, "
                     f"python -m harness.data {name} where there is a network, or, in a single run, data.fallback=stdlib"
                 ) from error
-            content, name, fallback_from, reason = read_stdlib(), fallback, name, error
+            content, name, reason = read_stdlib(), fallback, error
     if first_bytes is not None:
         if first_bytes > len(content):
             raise ValueError(f"data.first_bytes={first_bytes}: allowed is at most {len(content)}, which {name} has")
         content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
     actual = digest(content)
-    name = next((corpus for corpus, one in KNOWN.items() if one.sha256 == actual), name)
-    if fallback_from:
+    name = next((corpus for corpus, known in KNOWN.items() if known.sha256 == actual), name)
+    if reason:
         print(
-            f"data: {fallback_from.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
-            f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {fallback_from}'s. "
-            f"To get it: python -m harness.data {fallback_from}, or data.path=FILE. An error with data.fallback=null.",
+            f"data: {asked.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
+            f"{len(content):,} bytes, sha256 {actual}; its bits per byte are not {asked}'s. "
+            f"To get it: python -m harness.data {asked}, or data.path=FILE. An error with data.fallback=null.",
             file=sys.stderr,
         )
     if sha256 and sha256.lower() != actual:
@@ -179,16 +167,16 @@ def load(
         splits=dict(zip(SPLITS, _numbered(parts, symbols, drop_newlines), strict=True)),
         vocabulary=vocabulary,
         symbols=symbols,
-        floor_bits=min(recall_floor(len(part)) for part in parts) if make is recall_stream else None,
-        distances=tuple(distances or DISTANCES) if make is recall_stream else (),
-        fallback_from=fallback_from,
+        floor_bits=min(recall_floor(len(part)) for part in parts) if asked == "recall" else None,
+        distances=tuple(distances or DISTANCES) if asked == "recall" else (),
+        fallback_from=asked if reason else None,
     )
 
 
 def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:
     """Train, valid and test as views, in order; each has at least one (input, target) pair."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
-    if len(shares) != len(split) or len(shares) != len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
+    if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
         raise ValueError(
             f"data.split={split!r}: allowed are three shares for {', '.join(SPLITS)}, above 0 and 1 in sum"
         )
@@ -226,17 +214,3 @@ def _numbered(parts: list[np.ndarray], symbols: bytes, drop_newlines: bool) -> l
     if min(map(len, mapped)) < 2:
         raise ValueError("data.drop_newlines=true leaves a split with less than 2 bytes, allowed is a longer corpus")
     return [torch.frombuffer(part, dtype=torch.uint8) for part in mapped]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Prefetch: 0 if the corpus is in the cache and checked, 2 if it cannot be had."""
-    parser = argparse.ArgumentParser(prog="python -m harness.data", description="Fetch a corpus into the user's cache.")
-    parser.add_argument("name", nargs="?", default="enwik8", choices=sorted(KNOWN))
-    name = parser.parse_args(arguments).name
-    try:
-        corpus = load(name)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{cache_folder() / (KNOWN[name].part_of or name)}\n{corpus.n_bytes:,} bytes, sha256 {corpus.sha256}")
-    return 0

@@ -1,19 +1,18 @@
 """`recall`: a made-up stream that copies from known distances, so that the best possible score is known.
 
 Letters alternate. An even position holds a random capital out of A..P; the odd position after it holds, in lower case,
-the letter that stood ``distance`` positions before it (in either case). Which of the distances is meant is told by
-the capital: the capital of index i means ``distances[i mod len(distances)]``. Where nothing stood yet, the small
-letter is random too.
+the letter that stood ``distance`` positions before it (in either case): ``distances[i mod len(distances)]`` for the
+capital of index i. Where nothing stood yet, the small letter is random too.
 
     x[2k] = capital(r[2k])        x[2k + 1] = small(index of x[2k + 1 - distances[r[2k] mod J]])
 
 A capital costs log2(16) = 4 bits whoever predicts it, a small letter 0 bits for a model that sees far enough, 4 for
 one that does not: two bits per byte against four. The cost of each byte is fixed by its position, so the floor
-holds for every split and every prefix, not only on average. Better than the floor needs luck: no causal predictor
-saves more than k bits in total with a probability above 2^-k, so 40 bits below it mean a leak.
+holds for every split and every prefix. No causal predictor saves more than k bits in total with a probability above 2^-k,
+so 40 bits below the floor mean a leak.
 
-The default distances are rungs less than one ramp (32) apart: a soft mask feels only what its ramp touches, so a
-span can climb to the next rung and has no slope towards one copy that is far away.
+The default distances are less than one ramp (32) apart: a soft mask feels only what its ramp touches, so a span can
+climb to the next one, and has no slope towards one copy that is far away.
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,7 @@ import numpy as np
 
 from harness.hashing import integer_hash
 
-LETTERS = 16
-LETTER_BITS = 4
+LETTERS, LETTER_BITS = 16, 4
 CAPITAL, SMALL = ord("A"), ord("a")
 DISTANCES = (23, 47, 71, 95)
 
@@ -59,15 +57,13 @@ def copy_distances(values: np.ndarray, distances: Sequence[int] = DISTANCES) -> 
     0 for a capital, for a first byte, and where the capital before it does not stand in ``values``.
     """
     back = np.zeros(len(values), dtype=np.int64)
-    named = values[:-1].astype(np.int64) - CAPITAL
-    capital = (named >= 0) & (named < LETTERS)
-    back[1:][capital] = np.array(distances)[named[capital] % len(distances)]
+    index = values[:-1].astype(np.int64) - CAPITAL
+    capital = (index >= 0) & (index < LETTERS)
+    back[1:][capital] = np.array(distances)[index[capital] % len(distances)]
     return back
 
 
 def recall_floor(n_bytes: int) -> float:
-    """Fewest bits per byte that a causal predictor can need on the targets of ``n_bytes`` consecutive stream bytes.
-
-    There are ``n_bytes - 1`` targets, the first byte being none; at least half of them, rounded down, are capitals.
-    """
+    """Fewest bits per byte that a causal predictor can need on the targets of ``n_bytes`` consecutive stream bytes: of the
+    ``n_bytes - 1``, at least half, rounded down, are capitals."""
     return LETTER_BITS * ((n_bytes - 1) // 2) / (n_bytes - 1)

@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 import zipfile
 import zlib
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -35,9 +36,7 @@ MOST_TIMES = 200
 """What is not text unpacks to more times its size; enwik8 to four."""
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """What reading a damaged or impossible file raises."""
-ANSWER_S, READ_S, ATTEMPTS = 5.0, 30.0, 5
-CHUNK_BYTES = 2**18
-
+ANSWER_S, READ_S, ATTEMPTS, CHUNK_BYTES = 5.0, 30.0, 5, 2**18
 NOT_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
 NOT_STDLIB |= {"site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"}
 
@@ -72,7 +71,7 @@ KNOWN = {
     "enwik8_4m": Known(url=ENWIK8, n_bytes=4_000_000, sha256=BEGIN, part_of="enwik8"),
     "text8": Known(url="http://mattmahoney.net/dc/text8.zip", n_bytes=100_000_000, alphabet=LETTERS),
 }
-PINNED = frozenset(name for name, one in KNOWN.items() if one.sha256)
+PINNED = frozenset(name for name, known in KNOWN.items() if known.sha256)
 """Corpora whose bytes are known by their digest."""
 
 
@@ -82,10 +81,8 @@ def digest(content: np.ndarray | bytes) -> str:
 
 
 def distinct_values(content: np.ndarray | bytes) -> list[int]:
-    """The byte values that occur, in order; a piece at a time, because bincount turns bytes into int64."""
-    array, piece = np.frombuffer(content, np.uint8), 1 << 20
-    counts = sum(np.bincount(array[at : at + piece], minlength=256) for at in range(0, len(array), piece))
-    return np.flatnonzero(counts).tolist()
+    """The byte values that occur, in order."""
+    return np.unique(np.frombuffer(content, np.uint8)).tolist()
 
 
 def read_known(name: str, path: str | None) -> np.ndarray:
@@ -119,8 +116,7 @@ def read_path(path: str) -> np.ndarray:
         place = Path(path).expanduser()
         if not place.exists():
             raise ValueError(f"data.path={path!r}: there is no such file or folder")
-        files = _visible_files(place) if place.is_dir() else [place]
-        content = np.concatenate([_read_file(file) for file in files]) if len(files) > 1 else _read_file(*files)
+        content = _joined(place) if place.is_dir() else _read_file(place)
     except BROKEN as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"data.path={path!r} cannot be read, truncated or damaged perhaps: {reason}") from error
@@ -129,13 +125,17 @@ def read_path(path: str) -> np.ndarray:
     return content
 
 
-def _visible_files(folder: Path) -> list[Path]:
-    """Files below ``folder``, sorted by relative POSIX path."""
-    files = {file.relative_to(folder): file for file in folder.rglob("*") if not file.is_dir()}
-    visible = [name for name in files if not any(part.startswith(".") for part in name.parts)]
-    if not visible:
-        raise OSError("the folder has no files")
-    return [files[name] for name in sorted(visible, key=Path.as_posix)]
+def _joined(folder: Path, suffix: str = "", *, left_out: Set[str] = frozenset()) -> np.ndarray:
+    """Files below ``folder`` one after the other, by relative POSIX path; no hidden ones, and none below ``left_out``."""
+    names = []
+    for here, folders, files in os.walk(folder):
+        folders[:], files = (
+            [name for name in some if not name.startswith(".") and name not in left_out] for some in (folders, files)
+        )
+        names += [Path(here, name).relative_to(folder) for name in files if name.endswith(suffix)]
+    if not names:
+        raise OSError(f"{folder} has no files")
+    return np.concatenate([_read_file(folder / name) for name in sorted(names, key=Path.as_posix)])
 
 
 def _read_file(path: Path) -> np.ndarray:
@@ -181,12 +181,11 @@ def read_stdlib() -> np.ndarray:
     of Python, another digest for another version.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    files = {file.relative_to(folder): file for file in folder.rglob("*.py")}
-    installed = ("config-", "_sysconfigdata")
-    names = [n for n in files if not n.parts[0].startswith(installed) and not NOT_STDLIB.intersection(n.parts)]
-    if not names:
-        raise ValueError(f"data=stdlib: this Python has no source of its standard library in {folder}")
-    return np.concatenate([np.fromfile(files[name], np.uint8) for name in sorted(names, key=Path.as_posix)])
+    installed = {path.name for name in ("config-*", "_sysconfigdata*") for path in folder.glob(name)}
+    try:
+        return _joined(folder, ".py", left_out=NOT_STDLIB | installed)
+    except OSError as error:
+        raise ValueError("data=stdlib: this Python has no source of its standard library") from error
 
 
 def fetch(name: str) -> Path:
@@ -240,10 +239,7 @@ def _fetch_rest(url: str, part: Path, answer_s: float) -> bool:
     except urllib.error.HTTPError as error:
         if error.code != 416 or not have:
             raise
-        # Nothing beyond what we have: either that is all, or it is the beginning of something else.
-        if error.headers.get("Content-Range") == f"bytes */{have}":
-            return True
-        part.unlink()
+        part.unlink()  # there is nothing beyond what is there: all of it, or the beginning of something else
         return False
     with response:
         resumed, begins = response.status == 206, response.headers.get("Content-Range", "")

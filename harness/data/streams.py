@@ -38,37 +38,32 @@ class Streams:
     """What is trained on: B streams read side by side, T bytes a step.
 
     With ``carry`` the split is a ring of n bytes, cut into B streams of n // B bytes, which are read segment after
-    segment so that state can be carried. A stream holds ``steps_per_turn`` whole segments; then a new turn begins: the
-    whole ring is shifted by an offset drawn from the seed and the turn, and state must be dropped. What one turn leaves
-    out (less than a segment a stream) another turn reads. Where the ring closes, the first byte follows the last.
-
-    Without ``carry`` each step reads B windows at places drawn from the seed, the step and the stream.
+    segment so that state can be carried. After ``steps_per_turn`` whole segments a new turn begins: the ring is shifted by
+    an offset drawn from the seed and the turn, and state must be dropped. Without it each step reads B windows at places
+    drawn from the seed, the step and the stream.
 
     Args:
         split: uint8 ``[n]``.
         streams, segment: B streams and T bytes, each at least 1.
         seed: another seed is another order.
 
+    Attributes:
+        bytes_per_step: targets in one step, B x T.
+
     Raises:
         ValueError: if a stream (or without ``carry`` the split) has fewer than T + 1 bytes.
     """
 
     def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
-        stream_bytes = len(split) // streams if carry else len(split)
-        if stream_bytes <= segment:
+        self.split, self.streams, self.segment, self.seed, self.carry = split, streams, segment, seed, carry
+        self.stream_bytes = len(split) // streams if carry else len(split)
+        self.steps_per_turn, self.bytes_per_step = self.stream_bytes // segment, streams * segment
+        if self.stream_bytes <= segment:
             needed = (segment + 1) * (streams if carry else 1)
             raise ValueError(
                 f"batch.streams={streams} and batch.segment={segment} need {needed:,} bytes to train on, the train "
                 f"split of data has {len(split):,}: allowed is a longer corpus, fewer streams or a shorter segment"
             )
-        self.split, self.streams, self.segment, self.seed, self.carry = split, streams, segment, seed, carry
-        self.stream_bytes = stream_bytes
-        self.steps_per_turn = stream_bytes // segment
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Targets in one step, B x T."""
-        return self.streams * self.segment
 
     def carried(self, position: int) -> int:
         """Bytes of each stream before those of step ``position``, since it began."""
@@ -87,10 +82,10 @@ class Streams:
             begin = [offset + number * self.stream_bytes + step * self.segment for number in numbers]
         else:
             places = len(self.split) - self.segment
-            begin = [int(one) % places for one in integer_hash(_WINDOW, self.seed, position, numbers)]
+            begin = [int(draw) % places for draw in integer_hash(_WINDOW, self.seed, position, numbers)]
         index = torch.tensor(begin, dtype=torch.int64)[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
-        taken = self.split[index % len(self.split)].long()
-        return taken[:, :-1], taken[:, 1:]
+        values = self.split[index % len(self.split)].long()
+        return values[:, :-1], values[:, 1:]
 
 
 def share(number: int, part: tuple[int, int]) -> slice:
@@ -108,8 +103,7 @@ def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple
     if not 1 <= streams <= n_pairs:
         raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
     read = n_pairs + (streams - 1) * context
-    cuts = [0, *(stream * read // streams - (stream - 1) * context for stream in range(1, streams + 1))]
-    return list(pairwise(cuts))
+    return list(pairwise([0, *(stream * read // streams - (stream - 1) * context for stream in range(1, streams + 1))]))
 
 
 def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
@@ -121,12 +115,9 @@ def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> 
 def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE) -> Batches:
     """All pairs of ``split [n]`` once: L streams in step, T pairs at a time, state carried from each to the next.
 
-    Every segment is ``[L, T]``, the last as wide as what is left. A stream's first ``context`` pairs, but for the first
-    stream's, have a false mask, and so has what lies beyond the end of a stream that is a pair shorter than others. A part
-    of the streams has as many segments as all of them. ValueError naming ``eval.streams``.
-
-    Args:
-        context: unscored pairs before each stream's own, as ``whole_context`` gives them.
+    Every segment is ``[L, T]``, the last as wide as what is left. The mask is false for the first ``context`` pairs of all
+    streams but the first, ``whole_context``, and beyond the end of a stream that is a pair shorter than others. A part of
+    the streams has as many segments as all of them. ValueError naming ``eval.streams``.
     """
     ranges = torch.tensor(score_streams(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
@@ -151,10 +142,8 @@ def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple
 def samples(
     split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time.
-
-    A stream's first ``context`` pairs have a false mask.
-    """
+    """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time, the
+    first ``context`` of each with a false mask."""
     n_pairs = len(split) - 1
     longest = min(pairs, n_pairs) // streams
     begin = (torch.arange(streams) * (n_pairs - longest) // max(streams - 1, 1))[share(streams, part), None]
@@ -165,12 +154,11 @@ def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: t
     """Streams from ``begin [L, 1]`` on, ``longest`` pairs of each; those of ``scored`` (first, end) have a true mask."""
     first, end = scored
 
-    def one(done: int) -> Segment:
+    def read(done: int) -> Segment:
         index = begin + done + torch.arange(min(segment, longest - done))
-        inputs, targets, mask = _pairs(split, index, end)
-        return inputs, targets, mask & (index >= first)
+        return *_pairs(split, index), (index >= first) & (index < end)
 
-    return Batches(one, range(0, longest, segment))
+    return Batches(read, range(0, longest, segment))
 
 
 def windows(
@@ -178,9 +166,8 @@ def windows(
 ) -> Batches:
     """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``.
 
-    A window scores its last ``stride`` pairs, so that each prediction sees more than ``window - stride`` and at most
-    ``window`` bytes. The first window scores all of its pairs: at the beginning of the split there is no more context
-    to be had. The last window may reach beyond the split: filling with a false mask, at its end.
+    A window scores its last ``stride`` pairs, the first window all of its pairs: each prediction sees more than
+    ``window - stride`` bytes, or all there are. What lies beyond the split, at the end of the last window, has a false mask.
 
     Args:
         window, stride: in pairs, 1 <= stride <= window.
@@ -190,18 +177,17 @@ def windows(
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)
-    firsts = range(0, n_windows, batch)
-    place, end = torch.arange(window), torch.tensor(n_pairs)
+    firsts, place = range(0, n_windows, batch), torch.arange(window)
 
-    def one(first: int) -> Segment:
+    def read(first: int) -> Segment:
         number = torch.arange(first, first + batch)[:, None]  # [b, 1]; what fills up the last batch lies beyond the end
-        inputs, targets, mask = _pairs(split, number * stride + place, end)
-        return inputs, targets, mask & ((place >= window - stride) | (number == 0))
+        index = number * stride + place
+        return *_pairs(split, index), (index < n_pairs) & ((place >= window - stride) | (number == 0))
 
-    return Batches(one, firsts[share(len(firsts), part)])
+    return Batches(read, firsts[share(len(firsts), part)])
 
 
-def _pairs(split: Tensor, index: Tensor, end: Tensor) -> Segment:
-    """Pairs ``index`` with a mask that is true below ``end``; the filling beyond repeats the last pair."""
+def _pairs(split: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of pairs; beyond the end the last pair again."""
     safe = index.clamp(max=len(split) - 2)
-    return split[safe].long(), split[safe + 1].long(), index < end
+    return split[safe].long(), split[safe + 1].long()

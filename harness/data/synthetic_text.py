@@ -1,7 +1,5 @@
-"""Synthetic text: made-up bytes with the statistics of a Wikipedia dump, for measurements of cost.
-
-What a step costs depends on its bytes: a table that is looked up for 32 letters is read from a cache. These bytes are
-the same on every machine, with nothing to download, and nearer to text:
+"""Synthetic text: made-up bytes with the statistics of a Wikipedia dump, for measurements of cost, which depends on bytes: a
+table that is looked up for 32 letters is read from a cache. The same on every machine, with nothing to download:
 
 - a lexicon of 8191 words, made of syllables in which common sounds come first, one in 128 of Greek letters;
 - words by Zipf's law: a rank's octave is drawn, then a rank in it, so that rank r has a chance of about 1 / (9 r);
@@ -29,14 +27,8 @@ _LEXICON, _TEXT = 1, 2  # first key of the hash, so that the two kinds of draws 
 
 
 def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
-    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``.
-
-    Args:
-        seed: another seed is another text in the same words.
-
-    Raises:
-        ValueError: naming ``data.bytes``.
-    """
+    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``; another seed is another text in the same words.
+    ValueError naming ``data.bytes``."""
     if n_bytes < 2:
         raise ValueError(f"data.bytes={n_bytes}: allowed is an integer of at least 2")
     words = _lexicon()
@@ -51,33 +43,20 @@ def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
     word = octave - 1 + draw(2, octave) + len(words) * (form == 1)
     number = 2 * len(words) + draw(3, 10 ** (1 + draw(4, 4)))
     gap = len(pieces) - len(GAPS) + draw(5, len(GAPS))
-    return _joined(pieces, np.stack([np.where(form == 0, number, word), gap], axis=1).ravel(), n_bytes)
+    order = np.stack([np.where(form == 0, number, word), gap], axis=1).ravel().tolist()
+    sizes = np.cumsum([len(pieces[piece]) for piece in order])
+    text = b"".join(pieces[piece] for piece in order[: np.searchsorted(sizes, n_bytes) + 1])
+    return np.frombuffer(bytearray(text[:n_bytes]), np.uint8)
 
 
 def _lexicon() -> list[bytes]:
-    """Words by rank; common ones are short."""
+    """Words by rank; common ones are short. Of two draws for a sound the smaller counts: the first is the likeliest."""
     ranks, kinds = np.arange(1, 2**OCTAVES), (ONSETS, NUCLEI, CODAS)
     rank, syllable, part, of_two = np.ix_(ranks, range(1 + OCTAVES // 5), range(len(kinds)), range(2))
     drawn = integer_hash(_LEXICON, rank, syllable, part, of_two).tolist()  # [rank][syllable][part], two draws
-
-    def sound(sounds: list[str], draws: list[int]) -> str:
-        """The smaller of two draws: the first sound is the likeliest."""
-        return sounds[min(draw % len(sounds) for draw in draws)]
-
     words = []
     for rank, draws in zip(ranks.tolist(), drawn, strict=True):
-        used = (GREEK, GREEK) if rank % 128 == 127 else kinds
-        parts = [pair for part in draws[: 1 + rank.bit_length() // 5] for pair in zip(used, part, strict=False)]
-        words.append("".join(sound(*pair) for pair in parts).encode())
+        sounds = (GREEK, GREEK) if rank % 128 == 127 else kinds
+        parts = [pair for part in draws[: 1 + rank.bit_length() // 5] for pair in zip(sounds, part, strict=False)]
+        words.append("".join(some[min(draw % len(some) for draw in two)] for some, two in parts).encode())
     return words
-
-
-def _joined(pieces: list[bytes], order: np.ndarray, n_bytes: int) -> np.ndarray:
-    """The pieces one after the other in ``order``, as far as ``n_bytes``."""
-    lengths = np.array([len(piece) for piece in pieces])
-    begins = np.cumsum(lengths) - lengths
-    ends = np.cumsum(lengths[order])
-    used = order[: np.searchsorted(ends, n_bytes) + 1]
-    sizes = lengths[used]
-    inside = np.arange(sizes.sum()) - np.repeat(ends[: len(used)] - sizes, sizes)
-    return np.frombuffer(b"".join(pieces), np.uint8)[np.repeat(begins[used], sizes) + inside][:n_bytes]

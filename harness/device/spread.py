@@ -13,7 +13,7 @@ parameter, which from then on is this process's part, and gets its gradient as s
 What is imported here takes most of a second, so runs of one process do without.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -110,15 +110,6 @@ class SpreadUnits(Units):
 
     def total(self, tensor: Tensor, *, of: str = "sum") -> Tensor:
         return DTensor.from_local(tensor, self._mesh, [Partial(of)]).full_tensor() if self.parts else tensor
-
-    def by_matrix(self, rows: Tensor, function: Callable[[Tensor], Tensor], *, shape: tuple[int, int]) -> Tensor:
-        """``function`` of stacked matrices of a shape, ``[n, rows, columns]`` with this process's rows, each whole in
-        one process; and back again."""
-        rank, columns, exchange = self._mesh.get_local_rank(), shape[1], self._processes.exchange
-        heights, numbers = ([len(part) for part in _shares(n, self._mesh.size())] for n in (shape[0], len(rows)))
-        matrices = exchange(rows.split(numbers), [(numbers[rank], height, columns) for height in heights])
-        results = function(torch.cat(matrices, dim=1)).split(heights, dim=1)
-        return torch.cat(exchange(results, [(number, heights[rank], columns) for number in numbers]))
 
 
 def divided_like(held: Tensor, tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.count.formulas import tensors_of
+from harness.count.memory import tensors_of
 from harness.model import LanguageModel
 
 PROBE_BYTES = 16

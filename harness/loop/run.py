@@ -99,7 +99,8 @@ class Run:
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
         print(f"finished before: {self.folder.path} (force=true runs it again)")
-        print_closing_table(self.earlier)
+        if not self.plan.sweeping:
+            print_closing_table(self.earlier)
         if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # its agent waits for a run that has the metric
             with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
                 again.log_end(summary=self.earlier, figures=sorted(self.folder.path.glob("*.png")))
@@ -149,8 +150,8 @@ class Run:
 
     def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
         plan, name = self.plan, self.folder.path.name
-        tags = (*plan.wandb.tags, *filter(None, (plan.variant, data)))
-        settings = vars(plan.wandb) | {"name": name, "job_type": plan.purpose, "tags": tags}
+        tags = (*plan.record.wandb.tags, *filter(None, (plan.variant, data)))
+        settings = vars(plan.record.wandb) | {"name": name, "job_type": plan.purpose, "tags": tags}
         return WandbRun(self.folder.path, config=plan.config, id=id, **settings)
 
     def _restore(self) -> tuple[int, str | None, str | None]:
@@ -319,7 +320,7 @@ class Run:
         """The closing table, and how to sync W&B; of a sweep's job one line."""
         if not self._processes.is_main:
             return
-        if self.plan.sweeping:  # the sweep has a table of all its jobs at its end
+        if self.plan.sweeping:  # bench.report has tables of all
             scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits([row]))
             print(f"finished: {self.folder.path}  {scores} bits per byte")
             return

@@ -3,7 +3,7 @@
 from harness.count.flops import forward_flops_per_byte
 from harness.count.ideal import excuses
 from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
-from harness.data import corpora
+from harness.data.byte_counts import compressed_bits
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.loop.futures import MOST_NATS, NOT_CAUSAL
@@ -119,7 +119,7 @@ def final_score(trainer: Trainer, split: str, summary: dict) -> dict:
     summary |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
     summary["capped"] |= {split: len(part)} if capped else {}
     main = trainer.runtime.processes.is_main  # a second of work for each MB
-    summary["compressors"][split] = corpora.compressed_bits(part, train=corpus.splits["train"]) if main else {}
+    summary["compressors"][split] = compressed_bits(part, train=corpus.splits["train"]) if main else {}
     summary["check"] = NOT_CAUSAL if not change <= MOST_NATS else summary["check"]
     row = {"kind": split, **trainer.place(), "final": True, **bits, "capped_bytes": len(part) if capped else None}
     row |= {"check": summary["check"], "future_nats": change, "protocol": plan.protocol()}

@@ -14,13 +14,6 @@ UNITS = ("bytes", "seconds", "steps", "flops")
 Share = Annotated[float, Interval(ge=0, le=1)]
 
 
-def check_number(key: str, value: object, *, zero: bool = False) -> None:
-    """Raise ValueError, naming the configuration key, unless ``value`` is finite and above 0, or also 0 if ``zero``."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf or (value == 0 and not zero):
-        raise ValueError(f"{key}={value!r}: must be a finite number {'of 0 or more' if zero else 'above 0'}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Spent:
     """What a run has spent so far: bytes predicted, seconds in training steps, updates, FLOPs that training needs."""
@@ -36,11 +29,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One amount of one unit; ``harness.plan.settings.parse`` checks the types.
-
-    Args:
-        bytes, seconds, steps, flops: at most one is set.
-        default_bytes: bytes to train on if none is set; belongs to the model's configuration.
+    """One amount of one unit, or ``default_bytes`` of the model's configuration; ``harness.plan.settings.parse`` checks types.
 
     Raises:
         ValueError: two amounts.
@@ -50,7 +39,7 @@ class Budget:
     seconds: Annotated[float, Gt(0)] | None = None
     steps: Annotated[int, Gt(0)] | None = None
     flops: Annotated[float, Gt(0)] | None = None
-    default_bytes: int
+    default_bytes: int = 0
 
     def __post_init__(self):
         amounts = [f"budget.{unit}={value}" for unit in UNITS if (value := getattr(self, unit)) is not None]
@@ -82,9 +71,8 @@ class Schedule:
 
     Args:
         warmup_fraction: fraction of the budget over which the rate rises from 0; 0 for none.
-        warmup_steps: updates over which it rises, the first made at ``1 / warmup_steps``; 0 for none. The span paper
-            (arXiv 1905.07799) warms up for 32,000. With both kinds given, the lower share counts.
-        decay: ``linear``, ``cosine`` or ``constant``.
+        warmup_steps: updates over which it rises, the first made at ``1 / warmup_steps``; 0 for none. With both kinds given,
+            the lower share counts.
         decay_fraction: fraction of the budget, at its end, over which the rate falls; it is constant before.
         floor: share of the peak at which the decay ends.
     """
@@ -96,12 +84,7 @@ class Schedule:
     floor: Share = 0.0
 
     def factor(self, fraction: float, *, step: int) -> float:
-        """Share of the peak rate for one update.
-
-        Args:
-            fraction: fraction of the budget spent, 0 to 1.
-            step: updates made before this one.
-        """
+        """Share of the peak rate for the update after ``step`` others, where ``fraction`` of the budget is spent."""
         by_fraction = fraction / self.warmup_fraction if self.warmup_fraction else 1.0
         by_steps = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
         warmup = min(1.0, by_fraction, by_steps)

@@ -8,21 +8,15 @@
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the same update as ``torch.optim.Muon``
 with ``adjust_lr_fn="original"``. That one takes one matrix after another, in bfloat16: for the small matrices of
 this project the overhead is most of the time. Here matrices of one shape are stacked and iterated in batched products.
-
-Where each process has some rows of every matrix, the matrices of a stack are divided among the processes instead for O, whole
-ones, and come back as rows. What travels is U and O once, as much as the gathering of U for all would cost, and each product
-is computed by one process and not by all.
 """
 
 from collections import defaultdict
-from functools import partial
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Interval
 from torch import Tensor
 
-from harness.optim.budget import check_number
-
-PRECISIONS = ("auto", "float32", "bfloat16")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
@@ -76,19 +70,20 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         lr: learning rate, before the factor ``max(1, rows / columns) ** 0.5``.
-        momentum: mu, from 0 to below 1; Nesterov's form.
+        momentum: mu; Nesterov's form.
         weight_decay: decoupled, times ``lr``.
-        precision: of the products inside ``orthogonalize``: ``auto``, ``float32`` or ``bfloat16``.
+        precision: of the products inside ``orthogonalize``.
     """
 
     def __init__(
-        self, params, *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, precision: str = "auto"
+        self,
+        params,
+        *,
+        lr: float,
+        momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.95,
+        weight_decay: Annotated[float, Ge(0)] = 0.0,
+        precision: Literal["auto", "float32", "bfloat16"] = "auto",
     ):
-        if not 0 <= momentum < 1:
-            raise ValueError(f"Muon momentum={momentum!r}: must be from 0 to below 1")
-        check_number("Muon weight_decay", weight_decay, zero=True)
-        if precision not in PRECISIONS:
-            raise ValueError(f"Muon precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
         super().__init__(params, defaults)
         self._step_supports_amp_scaling, self.units = True, None  # as torch's fused ones: see optimizers.py
@@ -99,23 +94,24 @@ class Muon(torch.optim.Optimizer):
     @property
     def products(self) -> list[str]:
         """The dtypes in which it multiplies: what ``precision`` means here."""
-        each = [(group["precision"], p) for group in self.param_groups for p in group["params"]]
-        return sorted({str(product_dtype(name, like=p)).removeprefix("torch.") for name, p in each})
+        dtypes = {product_dtype(group["precision"], like=p) for group in self.param_groups for p in group["params"]}
+        return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient, unless ``found_inf`` is 1."""
-        divided = self.units.parts if self.units else {}
+        """One update of every parameter that has a gradient, unless ``found_inf`` is 1. Where each process has some rows of
+        every matrix, all gather what goes into the products, and each computes all of them."""
+        parts = self.units.parts if self.units else {}
         for group in self.param_groups:
             alike = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    shape = divided.get(parameter, parameter).shape
-                    alike[shape, parameter in divided, parameter.dtype, parameter.device].append(parameter)
-            for (shape, *_), parameters in alike.items():
-                self._update(parameters, shape, group)
+                    shape = parts.get(parameter, parameter).shape
+                    alike[shape, parameter in parts, parameter.dtype, parameter.device].append(parameter)
+            for (shape, divided, *_), parameters in alike.items():
+                self._update(parameters, shape, divided, group)
 
-    def _update(self, parameters: list[Tensor], shape: tuple[int, int], group: dict) -> None:
+    def _update(self, parameters: list[Tensor], shape: tuple[int, int], divided: bool, group: dict) -> None:
         """Update parameters of one shape together; all or none of them are some rows of it."""
         lr, momentum = group["lr"], group["momentum"]
         for parameter in parameters:
@@ -127,13 +123,15 @@ class Muon(torch.optim.Optimizer):
         for buffer, gradient in zip(buffers, gradients, strict=True):
             torch.where(left_out, buffer, gradient, out=gradient)  # a step from the momentum to itself
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        directions = torch.stack(torch._foreach_lerp(gradients, buffers, momentum))
-        orthogonal = partial(orthogonalize, dtype=product_dtype(group["precision"], like=parameters[0]))
-        divided = self.units and parameters[0] in self.units.parts
-        updates = self.units.by_matrix(directions, orthogonal, shape=shape) if divided else orthogonal(directions)
-        updates = updates.masked_fill_(left_out, 0.0)
+        directions = torch._foreach_lerp(gradients, buffers, momentum)
+        if divided:
+            directions = [self.units.whole_of(*pair).full_tensor() for pair in zip(parameters, directions, strict=True)]
+        products = product_dtype(group["precision"], like=parameters[0])
+        updates = orthogonalize(torch.stack(directions), dtype=products).masked_fill_(left_out, 0.0).unbind()
+        if divided:
+            updates = [self.units.part_of(*pair) for pair in zip(parameters, updates, strict=True)]
         if group["weight_decay"]:
-            decay = torch.full_like(left_out, 1 - lr * group["weight_decay"], dtype=updates.dtype)
+            decay = torch.full_like(left_out, 1 - lr * group["weight_decay"], dtype=updates[0].dtype)
             torch._foreach_mul_(parameters, decay.masked_fill_(left_out, 1.0))
         rows, columns = shape
-        torch._foreach_add_(parameters, list(updates.unbind()), alpha=-lr * max(1.0, rows / columns) ** 0.5)
+        torch._foreach_add_(parameters, list(updates), alpha=-lr * max(1.0, rows / columns) ** 0.5)

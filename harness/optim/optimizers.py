@@ -7,28 +7,20 @@ and say so by ``_step_supports_amp_scaling``. Ours do the same; for one that can
 """
 
 from collections.abc import Callable, Set
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from harness.optim.adagrad import ClippedAdagrad
-from harness.optim.budget import Schedule, check_number
+from harness.optim.budget import Schedule
 from harness.optim.muon import Muon
 from harness.optim.parameter_groups import Group, assign
 
-__all__ = ["ClippedAdagrad", "Group", "Muon", "Optimizers", "assign", "clip_"]
-
+__all__ = ["ClippedAdagrad", "Group", "Muon", "Optimizers", "assign"]
 
 BY_ROWS = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 BY_ROWS += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
 """Those that a process may have with some rows of a parameter: they look at each number alone, or know of ``units``."""
-
-
-def clip_(gradients: list[Tensor], clip: float | None, *, norm: Callable = torch.nn.utils.get_total_norm) -> None:
-    """Scale dense tensors in place so that their joint norm is at most ``clip``; the factor stays on the device."""
-    if clip is not None and gradients:
-        torch._foreach_mul_(gradients, clip / norm(gradients).clamp(min=clip))
 
 
 class Optimizers:
@@ -57,17 +49,13 @@ class Optimizers:
         clip: float | None = None,
         skip_nonfinite: bool = False,
     ):
-        check_number("optim.lr", lr)
-        if clip is not None:
-            check_number("optim.clip", clip)
         self.groups = {group.name: group for group in groups}
-        self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
-        self.skip_nonfinite = skip_nonfinite
+        self.lr, self.schedule, self.clip, self.skip_nonfinite, self.steps = lr, schedule, clip, skip_nonfinite, 0
         self.found_inf: Tensor | None = None
         self.skipped: Tensor | int = 0
         self.units = None
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
-        self._numbers = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
+        self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
 
     def step(self, fraction: float, *, loss: Tensor | None = None) -> None:
         """One update of every group, if the loss and all gradients are finite.
@@ -115,18 +103,23 @@ class Optimizers:
 
     @torch.no_grad()
     def _clip(self, gradients: dict[str, tuple[dict, dict]], divided: Set[Tensor]) -> None:
-        norm, pooled = partial(self._norm, divided=divided), []
+        """Scale gradients so that joint norms are at most the clips; of ``divided`` ones this process has a part."""
+
+        def clip_(some: list[Tensor], clip: float | None) -> None:
+            if clip is not None and some:
+                torch._foreach_mul_(some, clip / self._norm(some, divided).clamp(min=clip))
+
+        pooled = []
         for name, group in self.groups.items():
             dense, sparse = ([*some.values()] for some in gradients[name])
             if group.clip is not None:
-                clip_(dense + sparse, group.clip, norm=norm)
+                clip_(dense + sparse, group.clip)
             else:
                 pooled += dense
-                clip_(sparse, self.clip, norm=norm)
-        clip_(pooled, self.clip, norm=norm)
+                clip_(sparse, self.clip)
+        clip_(pooled, self.clip)
 
-    def _norm(self, gradients: list[Tensor], *, divided: Set[Tensor]) -> Tensor:
-        """Joint norm, of whole gradients where this process has a part of some."""
+    def _norm(self, gradients: list[Tensor], divided: Set[Tensor]) -> Tensor:
         parts, whole = ([g for g in gradients if (g in divided) == here] for here in (True, False))
         norm = torch.nn.utils.get_total_norm(whole)
         if not parts:
@@ -141,9 +134,7 @@ class Optimizers:
 
     def state_dict(self) -> dict:
         """Everything an exact resume needs: updates made, and each optimizer's state by group name."""
-        groups = {name: o.state_dict() for name, o in self.optimizers.items()}
-        if self.units:
-            groups = {name: self._changed(name, state, self.units.whole_of) for name, state in groups.items()}
+        groups = {name: self._changed(name, o.state_dict(), "whole_of") for name, o in self.optimizers.items()}
         return {"steps": self.steps, "skipped": int(self.skipped), "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
@@ -155,50 +146,43 @@ class Optimizers:
             )
         self.steps, self.skipped = state["steps"], state.get("skipped", 0)
         for name, optimizer in self.optimizers.items():
-            saved = state["groups"][name]
-            optimizer.load_state_dict(self._changed(name, saved, self.units.part_of) if self.units else saved)
+            optimizer.load_state_dict(self._changed(name, state["groups"][name], "part_of"))
 
-    def _changed(self, name: str, state: dict, change: Callable[[Tensor, Tensor], Tensor]) -> dict:
-        """An optimizer's state with what ``change`` makes of a parameter and each tensor that is kept for it."""
+    def _changed(self, name: str, state: dict, method: str) -> dict:
+        """An optimizer's state; of divided parameters, with what a method of ``units`` makes of each tensor kept for one."""
+        if not self.units:
+            return state
         parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
+        change: Callable[[Tensor, Tensor], Tensor] = getattr(self.units, method)
         changed = {
-            number: {
-                key: change(parameters[number], value) if isinstance(value, Tensor) else value
-                for key, value in of.items()
-            }
-            for number, of in state["state"].items()
+            i: {key: change(parameters[i], v) if isinstance(v, Tensor) else v for key, v in values.items()}
+            for i, values in state["state"].items()
         }
         return state | {"state": changed}
 
     def unreached(self) -> list[str]:
         """Parameters to which no gradient but zero has ever come, as the optimizers' moments tell; those that are divided among
         processes are left out, and those of plain SGD, which has none. Waits for the device."""
+
+        def moved(moments: dict) -> bool:
+            return any(isinstance(v, Tensor) and v.count_nonzero() for key, v in moments.items() if key != "step")
+
         divided = self.units.parts if self.units else {}
         return [
             name
             for group, optimizer in self.optimizers.items()
             if not isinstance(optimizer, torch.optim.SGD)
             for name, parameter in self.groups[group].parameters.items()
-            if parameter not in divided
-            and not any(
-                isinstance(value, Tensor) and value.count_nonzero()
-                for key, value in optimizer.state.get(parameter, {}).items()
-                if key != "step"
-            )
+            if parameter not in divided and not moved(optimizer.state.get(parameter, {}))
         ]
 
     def describe(self) -> list[dict]:
         """One row a group: name, optimizer, peak lr, number of parameters, their share of all that are trained, and the dtypes
         of the optimizer's products where it has some."""
-        counts, total = self._numbers, sum(self._numbers.values())
-        return [
-            {
-                "name": name,
-                "optimizer": type(self.optimizers[name]).__name__,
-                "lr": self.lr * group.lr_scale,
-                "parameters": counts[name],
-                "share": counts[name] / total,
-                **({"products": muon.products} if isinstance(muon := self.optimizers[name], Muon) else {}),
-            }
-            for name, group in self.groups.items()
-        ]
+        rows, total = [], sum(self._sizes.values())
+        for name, group in self.groups.items():
+            optimizer, size = self.optimizers[name], self._sizes[name]
+            row = {"name": name, "optimizer": type(optimizer).__name__, "lr": self.lr * group.lr_scale}
+            row |= {"parameters": size, "share": size / total}
+            rows.append(row | ({"products": optimizer.products} if isinstance(optimizer, Muon) else {}))
+        return rows

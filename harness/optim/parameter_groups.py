@@ -8,17 +8,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.optim.budget import check_number
 from harness.optim.muon import Muon
-
-SCHEDULES = ("run", "constant")
-OPTIONS = ("clip", "lr_scale", "match", "optimizer", "schedule", "weight_decay")
-"""Keys of a variant's group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,39 +23,30 @@ class Group:
     """Parameters that share an optimizer, a rate and a clip.
 
     Args:
-        name: the group's name; its key in the configuration is ``key``.
-        key: the configuration key that errors name.
+        name: the group's name; errors name its configuration ``key``.
         parameters: by name, one name each.
+        undecayed: names of the parameters that get no weight decay by rule.
         optimizer: makes the optimizer from parameter groups and ``lr``; a partial without a rate of its own.
         lr_scale: learning rate relative to ``optim.lr``; 0 leaves the parameters as they start.
         weight_decay: for all parameters, or None for the optimizer's own on all but ``undecayed``.
         schedule: ``run`` follows the run's schedule, ``constant`` stays at the peak from the first update on.
         clip: largest norm of this group's gradients, or None to take part in the run's clip.
-        undecayed: names of the parameters that get no weight decay by rule.
     """
 
     name: str
     key: str
     parameters: Mapping[str, nn.Parameter]
-    optimizer: Callable[..., Optimizer]
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
-    schedule: str = "run"
-    clip: float | None = None
     undecayed: frozenset[str] = frozenset()
-
-    def __post_init__(self):
-        for name in ("lr_scale", "clip", "weight_decay"):
-            value = getattr(self, name)
-            if name == "lr_scale" or value is not None:
-                check_number(f"{self.key}.{name}", value, zero=name != "clip")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"{self.key}.schedule={self.schedule!r}: must be one of {', '.join(SCHEDULES)}")
-        if "lr" in getattr(self.optimizer, "keywords", {}):
-            raise ValueError(f"{self.key}: an optimizer has no lr of its own; set optim.lr and the group's lr_scale")
+    optimizer: Callable[..., Optimizer]
+    lr_scale: Annotated[float, Ge(0)] = 1.0
+    weight_decay: Annotated[float, Ge(0)] | None = None
+    schedule: Literal["run", "constant"] = "run"
+    clip: Annotated[float, Gt(0)] | None = None
 
     def build(self, *, lr: float) -> Optimizer:
         """The optimizer at peak rate ``lr``, with decayed and undecayed parameters apart."""
+        if "lr" in getattr(self.optimizer, "keywords", {}):
+            raise ValueError(f"{self.key}: an optimizer has no lr of its own; set optim.lr and the group's lr_scale")
         decayed, undecayed = (
             [p for name, p in self.parameters.items() if (name in self.undecayed) == bare] for bare in (False, True)
         )
@@ -121,11 +109,11 @@ def assign(
         model: the raw model, neither compiled nor wrapped.
         default: ``optim.default``, a partial of an optimizer.
         matrices: ``optim.matrices``: ``optimizer`` and ``lr_scale``.
-        groups: the variant's ``groups``, name to ``match`` (one pattern or several; ``*`` crosses dots; every name of
-            a shared parameter counts), ``lr_scale``, ``weight_decay``, ``optimizer``, ``schedule``, ``clip``.
+        groups: the variant's ``groups``, name to ``match`` (patterns; ``*`` crosses dots; every name of a shared parameter
+            counts) and keywords of :class:`Group`; the run's default where there is no optimizer.
 
     Raises:
-        ValueError: a pattern that matches nothing, a parameter in two groups, an unknown or impossible key.
+        ValueError: a pattern that matches nothing, or a parameter in two groups.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -133,19 +121,19 @@ def assign(
             names.setdefault(parameter, []).append(name)
     settings = {"default": {"optimizer": default, "key": "optim.default"}}
     if matrices is not None:
-        settings["matrices"] = {**matrices, "key": "optim.matrices"}
+        settings["matrices"] = {"optimizer": default, "key": "optim.matrices", **matrices}
+    owner: dict[nn.Parameter, str] = {}
     for name, node in (groups or {}).items():
-        key = f"variant.groups.{name}"
         if name in ("default", "matrices"):
-            raise ValueError(f"{key}: the names default and matrices belong to the run")
-        for unknown in set(node) - set(OPTIONS):
-            raise ValueError(f"{key}.{unknown}: no such key; allowed are {', '.join(OPTIONS)}")
-        if not node.get("match"):
-            raise ValueError(f"{key}.match: must be given")
-        settings[name] = {option: value for option, value in node.items() if option != "match"} | {"key": key}
-        settings[name]["optimizer"] = node.get("optimizer") or default
-
-    owner = _matched(names, groups or {})
+            raise ValueError(f"variant.groups.{name}: the names default and matrices belong to the run")
+        own = {option: value for option, value in node.items() if option != "match"}
+        settings[name] = {"optimizer": default, "key": f"variant.groups.{name}", **own}
+        for parameter in _matched(names, name, node["match"]):
+            if owner.setdefault(parameter, name) != name:
+                raise ValueError(
+                    f"variant.groups.{owner[parameter]} and variant.groups.{name} both match "
+                    f"{' = '.join(names[parameter])}; a parameter belongs to one group"
+                )
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - tables
     members = {name: {} for name in settings}
@@ -165,27 +153,16 @@ def assign(
     ]
 
 
-def _matched(
-    names: Mapping[nn.Parameter, list[str]], groups: Mapping[str, Mapping[str, object]]
-) -> dict[nn.Parameter, str]:
-    """Parameter to the name of the variant's group whose patterns match one of its names."""
-    owner: dict[nn.Parameter, str] = {}
-    for group, node in groups.items():
-        patterns = [node["match"]] if isinstance(node["match"], str) else node["match"]
-        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(f"variant.groups.{group}.match={patterns}: must be a pattern of names, or a list of some")
-        for pattern in patterns:
-            matched = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]
-            if not matched:
-                places = {re.sub(r"\.\d+(?=\.)", ".*", alias) for aliases in names.values() for alias in aliases}
-                raise ValueError(
-                    f"variant.groups.{group}.match={pattern!r}: matches no trainable parameter; "
-                    f"the model has {', '.join(sorted(places))}"
-                )
-            for parameter in matched:
-                if owner.setdefault(parameter, group) != group:
-                    raise ValueError(
-                        f"variant.groups.{owner[parameter]} and variant.groups.{group} both match "
-                        f"{' = '.join(names[parameter])}; a parameter belongs to one group"
-                    )
-    return owner
+def _matched(names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]) -> list[nn.Parameter]:
+    """Parameters one of whose names matches one of a group's patterns."""
+    matched = []
+    for pattern in [match] if isinstance(match, str) else match:
+        parameters = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]
+        if not parameters:
+            places = {re.sub(r"\.\d+(?=\.)", ".*", alias) for aliases in names.values() for alias in aliases}
+            raise ValueError(
+                f"variant.groups.{group}.match={pattern!r}: matches no trainable parameter; "
+                f"the model has {', '.join(sorted(places))}"
+            )
+        matched += parameters
+    return matched

@@ -4,42 +4,32 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
 from harness.model import LanguageModel, Layers
-from harness.optim.budget import UNITS, Budget, Schedule
-from harness.optim.optimizers import Optimizers
-from harness.optim.parameter_groups import assign
-from harness.plan import settings
+from harness.optim.budget import UNITS
+from harness.optim.optimizers import Group, Optimizers, assign
 from harness.plan.instantiate import resolve
 from harness.plan.network import make_network, plan_layers
-from harness.plan.settings import check_keys, checked, parse
+from harness.plan.settings import OptimSettings, PositiveFloat, RunSettings, check_keys, checked, parse, section
 from harness.plan.space import take_trial
 from variants.contract import Position
 
-PLAIN = {
-    "model": settings.ModelSettings,
-    "batch": settings.BatchSettings,
-    "eval": settings.EvalSettings,
-    "checkpoint": settings.CheckpointSettings,
-    "init_from": settings.InitFromSettings,
-    "runtime": settings.RuntimeSettings,
-    "record": settings.RecordSettings,
-}
-SECTIONS = ("variant", "position", "data", "optim", "budget", *PLAIN)
-ALONE = tuple(settings.RunSettings.__dataclass_fields__)
-
+_HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
+GROUP = {name: _HINTS[name] for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")}
+"""Keys of a variant's parameter group, and their types."""
 LONGEST_CONTEXT = 16_384
 """Bytes that a stream of a score reads at most before its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+@section
+class Plan(RunSettings):
     """A run as it was asked for.
 
     ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
@@ -47,31 +37,18 @@ class Plan:
     ``backend_choice`` is how ``runtime.backend`` was settled, where it was; ``admission`` is whether the mechanism was checked.
     """
 
-    config: dict
     variant: str
+    outputs: Path
+    data: dict
+    optim: dict
+    trust: tuple[str, ...]
+    config: dict
     layers: Layers
     scheme: Callable[..., Position]
-    optim: dict
     groups: dict
-    model: settings.ModelSettings
-    batch: settings.BatchSettings
-    eval: settings.EvalSettings
-    checkpoint: settings.CheckpointSettings
-    init_from: settings.InitFromSettings
-    runtime: settings.RuntimeSettings
-    budget: Budget
-    data: dict
-    record: settings.RecordSettings
-    wandb: settings.WandbSettings
-    purpose: str
     point: dict | None
-    seed: int
-    outputs: Path
-    force: bool
-    trust: tuple[str, ...]
     sweeping: bool
     beside_others: bool
-    check: bool
     backend_choice: dict | None = None
     admission: str | None = None
 
@@ -119,31 +96,26 @@ def plan_run(
     Raises:
         ValueError: naming the key, the value and what is allowed.
     """
-    config, point = _sections(cfg, typed=typed)
-    trust = tuple(dict.fromkeys(_trust(config["trust"]) + trusted))
-    alone = vars(parse(settings.RunSettings, {name: config[name] for name in ALONE}, key=""))
-    plain = {name: parse(cls, config[name], key=name) for name, cls in PLAIN.items()}
-    check_keys(config["budget"], UNITS, key="budget")
+    config, point = _resolved(cfg, typed=typed)
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
-    variant = config["variant"]
-    plan = Plan(
-        config=config,
-        variant=checked(variant.get("name"), str, key="variant.name"),
-        layers=plan_layers(variant, n_layers=plain["model"].layers, trust=trust),
-        scheme=resolve(config["position"], key="position", kind=Position, trust=trust),
-        optim=_optim(config["optim"], trust, lr_scale=variant.get("lr_scale")),
-        groups=_groups(variant.get("groups"), trust),
-        budget=parse(Budget, config["budget"] | {"default_bytes": plain["model"].default_bytes}, key="budget"),
-        data=vars(parse(settings.DataSettings, config["data"], key="data")),
-        wandb=parse(settings.WandbSettings, plain["record"].wandb, key="record.wandb"),
-        point=point,
-        trust=trust,
-        sweeping=sweeping,
-        beside_others=beside_others,
-        **plain,
-        **alone | {"outputs": Path(alone["outputs"])},
-    )
+    settings = parse(RunSettings, config, key="")
+    variant, trust = settings.variant, tuple(dict.fromkeys(_trust(settings.trust) + trusted))
+    objects = {
+        "variant": checked(variant.get("name"), str, key="variant.name"),
+        "outputs": Path(settings.outputs),
+        "data": vars(settings.data),
+        "optim": _optim(settings.optim, trust, lr_scale=variant.get("lr_scale")),
+        "budget": replace(settings.budget, default_bytes=settings.model.default_bytes),
+        "trust": trust,
+        "layers": plan_layers(variant, n_layers=settings.model.layers, trust=trust),
+        "scheme": resolve(settings.position, key="position", kind=Position, trust=trust),
+        "groups": {},
+    }
+    for name, group in (checked(variant.get("groups"), dict | None, key="variant.groups") or {}).items():
+        objects["groups"][name] = _group(group, GROUP, trust, key=f"variant.groups.{name}", required=("match",))
+    facts = {"config": config, "point": point, "sweeping": sweeping, "beside_others": beside_others}
+    plan = Plan(**vars(settings) | objects | facts)
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
         raise ValueError(
             "init_from.run=null: init_from.restore=everything needs a run's folder; without one init_from.restore=weights"
@@ -161,7 +133,7 @@ def varied(plan: Plan, **sections: dict) -> Plan:
     return plan_run(OmegaConf.create(config), trusted=plan.trust)
 
 
-def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | None]:
+def _resolved(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | None]:
     """The configuration at its trial as a plain dictionary that has every section, and nothing else; and the trial's point."""
     if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
         raise ValueError(
@@ -169,18 +141,14 @@ def _sections(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | 
             "give the file to W&B: wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent"
         )
     cfg = OmegaConf.merge({"check": True}, cfg)  # which runs of before, and verbs that train nothing, do not say
-    names = (*SECTIONS, *ALONE, "trial", "space", "trust")
-    check_keys({key: node for key, node in OmegaConf.to_container(cfg).items() if key != "hydra"}, names, key="")
-    cfg, point = take_trial(cfg, typed=typed)
+    sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
+    check_keys(sections, list(RunSettings.__dataclass_fields__), key="")
+    check_keys(sections["budget"], UNITS, key="budget")
+    cfg, point = take_trial(OmegaConf.masked_copy(cfg, list(sections)), typed=typed)
     try:
-        config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), point
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: must be given") from error
-    config.pop("hydra", None)
-    for name in SECTIONS:
-        if not isinstance(config[name], Mapping):
-            raise ValueError(f"{name}={config[name]}: must be a section; choose one with {name}=.. or set its keys")
-    return config, point
 
 
 def _trust(names: object) -> tuple[str, ...]:
@@ -200,31 +168,26 @@ def _trust(names: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _optim(node: Mapping[str, object], trust: tuple[str, ...], *, lr_scale: object) -> dict:
-    """``optim`` checked, its rate times what the variant's ``lr_scale`` has for ``optim.name``: 1 where that has nothing."""
-    optim = vars(parse(settings.OptimSettings, {"name": None, **node}, key="optim"))
+def _optim(settings: OptimSettings, trust: tuple[str, ...], *, lr_scale: object) -> dict:
+    """``optim`` with partials, its rate times what the variant's ``lr_scale`` has for ``optim.name``, or 1."""
     scales = checked(lr_scale, dict | None, key="variant.lr_scale") or {}
     for name, factor in scales.items():
-        checked(factor, settings.PositiveFloat, key=f"variant.lr_scale.{name}")
-    optim["lr"] = node["lr"] * scales.get(optim["name"], 1.0)
-    optim["default"] = resolve(node["default"], key="optim.default", kind=Optimizer, trust=trust)
-    if matrices := optim["matrices"]:
-        check_keys(matrices, ("lr_scale", "optimizer"), key="optim.matrices")
-        make = resolve(matrices["optimizer"], key="optim.matrices.optimizer", kind=Optimizer, trust=trust)
-        optim["matrices"] = {**matrices, "optimizer": make}
-    optim["schedule"] = parse(Schedule, node["schedule"], key="optim.schedule")
+        checked(factor, PositiveFloat, key=f"variant.lr_scale.{name}")
+    optim = vars(settings) | {"lr": settings.lr * scales.get(settings.name, 1.0)}
+    optim["default"] = resolve(settings.default, key="optim.default", kind=Optimizer, trust=trust)
+    if settings.matrices:
+        hints = {name: GROUP[name] for name in ("lr_scale", "optimizer")}
+        optim["matrices"] = _group(settings.matrices, hints, trust, key="optim.matrices")
     return optim
 
 
-def _groups(node: object, trust: tuple[str, ...]) -> dict[str, dict]:
-    """The variant's parameter groups, with their optimizers as partials, for ``harness.optim.parameter_groups.assign``."""
-    groups = {}
-    for name, group in (checked(node, dict | None, key="variant.groups") or {}).items():
-        key = f"variant.groups.{name}"
-        optimizer = checked(group, dict, key=key).get("optimizer")
-        optimizer = optimizer and resolve(optimizer, key=f"{key}.optimizer", kind=Optimizer, trust=trust)
-        groups[name] = {**group, "optimizer": optimizer}
-    return groups
+def _group(node: object, hints: Mapping[str, object], trust: tuple[str, ...], *, key: str, required=None) -> dict:
+    """A group's keys, checked as their types, and its optimizer, where it has one, as a partial."""
+    check_keys(checked(node, dict, key=key), list(hints), key=key, required=required)
+    values = {name: checked(v, hints[name], key=f"{key}.{name}") for name, v in node.items() if name != "optimizer"}
+    if node.get("optimizer"):
+        values["optimizer"] = resolve(node["optimizer"], key=f"{key}.optimizer", kind=Optimizer, trust=trust)
+    return values
 
 
 def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:

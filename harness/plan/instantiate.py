@@ -22,10 +22,9 @@ from harness.plan.settings import PART, checked
 from variants.contract import VERSION, Part, Position, Sublayer
 
 OURS = ("variants", "harness", "torch.optim")
-CONTRACT = (Sublayer, Position, Part, torch.optim.Optimizer)
-PASSED = {torch.optim.Optimizer: "lr", Position: "d_head", Part: "d_head"}
-"""Keywords that the harness passes itself."""
-MODULE = "a torch.nn.Module with _target_"
+PASSED = {Sublayer: None, Position: "d_head", Part: "d_head", torch.optim.Optimizer: "lr"}
+"""Types of the contract, and the keyword of each that the harness passes itself, beside the first argument."""
+CONTRACT = tuple(PASSED)
 
 
 def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Callable:
@@ -47,11 +46,10 @@ def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Ca
         raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true, so that every layer makes its own")
     words = {name: value for name, value in node.items() if name not in ("_target_", "_partial_")}
     schema = keywords(cls, key=key)
-    if kind is nn.Module:
-        if "'_target_'" in repr(words):  # the module might follow it
-            raise ValueError(f"{key}={words}: must be plain values without _target_, because they are a module's")
-        if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values()):
-            schema = dict.fromkeys(words, (typing.Any, False)) | schema  # whoever builds it asks the class itself
+    if kind is nn.Module and "'_target_'" in repr(words):  # the module might follow it
+        raise ValueError(f"{key}={words}: must be plain values without _target_, because they are a module's")
+    if kind is nn.Module and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values()):
+        schema = dict.fromkeys(words, (typing.Any, False)) | schema  # whoever builds it asks the class itself
     for name, value in words.items():
         if name not in schema:
             allowed = ", ".join(schema) or "none"
@@ -71,19 +69,22 @@ def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
     """
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if base and (not parameters or parameters[0].kind not in positional):
+    if base and (
+        not parameters or parameters[0].kind not in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD)
+    ):
         what = "the parameters" if base is torch.optim.Optimizer else "a LayerContext"
         raise ValueError(f"{key}._target_: the constructor of {cls.__module__}.{cls.__name__} must take {what} first")
     try:
-        hints = typing.get_type_hints(cls.__init__)
+        hints = typing.get_type_hints(cls.__init__, include_extras=True)
     except Exception as error:  # a stranger's annotations name what is not there
         if base:
             raise ValueError(f"{key}._target_: annotations of {cls.__module__}.{cls.__name__}: {error}") from error
         hints = {}
-    named = [p for p in parameters[bool(base) :] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    schema = {p.name: (hints.get(p.name, typing.Any), p.default is p.empty) for p in named}
-    return {name: one for name, one in schema.items() if name != PASSED.get(base)}
+    return {
+        p.name: (hints.get(p.name, typing.Any), p.default is p.empty)
+        for p in parameters[bool(base) :]
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != PASSED.get(base)
+    }
 
 
 def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type:
@@ -112,19 +113,19 @@ def _class(target: str, *, key: str, kind: type, trust: tuple[str, ...]) -> type
 
 
 def _inside(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == package or module.startswith(package + ".") for package in packages)
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def _value(value: object, hint: object, *, key: str, trust: tuple[str, ...]) -> object:
     """A keyword's value, as its annotation wants it; a part becomes a partial."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     options = typing.get_args(hint) if union else (hint,)
-    parts = [one for one in options if collections.abc.Callable in (one, typing.get_origin(one))]
-    kinds = [cls for one in parts for cls in typing.get_args(one)[-1:] if inspect.isclass(cls)]
+    parts = [option for option in options if collections.abc.Callable in (option, typing.get_origin(option))]
+    kinds = [cls for part in parts for cls in typing.get_args(part)[-1:] if inspect.isclass(cls)]
     kind = next((cls for cls in kinds if cls is nn.Module or issubclass(cls, Part)), Part)
     if isinstance(value, Mapping) and "_target_" in value and (parts or hint is typing.Any):
         return resolve(value, key=key, kind=kind, trust=trust)
     if parts and kind is nn.Module:
-        raise ValueError(f"{key}={value}: must be {MODULE}")
+        raise ValueError(f"{key}={value}: must be a torch.nn.Module with _target_")
     value = checked(value, hint, key=key)
     return tuple(value) if isinstance(value, list) else value

@@ -15,10 +15,7 @@ from variants.contract import WAYS, LayerContext, Position, Sublayer
 KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
 """Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file pins it."""
 CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
-"""Keys of ``model`` that a sublayer gets."""
-WHOLE = ("norm", "norm_after", "tied", "head_bias", "head_zero_init")
-WHOLE += ("embedding_std", "embedding_scale", "embedding_dropout")
-"""Keys of ``model`` that are the network's own."""
+"""Keys of ``model`` that a sublayer gets; the others but ``layers`` and ``default_bytes`` are ``LanguageModel``'s."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
@@ -39,8 +36,7 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
             raise ValueError(f"{key}={names}: must be a list of sublayers, each once, of {', '.join(sublayers)}")
         return {name: sublayers[name] for name in names}
 
-    layers = [chosen(variant.get("layers"), "variant.layers")] * n_layers
-    places: dict[int, object] = {}
+    layers, places = [chosen(variant.get("layers"), "variant.layers")] * n_layers, {}
     for place, names in (checked(variant.get("at"), dict | None, key="variant.at") or {}).items():
         key = f"variant.at.{place}"
         # A single layer's key on the command line, +variant.at.0=[attention], arrives as text.
@@ -49,10 +45,9 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
             raise ValueError(f"{key}={names}: allowed are {-n_layers} to {n_layers - 1}, with model.layers={n_layers}")
         if names is None:
             continue
-        if layer % n_layers in places:
-            other = f"variant.at.{places[layer % n_layers]}"
+        if other := places.setdefault(layer % n_layers, key) != key and places[layer % n_layers]:
             raise ValueError(f"{key}={names}: the same layer as {other}, with model.layers={n_layers}; set one to null")
-        places[layer % n_layers], layers[layer] = place, chosen(names, key)
+        layers[layer] = chosen(names, key)
     return layers
 
 
@@ -76,33 +71,26 @@ def make_network(
     backend: str,
     checkpoint: str = "none",
 ) -> LanguageModel:
-    """The model, initialised by torch's generator.
-
-    Args:
-        layers, scheme: as ``plan_layers`` and ``resolve`` give them.
-        vocabulary, backend, checkpoint: as ``LanguageModel`` and ``LayerContext`` have them.
+    """The model, initialised by torch's generator; arguments as ``LanguageModel`` and ``LayerContext`` have them.
 
     Raises:
         ValueError: sizes that do not fit together, or a choice that a mechanism does not follow, by name.
     """
     pool: dict = {}
-    common = {name: getattr(sizes, name) for name in CONTEXT} | {"n_layers": sizes.layers, "pool": pool}
-    common |= {"backend": backend, "scheme": scheme}
+    common = {name: getattr(sizes, name) for name in CONTEXT}
+    common |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}
     model = LanguageModel(
-        [
-            {name: functools.partial(_make, make, key=f"variant.{name}") for name, make in layer.items()}
-            for layer in layers
-        ],
+        [{name: functools.partial(_make, make, f"variant.{name}") for name, make in layer.items()} for layer in layers],
         lambda layer: LayerContext(layer=layer, **common),
         vocabulary=vocabulary,
         checkpoint=checkpoint,
-        **{name: getattr(sizes, name) for name in WHOLE},
+        **{key: value for key, value in vars(sizes).items() if key not in (*CONTEXT, "layers", "default_bytes")},
     )
     pool.clear()  # sharing ends with the build
     return model
 
 
-def _make(make: functools.partial, context: LayerContext, *, key: str) -> Sublayer:
+def _make(make: functools.partial, key: str, context: LayerContext) -> Sublayer:
     """The sublayer; a constructor's complaint about a keyword of its own names that keyword's key."""
     try:
         sublayer = make(context)

@@ -1,4 +1,4 @@
-"""The plain sections of the configuration as values: a dataclass each, its annotations are the allowed keys, types, bounds.
+"""The sections of the configuration as values: a dataclass each, whose annotations are the allowed keys, types and bounds.
 
 pydantic reads the values, strictly but for whole numbers: 1e6 is an integer, text and truths are no numbers.
 """
@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, TypeAdapter, ValidationError
 
+from harness.optim.budget import Budget, Schedule, Share
+
 PART = "a part with _target_ and _partial_: true"
 WORDS = {
     "callable": PART,
@@ -26,7 +28,6 @@ WORDS = {
 """Of pydantic's messages, and what they are here."""
 
 Positive, PositiveFloat = Annotated[int, Gt(0)], Annotated[float, Gt(0)]
-Share = Annotated[float, Interval(ge=0, le=1)]
 
 section = dataclass(frozen=True, kw_only=True)
 
@@ -129,54 +130,80 @@ class RecordSettings:
     every_steps: Positive
     progress_seconds: float
     figures: bool
-    wandb: dict
+    wandb: WandbSettings
 
 
 @section
 class OptimSettings:
-    """``default``, ``matrices`` and ``schedule`` are checked where they become objects."""
-
-    name: str | None
+    name: str | None = None
     lr: PositiveFloat
     default: dict
     matrices: dict | None
-    clip: float | None
-    schedule: dict
+    clip: PositiveFloat | None
+    schedule: Schedule
     skip_nonfinite: bool
 
 
 @section
 class RunSettings:
-    """The keys that are in no section."""
+    """The keys of a run. What is a mapping here, or anything, is checked where it becomes an object."""
 
+    variant: dict
+    position: dict
+    model: ModelSettings
+    batch: BatchSettings
+    data: DataSettings
+    optim: OptimSettings
+    runtime: RuntimeSettings
+    record: RecordSettings
     purpose: Literal["result", "tune"]
+    trial: Any
+    space: Any
     seed: Annotated[int, Ge(0)]
+    budget: Budget
+    eval: EvalSettings
+    checkpoint: CheckpointSettings
+    init_from: InitFromSettings
     outputs: str
     force: bool
     check: bool
+    trust: Any
 
 
-def parse(cls: type, node: Mapping[str, object], *, key: str):
+def parse(cls: type, node: object, *, key: str):
     """A dataclass from a section of the configuration; ``key`` is empty for keys at the top.
 
     Raises:
-        ValueError: naming the key, the value and what is allowed, for a key too many, one missing, or a wrong value.
+        ValueError: naming the key, the value and what is allowed, for a key too many, one missing that has no default, or a
+            wrong value.
     """
-    hints = typing.get_type_hints(cls, include_extras=True)
-    check_keys(node, [field.name for field in dataclasses.fields(cls)], key=key)
-    return cls(**{name: checked(value, hints[name], key=f"{key}.{name}".lstrip(".")) for name, value in node.items()})
+    hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
+    required = [field.name for field in fields if field.default is field.default_factory]
+    check_keys(node, [field.name for field in fields], key=key, required=required)
+    values = {}
+    for name, value in node.items():
+        below = f"{key}.{name}".lstrip(".")
+        if dataclasses.is_dataclass(hints[name]):
+            values[name] = parse(hints[name], value, key=below)
+        else:
+            values[name] = checked(value, hints[name], key=below)
+    try:
+        return cls(**values)
+    except ValueError as error:  # what the class says of its keys together
+        raise error if str(error).startswith(key) else ValueError(f"{key}.{error}") from error
 
 
-def check_keys(node: object, names: Iterable[str], *, key: str) -> None:
-    """Raise ValueError unless ``node`` is a section that has exactly these keys; ``key`` is empty for the whole."""
+def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterable[str] | None = None) -> None:
+    """Raise ValueError unless ``node`` is a section that has these keys: all, or those ``required``, and no others."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
-    for name in {**node, **dict.fromkeys(names)}:
-        place = f"{key}.{name}".lstrip(".")
+    key = key and f"{key}."
+    for name, value in node.items():
         if name not in names:
-            raise ValueError(f"{place}={node[name]}: no such key; allowed are {', '.join(names)}")
+            raise ValueError(f"{key}{name}={value}: no such key; allowed are {', '.join(names)}")
+    for name in names if required is None else required:
         if name not in node:
-            raise ValueError(f"{place}: must be given")
+            raise ValueError(f"{key}{name}: must be given")
 
 
 def checked(value: object, hint: object, *, key: str) -> Any:
@@ -185,20 +212,18 @@ def checked(value: object, hint: object, *, key: str) -> Any:
         return _adapter(hint).validate_python(value)
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
-    places = [str(place) for place in errors[0]["loc"] if isinstance(place, int)]  # the rest names options of a union
+    first = errors[0]
+    places = [str(place) for place in first["loc"] if isinstance(place, int)]  # the rest names options of a union
     allowed = [error["msg"].removeprefix("Input should be ") for error in errors]
     for word, ours in WORDS.items():
         allowed = [text.replace(word, ours) for text in allowed]
-    literal = errors[0]["type"] == "literal_error"
-    if literal:
-        allowed[0] = errors[0]["ctx"]["expected"].replace("'", "").replace(" or ", ", ").lower()
-    if errors[0]["type"] in ("missing", "too_long"):
+    if literal := first["type"] == "literal_error":
+        allowed[0] = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").lower()
+    if first["type"] in ("missing", "too_long"):
         places, allowed = [], ["a list of another length"]
     allowed += ["null"] * (type(None) in typing.get_args(hint) and not places)
-    raise ValueError(
-        f"{'.'.join([key, *places])}={errors[0]['input']}: {'allowed are' if literal else 'must be'} "
-        f"{' or '.join(dict.fromkeys(allowed))}"
-    )
+    must = "allowed are" if literal else "must be"
+    raise ValueError(f"{'.'.join([key, *places])}={first['input']}: {must} {' or '.join(dict.fromkeys(allowed))}")
 
 
 @cache

@@ -10,10 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 from harness.plan.build import Plan, varied
-from harness.plan.instantiate import resolve
 from harness.plan.network import KEYS
-from harness.plan.settings import ModelSettings, checked, parse
-from variants.contract import Sublayer
+from harness.plan.settings import check_keys, checked
 
 HEADS, HEAD_WIDTH = 2, 16
 ON_CPU = {"device": "cpu", "backend": "plain", "precision": "float32", "compile": False}
@@ -29,30 +27,24 @@ def with_small(plan: Plan, *, given: Collection[str] = ()) -> Plan:
     """
     variant = plan.config["variant"]
     small = checked(variant.get("small"), dict | None, key="variant.small") or {}
-    sublayers, changes, typed = [name for name in variant if name not in KEYS], {}, set(given)
-    for name, node in small.items():
-        key = f"variant.small.{name}"
-        if name not in (*sublayers, "model"):
-            raise ValueError(f"{key}={node}: no such sublayer; allowed are {', '.join(sublayers)} and model")
-        checked(node, dict, key=key)
-        if name == "model":
-            parse(ModelSettings, plan.config["model"] | node, key=key)
-        else:
-            resolve(_merged(variant[name], node), key=key, kind=Sublayer, trust=plan.trust)
-        changes[name] = _untyped(node, typed, "model" if name == "model" else f"variant.{name}")
-    model = changes.pop("model", {})
-    changes = {name: _merged(variant[name], node) for name, node in changes.items()}
-    return varied(plan, variant=changes, model=model) if small else plan
+    check_keys(small, [*(name for name in variant if name not in KEYS), "model"], key="variant.small", required=())
+    if not small:
+        return plan
+    changed = OmegaConf.create({"variant": variant, "model": plan.config["model"]})
+    for key, value in _leaves(small):
+        key = key if key.startswith("model.") else f"variant.{key}"
+        if key not in given:
+            OmegaConf.update(changed, key, value, force_add=True)
+    try:
+        return varied(plan, **OmegaConf.to_container(changed))
+    except ValueError as error:
+        raise ValueError(f"variant.small: {error}") from error
 
 
-def _merged(node: Mapping, changes: Mapping) -> dict:
-    return OmegaConf.to_container(OmegaConf.merge(dict(node), dict(changes)))
-
-
-def _untyped(node: Mapping, typed: Collection[str], prefix: str) -> dict:
-    """Keys, at any depth, that nobody typed."""
-    left = {name: value for name, value in node.items() if f"{prefix}.{name}" not in typed}
-    return {n: _untyped(v, typed, f"{prefix}.{n}") if isinstance(v, Mapping) else v for n, v in left.items()}
+def _leaves(node: Mapping, key: str = "") -> list[tuple[str, object]]:
+    """Values that are no mappings, with their dotted keys."""
+    below = [(f"{key}.{name}".lstrip("."), value) for name, value in node.items()]
+    return [leaf for k, v in below for leaf in (_leaves(v, k) if isinstance(v, Mapping) else [(k, v)])]
 
 
 def shrunk(plan: Plan) -> Plan:

@@ -13,9 +13,7 @@ from torch.quasirandom import SobolEngine
 
 from harness.plan.settings import parse, section
 
-SCRAMBLE_SEED = 0
-MOST_TRIALS = 2**16
-MISSING = object()
+SCRAMBLE_SEED, MOST_TRIALS, MISSING = 0, 2**16, object()
 TUNED = ("variant.", "model.", "batch.", "position.", "optim.", "budget.")
 """What keys of a space begin with: a file may not choose here what counts from the command line alone."""
 
@@ -94,14 +92,7 @@ def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, 
             raise ValueError(f"{key}: is given by trial={cfg.trial}; allowed is trial=null, or a space without it")
         if OmegaConf.select(cfg, key, default=MISSING) is MISSING:
             raise ValueError(f"space.{key}: there is no such key in the configuration")
-        value, point[key] = _parsed(space[key], key=f"space.{key}").at(unit)
+        kind = Choice if isinstance(space[key], Mapping) and "choices" in space[key] else Interval
+        value, point[key] = parse(kind, space[key], key=f"space.{key}").at(unit)
         OmegaConf.update(cfg, key, value)
     return cfg, point
-
-
-def _parsed(node: object, *, key: str) -> Interval | Choice:
-    try:
-        return parse(Choice if isinstance(node, Mapping) and "choices" in node else Interval, node, key=key)
-    except ValueError as error:
-        message = str(error)
-        raise ValueError(message if message.startswith(key) else f"{key}.{message}") from error

@@ -1,16 +1,13 @@
-"""Closing tables: what a run reached and what it cost, beside general compressors; and the jobs of a sweep.
+"""Closing tables: what a run reached and what it cost, beside general compressors.
 
 A number from a prefix of its split carries ``*``. FLOPs of training are "about" where a sublayer does not say what it needs.
-Time and memory of a job appear only if they were measured as the first job's were.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
 from harness.record import cells
-from harness.record.comparison import ground, held_equal, same_numbers, tree_of
 from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
@@ -31,24 +28,8 @@ def print_closing_table(summary: dict, *, console: Console | None = None) -> Non
     print_table(
         _table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"])), console=console
     )
-    costs = _table("Costs", heads=("cost", ""), rows=_costs(summary), notes=_notes([summary]))
+    costs = _table("Costs", heads=("cost", ""), rows=_costs(summary), notes=_notes(summary))
     print_table(costs, console=console)
-
-
-def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | None = None) -> None:
-    """Print the finished jobs of a sweep, those that may be compared in one table, the best first.
-
-    Args:
-        jobs: what makes each that job, such as ``variant=mhsa seed=0``, and its summary.
-    """
-    alike: dict[str, list] = {}
-    for label, summary in jobs:
-        alike.setdefault(held_equal(summary), []).append((label, summary))
-    for same in alike.values():
-        first = same[0][1]
-        budget = ", ".join(f"{amount:,.10g} {unit}" for unit, amount in first["budget"].items())
-        title = f"{data_label(first['data'])}; budget {budget}"
-        print_table(_jobs(first, same, title=title), console=console)
 
 
 def data_label(data: dict) -> str:
@@ -120,38 +101,11 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     yield "where", ", ".join([f"{number} processes"] * (number > 1) + [str(word) for word in where if word])
 
 
-def _jobs(first: dict, jobs: Sequence[tuple[str, dict]], *, title: str) -> Table:
-    """Labelled jobs, the best first; time and memory of those that were measured as ``first`` was."""
-    splits, rows = scored_splits([run for _, run in jobs]), []
-    for label, run in sorted(jobs, key=lambda job: job[1].get("valid_bits_per_byte") or math.inf):
-        name = label if same_numbers(run, first) else f"{label} +"
-        scores = [name, str(run["seed"]), *(bits(run, split=split) for split in splits)]
-        peak = _size((run.get("memory") or {}).get("peak_bytes"))
-        speed = f"{_short(run.get('bytes_per_second'))}{cells.busy_mark(run.get('load'))}"
-        measured = (peak, speed) if _ground(run) == _ground(first) else "##"
-        rows.append([*scores, _short((run.get("parameters") or {}).get("total")), _executed(run), *measured])
-    heads = ("job", "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
-    return _table(title, heads=heads, rows=rows, notes=_notes([first, *(run for _, run in jobs)]))
-
-
-def _notes(runs: Sequence[dict]) -> tuple[str, ...]:
-    """Marks explained; the first run is the one that the others stand beside."""
-    capped = {split: n_bytes for run in runs for split, n_bytes in (run.get("capped") or {}).items()}
-    prefixes = ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in capped.items())
-    commits = dict.fromkeys(filter(None, map(short_commit, runs)))
-    notes = {
-        f"* first {prefixes} only": capped,
-        "# on other ground (machine, versions, precision, path, code): do not compare": len(set(map(_ground, runs)))
-        > 1,
-        "+ made by other source code than this run's": not all(same_numbers(run, runs[0]) for run in runs),
-        f"commits: {', '.join(commits)}": len(commits) > 1,
-    }
-    busy = dict.fromkeys(filter(None, (cells.busy_words(run.get("load")) for run in runs)))
-    return (*(note for note, applies in notes.items() if applies), *(f"{cells.BUSY} {words}" for words in busy))
-
-
-def _ground(run: dict) -> tuple:
-    return ground(run), run.get("backend"), tree_of(run)
+def _notes(summary: dict) -> tuple[str, ...]:
+    """Marks explained."""
+    capped = ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in (summary.get("capped") or {}).items())
+    busy = cells.busy_words(summary.get("load"))
+    return tuple([f"* first {capped} only"] * bool(capped) + [f"{cells.BUSY} {busy}"] * bool(busy))
 
 
 def _executed(run: dict) -> str:
