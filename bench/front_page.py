@@ -32,7 +32,8 @@ def main() -> int:
         for name, block in pages.items():
             path = ROOT / name
             write_whole(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
-        write_whole(ROOT / PICTURE, picture(folder))
+        if (folder / "front_page.jsonl").exists():
+            write_whole(ROOT / PICTURE, picture(folder))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
@@ -51,6 +52,8 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 def readme_table(folder: Path) -> str:
     """One row a mechanism, the best on test first, between rows of byte counts and compressors."""
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
+    if not len(runs):
+        return "These runs are under way: so far [the learning rates](docs/results.md#learning-rates) are chosen."
     long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG), results_page.reaches(recall)
     rows = [
         (

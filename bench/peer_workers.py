@@ -19,6 +19,7 @@ from bench.measure import times
 from bench.weights import learned_spans, shake_
 from harness.data.sources import PINNED
 from harness.loop.trainer import backend_of
+from harness.model import unread_parameters
 from harness.plan.build import Plan
 from harness.record.folder import config_hash
 
@@ -123,7 +124,10 @@ class Worker(Subject):
         memory = self.step_peak() if task.peer or task.layer else self.train_memory()
         memory = {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
-        parameters |= {} if task.peer else {"touched": self.model.touched_parameters()}
+        if task.layer and not task.peer:
+            parameters["touched"] = parameters["total"] - unread_parameters(self.model)
+        elif not task.peer:
+            parameters["touched"] = self.model.touched_parameters()
         backend = f"{backend}, compiled" if self.runtime.compile else backend
         return {"parameters": parameters, "backend": backend, "memory": memory}
 

@@ -32,7 +32,8 @@ ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged
     "Recall": "Bits of a byte that repeats the one so many bytes back, after 1.5 MB of `data=recall`; 4 without recall. Reach: "
     f"the largest distance below {REACHED_BITS:g} bit.",
     "A span of 4,096": "`sweep=long`: streams with carried state, the past projected again; one seed, the front page's rates.",
-    "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed 100.",
+    "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed 100. "
+    "Runs that choose are no results.",
 }
 COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak", "seconds")
 COLUMNS += ("copies", "compressors", "context", "rate", "machine")
@@ -118,7 +119,7 @@ def sections(folder: Path) -> str:
     made = [
         ("Front page, more columns", bits_table(read_runs(folder / "front_page.jsonl"))),
         ("What context is worth", context_table(read_runs(folder / "front_page.jsonl"))),
-        ("Claims of the papers", verdict_table(read_rows(folder / "front_page.jsonl"))),
+        ("Claims of the papers", claims_table(folder / "front_page.jsonl")),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
@@ -169,6 +170,12 @@ def context_table(runs: pd.DataFrame) -> str:
 def _edges(point: dict) -> str:
     low, high = point["from_bytes"], point["to_bytes"]
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def claims_table(path: Path) -> str:
+    """Verdicts on the papers' claims, once there are runs."""
+    lines = read_rows(path)
+    return verdict_table(lines) if lines else ""
 
 
 def recall_table(runs: pd.DataFrame) -> str:

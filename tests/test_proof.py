@@ -174,11 +174,13 @@ def test_an_attention_sublayer_proves_its_backends(name, prove_sublayer):
     assert all(one.passed for one in proofs), max(proofs, key=lambda one: one.error / (one.allowed or 1e-12))
 
 
-def test_a_past_of_the_wrong_head_fails(monkeypatch, prove_sublayer):
-    of = backends._Heads.of
-    monkeypatch.setattr(
-        backends._Heads, "of", lambda self, x, dim: of(self, x.flip(dim) if x.dim() == 1 and not self.every else x, dim)
-    )
+def test_spans_of_one_key_too_many_fail(monkeypatch, prove_sublayer):
+    call = backends._attend
+
+    def longer(backend, q, k, v, part, own, **same):
+        return call(backend, q, k, v, part if part.z is None else part._replace(z=part.z + 1), own, **same)
+
+    monkeypatch.setattr(backends, "_attend", longer)
     assert not all(one.passed for one in prove_sublayer("spans"))
 
 
