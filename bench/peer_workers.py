@@ -20,7 +20,7 @@ from bench.measure import peak_bytes, times
 from bench.weights import learned_spans, place_spans, shake_
 from harness.count.memory import PeakMemory
 from harness.device import random_state, runtime
-from harness.loop.settle import settled
+from harness.loop.select_backend import settled
 from harness.loop.trainer import backend_of
 from harness.loop.update import Update
 from harness.plan.build import Plan, plan_run

@@ -232,7 +232,7 @@ BROKEN = {
     "Cautious": (
         toy(limits=LIMITS),
         {p.FUTURE_TRAIN, p.SEGMENTS, p.STREAMS, p.MODES, p.MANY},
-        "limit segments is declared, but nothing broke: ",
+        "limit segments is declared, but nothing broke",
     ),
     "DoubledKeys": (
         toys.DoubledKeys,

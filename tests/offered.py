@@ -44,13 +44,3 @@ class Offered(Sublayer):
 
     def backends(self, device, *, training):
         return backends.possible(self.need(), device)
-
-    def prove(self, backend, device, *, precision, deterministic):
-        mode = {"precision": precision, "deterministic": deterministic}
-        return backends.prove(backend, device, **self.proof_class(), **mode)
-
-    def proof_class(self):
-        vectors = self.position.vectors(1) is not None
-        bias = type(self.position).ways() & {"bias", "decay"}
-        features = ["vectors"] * vectors + ["bias"] * bool(bias)
-        return {"features": features, "heads": self.heads, "width": self.d_head, "ramp": 0, "cache": "kv"}

@@ -6,7 +6,7 @@ import re
 import pytest
 from torch import nn
 
-from bench.check import UNSEEN, Combination, where
+from bench.check import UNSEEN
 from bench.conformance import NEEDED, backends_agree, findings, ideal_beside_executed, needed_at_most_executed
 from harness.count.ideal import excuses
 from harness.loop.admission import admission
@@ -151,7 +151,7 @@ def test_what_is_given_is_not_varied(here, quick, words, expected):
 
 
 def test_verbose_shows_what_is_kept(here, quick):
-    assert "pass  a promise (all 2 combinations): kept\n" in check("verbose=true", *ONE).out
+    assert check("verbose=true", *ONE).out.count("\n  pass  a promise: kept\n") == 2
     assert "a promise" not in check(*ONE).out
     ended = check("verbose=loudly")
     assert ended.code == 2 and "verbose=loudly: must be a valid boolean" in ended.err
@@ -198,7 +198,7 @@ def test_a_break_is_shown_with_byte_and_mode(here, imports, monkeypatch):
     lines = ended.out.splitlines()
     assert ended.code == 1 and not ended.err and not list(here.glob("multirun*")), ended
     assert re.match(r"FAIL  none, kv, attend_self=true, plain: \d of 31 promises broken", lines[0])
-    (broken,) = [line for line in lines if line.startswith("FAIL  evaluation does not see the future (none, kv, ")]
+    (broken,) = [line for line in lines if line.startswith("  FAIL  evaluation does not see the future: ")]
     told = r"all from byte 1 on changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream 0"
     assert re.search(told, broken)
     assert any(re.match(r"mine: \d promises broken; it keeps the contract in 0 of 1 combination$", x) for x in lines)
@@ -217,7 +217,7 @@ def test_a_broken_fast_backend_is_found(monkeypatch, backend):
     monkeypatch.setattr(FAST[backend], "attend", lambda *a, **b: right(*a, **b) * (1 + 1e-6))
     finding = backends_agree(shrunk(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend)
     assert not finding.passed and finding.promise == f"the {backend} backend equals the plain one"
-    assert re.match(r"span 13, eval: layers\.0\.attention moved by [\d.e-]+ at byte \d+ of stream \d", finding.detail)
+    assert re.match(r"span 13, eval: \S+ of .*, at most 1e-09", finding.detail)
 
 
 def test_heads_of_different_widths_are_compared(monkeypatch):
@@ -267,16 +267,6 @@ def test_what_a_variant_says_of_small_sizes_is_taken(here, quick):
 def test_small_sizes_that_mean_nothing_are_refused(small, line):
     with pytest.raises(ValueError, match=line):
         shrunk(toy(Phased, f"+variant.small={small}"))
-
-
-def test_combinations_are_told_by_what_they_share():
-    every = [Combination(p, c, a) for p in ("none", "rotary") for c in ("kv", "hidden") for a in ("true", "false")]
-    assert where(every, every) == "all 8 combinations"
-    assert where(every[:1], every) == "none, kv, attend_self=true"
-    assert where([c for c in every if c.cache == "kv"], every) == "4 of 8 combinations: cache=kv"
-    some = [every[0], every[3], every[5], every[6]]
-    told = "none, kv, attend_self=true; none, hidden, attend_self=false; rotary, kv, attend_self=false; and 1 more"
-    assert where(some, every) == f"4 of 8 combinations: {told}"
 
 
 def kinds(plan: Plan) -> list[list[str]]:

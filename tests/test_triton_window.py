@@ -16,8 +16,7 @@ from tests.attention_case import assert_near, gradients
 from tests.efficient_attention import heads_inside
 from tests.needs import need
 from variants.kernels import operation, triton_window, window
-from variants.kernels.given import Given
-from variants.kernels.window import Window
+from variants.kernels.window import Inputs, Window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.usefixtures("triton_installed")
@@ -83,14 +82,6 @@ class Case(window_case.Case):
         moved = {n: heads_inside(x) if x.dim() == 4 else x for n, x in small.items()}
         fine = {n: torch.float32 if n in ("z", "bias") else self.dtype for n in moved}
         return {n: x.detach().to(DEVICE, fine[n]) for n, x in moved.items()}
-
-    def flops(self, **wanted) -> tuple[int, int]:
-        """What the kernel says that forward and backward execute."""
-        sizes = {"streams": self.streams, "rows": self.T, "keys": self.past + self.T, "width": self.width}
-        sizes |= {"persistent": self.persistent, "vectors": self.vectors, "block": SMALL["BLOCK"]}
-        return triton_window.executed_flops(
-            self.hard(), None if self.z is None else [z + self.ramp for z in self.z], **sizes, **wanted
-        )
 
     def compare(self, *, like: torch.dtype = torch.float64, tolerance: float) -> None:
         """Value and every gradient, for a random upstream gradient, against the plain backend in ``like``."""
@@ -168,7 +159,7 @@ def executed(monkeypatch):
 def test_what_is_not_wanted_is_not_computed(small_blocks, executed):
     """Of a detached past in particular: neither computed nor stored."""
     case = Case(T=18, past=21, max_keys=(20, 39), z=(3.5, 33.0), persistent=5, vectors=True, streams=2, dropout=0.3)
-    given, seen = Given(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)), case.hard()
+    given, seen = Inputs(**case.inputs(), dropout=case.dropout, seed=torch.tensor(7, device=DEVICE)), case.hard()
     g = torch.randn(given.q.shape, generator=torch.Generator().manual_seed(2))
     y, saved = triton_window.forward(given, seen)
     everything = triton_window.backward(g, y, saved, given, seen, frozenset(case.inputs()))
@@ -180,7 +171,7 @@ def test_what_is_not_wanted_is_not_computed(small_blocks, executed):
         for name, gradient in gradients_of.items():
             whole = everything[name][:, :, -case.T :] if own_only and name in ("k", "v") else everything[name]
             assert_near(gradient, whole, tolerance=1e-6, what=name)
-        assert sum(executed) == case.flops(wanted=wanted, own_only=own_only)[1]
+        assert sum(executed) == triton_window.executed_flops(given, seen, wanted, own_only=own_only)[1]
 
 
 @needs_triton
@@ -191,7 +182,8 @@ def test_flops_are_those_of_the_products_that_run(small_blocks, executed, name):
     y = case.call(KERNEL, inputs)
     forward = sum(executed)
     y.sum().backward()
-    assert (forward, sum(executed) - forward) == case.flops(wanted=frozenset(inputs))
+    given = Inputs(**{name: x.detach() for name, x in inputs.items()})
+    assert (forward, sum(executed) - forward) == triton_window.executed_flops(given, case.hard(), frozenset(inputs))
 
 
 @pytest.mark.numeric

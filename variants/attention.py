@@ -13,7 +13,7 @@ spans carry pasts of their own in ``cache: kv``, so that the state goes by the m
 the plain backend.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,7 +31,6 @@ from variants.contract import (
     Inspection,
     LayerContext,
     NeededFlops,
-    Proof,
     State,
     Sublayer,
     SublayerOutput,
@@ -276,24 +275,6 @@ class Attention(Sublayer):
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         return backends.choose(self.wanted_backend, self._need(training=training), device)
-
-    def prove(self, backend: str, device: torch.device, *, precision: str, deterministic: bool) -> Iterator[Proof]:
-        mode = {"precision": precision, "deterministic": deterministic}
-        return backends.prove(backend, device, **self.proof_class(), **mode)
-
-    def proof_class(self) -> dict[str, object]:
-        vectors = self.position.vectors(1) is not None
-        probe = torch.zeros(1, self.heads, 1, self.d_head, device=self.query.weight.device)
-        features = {
-            "spans": self.span.ramp > 0 and self.span.fusable,
-            "dynamic": not self.span.fusable,
-            "vectors": vectors,
-            "bias": not vectors and self.position.bias(probe, 1) is not None,
-            "persistent": self.persistent is not None,
-            "dropout": self.dropout > 0,
-        }
-        sizes = {"heads": self.heads, "width": self.d_head, "ramp": self.span.ramp, "cache": self.cache}
-        return {"features": [name for name, has in features.items() if has], **sizes}
 
     def _need(self, *, training: bool) -> Need:
         return Need(

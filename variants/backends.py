@@ -1,8 +1,8 @@
 """Backends of attention: which of them compute the same here, and one call, whichever does, for a past in parts.
 
-- ``fused``: torch's flash attention on a CPU, its memory-efficient attention on a GPU (``fused.py``), and where the window is
-  the whole triangle what torch itself takes (``causal.py``);
-- ``kernel``: our own, for a CPU (``window_cpu.py``, and there the first) or for a GPU (``triton_window.py``);
+- ``kernel``: our own, for a CPU (``window_cpu.py``) or for a GPU (``triton_window.py``);
+- ``fused``: torch's flash attention on a CPU, its memory-efficient attention on a GPU, and where the window is the whole
+  triangle what torch itself takes (``fused.py``);
 - ``chunked``: plain PyTorch a few queries at a time (``chunked.py``);
 - ``plain``: ``window.py``, scores in memory.
 
@@ -13,21 +13,19 @@ A mechanism from outside may use them as ours do: what is named here and in ``Wi
     y = attend(choose(wanted, need, x.device), q, keys, visible, bias=.., vectors=.., dropout=..)       # [B, H, T, K]
     state = keys.last(visible.past())
 
-``Sublayer.backend`` returns what ``choose`` says and ``Sublayer.backends`` what is ``possible``; with ``prove`` and
-``proof_class`` behind the methods of these names, a GPU takes a kernel where it was proven. ``tests/offered.py`` is one.
+``Sublayer.backend`` returns what ``choose`` says and ``Sublayer.backends`` what is ``possible``; a GPU takes a kernel where it
+was proven. ``tests/offered.py`` is one.
 """
 
-from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from variants.context import VisibleKeys
-from variants.kernels import causal, chunked, fused, operation, proof, triton_window, window, window_cpu
+from variants.kernels import chunked, fused, operation, triton_window, window, window_cpu
 from variants.kernels.dropout import draw_seed
-from variants.kernels.proof import Proof
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels.window import Inputs, Persistent, Window
 
 TAKE_VECTORS = ("kernel", "chunked")
 """Backends that take a vector per distance as such, in place of a bias that depends on the query."""
@@ -53,9 +51,8 @@ class Need(NamedTuple):
 
 def possible(need: Need, device: torch.device) -> tuple[str, ...]:
     """Names of the backends that compute what is needed there, in the order of preference."""
-    fast = ("kernel", "fused") if device.type == "cpu" else ("fused", "kernel")
     plain = ("plain", "chunked") if device.type == "cpu" else ("chunked", "plain")
-    return (*(name for name in fast if not _obstacles(name, need, device)), *plain)
+    return (*(name for name in ("kernel", "fused") if not _obstacles(name, need, device)), *plain)
 
 
 def choose(wanted: str, need: Need, device: torch.device) -> str:
@@ -158,11 +155,8 @@ def _attend(
     same |= {"vectors": vectors, "seed": seed}
     if backend == "chunked":
         return chunked.attend(q, k, v, part, **same)
-    added = {name: same[name] for name in ("bias", "vectors", "persistent")}
-    if backend == "fused" and causal.is_triangle(part, rows=q.shape[2], keys=k.shape[2], **added):
-        return causal.attend(q, k, v)
-    if backend == "fused" and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        return fused.attend(q, k, v, part, **same)  # each of its steps is seen by who counts them
+    if backend == "fused" and fused.is_triangle(part, inputs := Inputs.of(q, k, v, part, **same)):
+        return fused.triangle(inputs)
     return operation.attend(backend, q, *((k, v) if own is None else (k.detach(), v.detach())), part, own=own, **same)
 
 
@@ -188,41 +182,3 @@ class _Heads:
     def seed(self, seed: Tensor | None) -> Tensor | None:
         """Of their dropout, in which the first of a call has number 0."""
         return seed if seed is None or self.every else seed + self.numbers[0]
-
-
-def prove(
-    backend: str,
-    device: torch.device,
-    *,
-    features: Collection[str],
-    heads: int,
-    width: int,
-    ramp: int,
-    cache: str,
-    precision: str,
-    deterministic: bool,
-) -> Iterator[Proof]:
-    """A backend beside plain PyTorch in float64, called as sublayers call it: see ``variants/kernels/proof.py``.
-
-    Args:
-        features: of ``proof.FEATURES``.
-        cache: ``kv``, in which the past is constant, and heads with spans have pasts of their own; or ``hidden``.
-    """
-    by_head = "spans" in features and cache == "kv"
-
-    def as_called(q: Tensor, k: Tensor, v: Tensor, visible: Window, **same) -> Tensor:
-        past = k.shape[2] - q.shape[2]
-        parts = [(h,) for h in range(heads)] if by_head else [tuple(range(heads))]
-        longest = [max(visible.max_keys[h] for h in part) - 1 + visible.shift for part in parts]
-        pasts = []
-        for part, kept in zip(parts, longest, strict=True):
-            old = slice(part[0], part[-1] + 1), slice(max(0, past - kept), past)
-            pasts.append(PastKV(part, k[:, *old], v[:, *old]))
-        if cache == "kv":
-            pasts = [part._replace(k=part.k.detach(), v=part.v.detach()) for part in pasts]
-        keys = VisibleKeys.joined(k[:, :, past:], v[:, :, past:], pasts if past else [])
-        return attend(backend, q, keys, visible, past_learns=cache == "hidden", **same)
-
-    sizes = {"heads": heads, "width": width, "ramp": ramp, "cache": cache, "device": device}
-    dtype = getattr(torch, precision)
-    return proof.prove(as_called, features=frozenset(features), dtype=dtype, deterministic=deterministic, **sizes)

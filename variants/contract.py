@@ -9,14 +9,12 @@ How to add a mechanism, in ten lines: see ``variants/__init__.py``. The promises
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor, nn
-
-from variants.kernels.proof import Proof
 
 VERSION = 1
 """Of the contract: another number where a mechanism that was written for this one might compute something else."""
@@ -250,25 +248,9 @@ class Sublayer(nn.Module):
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
         """The code that would compute the same there by its own word, in order of preference. Nothing is run.
 
-        On a device where nothing was tested, what is preferred must be proven first: see ``prove``.
+        On a device where nothing was tested, what is preferred is proven first (``harness/loop/select_backend.py``).
         """
         return ("plain",)
-
-    def prove(self, backend: str, device: torch.device, *, precision: str, deterministic: bool) -> Iterable[Proof]:
-        """Run one of ``backends`` there beside ``plain`` in float64, value and every gradient: one proof a case.
-
-        A backend without a case is not proven, and one that raises has failed.
-
-        Args:
-            precision: ``float32`` or ``bfloat16``, as ``runtime.precision`` has it.
-            deterministic: whether two runs must agree in every bit.
-        """
-        return []
-
-    def proof_class(self) -> dict[str, object] | None:
-        """What of its configuration ``prove`` depends on, as values of JSON: sublayers in which all of it is equal share
-        verdicts. None for everything."""
-        return None
 
     def touched_parameters(self) -> int:
         """Parameters read per byte; fewer than there are where a table is looked up."""

@@ -113,9 +113,6 @@ class TransformerXL(Attention):
         super().__init__(context, d_head=d_head, zero_init=zero_init)
         self.position = Distances(context, d_head=self.d_head, share=share)
 
-    def proof_class(self) -> dict[str, object]:
-        return super().proof_class() | {"heads": 1, "width": self.d_head + 1}
-
     def _need(self, *, training: bool) -> Need:
         rate = self.dropout if training else 0.0
         return Need(self.d_head + 1, dropout=rate, spans_of_input=False, constant_bias=False, vectors=True)

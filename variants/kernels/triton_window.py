@@ -13,15 +13,14 @@ keys can have, from which the diagonals are picked. Every sum has one order: res
 
 import importlib.util
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from variants.kernels.dropout import threshold
-from variants.kernels.given import Given
-from variants.kernels.window import Window
+from variants.kernels.window import Inputs, Window
 
 WIDTH_STEP, MAX_WIDTH = 8, 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,23 +76,30 @@ def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: b
     return options if block == columns == 64 else options | {"maxnreg": 255}
 
 
-def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and what ``backward`` needs beside it: the joint log-sum-exp in base 2 ``[B, H, T]``.
 
     Raises:
         ValueError: where ``available`` says why not, and for what the kernels do not take.
     """
-    _check(given, window)
+    _check(inputs, window)
     start = (None, None)
-    if given.extra_q is not None:
-        start = _forward(_beside(given), None, None, torch.float32)
-    return _forward(_context(given, window), *start, given.q.dtype)
+    if inputs.extra_q is not None:
+        start = _forward(_beside(inputs), None, None, torch.float32)
+    return _forward(_context(inputs, window), *start, inputs.q.dtype)
 
 
 def backward(
-    g: Tensor, y: Tensor, saved: Tensor, given: Given, window: Window, wanted: frozenset[str], *, own_only: bool = False
+    g: Tensor,
+    y: Tensor,
+    saved: Tensor,
+    inputs: Inputs,
+    window: Window,
+    wanted: frozenset[str],
+    *,
+    own_only: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradients by the names of ``Given``, for the upstream ``g`` and what ``forward`` gave.
+    """Gradients by the names of ``Inputs``, for the upstream ``g`` and what ``forward`` gave.
 
     Args:
         wanted: names; nothing is computed for others.
@@ -101,8 +107,8 @@ def backward(
     """
     found: dict[str, Tensor] = {}
     joint = {"g": g.to(y.dtype).contiguous(), "lse": saved, "delta": torch.empty_like(saved)}
-    context = _context(given, window)
-    streams, rows, keys = y.shape[0], y.shape[2], given.k.shape[2]
+    context = _context(inputs, window)
+    streams, rows, keys = y.shape[0], y.shape[2], inputs.k.shape[2]
     if wanted & {"q", "z"}:
         found |= _query_gradient(context, y, joint, wanted)
     else:
@@ -113,38 +119,29 @@ def backward(
         found["vectors"] = _vector_gradient(context, joint)
     extras = {name.removeprefix("extra_") for name in wanted & {"extra_q", "extra_k", "extra_v"}}
     if extras:
-        beside, parts = _beside(given), {}
+        beside, parts = _beside(inputs), {}
         if "q" in extras:
             parts |= _query_gradient(beside, y, joint, extras)
         if pair := extras & {"k", "v"}:
             of_streams = _key_gradient(beside, streams, joint, pair, dtype=torch.float32)
             parts |= {name: part.sum(0) for name, part in of_streams.items()}
         found |= {f"extra_{name}": part for name, part in parts.items()}
-    return {name: gradient.to(getattr(given, name).dtype) for name, gradient in found.items()}
+    return {name: gradient.to(getattr(inputs, name).dtype) for name, gradient in found.items()}
 
 
 def executed_flops(
-    window: Window,
-    far: Sequence[float] | None,
-    *,
-    streams: int,
-    rows: int,
-    keys: int,
-    width: int,
-    persistent: int,
-    vectors: bool,
-    block: int,
-    wanted: frozenset[str] = frozenset(Given._fields),
-    own_only: bool = False,
+    inputs: Inputs, window: Window, wanted: frozenset[str], *, own_only: bool = False
 ) -> tuple[int, int]:
     """FLOPs that the launches of ``forward`` and of ``backward`` execute: of products of whole tiles, padding included.
 
-    Args:
-        far: z + R of each head; None for a hard window, or where spans have no values.
-        persistent: vectors beside the context, in tiles of as many rows.
-        block: rows of a tile, as ``launch_options`` says.
-        wanted, own_only: as ``backward`` takes them.
+    Where spans have no values, each head meets all that it may see.
     """
+    (streams, _, rows, width), keys, far = inputs.q.shape, inputs.k.shape[2], None
+    vectors = inputs.vectors is not None
+    block = launch_options(width, inputs.q.dtype, precision=precision(), vectors=vectors)["BLOCK"]
+    persistent = 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
+    if inputs.z is not None and not isinstance(inputs.z, FakeTensor):
+        far = (inputs.z.detach() + window.ramp).tolist()  # waits for the device: whoever counts is not timed
     starts, offset = range(0, rows, block), keys - rows - window.shift
     by_queries = by_keys = by_distances = 0
     for h, most in enumerate(window.max_keys):
@@ -182,62 +179,62 @@ def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
     return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (max_keys, order))
 
 
-def _distances(given: Given) -> int:
+def _distances(inputs: Inputs) -> int:
     """How many a table of them has; 0 without one."""
-    if given.vectors is not None:
-        return len(given.vectors)
-    return 0 if given.bias is None else given.bias.shape[1]
+    if inputs.vectors is not None:
+        return len(inputs.vectors)
+    return 0 if inputs.bias is None else inputs.bias.shape[1]
 
 
-def _check(given: Given, window: Window) -> None:
-    q, z, most = given.q, given.z, max(window.max_keys)
+def _check(inputs: Inputs, window: Window) -> None:
+    q, z, most = inputs.q, inputs.z, max(window.max_keys)
     if (reason := available(q.device, q.dtype, q.shape[-1])) is not None:
         raise ValueError(f"runtime.backend=kernel cannot run with {reason}")
     if z is not None and z.shape != q.shape[1:2]:
         raise ValueError(f"spans of shape {tuple(z.shape)}: the kernel takes one a head, [{q.shape[1]}]")
-    if given.vectors is not None and given.bias is not None:
+    if inputs.vectors is not None and inputs.bias is not None:
         raise ValueError("vectors and a bias: the kernel takes one of them")
-    if (distances := _distances(given)) and distances < most:
+    if (distances := _distances(inputs)) and distances < most:
         raise ValueError(f"vectors or bias of {distances} distances: window.max_keys needs {most}")
-    if given.dropout and given.seed is None:
-        raise ValueError(f"dropout {given.dropout} without a seed: the kernel draws its mask from one")
+    if inputs.dropout and inputs.seed is None:
+        raise ValueError(f"dropout {inputs.dropout} without a seed: the kernel draws its mask from one")
 
 
-def _context(given: Given, window: Window) -> dict:
+def _context(inputs: Inputs, window: Window) -> dict:
     """What all kernels of the part of the softmax over visible keys are given alike."""
-    rows, keys = given.q.shape[2], given.k.shape[2]
-    max_keys, order = _heads(window.max_keys, given.q.device)
-    far = None if given.z is None else (given.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
-    return _arguments(given, given.q, given.k, given.v) | {
+    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
+    max_keys, order = _heads(window.max_keys, inputs.q.device)
+    far = None if inputs.z is None else (inputs.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
+    return _arguments(inputs, inputs.q, inputs.k, inputs.v) | {
         "far": far,
         "max_keys": max_keys,
         "order": order,
-        "table": None if given.bias is None else given.bias.float().contiguous(),
-        "vectors": None if given.vectors is None else given.vectors.to(given.q.dtype).contiguous(),
-        "distances": _distances(given),
+        "table": None if inputs.bias is None else inputs.bias.float().contiguous(),
+        "vectors": None if inputs.vectors is None else inputs.vectors.to(inputs.q.dtype).contiguous(),
+        "distances": _distances(inputs),
         "offset": keys - rows - window.shift,
         "ramp": window.ramp,
-        "k_stream": given.k[0].numel(),
+        "k_stream": inputs.k[0].numel(),
         "ALL": False,
     }
 
 
-def _beside(given: Given) -> dict:
+def _beside(inputs: Inputs) -> dict:
     """The same of the part over persistent vectors: all are seen, and all streams share them."""
-    arguments = _arguments(given, given.extra_q.to(given.q.dtype), given.extra_k, given.extra_v)
-    max_keys, order = _heads((arguments["L"],) * given.q.shape[1], given.q.device)
+    arguments = _arguments(inputs, inputs.extra_q.to(inputs.q.dtype), inputs.extra_k, inputs.extra_v)
+    max_keys, order = _heads((arguments["L"],) * inputs.q.shape[1], inputs.q.device)
     return arguments | {"max_keys": max_keys, "order": order}
 
 
-def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
+def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Arguments of kernels with which every key is seen."""
-    width, rate = q.shape[-1], given.dropout
+    width, rate = q.shape[-1], inputs.dropout
     return {
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
         "v": v.to(q.dtype).contiguous(),
         **dict.fromkeys(("far", "table", "vectors")),
-        "seed": given.seed if rate else None,
+        "seed": inputs.seed if rate else None,
         "T": q.shape[2],
         "L": k.shape[-2],
         **dict.fromkeys(("distances", "offset", "ramp", "k_stream"), 0),
@@ -247,12 +244,7 @@ def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
         "WIDTH": padded(width),
         "ALL": True,
         "PRECISION": precision(),
-    } | launch_options(width, q.dtype, precision=precision(), vectors=given.vectors is not None)
-
-
-def block(given: Given) -> int:
-    """Rows of a tile."""
-    return _arguments(given, given.q, given.k, given.v)["BLOCK"]
+    } | launch_options(width, q.dtype, precision=precision(), vectors=inputs.vectors is not None)
 
 
 def padded(width: int) -> int:
