@@ -1,6 +1,6 @@
-"""What a device makes of a variant, as ``bench.check`` shows it: every candidate's proof, and agreement with float64.
+"""What a device makes of a variant, as ``bench.check`` shows it: agreement with float64.
 
-For agreement a small model reads three segments with carried state on the device, eager or compiled; plain PyTorch in
+A small model reads three segments with carried state on the device, eager or compiled; plain PyTorch in
 float64 on a CPU, from the same weights and bytes, says which logits and gradients must come out
 (``variants/conformance/agreement.py``). In bfloat16, an error may be twice what plain PyTorch errs in bfloat16 on a CPU; in
 float32, what ``agree.float32_error`` says, or twice what plain errs on that device if that is more, as with TF32 it is.
@@ -19,8 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from bench.conformance import named_kind
 from bench.planning import bench_plan, recompose
 from harness.device import runtime
-from harness.loop.select_backend import agreement, candidates, prove
-from harness.plan.build import Plan
+from harness.loop.select_backend import agreement
 from harness.plan.settings import RuntimeSettings, parse
 
 SEGMENTS = 3
@@ -55,14 +54,9 @@ def _kind(cfg: DictConfig) -> str:
 
 
 def report(cfg: DictConfig, settings: AgreementSettings, *, typed: set[str], own: tuple[str, ...]) -> bool:
-    """Print it, proofs on a device that is no CPU only; False where something fails, and ValueError where every case of agreement
-    is refused. ``typed`` are keys on the command line, and ``own`` those of the command, which no plan has."""
-    failed, outcomes = 0, Counter()
-    if named_kind(cfg.runtime.device) != "cpu":
-        # In the sizes that were typed, or in those that are compared.
-        sized = {key.partition(".")[0] for key in typed - {"model.cache", "model.attend_self"}} & {"recipe", "model"}
-        lines, failed = proofs(bench_plan(recompose("check", own=own) if sized else _sized(cfg, settings, own=own)))
-        print(*lines, sep="\n", flush=True)
+    """Print it; False where something fails, and ValueError where every case is refused. ``typed`` are keys on the command line,
+    and ``own`` those of the command, which no plan has."""
+    outcomes = Counter()
     for label, config in _cases(cfg, settings, typed=typed, own=own):
         result, detail = _case(config, settings)
         print(f"{result}  {label}: {detail}", flush=True)
@@ -72,20 +66,7 @@ def report(cfg: DictConfig, settings: AgreementSettings, *, typed: set[str], own
     refused = f", {outcomes['refused']} refused" if outcomes["refused"] else ""
     cases = f"{outcomes['pass']} of {outcomes['pass'] + outcomes['FAIL']} cases{refused}"
     print(f"{cfg.variant.name}: agrees with float64 on {cfg.runtime.device} in {cases}")
-    return not failed + outcomes["FAIL"]
-
-
-def proofs(plan: Plan) -> tuple[list[str], int]:
-    """A line for the verdict on every candidate on the plan's device, and how many failed."""
-    where = runtime.start(plan.runtime)
-    possible, small = candidates(plan, where)
-    lines = []
-    for backend in possible:
-        verdict = prove(small, where, backend)
-        word = "pass" if verdict["passed"] else "FAIL"
-        lines.append(f"{word}  proof of {backend}: {verdict['said']}, in {verdict['seconds']:.0f} s")
-    none = f"{plan.variant}: has no candidates beside plain PyTorch on {plan.runtime.device}"
-    return lines or [none], sum(line.startswith("FAIL") for line in lines)
+    return not outcomes["FAIL"]
 
 
 def _cases(

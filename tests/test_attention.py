@@ -201,7 +201,7 @@ def test_the_backend_that_is_taken_or_why_it_is_impossible(choices, device, reas
         with pytest.raises(ValueError, match=answer):
             attention.backend(device, training=True)
     if (device, reason) == (GPU, None):
-        assert attention.backends(GPU, training=True) == ("fused", "kernel", "chunked", "plain")
+        assert attention.backends(GPU, training=True) == ("kernel", "fused", "chunked", "plain")
 
 
 def test_bad_input_names_its_key():

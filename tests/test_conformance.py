@@ -191,12 +191,6 @@ def test_batches_are_as_large_as_the_runs():
     assert CHECKS[-1] in BEFORE_TRAINING
 
 
-@pytest.mark.parametrize("sublayers", [(Attention,), (Attention, partial(memory, sparse=True, query_norm="batch"))])
-def test_learns(sublayers):
-    finding = learns(model_of(*sublayers, scheme=Rotary), vocabulary=31)
-    assert finding.passed, finding
-
-
 @pytest.mark.parametrize(
     ("fast", "line"),
     [

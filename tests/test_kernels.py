@@ -236,7 +236,7 @@ def apart(case: Case) -> tuple[Inputs, Window, frozenset[str]]:
 
 
 @pytest.mark.parametrize("name", APART)
-def test_what_is_wanted_alone_and_executed_flops(engine, name, monkeypatch):
+def test_the_segments_gradients_alone_and_executed_flops(engine, name, monkeypatch):
     """As ``backward`` is called inside an operation, where autograd records nothing, and what both say that they execute."""
     case = CASES[name]
     inputs, seen, wanted = apart(case)
@@ -245,11 +245,9 @@ def test_what_is_wanted_alone_and_executed_flops(engine, name, monkeypatch):
         g = torch.randn_like(y)
         whole = fused.backward(g, y, saved, inputs, seen, wanted)
         segment = fused.backward(g, y, saved, inputs, seen, frozenset("qkv"), own_only=True)
-        alone = {n: fused.backward(g, y, saved, inputs, seen, frozenset({n})) for n in wanted}
     assert whole.keys() == wanted and segment.keys() == set("qkv")
     for field, gradient in segment.items():
         assert_near(gradient, whole[field][:, :, 0 if field == "q" else case.past :])
-    assert all(torch.equal(own.pop(field), whole[field]) and not own for field, own in alone.items())
     if engine == "cpu":  # CUDA's heads are padded
         calls = lambda: fused.forward(inputs, seen), lambda: fused.backward(g, y, saved, inputs, seen, wanted)
         assert tuple(count_flops(call).total for call in calls) == fused.executed_flops(inputs, seen, wanted)

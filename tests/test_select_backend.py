@@ -9,13 +9,11 @@ from omegaconf import OmegaConf
 
 from harness.device import runtime
 from harness.device.cell import CellError
-from harness.device.processes import joined
 from harness.loop import select_backend
 from harness.loop.select_backend import agreement, select, settled
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
 from tests.composing import TINY, compose_config, plan
-from tests.many import launch
 from tests.runs import (
     make_job,
     own_folder,  # noqa: F401 - a fixture
@@ -166,20 +164,6 @@ def test_a_run_records_how_its_backend_was_chosen_and_goes_on_with_it(asked):
     assert resumed.folder.path == job.folder.path and not asked
     summary = run_job(resumed)
     assert summary["backend"] == "fused" and "has recorded it" in summary["backend_choice"]["why"][0]
-
-
-def decided() -> tuple[str, bool]:
-    """The backend, and whether this process chose it."""
-    made, calls = offering("fused"), []
-    select_backend.TESTED = ()
-    select_backend.select = lambda *_, **__: calls.append(1) or {"backend": "fused", "why": [], "verdicts": {}}
-    with joined() as processes:
-        done = settled(made, runtime.start(made.runtime, processes=processes))
-    return done.runtime.backend, bool(calls)
-
-
-def test_of_several_processes_one_decides():
-    assert sorted(launch(decided, number=2)) == [("fused", False), ("fused", True)]
 
 
 # Agreement

@@ -209,10 +209,7 @@ def executed_flops(
         cut = chunks(rows, keys, max_keys, window.shift)
         pairs += (heads.stop - heads.start) * sum((end - begin) * (high - low) for begin, end, low, high in cut)
     beside = 0 if inputs.extra_k is None else inputs.extra_k[..., 0].numel() * rows
-    backward = (
-        10 * wide * (pairs * bool(wanted & {"q", "k", "v"}) + beside * bool(wanted & {"extra_q", "extra_k", "extra_v"}))
-    )
-    backward += 4 * width * pairs * ("z" in wanted)
+    backward = 10 * wide * (pairs + beside) + 4 * width * pairs * ("z" in wanted)
     return 4 * wide * streams * (pairs + beside), streams * backward
 
 

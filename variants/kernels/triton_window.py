@@ -102,31 +102,21 @@ def backward(
     """Gradients by the names of ``Inputs``, for the upstream ``g`` and what ``forward`` gave.
 
     Args:
-        wanted: names; nothing is computed for others.
+        wanted: names; the gradient of spans is computed only if it is one of them.
         own_only: the past is a constant: ``k`` and ``v`` get gradients ``[B, H, T, K]``, of the last T keys.
     """
-    found: dict[str, Tensor] = {}
     joint = {"g": g.to(y.dtype).contiguous(), "lse": saved, "delta": torch.empty_like(saved)}
-    context = _context(inputs, window)
-    streams, rows, keys = y.shape[0], y.shape[2], inputs.k.shape[2]
-    if wanted & {"q", "z"}:
-        found |= _query_gradient(context, y, joint, wanted)
-    else:
-        torch.sum(g.float() * y.float(), -1, out=joint["delta"])
-    if pair := wanted & {"k", "v"}:
-        found |= _key_gradient(context, streams, joint, pair, first_key=keys - rows if own_only else 0)
-    if "vectors" in wanted:
-        found["vectors"] = _vector_gradient(context, joint)
-    extras = {name.removeprefix("extra_") for name in wanted & {"extra_q", "extra_k", "extra_v"}}
-    if extras:
-        beside, parts = _beside(inputs), {}
-        if "q" in extras:
-            parts |= _query_gradient(beside, y, joint, extras)
-        if pair := extras & {"k", "v"}:
-            of_streams = _key_gradient(beside, streams, joint, pair, dtype=torch.float32)
-            parts |= {name: part.sum(0) for name, part in of_streams.items()}
-        found |= {f"extra_{name}": part for name, part in parts.items()}
-    return {name: gradient.to(getattr(inputs, name).dtype) for name, gradient in found.items()}
+    context, streams, rows, keys = _context(inputs, window), y.shape[0], y.shape[2], inputs.k.shape[2]
+    results = _query_gradient(context, y, joint, span="z" in wanted)
+    results |= _key_gradient(context, streams, joint, first_key=keys - rows if own_only else 0)
+    if inputs.vectors is not None:
+        results["vectors"] = _vector_gradient(context, joint)
+    if inputs.extra_q is not None:
+        beside = _beside(inputs)
+        results["extra_q"] = _query_gradient(beside, y, joint)["q"]
+        of_streams = _key_gradient(beside, streams, joint, dtype=torch.float32)
+        results |= {f"extra_{name}": part.sum(0) for name, part in of_streams.items()}
+    return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
 
 
 def executed_flops(
@@ -157,17 +147,7 @@ def executed_flops(
     beside = len(window.max_keys) * len(starts) * -(-persistent // block)
     near = 2 * vectors  # q . p of the 2 BLOCK distances on a tile's diagonals
     forward = by_queries * (2 + near) + beside * 2
-    backward = 0
-    if wanted & {"q", "z"}:
-        backward += by_queries * (2 + near + (1 + near) * ("q" in wanted))
-    if pair := wanted & {"k", "v"}:
-        backward += by_keys * (1 + near + ("v" in pair) + 2 * ("k" in pair))
-    if vectors and "vectors" in wanted:
-        backward += by_distances * 6
-    if "extra_q" in wanted:
-        backward += beside * 3
-    if pair := wanted & {"extra_k", "extra_v"}:
-        backward += beside * (1 + ("extra_v" in pair) + 2 * ("extra_k" in pair))
+    backward = by_queries * (3 + 2 * near) + by_keys * (4 + near) + by_distances * 6 * vectors + beside * 7
     tile = 2 * streams * block**2 * padded(width)
     return forward * tile, backward * tile
 
@@ -263,31 +243,24 @@ def _forward(
     return y, lse
 
 
-def _query_gradient(arguments: dict, y: Tensor, joint: dict, wanted: frozenset[str]) -> dict[str, Tensor]:
+def _query_gradient(arguments: dict, y: Tensor, joint: dict, *, span: bool = False) -> dict[str, Tensor]:
     """Gradients of queries and of spans ``[H]``; fills ``joint["delta"]``, which the other gradients need."""
     q, grid = arguments["q"], _grid(arguments, arguments["T"])
-    dq = torch.empty_like(q) if "q" in wanted else None
-    dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if "z" in wanted else None
+    dq = torch.empty_like(q)
+    dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
     _kernels().query_gradient[grid](y=y, dq=dq, dz=dz, **joint, **arguments)
-    return ({} if dq is None else {"q": dq}) | ({} if dz is None else {"z": dz.sum(1)})
+    return {"q": dq} | ({"z": dz.sum(1)} if span else {})
 
 
 def _key_gradient(
-    arguments: dict,
-    streams: int,
-    joint: dict,
-    wanted: frozenset[str],
-    *,
-    first_key: int = 0,
-    dtype: torch.dtype | None = None,
+    arguments: dict, streams: int, joint: dict, *, first_key: int = 0, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Gradients of keys and values from ``first_key`` on, for each stream also where all share them."""
     k = arguments["k"]
     shape = (streams, k.shape[-3], k.shape[-2] - first_key, k.shape[-1])
-    found = {name: torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for name in wanted}
-    grid = _grid(arguments, shape[2])
-    _kernels().key_gradient[grid](dk=found.get("k"), dv=found.get("v"), first_key=first_key, **joint, **arguments)
-    return found
+    dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
+    _kernels().key_gradient[_grid(arguments, shape[2])](dk=dk, dv=dv, first_key=first_key, **joint, **arguments)
+    return {"k": dk, "v": dv}
 
 
 def _vector_gradient(arguments: dict, joint: dict) -> Tensor:
