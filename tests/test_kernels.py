@@ -277,9 +277,9 @@ def test_on_tensors_without_data(name, dtype, monkeypatch):
         assert (tensor.shape, tensor.dtype, tensor.device.type) == (lost[field].shape, dtype, "meta"), field
 
 
-@pytest.mark.parametrize("rows, width", [(1, 8), (33, 96)])
-def test_the_pretended_operations_give_what_torch_says_of_them(rows, width):
+def test_the_pretended_operations_give_what_torch_says_of_them():
     """Shapes and types of all results, by the functions that describe the real ones to the compiler."""
+    rows, width = 33, 96
     q, k, v = (torch.randn(2, 3, n, width) for n in (rows, 40, 40))
     mask, operations = torch.zeros(2, 3, rows, 40), torch.ops.aten
     results = forward(q, k, v, mask, True, scale=1.0)
@@ -355,17 +355,14 @@ def test_a_layout_that_a_graph_chose_changes_nothing():
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_flops_of_the_operation_are_counted(traced):
-    inputs = SOFT.inputs()
+    inputs = replace(SOFT, persistent=0).inputs()
 
-    def loss(*tensors):
-        seen = SOFT.hard()._replace(limits=torch.tensor(SOFT.max_keys))
-        (q, k, v, *others), names = tensors, [name for name in inputs if name not in ("q", "k", "v", "z")]
-        persistent = Persistent(*others[: len(names)])
-        return operation.attend("fused", q, k, v, seen._replace(z=others[-1]), persistent=persistent).square().sum()
+    def loss(q, k, v, z):
+        seen = SOFT.hard()._replace(z=z, limits=torch.tensor(SOFT.max_keys))
+        return operation.attend("fused", q, k, v, seen).square().sum()
 
     torch.compiler.reset()
-    call = torch.compile(loss, backend="aot_eager") if traced else loss
     with FlopCounterMode(display=False) as counter:
-        call(*(x for name, x in inputs.items() if name != "z"), inputs["z"]).backward()
+        (torch.compile(loss, backend="aot_eager") if traced else loss)(**inputs).backward()
     expected = fused.executed_flops(Inputs(**inputs), SOFT.hard(), frozenset(inputs))
     assert counter.get_total_flops() == sum(expected)
