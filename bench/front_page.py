@@ -1,136 +1,129 @@
-"""Front page: the README's results and its picture, out of committed runs: ``python -m bench.front_page``.
+"""Front page: README's table and picture and ``docs/results.md`` from ``bench/results``: ``python -m bench.front_page``.
 
-Writes what stands between the two markers of ``README.md`` from the run folders in ``bench/results/<hardware>/runs*``,
-a section for each name, and the picture. Needs neither torch nor a server.
+Both pages have two markers; what stands between them is written here, and a test holds it against the rows.
 """
 
+import io
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from bench.report.columns import columns, only
-from bench.report.compare import groups, with_arms
-from bench.report.frame import copies, read
-from bench.report.tables import result_tables, summed
-from bench.report.tuning import Pick, picks, point_words
-from bench.report.words import budget_words, data_words
+from bench import results_page
+from bench.results_page import REFERENCE, best_first, markdown, read_runs
 from harness.cache import write_whole
 from harness.failures import exit_code
-from harness.record.cells import listed
-from harness.record.comparison import ground, same_numbers
-from harness.record.table import markdown_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS, PAGE, FIGURE = "bench/results/*/runs*", "README.md", "docs/front_page.png"
-SIZES = ("layers", "d_model", "heads", "span")
-LEFT_OUT = ("pairs", "p", "recall reach", "touched", "optimizers", "training, GFLOPs", "trained on, bytes", "mean span")
-LEFT_OUT += ("valid, window 1024, stride 512", "test, window 1024, stride 512")
-COSTS = ("training peak, MiB", "carried state, MiB")
-OF_SECONDS = ("bytes/s", "backend")
+RESULTS, README, PAGE, PICTURE = "bench/results", "README.md", "docs/results.md", "docs/front_page.png"
 BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
-COPIED = "A copied letter costs 0 bits at best and 4 without memory, out of reach or not found yet; all others cost 4."
-Section = tuple[pd.DataFrame, list[Pick]]
-"""Runs that compare, and the picks of their trials."""
+BASELINES = {"order-3": "order-3 byte counts", "xz": "xz -9e", "bzip2": "bzip2 -9"}
+LONG = 4096
+HEADS = ["mechanism", "test, bits per byte", f"Δ vs. {REFERENCE}, paired", "recall reach, bytes", "MFLOP/byte at 512"]
+HEADS += [f"at {LONG:,}", "state, KiB", "parameters"]
 
 
 def main() -> int:
-    """The exit code, as ``docs/exit_codes.md`` has it."""
+    """Exit code, as ``docs/exit_codes.md`` has it."""
     try:
-        page, sections = ROOT / PAGE, committed_runs(ROOT)
-        write_whole(page, written(page.read_text(encoding="utf-8"), results(sections)).encode())
-        write_whole(ROOT / FIGURE, figure(sections))
+        folder = ROOT / RESULTS
+        pages = {README: readme_table(folder), PAGE: results_page.sections(folder)}
+        for name, block in pages.items():
+            path = ROOT / name
+            write_whole(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
+        write_whole(ROOT / PICTURE, picture(folder))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
     return 0
 
 
-def written(page: str, block: str) -> str:
-    """The page with a block between its markers; ValueError without markers."""
+def between_markers(page: str, block: str, *, name: str) -> str:
+    """The page with ``block`` between its markers; ValueError without markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"{PAGE}: must have the lines {BEGIN} and {END}")
+        raise ValueError(f"{name}: must have the lines {BEGIN} and {END}")
     return "\n\n".join([before + begin, block, end + after])
 
 
-def committed_runs(root: Path) -> list[Section]:
-    """Results of any sittings, and what their trials picked, by the name of their folder; ValueError without results,
-    or where some of one name are refused, do not compare, or are not at the point that was picked for them."""
-    folders = sorted(root.glob(RUNS)) or [root / RUNS]
-    return [_section([f for f in folders if f.name == name]) for name in sorted({folder.name for folder in folders})]
+def readme_table(folder: Path) -> str:
+    """One row a mechanism, the best on test first, between rows of byte counts and compressors."""
+    runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
+    long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG), results_page.reaches(recall)
+    rows = [
+        (
+            own["test"].mean(),
+            f"`{name}`",
+            results_page.interval(own["test"]),
+            results_page.difference(runs, name) or "",
+            reach.get(name, ""),
+            f"{own['flops'].mean() / 1e6:.2f}",
+            f"{long_flops[name] / 1e6:.2f}" if name in long_flops else "",
+            f"{own['state'].mean() / results_page.KIB:,.0f}",
+            f"{own['parameters'].iloc[0]:,.0f}",
+        )
+        for name, own in best_first(runs)
+    ]
+    packed = next(iter(runs["compressors"].dropna()), {})
+    rows += [(packed[key], label, f"{packed[key]:.4f}", *[""] * 6) for key, label in BASELINES.items() if key in packed]
+    return markdown(HEADS, [row[1:] for row in sorted(rows)])
 
 
-def _section(folders: Sequence[Path]) -> Section:
-    rows = read(folders)
-    tuned, runs = picks(rows.frame), rows.of("run")
-    results = runs.loc[[row.get("purpose") != "tune" for row in runs["row"]]]
-    fresh = {place for pick in tuned for place in pick.fresh.index}
-    astray = results["run"].drop([*fresh]) if tuned else []
-    wrong = [f"{run} is at another point than the picked" for run in astray]
-    alike = {
-        (index, ground(row), *(row["config"]["model"].get(key) for key in SIZES))
-        for index, same in groups(results)
-        for row in same["row"]
-    }
-    other = [row for row in runs["row"] if not same_numbers(row, runs["row"].iloc[-1])]
-    if rows.refused or wrong or len(alike) != 1 or other:
-        counts = f"{len(alike)} groups of runs that compare, {len(other)} runs of other numbers than the newest"
-        raise ValueError(f"bench/results/*/{folders[0].name}: {'; '.join([*rows.refused, *wrong]) or counts}")
-    return results, tuned
+def picture(folder: Path) -> bytes:
+    """PNG. Left: each mechanism's difference from the reference, with 95% intervals; right: bits of a copied byte by distance."""
+    from bench.report.style import FONT_POINTS, styled  # late: matplotlib
+    from harness.record import drawing
+
+    runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
+    names = [name for name, own in best_first(runs) if name != REFERENCE and results_page.paired_with(runs, name)]
+    heat = results_page.copies(recall)
+    with styled():
+        panels = bool(names) + bool(len(heat)) or 1
+        height = 1.4 + 0.27 * max(len(names), len(heat), 8)
+        figure, axes = drawing.panels(1, panels, title="", width=5.6 * panels, height=height)
+        if names:
+            _draw_differences(axes[0], runs, names[::-1], points=FONT_POINTS)
+        if len(heat):
+            _draw_recall(axes[-1], heat, points=FONT_POINTS)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
 
 
-def results(sections: Sequence[Section]) -> str:
-    """Bits per byte and costs of the committed runs, a section for each folder's name, folded but for the first."""
-    (title, body), *others = [_words_of(*section) for section in sections]
-    folded = [f"<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>" for title, body in others]
-    return "\n\n".join([f"{title}.", body, *folded])
+def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str], *, points: float) -> None:
+    from harness.record.drawing import INK
+
+    for place, name in enumerate(names):
+        pair = results_page.paired_with(runs, name)
+        width = pair.half_width or 0.0
+        ax.errorbar(pair.mean, place, xerr=width or None, fmt="o", color=INK, markersize=4.5, capsize=2, linewidth=1.2)
+        right = pair.mean <= 0  # the label stands where the other side of 0 leaves room
+        at, side = (max(pair.mean + width, 0), "left") if right else (min(pair.mean - width, 0), "right")
+        offset = (6 if right else -6, 0)
+        ax.annotate(name, (at, place), offset, textcoords="offset points", va="center", ha=side, fontsize=points)
+    ax.axvline(0, color=INK, linestyle="--", linewidth=1)
+    ax.margins(x=0.35)
+    ax.set(yticks=[], ylim=(-0.7, len(names) - 0.3))
+    ax.set_xlabel(f"test bits per byte minus {REFERENCE}'s: left is better")
+    ax.grid(axis="y", visible=False)
 
 
-def _words_of(runs: pd.DataFrame, tuned: Sequence[Pick]) -> tuple[str, str]:
-    """What was trained, and a table for each set of optimizers."""
-    names = [listed(sorted({group["optimizer"] for group in row["optimizers"]})) for row in runs["row"]]
-    row, commits = runs["row"].iloc[-1], listed(dict.fromkeys(row["commit"][:8] for row in runs["row"]))
-    model, carried = row["config"]["model"], (row["config"].get("batch") or {}).get("carry")
-    sizes = f"{model['layers']} layers of width {model['d_model']}, {model['heads']} heads"
-    sizes += f", a window of {model['span']} bytes{', streams read on with carried state' * bool(carried)}"
-    title = f"After {budget_words(row['budget'])} of training ({sizes}) on {data_words([row])}"
-    about = (
-        "A beginning, not what they reach in the end. n: seeds; ±: 95% interval, of differences paired by seed; "
-        f"~: approximate. Commit {commits}, {row['device']}, threads: {row['threads']}, {row['precision']}."
-        f"{' ' + COPIED if any(map(copies, runs['row'])) else ''}"
-    )
-    return title, "\n\n".join([about, *(_table(same, tuned, name) for name, same in runs.groupby(names))])
+def _draw_recall(ax, heat: pd.DataFrame, *, points: float) -> None:
+    from harness.record.drawing import INK
 
-
-def _table(runs: pd.DataFrame, tuned: Sequence[Pick], optimizers: str) -> str:
-    keys, budget = sorted({key for pick in tuned for key in pick.keys}), runs["row"].iloc[-1]["budget"]
-    table = result_tables(runs, index=1, title="", without=keys)[0]
-    costs = {column.heading for column in columns("costs")} - {*COSTS, *(OF_SECONDS if "seconds" in budget else ())}
-    table = only(table, [column.heading for column in table.columns if column.heading not in {*LEFT_OUT, *costs}])
-    rates = sorted({f"{row['config']['optim']['lr']:g}" for row in runs["row"]})
-    marks = ("*", "+", "!") if "seconds" in budget else ("*", "+")
-    how, notes = f"untuned, optim.lr={listed(rates)}", [note for note in table.notes if note.startswith(marks)]
-    if tuned:
-        trials = listed(sorted({str(pick.trials["trial"].nunique()) for pick in tuned}))
-        seeds = listed(sorted({f"{seed:.0f}" for pick in tuned for seed in pick.trials["seed"]}))
-        how = f"each at the best of its {trials} trials on other seeds ({seeds})"
-        points = {pick.trials["variant"].iloc[0]: ", ".join(point_words(pick.values)) for pick in tuned}
-        notes = [*(f"- {variant}, picked: {point}" for variant, point in points.items()), *notes]
-    caption = table.caption.partition(". ")[0]
-    lines = "".join(f"{note}\n" for note in notes)
-    return f"{optimizers}, {how}. {caption}:\n\n{markdown_rows(table)}{lines and chr(10)}{lines}".rstrip()
-
-
-def figure(sections: Sequence[Section]) -> bytes:
-    """The first section's differences from the reference, and the recall of the first that copies."""
-    from bench.report.figures import front_page  # matplotlib
-
-    arms = [summed(with_arms(runs)) for runs, _ in sections]
-    recalled = next((rows for rows in arms if any("reach" in row for row in rows)), None)
-    return front_page(arms[0], recalled, name="front_page").png
+    ax.imshow(heat.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
+    for y, row in enumerate(heat.to_numpy()):
+        for x, bits in enumerate(row):
+            if math.isfinite(bits):
+                colour = "white" if bits > 2.5 else INK
+                ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=points, color=colour)
+    ax.set_xticks(range(heat.shape[1]), [f"{distance:,}" for distance in heat.columns])
+    ax.set_yticks(range(len(heat)), list(heat.index))
+    ax.set_xlabel("recall: bits of a byte copied from so many bytes back (4: not recalled)")
+    ax.grid(visible=False)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ MISTAKES = {
     ("data.bytes=200", "batch.streams=8", "batch.carry=true"): ("batch.streams=8", "180", "longer corpus"),
     ("outputs=${nonsense}",): ("outputs", "nonsense"),
     ("variant.name=a/b",): ("variant.name=a/b",),
-    ("reuse=all",): ("reuse=all", "source, config"),
+    ("init_from.restore=all",): ("init_from.restore=all", "weights, everything"),
     ("trust=[abc]",): ("trust=abc", "source file"),
     ("init_from.run=nowhere",): ("init_from.run=nowhere",),
 }

@@ -50,7 +50,7 @@ def test_the_hash_covers_what_can_change_a_number_and_nothing_else():
         node[key] = value
         return config_hash(changed, pinned=PINNED)
 
-    same = {"outputs": "there", "force": True, "reuse": "config", "record.every_steps": 7, "checkpoint.keep": 5}
+    same = {"outputs": "there", "force": True, "record.every_steps": 7, "checkpoint.keep": 5}
     hashes = {hash_of(place, value) for place, value in (same | {"seed": config["seed"]}).items()}
     other = {"seed": 1, "model.span": 17, "optim.lr": 0.1, "batch.streams": 3, "eval.bytes": 300, "data.seed": 1}
     other |= {"runtime.precision": "bfloat16", "runtime.threads": 2, "budget.steps": 9, "variant.name": "another"}
@@ -64,16 +64,11 @@ def test_edited_source_never_returns_an_old_number(tmp_path):
     old = written(tmp_path, IDENTITY, finished=True)
     edited = RunFolder(tmp_path, EDITED)
     assert edited.summary is None and edited.path != old
-    assert f"the source changed since {old}: this is a new run" in edited.note
-    assert RunFolder(tmp_path, EDITED, reuse="config").summary["valid_bits_per_byte"] == 2.5
-    newer = written(tmp_path, EDITED, finished=True)
-    os.utime(newer / RECORD, (2e9, 2e9))
-    assert RunFolder(tmp_path, replace(IDENTITY, source="u" * 64), reuse="config").path == newer
 
 
 def test_finished_unfinished_and_forced(tmp_path):
     empty = RunFolder(tmp_path, IDENTITY)
-    assert empty.summary is None and empty.checkpoint is None and empty.note == ""
+    assert empty.summary is None and empty.checkpoint is None
     assert not empty.path.exists()
     written(tmp_path, IDENTITY, finished=True)
     assert RunFolder(tmp_path, IDENTITY).summary["valid_bits_per_byte"] == 2.5

@@ -14,7 +14,7 @@ from harness.record.rows import FORMAT, RECORD, SUMMARY
 from tests.bench_rows import cost_row, write_rows
 from tests.command import MADE, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
-OLDER = rf"it is of format {FORMAT - 1}, and this code reads format {FORMAT}: docs/renames\.md"
+OLDER = rf"it is of format {FORMAT - 1}, and this code reads format {FORMAT}"
 
 
 def test_what_a_run_leaves_names_its_format_and_another_is_refused_by_one_message(here):

@@ -1,105 +1,116 @@
-"""The README's results are those of committed runs, and of nothing else."""
+"""README's table, its picture and docs/results.md are those of the committed rows, and of nothing else."""
 
+import json
 import re
-from pathlib import Path
 
 import pytest
 
-from bench import front_page
-from bench.front_page import BEGIN, END, committed_runs, written
-from tests.bench_rows import write_run, write_trial
-from tests.fixed_rows import change
+from bench import front_page, results_page
+from bench.front_page import BEGIN, END, PAGE, README, RESULTS, between_markers
 
 ROOT = front_page.ROOT
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-CLAIM = re.compile(r"(?<![\w.-])[01]\.\d+|\d\s*(?:times|×|x|%|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
-MODEL = {"layers": 4, "d_model": 128, "heads": 4, "span": 512}
+CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
 
 
-def results(root: Path) -> str:
-    return front_page.results(committed_runs(root))
+def line(
+    variant: str, seed: int, test: float, *, status: str = "finished", check: str = "shipped", copies=None
+) -> dict:
+    """A line of ``bench.evidence``."""
+    run = {"variant": variant, "seed": seed, "status": status, "check": check, "device": "A CPU", "threads": 1}
+    run |= {"precision": "float32", "protocol": {}, "data": {"sha256": "ab"}, "budget": {"bytes": 9}, "seconds": 1.0}
+    run |= {"numerics": {"variant": 1, "shared": 1}, "valid_bits_per_byte": test + 0.1, "test_bits_per_byte": test}
+    run |= {"parameters": {"total": 855_680}, "flops_per_byte": {"executed": 2_700_288.0}, "test_bits_per_copy": copies}
+    run |= {
+        "memory": {"state_bytes": 2_093_064, "peak_bytes": 2**28},
+        "compressors": {"test": {"bzip2": 2.402, "xz": 2.499}},
+    }
+    record = [{"config": {"variant": {"lr_scale": {"muon": 2}}}}]
+    curve = [
+        {"from_bytes": 1, "to_bytes": 1, "bits_per_byte": 4.0},
+        {"from_bytes": 2, "to_bytes": 512, "bits_per_byte": test},
+    ]
+    return {
+        "cell": [f"variant={variant}", f"seed={seed}"],
+        "summary": run,
+        "record": record,
+        "evaluation": {"context_curve": curve},
+    }
 
 
-def config_of(variant: str = "mhsa", **model) -> dict:
-    return {"variant": {"name": variant}, "model": MODEL | model, "optim": {"lr": 0.003}}
+@pytest.fixture
+def folder(tmp_path):
+    """Rows of three mechanisms, of which one has leaked and one has diverged once."""
 
+    def write(name: str, lines: list[dict]) -> None:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
-def test_the_page_says_what_the_rows_say_and_claims_no_speed_elsewhere():
-    assert written(README, results(ROOT)) == README, "python -m bench.front_page"
-    assert CLAIM.search("1.06 of x") and CLAIM.search("about 3 times the speed") and CLAIM.search("2x")
-    assert not CLAIM.findall(README.replace(README.partition(BEGIN)[2].partition(END)[0], ""))
-
-
-def test_results_are_of_one_source_and_one_machine_over_any_sittings(tmp_path):
-    runs = tmp_path / "bench/results/here/runs"
-    for seed in range(3):
-        change(write_run(runs, seed=seed, config=config_of()), commit=f"{seed}" * 40)
-    block = results(tmp_path)
-    assert "Commit 00000000, 11111111 and 22222222, A made-up CPU, threads: " in block
-    assert "AdamW, untuned, optim.lr=0.003. " in block and re.search(r"^\| mhsa +\| +3 \|", block, re.MULTILINE)
-    for other in ({"source": "ff" * 32}, {"device": "Another CPU"}):
-        change(next(runs.glob("mhsa-s1-*")), **other)
-        with pytest.raises(ValueError, match="groups of runs that compare, [0-9] runs of other numbers"):
-            results(tmp_path)
-        change(next(runs.glob("mhsa-s1-*")), source="cd" * 32, device="A made-up CPU")
-
-
-def test_rows_are_set_beside_the_reference_of_the_same_seeds(tmp_path):
-    """Where a variant alone has another cache, too, and compressors have rows of as many cells."""
-    for variant, cache, apart in (("mhsa", "kv", 0.0), ("transformer_xl", "hidden", 0.1)):
-        for seed in range(3):
-            bits = 2.0 + seed + apart + 0.01 * seed * bool(apart)
-            config = config_of(variant, cache=cache)
-            write_run(tmp_path / "bench/results/here/runs", variant=variant, seed=seed, bits=bits, config=config)
-    lines = results(tmp_path).splitlines()
-    (row,) = [line for line in lines if line.startswith("| transformer_xl")]
-    assert " +0.1100 ± 0.0248 |" in row and "hidden" in row  # t = 4.30, s = 0.01, n = 3
-    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-
-
-def test_folders_of_another_name_are_sections_of_their_own(tmp_path):
-    here = tmp_path / "bench/results/here"
-    for seed in range(2):
-        for variant in ("mhsa", "local"):
-            write_run(here / "runs", variant=variant, seed=seed, config=config_of(variant))
-    change(write_run(here / "runs_seconds", config=config_of()), budget={"seconds": 60}, source="ff" * 32)
-    config = config_of(span=4096) | {"batch": {"carry": True}}
-    change(write_run(here / "runs_recall", config=config), valid_bits_per_copy={"23": 3.25, "511": 3.99, "95": None})
-    bytes_, recall, seconds = (page := results(tmp_path)).split("<summary>")
-    assert bytes_.startswith("After 2,000,000 bytes of training (") and page.count("</details>") == 2
-    assert "bytes/s" in seconds and "bytes/s" not in bytes_ + recall
-    assert "60 seconds of training (" in seconds and "2,000,000 bytes of training (" in recall
-    assert "read on with carried state" in recall and "carried state)" not in bytes_ + seconds
-    assert (
-        re.search(r"copies from 23, bits \| +copies from 511, bits", recall)
-        and "3.2500" in recall
-        and "3.9900" in recall
+    runs = [line("mhsa", seed, 2.30 + seed / 100) for seed in range(3)]
+    runs += [line("adaptive_span", seed, 2.29 + seed / 100 + 0.001 * seed) for seed in range(3)]
+    runs += [
+        line("linear", 0, 2.45),
+        line("linear", 1, 1.0, check="not causal"),
+        line("linear", 2, 9.0, status="diverged"),
+    ]
+    write("front_page", runs)
+    write(
+        "recall",
+        [line("mhsa", 0, 2.0, copies={"31": 0.01, "447": 0.2}), line("linear", 0, 3.0, copies={"31": 0.5, "447": 4.0})],
     )
-    assert front_page.COPIED in recall and front_page.COPIED not in bytes_ + seconds
+    write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
+                    "flops": {"executed_per_byte": 1.0e7}, "memory": {"state_bytes": 2**20, "peak_bytes": 2**28},
+                    "time": {"train_ms": {"p50": 51.2}}},
+                   {"variant": "linear", "status": "failed", "mode": "stream", "length": 4096, "segment": 512}])  # fmt: skip
+    return tmp_path
 
 
-def test_results_at_picked_points_name_them_and_a_stray_is_refused(tmp_path):
-    runs = tmp_path / "bench/results/here/runs"
-    for trial in range(16):
-        write_trial(runs, rate=0.001 * (trial + 1), seed=100, bits=2.5 + abs(trial - 4) / 10, trial=trial)
-    for seed in range(5):
-        write_trial(runs, rate=0.005, seed=seed, bits=2.4)
-    block = results(tmp_path)
-    assert "AdamW, each at the best of its 16 trials on other seeds (100). " in block
-    assert re.search(r"^\| mhsa +\| +5 \|", block, re.MULTILINE) and "\n- mhsa, picked: optim.lr=0.005" in block
-    assert "2.5" not in block.partition("bzip2")[0].partition("mhsa")[2]
-    write_trial(runs, rate=0.008, seed=6, bits=2.3)
-    with pytest.raises(ValueError, match="mhsa-s6.* is at another point than the picked"):
-        results(tmp_path)
+def test_committed_pages_are_those_of_the_rows():
+    for name, block in (
+        (README, front_page.readme_table(ROOT / RESULTS)),
+        (PAGE, results_page.sections(ROOT / RESULTS)),
+    ):
+        page = (ROOT / name).read_text(encoding="utf-8")
+        assert between_markers(page, block, name=name) == page, "python -m bench.front_page"
+    files = [path for path in (ROOT / RESULTS).iterdir() if path.suffix == ".jsonl"]
+    assert len(files) <= 12 and sum(path.stat().st_size for path in files) < 3e6
+    assert not CLAIM.findall((ROOT / README).read_text(encoding="utf-8")), "a claim of speed needs its row"
 
 
-def test_the_command_writes_page_and_picture_between_markers_or_ends_with_2(tmp_path, monkeypatch, capsys):
+def test_a_row_has_its_interval_reach_costs_and_place_among_compressors(folder):
+    rows = front_page.readme_table(folder).splitlines()[2:]
+    names = [row.split("|")[1].strip() for row in rows]
+    assert names == ["`adaptive_span`", "`mhsa`", "bzip2 -9", "`linear`", "xz -9e"]
+    cells = [cell.strip() for cell in rows[1].split("|")[1:-1]]
+    assert cells == [
+        "`mhsa`",
+        "2.3100 ± 0.0248",
+        "",
+        "447",
+        "2.70",
+        "10.00",
+        "2,044",
+        "855,680",
+    ]  # t = 4.30, s = 0.01, n = 3
+    assert "| -0.0090 ± 0.0025 |" in rows[0]
+    assert "| 2.4500 (n=1) | +0.1500 (n=1) | 31 |" in rows[3], "leaked and diverged runs have no score"
+
+
+def test_the_page_has_every_table_and_names_runs_without_a_score(folder):
+    text = results_page.sections(folder)
+    for words in (
+        "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
+        "| `adaptive_span` | 3 | 2.3010",
+        "| mechanism | 1 | 2 to 512 |",
+        "| `linear` | 1 | 31 | 0.500 | 4.000 |",
+        "| `linear` | failed |",
+        "| `mhsa` | 0.1 |",
+        "**Learned spans beat one uniform window of the same mean**",
+    ):
+        assert words in text, words
+    assert "## A span of 4,096" not in text, "there are no such rows"
+
+
+def test_the_picture_and_a_page_without_markers(folder, tmp_path, monkeypatch, capsys):
+    assert front_page.picture(folder).startswith(b"\x89PNG")
     monkeypatch.setattr(front_page, "ROOT", tmp_path)
-    write_run(tmp_path / "bench/results/here/runs", config=config_of())
-    page = tmp_path / "README.md"
-    page.write_text("no markers", encoding="utf-8")
-    assert front_page.main() == 2 and "error: README.md: must have the lines" in capsys.readouterr().err
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter", encoding="utf-8")
-    (tmp_path / "docs").mkdir()
-    assert front_page.main() == 0 and (tmp_path / front_page.FIGURE).read_bytes().startswith(b"\x89PNG")
-    assert "| mhsa " in (text := page.read_text()) and "old" not in text and text.endswith(f"{END}\nafter")
+    (tmp_path / README).write_text("no markers")
+    assert front_page.main() == 2 and f"{README}: must have the lines {BEGIN} and {END}" in capsys.readouterr().err

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 from harness.loop.progress import ProgressBar
-from harness.record.closing_table import print_closing_table
-from harness.record.comparison import comparable, find_comparable
+from harness.record.closing_table import print_closing_table, print_sweep_table
+from harness.record.comparison import held_equal, same_numbers
 from harness.record.figures import draw_figures, draw_spans
 from harness.record.rows import FORMAT, Record, plain, read_rows, repeatable, write_summary
 from harness.record.shapes import misfit, shapes
@@ -86,9 +86,9 @@ def make_summary(**changes):
     return summary | changes
 
 
-def printed_table(summary, *, others=()):
+def printed_table(summary):
     console = Console(file=io.StringIO(), width=80)
-    print_closing_table(summary, others=others, console=console)
+    print_closing_table(summary, console=console)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     return text
@@ -100,27 +100,29 @@ def test_closing_table_has_the_numbers_and_marks():
     words += ("2.11M executed", "1.4M ideal", "about 312.0 MiB peak", "3.00 GiB carried", "42,118 bytes per second")
     words += ("83.2", "3.1", "488.8", "cpu, float32, plain", "stdlib (fallback for enwik8), 10,485,760 bytes")
     assert not [word for word in (*words, "* first 65,536 bytes of valid only") if word not in text]
-    assert "Runs with the same" not in text
     whole = printed_table(make_summary(capped={}))
     assert "*" not in whole and "first" not in whole
 
 
-def test_earlier_runs_stand_beside_with_what_may_be_compared():
-    other = make_summary(
-        variant="mhsa", config_hash="22", valid_bits_per_byte=2.2, device="cuda", source="bb", capped={}
-    )
-    text = printed_table(make_summary(), others=[other])
-    comparison = text[text.index("Runs with the same") :].splitlines()
-    mhsa = next(index for index, line in enumerate(comparison) if line.startswith("mhsa +"))
-    own = next(index for index, line in enumerate(comparison) if line.startswith("adaptive_span"))
-    assert mhsa < own, "best first"
-    assert "2.2000 " in comparison[mhsa] and "42.1k" not in comparison[mhsa] and "#" in comparison[mhsa]
-    assert "2.3913*" in comparison[own] and "42.1k" in comparison[own]
+def test_jobs_of_a_sweep_stand_together_with_what_may_be_compared():
+    other = make_summary(config_hash="22", valid_bits_per_byte=2.2, device="cuda", source="bb")
+    console = Console(file=io.StringIO(), width=80)
+    print_sweep_table([("seed=0", make_summary()), ("seed=1", other)], console=console)
+    lines = console.file.getvalue().splitlines()
+    first, best = (next(n for n, line in enumerate(lines) if line.startswith(f"seed={seed}")) for seed in (0, 1))
+    assert best < first, "best first"
+    assert "2.2000*" in lines[best] and "42.1k" not in lines[best] and "#" in lines[best]
+    assert "2.3913*" in lines[first] and "42.1k" in lines[first]
+    text = console.file.getvalue()
     assert "other source" in text and "on other ground" in text
 
 
 PINNED = {"numerics": {"variant": 1, "shared": 1}, "tree": "tree", "commit": "ab" * 20}
 OTHER = {"source": "bb", "tree": "other"}
+
+
+def comparable(one, other):
+    return held_equal(one) == held_equal(other) and same_numbers(one, other)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,6 @@ OTHER = {"source": "bb", "tree": "other"}
         (OTHER | {"variant": "mhsa", "budget": {"seconds": 9}}, False),
         ({"device": "Another CPU", "budget": {"seconds": 9}}, False),  # seconds elsewhere are another budget
         ({"processes": 1, "budget": {"seconds": 9}}, True),  # what older rows do not say
-        ({"check": "unchecked"}, False),
         ({"purpose": "tune"}, False),
         ({"budget": {"steps": 7}}, False),
         ({"data": {"sha256": "f" * 64}}, False),
@@ -153,39 +154,11 @@ def test_whether_two_rows_compare(changes, same):
     one |= {"budget": changes["budget"]} if "seconds" in changes.get("budget", ()) else {}
     other = one | changes
     assert comparable(one, other) == comparable(other, one) == same
-    if changes.get("numerics", {}).get("variant") is None and "source" in changes and "budget" not in changes:
-        assert comparable(one, other, any_source=True), "as with reuse=config"
 
 
 def test_a_models_own_span_is_a_setting_that_compares():
     rows = [make_summary(protocol={"span": span}, config={"model": {"span": span}}) for span in (16, 32)]
     assert comparable(*rows) and not comparable(rows[0], make_summary(protocol={"span": 32}))
-
-
-def test_find_comparable_takes_only_what_is_equal_and_ended_well(tmp_path):
-    mine = make_summary()
-
-    def put(name, **changes):
-        (tmp_path / name).mkdir()
-        write_summary(tmp_path / name, summary=make_summary(config_hash=name, **changes))
-
-    (tmp_path / "mine").mkdir()
-    write_summary(tmp_path / "mine", summary=mine)
-    put("worse", valid_bits_per_byte=2.5)
-    put("better", valid_bits_per_byte=2.1)
-    put("stopped", status="interrupted")
-    put("unscored", valid_bits_per_byte=None)
-    put("older", source="bb", valid_bits_per_byte=2.0)
-    put("longer", budget={"bytes": 1})
-    (tmp_path / "latest").symlink_to(tmp_path / "better")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "summary.json").write_text("{")
-
-    def names(**keywords):
-        return [other["config_hash"] for other in find_comparable(tmp_path, **keywords)]
-
-    assert names(summary=mine) == ["better", "worse"]
-    assert names(summary=mine, any_source=True) == ["older", "better", "worse"]
 
 
 def test_a_summary_is_whole_and_a_misfit_is_named_by_its_key(tmp_path):

@@ -107,6 +107,9 @@ def test_no_module_and_no_room_is_in_a_circle():
     assert len(verbs) > 5 and across == {
         ("bench.decompress", "bench.compress"),  # one file, two commands
         ("bench.evidence", "bench.picks"),
+        ("bench.front_page", "bench.results_page"),  # and its tables
+        ("bench.results_page", "bench.picks"),
+        ("bench.results_page", "bench.verdicts"),
     }
     verbs |= {"bench.coded_file", "bench.coding"}  # names of it that tests import
 

@@ -4,7 +4,6 @@ dropout's."""
 import random
 
 import torch
-from torch import Tensor
 
 from harness.hashing import integer_hash
 
@@ -21,30 +20,24 @@ def seed_apart(number: int, *, step: int, rank: int) -> None:
     seed(int(integer_hash(number, step, rank)[0]) >> 1)
 
 
-def dropout_state() -> dict[str, Tensor | None]:
-    """The state of torch's generators; None for an accelerator's that this process has not used: to ask takes memory
-    there."""
+def random_state() -> dict[str, object]:
+    """Every generator's state, for a checkpoint; None for an accelerator's that this process has not used: asking allocates."""
     module = torch.get_device_module() if torch.accelerator.is_available() else None
     used = module and getattr(module, "is_initialized", lambda: True)()  # MPS has always begun
-    return {"torch": torch.get_rng_state(), "accelerator": module.get_rng_state() if used else None}
-
-
-def set_dropout_state(state: dict[str, Tensor | None]) -> None:
-    """Go on from ``dropout_state``."""
-    torch.set_rng_state(state["torch"])
-    if torch.accelerator.is_available() and state.get("accelerator") is not None:
-        torch.get_device_module().set_rng_state(state["accelerator"])
-
-
-def random_state() -> dict[str, object]:
-    """Every generator's state, for a checkpoint."""
     name, keys, *rest = _numpy().get_state()
-    return dropout_state() | {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
+    return {
+        "torch": torch.get_rng_state(),
+        "accelerator": module.get_rng_state() if used else None,
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+    }
 
 
 def set_random_state(state: dict[str, object]) -> None:
     """Go on from ``random_state``."""
-    set_dropout_state(state)
+    torch.set_rng_state(state["torch"])
+    if torch.accelerator.is_available() and state.get("accelerator") is not None:
+        torch.get_device_module().set_rng_state(state["accelerator"])
     random.setstate(state["python"])
     _numpy().set_state(tuple(state["numpy"]))
 

@@ -82,7 +82,7 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
         device=runtime.device_kind(plan.runtime),
         precision=plan.runtime.precision,
     )
-    return folder.RunFolder(plan.outputs, identity, force=plan.force, reuse=plan.reuse)
+    return folder.RunFolder(plan.outputs, identity, force=plan.force)
 
 
 def _recorded_choice(place: folder.RunFolder) -> dict | None:

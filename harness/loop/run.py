@@ -27,7 +27,6 @@ from harness.optim.budget import Spent
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder, shards
 from harness.record.closing_table import bits, print_closing_table, scored_splits
-from harness.record.comparison import find_comparable
 from harness.record.rows import CONFIG, Record, read_rows, write_summary
 from harness.record.wandb_run import WandbRun
 
@@ -99,10 +98,8 @@ class Run:
 
     def earlier_result(self) -> float | None:
         """Show the finished run of this very configuration and source, and return its objective."""
-        other = self.earlier["source"] != self.folder.identity.source
-        mark = ", made by OTHER SOURCE CODE than is here now" if other else ""
-        print(f"finished before{mark}: {self.folder.path} (force=true runs it again)")
-        print_closing_table(self.earlier, others=self._comparable(self.earlier))
+        print(f"finished before: {self.folder.path} (force=true runs it again)")
+        print_closing_table(self.earlier)
         if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # its agent waits for a run that has the metric
             with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
                 again.log_end(summary=self.earlier, figures=sorted(self.folder.path.glob("*.png")))
@@ -129,8 +126,6 @@ class Run:
             verb = f"resuming at {trainer.spent.bytes:,} bytes" if rows else "training"
             how = f"{trainer.backend}, {trainer.runtime.precision}"
             print(f"{verb}: {self.folder.path}  |  {trainer.corpus.label()}  |  {how}")
-            for line in filter(None, (self.folder.note, *self.folder.odd)):
-                print(line)
             if self._processes.world_size > 1:
                 self._processes.standing = self._losses
             with self._processes.fail_together():
@@ -252,8 +247,6 @@ class Run:
             content[shards.KEY] = self._save_shards(divided, step=step)
         with self._processes.fail_together():
             if self._processes.is_main:
-                if self.validated["size"]:
-                    checkpoint.must_have_best(self.folder.path)
                 content |= {"best_bits": self.best_bits, "validated": self.validated, "wandb_id": self._wandb.id}
                 content |= {"rows": self._record.rows, "sha256": self._record.sha256}
                 content["identity"] = vars(self.folder.identity)
@@ -322,18 +315,15 @@ class Run:
             print(f"figures: {reason} (the run itself is finished)", file=sys.stderr)
         return drawn
 
-    def _comparable(self, row: dict) -> list[dict]:
-        return find_comparable(self.plan.outputs, summary=row, any_source=self.plan.reuse == "config")
-
     def show(self, row: dict) -> None:
-        """The closing table, beside earlier runs that compare, and how to sync W&B; of a sweep's job one line."""
+        """The closing table, and how to sync W&B; of a sweep's job one line."""
         if not self._processes.is_main:
             return
         if self.plan.sweeping:  # the sweep has a table of all its jobs at its end
             scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits([row]))
             print(f"finished: {self.folder.path}  {scores} bits per byte")
             return
-        print_closing_table(row, others=self._comparable(row))
+        print_closing_table(row)
         print(f"run folder: {self.folder.path}")
         if self._wandb.hint:
             print(self._wandb.hint)

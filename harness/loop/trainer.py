@@ -54,7 +54,7 @@ class Trainer:
         self._nats, self._steps, self._unread = 0.0, 0, []  # since the last train row; of the last steps, on the device
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._timed, self._ahead = plan.budget.unit == "seconds", False  # whether the device may have steps to do
-        self._finite = FiniteCheck(self)
+        self._finite = FiniteCheck(self.update)
         for split in self.splits:
             score_streams(len(self.reported(split)) - 1, plan.eval.streams)
         self.choosing()
@@ -96,10 +96,9 @@ class Trainer:
         state = None if self.stream.begins(number) else self.state
         # The rate of the middle of the step, so that neither the first nor the last update is made at rate 0.
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last)) / 2
-        random = random_state.dropout_state()
         with self.runtime.compile_clock() as compiling:
             nats, after = self.update(inputs, targets, state, fraction=middle)
-        self._finite.add(number, middle, random)
+        self._finite.add(number, middle)
         self._finite.check(but=1)
         self.state = after if self.plan.batch.carry else None
         if self._timed:

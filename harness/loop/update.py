@@ -1,6 +1,5 @@
 """One update of a model: forward, loss, backward, optimizer. The trainer makes it, and bench measures the very same code."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -63,7 +62,7 @@ class Update:
         """
         processes, optimizers, first = self.runtime.processes, self.optimizers, not self.gradient_bytes
         before = [buffer.clone() for buffer in self.model.buffers()] if optimizers.skip_nonfinite else []
-        nats, loss, after = self.gradients(inputs, targets, state, forward=self.forward)
+        nats, loss, after = self._gradients(inputs, targets, state)
         processes.average_gradients_(self.units.whole, loss, nats)
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.units.parameters)
         with processes.fail_together() if first else nullcontext():  # an optimizer may refuse its parameters
@@ -74,9 +73,7 @@ class Update:
         self.model.project_()
         return nats, after
 
-    def gradients(
-        self, inputs: Tensor, targets: Tensor, state: State, *, forward: Callable
-    ) -> tuple[Tensor, Tensor, State]:
+    def _gradients(self, inputs: Tensor, targets: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Add the gradients, part by part: mean nats per byte, the loss that they are of, and the state to carry."""
         self.model.train()
         nats, loss, states = 0.0, 0.0, []
@@ -85,11 +82,9 @@ class Update:
             self.units.begin_part(last=number == len(parts))
             past = map_state(lambda s, part=part: s[part], state) if len(parts) > 1 else state
             with self.runtime.autocast():
-                out = forward(inputs[part], past)
-            cross_entropy, share = (
-                F.cross_entropy(out.logits.flatten(0, 1), targets[part].flatten()),
-                len(part) / len(inputs),
-            )
+                out = self.forward(inputs[part], past)
+            cross_entropy = F.cross_entropy(out.logits.flatten(0, 1), targets[part].flatten())
+            share = len(part) / len(inputs)
             part_loss = (cross_entropy + out.loss) * share
             part_loss.backward()
             nats, loss = nats + cross_entropy.detach() * share, loss + part_loss.detach()

@@ -68,7 +68,6 @@ class Plan:
     seed: int
     outputs: Path
     force: bool
-    reuse: str
     trust: tuple[str, ...]
     sweeping: bool
     beside_others: bool

@@ -121,7 +121,6 @@ class WandbSettings:
     entity: str | None
     group: str | None
     tags: list
-    every_seconds: PositiveFloat
     system_statistics: bool
 
 
@@ -154,7 +153,6 @@ class RunSettings:
     seed: Annotated[int, Ge(0)]
     outputs: str
     force: bool
-    reuse: Literal["source", "config"]
     check: bool
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from harness.cache import Writer, written_whole
-from harness.failures import Damaged, StorageFailure
+from harness.failures import Damaged
 from harness.record import shards
 from harness.record.rows import FORMAT, check_format
 
@@ -54,14 +54,6 @@ def new_shards(folder: Path, *, step: int) -> Path:
 def save_best(folder: Path, content: dict) -> Path:
     """Write ``checkpoints/best.pt``."""
     return _write(folder / FOLDER / BEST, content)
-
-
-def must_have_best(folder: Path) -> None:
-    """StorageFailure if ``best.pt`` was removed: what follows would be trained for nothing."""
-    if not (path := folder / FOLDER / BEST).exists():
-        raise StorageFailure(
-            f"{path} was removed: put it back, or start the run again, with force=true if it would go on"
-        )
 
 
 def newest(folder: Path) -> Path | None:
@@ -181,6 +173,6 @@ def _verify(path: Path) -> None:
         ending = file.read()
     sha256.update(_NO_COMMENT)
     if _MARK not in ending:
-        raise Damaged(f"{path} is damaged or cut off, or was written before there were digests: docs/renames.md")
+        raise Damaged(f"{path} is damaged or cut off: it has no digest")
     if ending != _ending(sha256):
         raise Damaged(f"{path} is damaged: its bytes are not those of its digest")

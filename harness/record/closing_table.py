@@ -1,8 +1,7 @@
-"""Closing tables: what a run reached and what it cost, beside general compressors and earlier comparable runs.
+"""Closing tables: what a run reached and what it cost, beside general compressors; and the jobs of a sweep.
 
-A number from a prefix of its split carries ``*``. Executed and ideal FLOPs, valid and test, peak and state keep their
-own places. FLOPs of training are "about" where a sublayer does not say what it needs. Time and memory of an earlier run
-appear only if they were measured on the same ground, by the same path.
+A number from a prefix of its split carries ``*``. FLOPs of training are "about" where a sublayer does not say what it needs.
+Time and memory of a job appear only if they were measured as the first job's were.
 """
 
 import math
@@ -20,27 +19,20 @@ WINDOWS = "window 1024, stride 512"
 """What a score without carried state is called."""
 
 
-def print_closing_table(summary: dict, *, others: Sequence[dict] = (), console: Console | None = None) -> None:
-    """Print the tables of a finished run.
-
-    Args:
-        summary: as in ``summary.json``; what is missing or None shows as ``-`` or is left out.
-        others: summaries of earlier runs that may stand beside it, from ``find_comparable``.
-    """
+def print_closing_table(summary: dict, *, console: Console | None = None) -> None:
+    """Print the tables of a finished run; what its ``summary`` lacks shows as ``-`` or is left out."""
     splits = scored_splits([summary])
     rows = [("this run", *(bits(summary, split=split) for split in splits))]
     rows += [(f"  {WINDOWS}", *(bits(summary, split=split, how="_windows") for split in splits))]
     for key, label in COMPRESSORS.items():
         packed = {split: ((summary.get("compressors") or {}).get(split) or {}).get(key) for split in splits}
         rows.append((label, *(_marked(summary, value, split=split) for split, value in packed.items())))
-    title, notes = f"{summary['variant']}, seed {summary['seed']}", () if others else _notes([summary])
-    tables = [_table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"]))]
-    tables += [_table("Costs", heads=("cost", ""), rows=_costs(summary), notes=notes)]
-    if others:
-        title = "Runs with the same data, budget and protocol (FLOPs: forward, executed)"
-        tables += [_comparison(summary, runs=[(run["variant"], run) for run in (summary, *others)], title=title)]
-    for table in tables:
-        print_table(table, console=console)
+    title = f"{summary['variant']}, seed {summary['seed']}"
+    print_table(
+        _table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"])), console=console
+    )
+    costs = _table("Costs", heads=("cost", ""), rows=_costs(summary), notes=_notes([summary]))
+    print_table(costs, console=console)
 
 
 def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | None = None) -> None:
@@ -56,7 +48,7 @@ def print_sweep_table(jobs: Sequence[tuple[str, dict]], *, console: Console | No
         first = same[0][1]
         budget = ", ".join(f"{amount:,.10g} {unit}" for unit, amount in first["budget"].items())
         title = f"{data_label(first['data'])}; budget {budget}"
-        print_table(_comparison(first, runs=same, title=title, heading="job"), console=console)
+        print_table(_jobs(first, same, title=title), console=console)
 
 
 def data_label(data: dict) -> str:
@@ -128,20 +120,18 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     yield "where", ", ".join([f"{number} processes"] * (number > 1) + [str(word) for word in where if word])
 
 
-def _comparison(summary: dict, *, runs: Sequence[tuple[str, dict]], title: str, heading: str = "variant") -> Table:
-    """Labelled runs, the best first; time and memory of those that were measured as ``summary`` was, which is bold."""
-    splits = scored_splits([run for _, run in runs])
-    best_first, rows = sorted(runs, key=lambda pair: pair[1].get("valid_bits_per_byte") or math.inf), []
-    for label, run in best_first:
-        name = label if same_numbers(run, summary) else f"{label} +"
+def _jobs(first: dict, jobs: Sequence[tuple[str, dict]], *, title: str) -> Table:
+    """Labelled jobs, the best first; time and memory of those that were measured as ``first`` was."""
+    splits, rows = scored_splits([run for _, run in jobs]), []
+    for label, run in sorted(jobs, key=lambda job: job[1].get("valid_bits_per_byte") or math.inf):
+        name = label if same_numbers(run, first) else f"{label} +"
         scores = [name, str(run["seed"]), *(bits(run, split=split) for split in splits)]
         peak = _size((run.get("memory") or {}).get("peak_bytes"))
         speed = f"{_short(run.get('bytes_per_second'))}{cells.busy_mark(run.get('load'))}"
-        measured = (peak, speed) if _ground(run) == _ground(summary) else "##"
+        measured = (peak, speed) if _ground(run) == _ground(first) else "##"
         rows.append([*scores, _short((run.get("parameters") or {}).get("total")), _executed(run), *measured])
-    heads = (heading, "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
-    styles = ["bold" * (run is summary and heading == "variant") for _, run in best_first]
-    return _table(title, heads=heads, rows=rows, notes=_notes([summary, *(run for _, run in runs)]), styles=styles)
+    heads = ("job", "seed", *splits, "params", "FLOPs", "peak", "bytes/s")
+    return _table(title, heads=heads, rows=rows, notes=_notes([first, *(run for _, run in jobs)]))
 
 
 def _notes(runs: Sequence[dict]) -> tuple[str, ...]:

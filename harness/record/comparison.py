@@ -3,10 +3,6 @@ equal ground only. Tables, figures and the front page ask here and nowhere else.
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
-
-from harness.record.rows import SUMMARY, look_at, other_format, plain
-from harness.record.shapes import misfit, shapes
 
 GROUND = ("device", "device_kind", "threads", "precision", "tf32", "compile", "versions", "processes")
 GROUND += ("machine", "allocator", "instruction_set", "environment", "recomputation")
@@ -18,14 +14,6 @@ SPLIT = [0.9, 0.05, 0.05]
 """Shares of train, valid and test in a row whose protocol does not say."""
 UNCOMPARED = ("unchecked", "not causal")
 """``check`` of a run that nothing is compared with."""
-
-
-def comparable(one: Mapping, other: Mapping, *, any_source: bool = False) -> bool:
-    """Whether bits per byte of two rows may be compared: what is :func:`held_equal` is equal and, unless ``any_source`` (as with
-    ``reuse=config``), their code has :func:`same_numbers`. Nothing is compared with an unchecked mechanism."""
-    checks = {row.get("check") for row in (one, other)}
-    equal = checks.isdisjoint(UNCOMPARED) and held_equal(one) == held_equal(other)
-    return equal and (any_source or same_numbers(one, other))
 
 
 def held_equal(row: Mapping) -> str:
@@ -78,22 +66,3 @@ def same_numbers(one: Mapping, other: Mapping) -> bool:
 def tree_of(row: Mapping) -> str | None:
     """A digest of all code, equal where times and memories are of one code; in older rows it is ``source``."""
     return row.get("tree") or row.get("source")
-
-
-def find_comparable(outputs: Path, *, summary: dict, any_source: bool = False) -> list[dict]:
-    """Summaries of other finished runs that are :func:`comparable` with this one, best valid bits first.
-
-    Args:
-        outputs: the folder whose subfolders are run folders; one whose summary is odd is named and left out.
-    """
-    others, summary = [], plain(summary)  # as the others were when they were written
-    for path in sorted(outputs.glob(f"*/{SUMMARY}")):
-        other, reason = (None, None) if path.parent.is_symlink() else look_at(path)  # a link: outputs/latest
-        if other and (other.get("status") != "finished" or other_format(other)):
-            continue
-        if reason := reason or other and misfit(other, shape=shapes()["summary"]):
-            print(f"not compared with {str(path)!r}: {reason}")
-        elif other and any(other.get(key) != summary.get(key) for key in ("config_hash", "source")):
-            scored = other.get("valid_bits_per_byte") is not None
-            others += [other] if scored and comparable(other, summary, any_source=any_source) else []
-    return sorted(others, key=lambda other: other["valid_bits_per_byte"])

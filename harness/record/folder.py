@@ -20,9 +20,8 @@ from harness.failures import kind_of
 from harness.record import checkpoint, shards
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, look_at, read_object, write_summary
 from harness.record.shapes import misfit, shapes
-from harness.record.table import one_line
 
-NOT_HASHED = ("outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra")
+NOT_HASHED = ("outputs", "force", "record", "checkpoint", "trust", "hydra")
 FAILED = "failed.txt"
 """The trace of a run that failed, until the next try."""
 LOCK = "lock"
@@ -83,25 +82,15 @@ class RunFolder:
         path: the folder.
         summary: of the finished run that may be returned, or None, when it was last looked at: at first, and by ``hold``.
         checkpoint: to resume from, or None; looked at together.
-        note: one line about an older run of the same configuration, or empty.
-        odd: a line for each neighbour whose record cannot be read.
 
     Raises:
         ValueError: the folder cannot be written, belongs to other data, device or precision, or is in use.
     """
 
-    def __init__(self, outputs: Path, identity: Identity, *, force: bool = False, reuse: str = "source"):
-        self.path, self.identity, self.note, self._lock = outputs / identity.name, identity, "", None
-        same, self.odd = _same_config(outputs, identity)
-        older = [path for path in same if path != self.path]
-        finished = [path for path in older if finished_summary(path)]
-        if reuse == "config" and finished and not finished_summary(self.path) and not force:
-            self.path = finished[-1]
-        elif older and not (self.path / RECORD).exists():
-            self.note = f"the source changed since {one_line(str(older[-1]))}: this is a new run in {self.path}"
+    def __init__(self, outputs: Path, identity: Identity, *, force: bool = False):
+        self.path, self.identity, self._lock, self._force = outputs / identity.name, identity, None, force
         if not force:
             self._must_agree()
-        self._force = force
         self._look()
 
     def _look(self) -> tuple[dict | None, Path | None]:
@@ -236,19 +225,6 @@ def finished_summary(path: Path) -> dict | None:
     """The summary in a run folder, if the run was finished and it is whole."""
     row = read_object(path / SUMMARY)
     return row if row.get("status") == "finished" and not misfit(row, shape=shapes()["summary"]) else None
-
-
-def _same_config(outputs: Path, identity: Identity) -> tuple[list[Path], list[str]]:
-    """Run folders of the same configuration, the oldest first; and a line for each that does not say what it is of."""
-    same, odd = [], []
-    for path in outputs.glob(f"{identity.variant}-s{identity.seed}-*/"):
-        row, reason = look_at(path / RECORD, first_line=True)
-        if reason:
-            odd.append(f"not compared with {str(path / RECORD)!r}: {reason}")
-        elif row and row.get("kind") == "provenance" and row.get("config_hash") == identity.config:
-            with suppress(FileNotFoundError):  # removed since
-                same.append(((path / RECORD).stat().st_mtime, path))
-    return [path for _, path in sorted(same)], odd
 
 
 def read_provenance(folder: Path, *, key: str) -> dict:

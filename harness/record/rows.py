@@ -38,7 +38,7 @@ DEEPEST = 50
 LONGEST_TEXT = 10_000
 """Letters, as of a command."""
 FORMAT = 3
-"""Of run folders, checkpoints and rows, raised where keys or contents change: ``docs/renames.md``."""
+"""Of run folders, checkpoints and rows, raised where keys or contents change."""
 FAILED = ("failed", *(kind.status for kind in Failure.__subclasses__()))
 """The ``status`` of a run that ended with an error."""
 
@@ -252,9 +252,7 @@ def read_object(path: Path, *, first_line: bool = False) -> dict:
 def other_format(row: Mapping) -> str | None:
     """Why a row, summary or checkpoint cannot be read by this code, or None."""
     number = row.get("format", 1)
-    return (
-        None if number == FORMAT else f"it is of format {number}, and this code reads format {FORMAT}: docs/renames.md"
-    )
+    return None if number == FORMAT else f"it is of format {number}, and this code reads format {FORMAT}"
 
 
 def check_format(row: Mapping, *, what: str) -> None:

@@ -15,7 +15,6 @@ import os
 import secrets
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,10 +30,9 @@ class WandbRun:
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
-        config: plain nested dictionary; the numbers of layers that are keys in it become text, as in the record.
+        config: plain nested dictionary; numbers of layers that are keys become text, as in the record.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the run to continue, from a checkpoint; None makes a new one.
-        every_seconds: train rows that come sooner after the last one are left out; other rows never are.
         system_statistics: whether W&B samples processors, memory and devices; it would be measured with the run.
         tags: those that W&B would refuse are left out or cut.
         more: project, entity, name, group and job_type as W&B means them; None leaves the choice to W&B.
@@ -51,13 +49,11 @@ class WandbRun:
         config: dict,
         mode: str = "auto",
         id: str | None = None,
-        every_seconds: float = 1.0,
         system_statistics: bool = False,
         tags: Iterable[str] = (),
         **more: str | None,
     ):
-        self.id, self.hint = os.environ.get("WANDB_RUN_ID") or id or secrets.token_hex(4), ""
-        self._run, self._every_seconds, self._last_seconds, self._left_out = None, every_seconds, -math.inf, None
+        self.id, self.hint, self._run = os.environ.get("WANDB_RUN_ID") or id or secrets.token_hex(4), "", None
         mode = os.environ.get("WANDB_MODE") or mode
         if mode == "disabled":
             return
@@ -71,38 +67,32 @@ class WandbRun:
 
     def log(self, row: dict) -> None:
         """Send the numbers of one row, as ``Record.append`` returned it; a provenance row goes into the run's summary."""
-        self._left_out = None
-        if row["kind"] == "train":
-            if time.monotonic() - self._last_seconds < self._every_seconds:
-                self._left_out = row
-                return
-            self._last_seconds = time.monotonic()
-        self._send(row)
-
-    def log_end(self, *, summary: dict, figures: list[Path]) -> None:
-        """Send the last train row, if it was left out, and the run's summary and figures."""
-        if self._left_out:
-            self._send(self._left_out)
-        self._send({"kind": "summary", **summary}, figures)
-
-    def _send(self, row: dict, figures: Iterable[Path] = ()) -> None:
         if self._run is None:
             return
         with self._harmless():
             import wandb
 
-            sent = {}
-            if row["kind"] in ("provenance", "summary"):  # the configuration is there already
+            if row["kind"] == "provenance":
                 self._run.summary.update(facts({key: row[key] for key in row if key not in ("kind", "config")}))
-                for path in figures:
-                    with suppress(Exception):  # a picture that cannot be read takes nothing else away
-                        sent[f"figures/{path.stem}"] = wandb.Image(str(path))
-                sent |= {"bytes_seen": row["bytes_seen"]} if sent and row.get("bytes_seen") is not None else {}
-            else:
-                for name, value in numbers(row).items():
-                    sent[name] = wandb.Histogram(value) if isinstance(value, list) else value
+                return
+            sent = {k: wandb.Histogram(v) if isinstance(v, list) else v for k, v in numbers(row).items()}
             if sent.keys() - set(PLACE):
                 self._run.log(sent)
+
+    def log_end(self, *, summary: dict, figures: list[Path]) -> None:
+        """Send the run's summary and figures."""
+        if self._run is None:
+            return
+        with self._harmless():
+            import wandb
+
+            self._run.summary.update(facts(summary))
+            sent = {}
+            for path in figures:
+                with suppress(Exception):  # a picture that cannot be read takes nothing else away
+                    sent[f"figures/{path.stem}"] = wandb.Image(str(path))
+            if sent:
+                self._run.log(sent | {"bytes_seen": summary.get("bytes_seen")})
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -115,7 +105,7 @@ class WandbRun:
             run, self._run = self._run, None
             if run is not None:
                 self.hint = _hint(run, uploaded=False)
-                with suppress(Exception, SystemExit):  # what there is to say was said
+                with suppress(Exception, SystemExit):
                     run.finish(exit_code=1)
                 with suppress(Exception, SystemExit):
                     sys.modules["wandb"].teardown()
@@ -144,9 +134,10 @@ def _start(mode: str, keywords: dict, settings: dict):
     # finish_previous: without it a second job in this process would silently log into the first job's run
     keywords |= {"resume": "allow", "reinit": "finish_previous"}
     wandb.setup(settings=wandb.Settings(**settings))
-    wanted = mode
-    if mode == "auto":
-        mode = wandb.setup().settings.mode  # offline where somebody typed `wandb offline` in this folder
+    wanted, mode = (
+        mode,
+        wandb.setup().settings.mode if mode == "auto" else mode,
+    )  # `wandb offline` was typed in this folder
     if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False, verify=False):
         mode = "offline"
         if wanted != "auto":

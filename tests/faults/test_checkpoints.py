@@ -125,7 +125,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     for content in (["a list"], "text", {"format": 3, "identity": 7}, torch.zeros(3)):
         path = tmp_path / "step-000000009.pt"
         torch.save(content, path)
-        with pytest.raises(checkpoint.Damaged, match=r"before there were digests: docs/renames\.md"):
+        with pytest.raises(checkpoint.Damaged, match="it has no digest"):
             checkpoint.load(path)
         resigned(path, path.read_bytes())
         with pytest.raises(checkpoint.Damaged, match="is no checkpoint of a run"):

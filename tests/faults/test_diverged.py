@@ -1,4 +1,4 @@
-"""Divergence: a step whose loss or gradient is not finite changes nothing, is named, and ends the run or is left out."""
+"""Divergence: a step whose loss or gradient is not finite changes nothing, and ends the run or is left out."""
 
 import copy
 import json
@@ -79,7 +79,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
         run.step()
     rate = run.optimizers.lr * run.optimizers.schedule.factor(3.5 / 100, step=3)
     assert f"step 4 diverged at a learning rate of {rate:.3g}: " in str(ended.value)
-    assert f"the gradient of {name} is the first that is not" in str(ended.value)
     assert same(before, everything(run))
 
 
@@ -94,33 +93,8 @@ def in_the_weights(run: Trainer) -> None:
     run.model.layers[1]["attention"].sublayer.query.weight.data[0, 0] = math.nan
 
 
-def in_an_output(run: Trainer) -> None:
-    run.model.layers[1]["feed_forward"].sublayer.register_forward_hook(
-        lambda module, inputs, out: out._replace(y=out.y / 0)
-    )
-
-
 def in_the_head(run: Trainer) -> None:
     spoil(run.model.head.weight)
-
-
-PLACES = {
-    "the loss": in_the_loss,
-    "the parameter layers.1.attention.sublayer.query.weight": in_the_weights,
-    "the output of layers.1.feed_forward.sublayer": in_an_output,
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_where_it_began_is_named(place):
-    run = make_run(*MOVING, *DROPOUT, *CARRY, "budget.steps=100")
-    for _ in range(2):
-        run.step()
-    PLACES[place](run)
-    before = everything(run)
-    with pytest.raises(Diverged, match=rf"step 3 diverged at a learning rate of 0\.00.* {place} is the first"):
-        run.step(), run.step()
-    assert same(before, everything(run))
 
 
 LOOKS = (lambda run: run.evaluate(run.choosing(), pairs=9), Trainer.content, Trainer.train_row)
@@ -186,10 +160,9 @@ def in_one_of_two() -> list[tuple[str, bool, bool]]:
 
 
 def test_two_processes_agree(here):
-    names = ("the gradient of head.weight", "the gradient of head.weight", "the loss")
-    for first, second, name in zip(*launch(in_one_of_two), names, strict=True):
+    for first, second in zip(*launch(in_one_of_two), strict=True):
         assert first[1] and second[1] and (first[2], second[2]) == (False, True)
-        assert "step 2 diverged" in first[0] and f"{name} is the first that is not" in first[0]
+        assert "step 2 diverged" in first[0]
 
 
 def test_a_run_that_diverges_keeps_its_best_weights_and_last_checkpoint(here):

@@ -1,0 +1,219 @@
+"""Tables of ``docs/results.md`` from the rows in ``bench/results``; alone it prints them: ``python -m bench.results_page``."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+
+from bench.picks import tried
+from bench.report.compare import VARIANTS
+from bench.report.uncertainty import Paired, paired
+from bench.verdicts import verdict_table
+from harness.record.comparison import UNCOMPARED
+from harness.record.rows import read_rows
+
+REFERENCE = VARIANTS["reference"]
+REACHED_BITS = 1.0
+"""A distance is reached where a copied byte costs less; 4 is the cost without recall."""
+KIB, MIB = 2**10, 2**20
+COSTS = {
+    "Cost against context: MFLOP per byte": (1e6, ("flops", "executed_per_byte")),
+    "Cost against context: carried state, KiB": (KIB, ("memory", "state_bytes")),
+    "Cost against context: peak memory, MiB": (MIB, ("memory", "peak_bytes")),
+    "Cost against context: ms per byte of training": (1, ("time", "train_ms", "p50")),
+}
+ABOUT = dict.fromkeys(COSTS, "Streams with full state, `batch.segment` unchanged, `model.span` as in the heading.") | {
+    "Front page, more columns": "One pass over 3.4 MB, scored on 400 kB of test. ±: 95% interval over seeds. Rate: factor of "
+    "Muon's `optim.lr`, chosen on valid (below). Peak: training, approximate. Times are not compared: other work ran beside.",
+    "What context is worth": "Bits per byte of test by the number of bytes seen before, in windows that start without state.",
+    "Claims of the papers": "Each part of a claim over matched seeds; fewer than three seeds give no verdict.",
+    "After 10 MB": "The same runs with `budget.bytes=10000000`.",
+    "Recall": "Bits of a byte that repeats the one so many bytes back, after 1.5 MB of `data=recall`; 4 without recall. Reach: "
+    f"the largest distance below {REACHED_BITS:g} bit.",
+    "A span of 4,096": "`sweep=long`: streams with carried state, the past projected again; one seed, the front page's rates.",
+    "Learning rates": "`sweep=rates`: bits per byte of valid after 0.85 MB by the factor of Muon's `optim.lr`, seed 100.",
+}
+COLUMNS = ("variant", "seed", "status", "valid", "test", "parameters", "flops", "state", "peak", "seconds")
+COLUMNS += ("copies", "compressors", "context", "rate", "machine")
+
+
+def read_runs(path: Path) -> pd.DataFrame:
+    """Runs of a file of ``bench.evidence``, one row each, with ``COLUMNS``; numbers of finished runs only."""
+    rows = []
+    for line in read_rows(path):
+        words, run = dict(word.split("=", 1) for word in line["cell"]), line["summary"]
+        row = {"variant": words["variant"], "seed": int(words["seed"]), "status": run["status"]}
+        if run.get("check") in UNCOMPARED:
+            row["status"] = run["check"]
+        elif run["status"] == "finished":
+            row |= {"valid": run["valid_bits_per_byte"], "test": run["test_bits_per_byte"]}
+            row |= {"parameters": run["parameters"]["total"], "flops": run["flops_per_byte"]["executed"]}
+            row |= {"state": run["memory"]["state_bytes"], "peak": run["memory"]["peak_bytes"]}
+            row |= {"copies": run.get("test_bits_per_copy"), "compressors": run["compressors"].get("test") or {}}
+            row |= {"context": (line.get("evaluation") or {}).get("context_curve"), "seconds": run["seconds"]}
+        row["rate"] = (line["record"][0]["config"]["variant"].get("lr_scale") or {}).get("muon", 1)
+        rows.append(row | {"machine": f"{run['device']}, {run['threads']} thread, {run['precision']}"})
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def best_first(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Finished runs by variant, the lowest mean of test first."""
+    finished = runs[runs["status"] == "finished"]
+    yield from sorted(finished.groupby("variant"), key=lambda pair: pair[1]["test"].mean())
+
+
+def interval(values: pd.Series) -> str:
+    """``2.2960 ± 0.0123``: mean and half of its 95% interval; of one value ``2.2960 (n=1)``."""
+    number = paired(values.tolist())
+    return f"{number.mean:.4f} (n=1)" if number.n == 1 else f"{number.mean:.4f} ± {number.half_width:.4f}"
+
+
+def paired_with(runs: pd.DataFrame, variant: str) -> Paired | None:
+    """Differences on test from the reference of the same seeds; None where there is no such seed."""
+    finished = runs[runs["status"] == "finished"].pivot_table(index="seed", columns="variant", values="test")
+    if variant == REFERENCE or not {variant, REFERENCE} <= set(finished.columns):
+        return None
+    differences = (finished[variant] - finished[REFERENCE]).dropna().tolist()
+    return paired(differences) if differences else None
+
+
+def difference(runs: pd.DataFrame, variant: str) -> str | None:
+    """``-0.0070 ± 0.0031``, with the number of seeds where it is one; None for the reference."""
+    pair = paired_with(runs, variant)
+    if pair is None:
+        return None
+    return f"{pair.mean:+.4f} (n=1)" if pair.half_width is None else f"{pair.mean:+.4f} ± {pair.half_width:.4f}"
+
+
+def copies(runs: pd.DataFrame) -> pd.DataFrame:
+    """Mean bits of a copied byte, mechanisms by distances in bytes; the mechanism that recalls most first."""
+    rows = {
+        name: pd.DataFrame([{int(k): v for k, v in each.items()} for each in own["copies"] if each]).mean()
+        for name, own in best_first(runs)
+    }
+    frame = pd.DataFrame(rows).T
+    return frame.reindex(columns=sorted(frame.columns)).sort_values(
+        by=sorted(frame.columns), key=lambda c: c > 1, kind="stable"
+    )
+
+
+def reaches(runs: pd.DataFrame) -> dict[str, str]:
+    """The largest distance at which a copied byte costs less than ``REACHED_BITS``, by mechanism."""
+    frame = copies(runs)
+    reached = {
+        name: [distance for distance, bits in row.items() if bits < REACHED_BITS] for name, row in frame.iterrows()
+    }
+    return {name: f"{max(distances):,}" if distances else "none" for name, distances in reached.items()}
+
+
+def flops_at(path: Path, length: int) -> dict[str, float]:
+    """Executed FLOPs per byte of streams with this span, by mechanism."""
+    rows = (row for row in read_rows(path) if row["status"] == "measured" and row["mode"] == "stream")
+    return {row["variant"]: row["flops"]["executed_per_byte"] for row in rows if row["length"] == length}
+
+
+def sections(folder: Path) -> str:
+    """All sections for which there are rows."""
+    made = [
+        ("Front page, more columns", bits_table(read_runs(folder / "front_page.jsonl"))),
+        ("What context is worth", context_table(read_runs(folder / "front_page.jsonl"))),
+        ("Claims of the papers", verdict_table(read_rows(folder / "front_page.jsonl"))),
+        ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
+        ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
+        ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
+        *cost_tables(folder / "cost.jsonl"),
+        ("Learning rates", rates_table(folder / "rates.jsonl")),
+    ]
+    return "\n\n".join(f"## {title}\n\n{ABOUT[title]}\n\n{body}" for title, body in made if body)
+
+
+def bits_table(runs: pd.DataFrame) -> str:
+    """Scores and costs of all mechanisms, then the runs without a score."""
+    rows = [
+        [
+            f"`{name}`",
+            len(own),
+            interval(own["test"]),
+            difference(runs, name) or "",
+            interval(own["valid"]),
+            f"{own['rate'].iloc[0]:g}",
+            f"{own['flops'].mean() / 1e6:.2f}",
+            f"{own['state'].mean() / KIB:,.0f}",
+            f"{own['peak'].mean() / MIB:,.0f}",
+            f"{own['parameters'].iloc[0]:,.0f}",
+        ]
+        for name, own in best_first(runs)
+    ]
+    heads = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "rate", "MFLOP/byte", "state, KiB", "peak, MiB"]
+    lost = runs[runs["status"] != "finished"]
+    notes = [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in lost.itertuples()]
+    machines = sorted(set(runs["machine"]))
+    return markdown([*heads, "parameters"], rows) + "".join(f"\n{note}" for note in [*notes, *machines]) if rows else ""
+
+
+def context_table(runs: pd.DataFrame) -> str:
+    """Bits per byte of test by bytes of context, mean over seeds."""
+    curves = {
+        name: pd.DataFrame(
+            [{_edges(point): point["bits_per_byte"] for point in curve} for curve in own["context"].dropna()]
+        )
+        for name, own in best_first(runs)
+    }
+    means = {name: curve.mean() for name, curve in curves.items() if len(curve)}
+    heads = list(next(iter(means.values())).index) if means else []
+    rows = [[f"`{name}`", *(f"{mean.get(head, math.nan):.3f}" for head in heads)] for name, mean in means.items()]
+    return markdown(["mechanism", *heads], rows) if rows else ""
+
+
+def _edges(point: dict) -> str:
+    low, high = point["from_bytes"], point["to_bytes"]
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def recall_table(runs: pd.DataFrame) -> str:
+    """Bits of a copied byte by distance, and the distance reached."""
+    frame, reached, counts = copies(runs), reaches(runs), runs[runs["status"] == "finished"].groupby("variant").size()
+    rows = [[f"`{n}`", counts[n], reached[n], *(f"{bits:.3f}" for bits in row)] for n, row in frame.iterrows()]
+    return markdown(["mechanism", "n", "reach", *(f"{distance:,}" for distance in frame.columns)], rows) if rows else ""
+
+
+def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
+    """One table a quantity, mechanisms by spans."""
+    measured = [row for row in read_rows(path) if row["mode"] == "stream"]
+    lengths = sorted({row["length"] for row in measured})
+    for title, (scale, keys) in COSTS.items():
+        cells: dict[str, dict[int, str]] = {}
+        for row in measured:
+            value = row
+            for key in keys:
+                value = (value or {}).get(key)
+            shown = (
+                row["status"] if value is None else f"{value / scale / (row['segment'] if 'ms' in title else 1):,.3g}"
+            )
+            cells.setdefault(row["variant"], {})[row["length"]] = shown
+        rows = [[f"`{name}`", *(own.get(length, "") for length in lengths)] for name, own in cells.items()]
+        yield title, markdown(["mechanism", *(f"{length:,}" for length in lengths)], rows) if rows else ""
+
+
+def rates_table(path: Path) -> str:
+    """Bits per byte of valid by factor of the rate; the best factor is bold."""
+    scores = tried(path)
+    factors = sorted({factor for own in scores.values() for factor in own})
+    rows = []
+    for name, own in scores.items():
+        shown = {factor: f"{bits:.4f}" for factor, bits in own.items()}
+        best = min(own, key=own.get)
+        shown[best] = f"**{shown[best]}**"
+        rows.append([f"`{name}`", *(shown.get(factor, "") for factor in factors)])
+    return markdown(["mechanism", *(f"{factor:g}" for factor in factors)], rows) if rows else ""
+
+
+def markdown(heads: list[str], rows: list[list[object]]) -> str:
+    """A table, its first column to the left."""
+    ruler = ["---", *["--:"] * (len(heads) - 1)]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [heads, ruler, *rows])
+
+
+if __name__ == "__main__":
+    print(sections(Path("bench/results")))
