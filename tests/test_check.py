@@ -186,6 +186,7 @@ LEAK = ("self.into(x)", "self.into(x if self.training else x.roll(-1, 1))")
 def test_a_break_is_shown_with_byte_and_mode(here, imports, monkeypatch):
     """And the other job of the sweep still runs."""
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
+    monkeypatch.setattr("bench.conformance.learns", lambda *_, **__: Finding("learns repeated strings", True))
     write(here, module="my_mixer", conf="my_conf")
     (here / "my_mixer.py").write_text(MIXER.replace(*LEAK), encoding="utf-8")
     words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *ONE, "runtime.backend=plain", "variant=mine", "seed=0,1")

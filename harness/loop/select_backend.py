@@ -134,11 +134,11 @@ def agreement(
 
     with patch("variants.backends.draw_seed", lambda device: torch.full((), SEED, dtype=torch.int64, device=device)):
         expected = outcome(reference.double().train(), tokens, segments)
-        found, *again = of(plan, where, twice=plan.runtime.deterministic)
+        actual, *again = of(plan, where, twice=plan.runtime.deterministic)
         mode = _rounding(where)
         (plain,) = [None] if mode is None else of(host, mode)
-    passed, detail = compare(found, expected, least=least, plain=plain)
-    for name, x in found.items() if passed and again else ():
+    passed, detail = compare(actual, expected, least=least, plain=plain)
+    for name, x in actual.items() if passed and again else ():
         if not torch.equal(x, again[0][name]):
             return False, f"two runs differ in {name}"
     return passed, detail
@@ -173,12 +173,12 @@ def prove(small: Plan, where: Runtime, backend: str, *, seconds: float = LIMIT_S
         began = time.monotonic()
         try:
             with Cell(Candidate, small.config, small.trust, settings) as cell:
-                passed, said = cell.ask("agrees", limit_seconds=max(0.0, seconds))
+                passed, detail = cell.ask("agrees", limit_seconds=max(0.0, seconds))
         except (CellError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0][:300]
             return {"passed": False, "said": reason, "seconds": time.monotonic() - began}
-        said += "" if passed else f" (remembered in {path})"
-        verdict = {"passed": passed, "said": said, "seconds": time.monotonic() - began}
+        detail += "" if passed else f" (remembered in {path})"
+        verdict = {"passed": passed, "said": detail, "seconds": time.monotonic() - began}
         try:
             write_whole(path, json.dumps({"key": key, "verdict": verdict}, indent=1).encode())
         except OSError as error:

@@ -86,7 +86,7 @@ def at_own_width(plan: Plan, *, sublayers: Collection[str], longest: int) -> Pla
     kinds = [kind for kind in dict.fromkeys(own) if set(kind) & set(sublayers)]
     m = plan.model
     sizes = {"heads": m.heads, "d_model": m.d_model, "embedding_dropout": 0.0}
-    few = varied(plan, runtime=ON_CPU, batch={"streams": 2})
+    few = varied(plan, runtime=ON_CPU, batch={"streams": 2, "accumulate": 1})
     return _first_that_runs(few, spans=(min(longest, m.span), m.span), layers=(kinds, own), model=sizes)
 
 

@@ -1,6 +1,6 @@
 """Agreement of models with equal weights: logits and the gradient of every parameter over segments with carried state.
 
-    error = |found - expected| / |expected|,   allowed: ``least``, or twice what plain PyTorch errs in the same mode
+    error = |actual - expected| / |expected|,   allowed: ``least``, or twice what plain PyTorch errs in the same mode
 
 No single error may be above four times as much of the largest number. An expected gradient that vanishes, as that of a key's
 bias, is measured by a hundredth of what others have.
@@ -52,15 +52,15 @@ def outcome(
 
 
 def compare(
-    found: dict[str, Tensor], expected: dict[str, Tensor], *, least: float, plain: dict[str, Tensor] | None = None
+    actual: dict[str, Tensor], expected: dict[str, Tensor], *, least: float, plain: dict[str, Tensor] | None = None
 ) -> tuple[bool, str]:
     """Whether all errors are within what is allowed, and the one that is nearest to its limit or farthest beyond.
 
     Args:
         least: allowed whatever plain errs.
-        plain: the outcome of plain PyTorch in the mode of ``found``.
+        plain: the outcome of plain PyTorch in the mode of ``actual``.
     """
-    errors, allowed = _errors(found, expected), dict.fromkeys(expected, least)
+    errors, allowed = _errors(actual, expected), dict.fromkeys(expected, least)
     if plain is not None:
         of_plain = _errors(plain, expected)
         most = max(of_plain.values())
@@ -77,22 +77,22 @@ def equal_backends(fast: Subject, plain: Subject) -> Verdict:
     segments = (1, fast.span + 2, 1, fast.span + 1)
     tokens = fast.bytes(length=sum(segments) + 1, streams=2)
     for mode in MODES:
-        found, expected = (outcome(open_(one.build(mode=mode), 0.0, 1.0), tokens, segments) for one in (fast, plain))
-        if found.keys() != expected.keys():
-            yield f"{mode}: {', '.join(sorted(found.keys() ^ expected.keys()))}: in one only"
+        actual, expected = (outcome(open_(one.build(mode=mode), 0.0, 1.0), tokens, segments) for one in (fast, plain))
+        if actual.keys() != expected.keys():
+            yield f"{mode}: {', '.join(sorted(actual.keys() ^ expected.keys()))}: in one only"
             continue
-        equal, detail = compare(found, expected, least=ROUNDING)
+        equal, detail = compare(actual, expected, least=ROUNDING)
         if not equal:
             yield f"{mode}: {detail}"
     return f"logits and {len(expected) - len(segments)} gradients"
 
 
-def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Infinity where a number is not finite."""
     typical = VANISHING * median(x.square().mean().sqrt().item() for x in expected.values())
     errors = {}
     for name, x in expected.items():
-        off, scale, largest = found[name] - x, x.square().mean().sqrt(), x.abs().max()
+        off, scale, largest = actual[name] - x, x.square().mean().sqrt(), x.abs().max()
         error = off.square().mean().sqrt() / scale.clamp(min=max(typical, 1e-300))
         peak = off.abs().max() / largest.clamp(min=max(typical, 1e-300)) / LARGEST
         errors[name] = torch.maximum(error, peak).nan_to_num(math.inf, math.inf).item()

@@ -213,8 +213,8 @@ def push(model: nn.Module, size: float) -> nn.Module:
 
 @torch.no_grad()
 def open_(model: nn.Module, low: float, high: float) -> nn.Module:
-    """The same model; what ``project_`` keeps between two ends is spread over that share of the way, in any order, and what it
-    keeps on one side of an end stands off it."""
+    """The same model; what ``project_`` keeps between two ends is spread over that share of the way, its ends included, in any
+    order, and what it keeps on one side of an end stands off it."""
     parameters = restricted(model)[1]
     before, ends = [p.clone() for p in parameters], []
     for far in (-1e3, 1e3):
@@ -223,9 +223,10 @@ def open_(model: nn.Module, low: float, high: float) -> nn.Module:
         model.project_()
         ends.append([(p.clone(), p == value + far) for p, value in zip(parameters, before, strict=True)])
     for parameter, value, (least, free_below), (most, free_above) in zip(parameters, before, *ends, strict=True):
-        number = value.numel()
-        spread = torch.linspace(low, high, number)[torch.randperm(number)]
-        share = spread if number > 1 else torch.rand(1) * (high - low) + low
+        share = torch.rand(value.numel())
+        if len(share) > 1:
+            share[0], share[-1] = 0, 1
+        share = low + (high - low) * share[torch.randperm(len(share))]
         bounded = torch.lerp(least, most, share.view(value.shape).to(value))
         bounded = torch.where(free_above, value.maximum(least + 0.1), bounded)
         parameter.copy_(torch.where(free_below, torch.where(free_above, value, value.minimum(most - 0.1)), bounded))

@@ -105,10 +105,10 @@ def _call(
     """A compiled graph chooses layouts; torch's flash attention for CPUs reads rows whose elements are apart as if they were
     not, and says nothing (2.13)."""
     named = {name: x for name, x in zip(names.split(), tensors, strict=True) if name not in SEGMENT}
-    apart = {
+    rows = {
         n: x.contiguous() for n in ("q", "k", "v", "extra_q") if (x := named.get(n)) is not None and x.stride(-1) != 1
     }
-    return Inputs(**named | apart, dropout=dropout), Window(tuple(limits.tolist()), shift, None, ramp)
+    return Inputs(**named | rows, dropout=dropout), Window(tuple(limits.tolist()), shift, None, ramp)
 
 
 def _fields(wanted: str) -> tuple[list[str], bool]:
