@@ -192,7 +192,7 @@ ASKED = [
 def test_the_backend_that_is_taken_or_why_it_is_impossible(choices, device, reason, answer, monkeypatch):
     """``reason``: what the kernels say where they cannot run."""
     monkeypatch.setattr(window_cpu, "available", lambda: reason)
-    monkeypatch.setattr(triton_window, "available", lambda device, dtype, width: reason)
+    monkeypatch.setattr(triton_window, "available", lambda device, width: reason)
     attention = Case(**{"backend": "auto"} | choices).build()
     if answer in ("plain", "chunked", "fused", "kernel"):
         assert attention.backend(device, training=True) == answer

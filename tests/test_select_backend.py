@@ -12,6 +12,7 @@ from harness.device.cell import CellError
 from harness.loop import select_backend
 from harness.loop.select_backend import agreement, select, settled
 from harness.plan.build import Plan, plan_run
+from harness.plan.small import at_own_width
 from harness.record.rows import RECORD, read_rows
 from tests.composing import TINY, compose_config, plan
 from tests.runs import (
@@ -164,6 +165,15 @@ def test_a_run_records_how_its_backend_was_chosen_and_goes_on_with_it(asked):
     assert resumed.folder.path == job.folder.path and not asked
     summary = run_job(resumed)
     assert summary["backend"] == "fused" and "has recorded it" in summary["backend_choice"]["why"][0]
+
+
+def test_a_proof_has_a_layer_of_each_kind_of_attention_at_the_runs_width():
+    made = plan(
+        "variant=product_key_memory", "data=recall", *TINY, "model.layers=3", "model.heads=4", "batch.accumulate=2"
+    )
+    small = at_own_width(made, sublayers={"attention"}, longest=5)
+    assert [list(layer) for layer in small.layers] == [["attention"]] and small.batch.streams == 2
+    assert (small.model.heads, small.model.d_model, small.model.span) == (4, made.model.d_model, 5)
 
 
 # Agreement

@@ -218,35 +218,15 @@ def test_huge_scores_do_not_overflow(small_blocks):
     assert all(x.isfinite().all() for x in [y, *gradients(y, list(inputs.values()))])
 
 
-@needs_triton
-def test_what_it_cannot_do_is_refused(small_blocks):
-    q, k, v = (torch.randn(1, 2, 4, 16, device=DEVICE) for _ in range(3))
-    with pytest.raises(ValueError, match=r"one a head, \[2\]"):
-        KERNEL(q, k, v, Window((4, 4), z=torch.zeros(1, 2, 4, device=DEVICE), ramp=2))
-    with pytest.raises(ValueError, match="one of them"):
-        KERNEL(q, k, v, Window((4, 4)), vectors=q[0, 0], bias=q.new_zeros(2, 4))
-    with pytest.raises(ValueError, match="3 distances: window.max_keys needs 4"):
-        KERNEL(q, k, v, Window((4, 4)), vectors=q[0, 0, :3])
-    with pytest.raises(ValueError, match="runtime.backend=kernel cannot run with head width 20"):
-        KERNEL(*(torch.cat([x, x[..., :4]], -1) for x in (q, k, v)), Window((4, 4)))
-
-
 def test_available_says_why_not(interpreted, monkeypatch):
-    def why(q: Tensor) -> str | None:
-        return triton_window.available(q.device, q.dtype, q.shape[-1])
-
-    q = torch.empty(0, 64)
+    device = torch.device(DEVICE)
     if importlib.util.find_spec("triton") is None:
-        assert why(q) == "triton is not installed"
+        assert triton_window.available(device, 64) == "triton is not installed"
         return
-    q = q.to(DEVICE)
-    assert why(q) is None
-    assert "float64" in why(q.double())
-    assert "multiples of 8 up to 128" in why(q[:, :60])
-    assert why(torch.cat([q, q, q[:, :8]], 1)) is not None
-    assert DEVICE == "cuda" or "interpreter" in why(q.bfloat16())
+    assert triton_window.available(device, 64) is None
+    assert "multiples of 8 up to 128" in triton_window.available(device, 60) and triton_window.available(device, 136)
     monkeypatch.setattr(triton_window._kernels(), "INTERPRETED", False)
-    assert "runtime.device=cpu" in why(q.cpu())
+    assert "runtime.device=cpu" in triton_window.available(torch.device("cpu"), 64)
 
 
 @needs_triton

@@ -81,11 +81,11 @@ def _obstacles(backend: str, need: Need, device: torch.device) -> list[str]:
         "a position scheme whose bias depends on the query": not known,
     }
     if backend == "fused":
-        missing = fused.obstacle(device, torch.float32, dropout=need.dropout)
+        missing = fused.obstacle(device, dropout=need.dropout)
     elif device.type == "cpu":
         missing = window_cpu.available() or (f"model.dropout={need.dropout}" if need.dropout else None)
     else:
-        missing = triton_window.available(device, torch.float32, need.d_head)
+        missing = triton_window.available(device, need.d_head)
     return [name for name, stands in found.items() if stands] + ([missing] if missing else [])
 
 

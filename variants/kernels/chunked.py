@@ -22,25 +22,23 @@ SUMMED = ("k", "v", "extra_k", "extra_v", "vectors")
 def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **added) -> Tensor:
     """``window.attend``, of whose dropout there is a seed."""
     inputs, rows = Inputs.of(q, k, v, window, **added), q.shape[2]
-    wide = {
-        n: x.to(torch.promote_types(x.dtype, torch.float32)) for n in SUMMED if (x := getattr(inputs, n)) is not None
-    }
-    numbers = (torch.arange(size, device=q.device) for size in q.shape[:3])
-    named = dict(zip(("streams", "heads", "queries"), numbers, strict=True))
-    wide["seed"] = dropout_counters.rows(inputs.seed, **named) if inputs.dropout else None
-    inputs = inputs._replace(**wide)
-    blind = min(
-        rows, max(0, rows + window.shift - k.shape[2])
-    )  # first rows that see no key, but maybe persistent vectors
+    dtype, seed = torch.promote_types(q.dtype, torch.float32), None
+    wide = {name: x.to(dtype) for name in SUMMED if (x := getattr(inputs, name)) is not None}
+    if inputs.dropout:
+        streams, heads, queries = (torch.arange(size, device=q.device) for size in q.shape[:3])
+        seed = dropout_counters.rows(inputs.seed, streams=streams, heads=heads, queries=queries)
+    inputs = inputs._replace(**wide, seed=seed)
+    # First rows that see no key, but maybe persistent vectors.
+    blind = min(rows, max(0, rows + window.shift - k.shape[2]))
+    cut = [(0, blind, 0, blind)] if blind else []
     parts = []
     for number, heads in runs(window.max_keys):
         seen = window._replace(max_keys=(number,) * (heads.stop - heads.start), limits=None)
-        cut = [(0, blind, 0, blind)] if blind else []
         parts.append([])
         for begin, end, low, high in (*cut, *chunks(rows, k.shape[2], number, window.shift)):
             part = _part(inputs, heads, slice(begin, end), slice(low, high), slice(number))
-            shift = seen._replace(shift=window.shift if end <= blind else 0)
-            parts[-1].append(checkpoint(partial(_of_part, part, shift), use_reentrant=False, preserve_rng_state=False))
+            call = partial(_of_part, part, seen._replace(shift=window.shift if end <= blind else 0))
+            parts[-1].append(checkpoint(call, use_reentrant=False, preserve_rng_state=False))
     return torch.cat([torch.cat(of_heads, dim=2) for of_heads in parts], dim=1)
 
 

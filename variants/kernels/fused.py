@@ -83,14 +83,12 @@ ENGINES = {"cpu": Engine(_flash, _flash_backward), "cuda": Engine(_efficient, _e
 """By the type of the tensors' device."""
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, *, dropout: float = 0.0) -> str | None:
+def obstacle(device: torch.device, *, dropout: float = 0.0) -> str | None:
     """Why this backend cannot run there, or None."""
     if device.type not in ENGINES:
         return f"runtime.device={device.type}"
     if device.type == "cuda" and torch.version.hip:
         return "torch for ROCm"  # its kernel pads otherwise
-    if device.type == "cuda" and dtype == torch.float64:
-        return "float64 on a GPU"
     return f"model.dropout={dropout}" if dropout else None
 
 

@@ -28,20 +28,15 @@ STREAM_GROUPS = 8
 """Partial sums of the gradient of vectors: more of them fill a device, each holds [H, n, K] in float32."""
 
 
-def available(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why ``attend`` cannot run for queries of this device, dtype and head width K; None if it can.
+def available(device: torch.device, width: int) -> str | None:
+    """Why ``forward`` cannot run on this device for heads of width K; None if it can.
 
     On a CPU it can where triton interprets kernels (TRITON_INTERPRET=1), for tests without a device.
     """
     if not _installed():
         return "triton is not installed"
-    interpreted = _kernels().INTERPRETED
-    if device.type != "cuda" and not interpreted:
+    if device.type != "cuda" and not _kernels().INTERPRETED:
         return f"runtime.device={device.type}: the kernel needs cuda"
-    if dtype not in DTYPES:
-        return f"{dtype}: the kernel takes {', '.join(map(str, DTYPES))}"
-    if dtype == torch.bfloat16 and interpreted:
-        return "torch.bfloat16: triton's interpreter multiplies it as integers"
     if width % WIDTH_STEP or width > MAX_WIDTH:
         return f"head width {width}: the kernel takes multiples of {WIDTH_STEP} up to {MAX_WIDTH}"
     return None
@@ -79,10 +74,12 @@ def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: b
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and what ``backward`` needs beside it: the joint log-sum-exp in base 2 ``[B, H, T]``.
 
-    Raises:
-        ValueError: where ``available`` says why not, and for what the kernels do not take.
+    Spans are one a head; there are vectors or a constant bias, or none of both, for as many distances as a head may see.
     """
-    _check(inputs, window)
+    q, z, distances = inputs.q, inputs.z, _distances(inputs)
+    assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), (q.dtype, z)
+    assert inputs.vectors is None or inputs.bias is None, "vectors and a bias"
+    assert not distances or distances >= max(window.max_keys), f"vectors or a bias of {distances} distances"
     start = (None, None)
     if inputs.extra_q is not None:
         start = _forward(_beside(inputs), None, None, torch.float32)
@@ -164,20 +161,6 @@ def _distances(inputs: Inputs) -> int:
     if inputs.vectors is not None:
         return len(inputs.vectors)
     return 0 if inputs.bias is None else inputs.bias.shape[1]
-
-
-def _check(inputs: Inputs, window: Window) -> None:
-    q, z, most = inputs.q, inputs.z, max(window.max_keys)
-    if (reason := available(q.device, q.dtype, q.shape[-1])) is not None:
-        raise ValueError(f"runtime.backend=kernel cannot run with {reason}")
-    if z is not None and z.shape != q.shape[1:2]:
-        raise ValueError(f"spans of shape {tuple(z.shape)}: the kernel takes one a head, [{q.shape[1]}]")
-    if inputs.vectors is not None and inputs.bias is not None:
-        raise ValueError("vectors and a bias: the kernel takes one of them")
-    if (distances := _distances(inputs)) and distances < most:
-        raise ValueError(f"vectors or bias of {distances} distances: window.max_keys needs {most}")
-    if inputs.dropout and inputs.seed is None:
-        raise ValueError(f"dropout {inputs.dropout} without a seed: the kernel draws its mask from one")
 
 
 def _context(inputs: Inputs, window: Window) -> dict:
