@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from pathlib import Path
+from pkgutil import resolve_name
 from unittest.mock import patch
 
 import hydra
@@ -48,7 +49,6 @@ from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.plan.settings import checked
 from harness.plan.small import of_mechanism
 from harness.record.table import print_table
-from variants.kernels import operation
 
 OWN = ("hardware", "device_memory", "largest", "spans", "devices")
 CPU = torch.device("cpu")
@@ -218,7 +218,9 @@ def _on_gpu(model: LanguageModel, *, asked: str) -> AbstractContextManager:
     return (
         nullcontext()
         if asked == "chunked"
-        else patch("variants.kernels.chunked.attend", partial(operation.attend, "kernel"))
+        else patch(
+            "variants.kernels.chunked.attend", partial(resolve_name("variants.kernels.operation:attend"), "kernel")
+        )
     )
 
 

@@ -129,7 +129,7 @@ def attend(
         )
         beside = persistent and Persistent(own.of(persistent.q, 1), own.of(persistent.k, 0), own.of(persistent.v, 0))
         same = {"bias": added, "vectors": vectors, "persistent": beside}
-        learned = None if past_learns else (own.of(keys.k, 1), own.of(keys.v, 1))
+        learned = None if past_learns or not keys.past else (own.of(keys.k, 1), own.of(keys.v, 1))
         dropped = {"dropout": dropout, "seed": own.seed(seed)}
         found.append(_attend(backend, own.of(q, 1), k, v, own.window(visible), learned, **same, **dropped))
     order = [h for heads, *_ in keys.whole for h in heads]
