@@ -1,9 +1,10 @@
 """Cost of a mechanism: ``python -m bench.cost variants=[A,B] lengths=[256,1024]``.
 
-Every variant must first keep the contract. Then, for each length, every variant and backend gets a process of its own; peak
-memory is read there, and the training step, an evaluation and the generation of one byte are timed in turn, A B A B, so
-that all of a length share the machine's moods. Out of memory is a row. Rows go to ``outputs/bench/<time>-cost/rows.jsonl``, or
-to ``rows=FILE``; a variant that has a row there of the same mode and length is skipped.
+Every variant must first keep the contract. Then, for each length, every variant and backend gets a process of its own;
+peak memory is read there, and the training step, an evaluation and the generation of one byte are timed in turn, A B A B,
+so that all of a length share the machine's moods. Out of memory is a row. Rows go to
+``outputs/bench/<time>-cost/rows.jsonl``, or to ``rows=FILE``; a variant that has a row there of the same mode and length
+is skipped.
 
 On a CPU each is there twice: freed memory is kept by the process, or returned to the system. Weights are shaken, because
 hardware is quicker on zeros, and learned spans are those that a run has learned, in keys, at every length.
@@ -13,7 +14,9 @@ segment stays, the span is the length, and streams carry a full state. FLOPs per
 """
 
 import copy
+import re
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
 from harness.compose.cli import run_command
-from harness.plan.settings import RuntimeSettings
+from harness.plan.settings import RuntimeSettings, parse
 
 BACKEND, ALLOCATOR = (RuntimeSettings.__annotations__[key] for key in ("backend", "allocator"))
 
@@ -46,23 +49,15 @@ class CostSettings:
 
 
 OWN = tuple(CostSettings.__dataclass_fields__)
-BESIDE_A_CHECKPOINT = (
-    *(key for key in OWN if key not in ("variants", "spans")),
-    "checkpoint",
-    "runtime",
-    "trust",
-    "outputs",
-)
+BESIDE_A_CHECKPOINT = (*sorted({*OWN} - {"variants", "spans"}), "checkpoint", "runtime", "trust", "outputs")
 """What may be given beside a checkpoint, which has its own configuration for the rest."""
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
 def main(cfg: DictConfig) -> None:
-    from bench.measuring import (  # late, as everything slow, so that a wrong word is answered at once
-        STEPS,
-        measure_together,
-    )
-    from bench.planning import bench_plan
+    from bench.cost_worker import Task  # late, as everything slow, so that a wrong word is answered at once
+    from bench.measuring import STEPS, measure_together
+    from bench.planning import bench_plan, typed_command
     from bench.report.columns import for_terminal
     from bench.report.tables_costs import cost_tables
     from bench.rows import RowFile
@@ -72,29 +67,32 @@ def main(cfg: DictConfig) -> None:
     from harness.record.table import print_table
 
     settings, configs, weights = _asked(cfg)
-    plans = [bench_plan(config) for config in configs]
+    plans, warm = [bench_plan(config) for config in configs], settings.mode == "stream"
     file, rows = RowFile(Path(cfg.outputs), verb="cost", path=settings.rows and Path(settings.rows)), []
-    done = read_rows(file.path) if file.path.exists() else []
-    there = {(row["variant"], row["mode"], row["length"]) for row in done}
-    groups = [
-        [
-            _task(cfg, settings, length=length, backend=backend, allocator=allocator, spans=spans, weights=weights)
-            for cfg in configs
-            if (cfg.variant.name, settings.mode, length) not in there
-            for backend in settings.backends
-            for spans in settings.spans
-            for allocator in settings.allocators
-        ]
-        for length in settings.lengths
-    ]
-    with Steps(len(plans) + STEPS * sum(len(group) for group in groups)) as progress:
+    there = {(row["variant"], row["mode"], row["length"]) for row in read_rows(file.path)}
+
+    def task(config: DictConfig, length: int, backend: str, spans: str, allocator: str) -> Task:
+        cell = copy.deepcopy(config)
+        cell.batch.update({"streams": settings.streams, "carry": warm, "accumulate": 1})
+        cell.batch.segment = cell.batch.segment if warm else length
+        cell.runtime.update({"backend": backend, "allocator": allocator})
+        if weights is None:
+            cell.model.span = length
+        about = {"weights": weights, "spans": spans, "command": typed_command("cost")}
+        return Task(config=bench_plan(cell).config, warm=warm, span=length, **about)
+
+    groups = []
+    for length in settings.lengths:
+        left = [config for config in configs if (config.variant.name, settings.mode, length) not in there]
+        cells = product(left, [length], settings.backends, settings.spans, settings.allocators)
+        groups.append([task(*cell) for cell in cells])
+    with Steps(len(plans) + STEPS * sum(map(len, groups))) as progress:
         for plan in plans:
             progress.doing(f"{plan.variant}: does it keep the contract?")
             admission(plan)
             progress.advance()
         for group in filter(None, groups):
-            for row in measure_together(group, settings=settings, progress=progress):
-                rows.append(file.append(row))
+            rows += map(file.append, measure_together(group, settings=settings, progress=progress))
     for table in cost_tables(rows):  # the other columns are in the report
         print_table(for_terminal(table))
     print(f"rows: {file.path}")
@@ -105,40 +103,21 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     from hydra.core.hydra_config import HydraConfig
 
     from bench.planning import open_trained, own_keys, recompose
-    from harness.plan.settings import parse
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
     for key in ("variants", "lengths", "backends", "spans", "allocators"):
         if (values := getattr(settings, key)) is not None and not values:
             raise ValueError(f"{key}=[]: must be a list of one or more")
     if not isinstance(cfg.checkpoint, str):  # the section that says when a training run writes one
-        if settings.variants is None:
-            return settings, [cfg], None
-        return settings, [recompose("cost", f"variant={name}", own=OWN) for name in settings.variants], None
+        words = [f"variant={name}" for name in settings.variants or ()]
+        return settings, [recompose("cost", word, own=OWN) for word in words] or [cfg], None
     for word in HydraConfig.get().overrides.task:
-        if word.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0] not in BESIDE_A_CHECKPOINT:
-            raise ValueError(
-                f"{word}: checkpoint={cfg.checkpoint} has its own configuration; allowed beside it are "
-                f"{', '.join(BESIDE_A_CHECKPOINT)}"
-            )
+        if re.split(r"[=.@]", word.lstrip("+~"))[0] not in BESIDE_A_CHECKPOINT:
+            allowed = f"allowed beside it are {', '.join(BESIDE_A_CHECKPOINT)}"
+            raise ValueError(f"{word}: checkpoint={cfg.checkpoint} has its own configuration; {allowed}")
     typed = {"runtime": cfg.runtime, "trust": cfg.trust}
     trained = open_trained(Path(cfg.checkpoint), key="checkpoint", **typed)
     return settings, [OmegaConf.create(trained.plan.config)], cfg.checkpoint
-
-
-def _task(config: DictConfig, settings: CostSettings, *, length: int, weights: str | None, spans: str, **runtime: str):
-    """One cell: the configuration with the cell's own length, backend and allocator."""
-    from bench.cost_worker import Task
-    from bench.planning import bench_plan, typed_command
-
-    cell, warm = copy.deepcopy(config), settings.mode == "stream"
-    cell.batch.streams, cell.batch.carry, cell.batch.accumulate = settings.streams, warm, 1
-    cell.batch.segment = cell.batch.segment if warm else length
-    cell.runtime.update(runtime)
-    if weights is None:
-        cell.model.span = length
-    plan, same = bench_plan(cell), {"weights": weights, "spans": spans, "command": typed_command("cost")}
-    return Task(config=plan.config, trusted=plan.trust, warm=warm, span=length, **same)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The subject of ``bench.cost``: a plan's model, the trainer's very update, scoring and generation, in a process of its own.
+"""What ``bench.cost`` and ``bench.peers`` measure, in a process of its own: a plan's model, the trainer's very update,
+scoring and generation.
 
-What is timed is ``harness.loop.update.Update`` on bytes of the corpus, with the learning rate at 0: the optimizer does all
-its work, but weights and spans stay where they were put: shaken and at a list of spans, or as a checkpoint has them.
+What is timed is ``harness.loop.update.Update`` on bytes of the corpus, with the learning rate at 0: the optimizer does
+all its work, but weights and spans stay where they were put: shaken and at a list of spans, or as a checkpoint has them.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from bench.measure import peak_bytes, times
 from bench.planning import open_trained, provenance
@@ -19,7 +22,7 @@ from bench.weights import learned_spans, place_spans, shake_, spans_of
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
-from harness.data.corpora import Streams
+from harness.data.streams import Streams
 from harness.device import random_state, runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
@@ -37,43 +40,49 @@ MIDDLE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a cell measures, out of plain values, so that it can be sent to another process.
+    """What is measured, out of plain values, so that it can be sent to another process.
 
     Attributes:
         config: a training run's, resolved; ``model.span``, ``batch`` and ``runtime.backend`` are the cell's own.
-        trusted: packages that it may name beside its ``trust``.
+        span: what a query may see, where that differs from what the model was built for.
         warm: whether the streams carry a state as long as the window.
         weights: a run folder whose best weights are measured, or None for a fresh model.
-        span: what a query may see, where that differs from what the model was built for.
-        spans: where a fresh model's learned spans are, ``learned``, ``one_long`` or ``initial``.
+        spans: where a fresh model's learned spans are: ``learned``, ``one_long``, ``initial``, or the keys of each
+            head, the same in every layer.
         command: what was typed.
+        name, peer, layer: of an entry of ``bench.peers``: its name, the package's model in place of the plan's, and the
+            sublayer that is measured alone.
     """
 
     config: dict
-    trusted: tuple[str, ...]
-    warm: bool
-    weights: str | None
     span: int
-    spans: str
-    command: str
+    warm: bool = False
+    weights: str | None = None
+    spans: str | tuple[int, ...] = "initial"
+    command: str = ""
+    name: str | None = None
+    peer: str | None = None
+    layer: str | None = None
 
 
 class Subject:
     """Answers one measurement at a time, memory first: later ones leave freed blocks behind."""
 
+    kind = "cost"
+
     def __init__(self, task: Task):
-        self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)
+        self.task, self.plan = task, plan_run(OmegaConf.create(task.config))
         self.runtime = runtime.start(self.plan.runtime)
-        self.plan = settled(self.plan, self.runtime)
+        self.plan = settled(self.plan, self.runtime) if task.peer is None else self.plan
         self.device, self.span, b = self.runtime.device, task.span, self.plan.batch
-        self.corpus = corpora.load(**self.plan.data)
+        self.corpus, self.steps = corpora.load(**self.plan.data), 0
         train = self.corpus.splits["train"]
         self.batches = Streams(train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False)
-        self.steps = 0
 
     def identity(self) -> dict:
         """Provenance; no allocator on a GPU, whose memory the C library does not manage."""
-        facts = provenance(self.plan, kind="cost", corpus=self.corpus, runtime=self.runtime, command=self.task.command)
+        how = {"corpus": self.corpus, "runtime": self.runtime, "command": self.task.command}
+        facts = provenance(self.plan, kind=self.kind, **how)
         return facts | ({"allocator": None} if self.device.type == "cuda" else {})
 
     def build(self) -> None:
@@ -83,10 +92,8 @@ class Subject:
         random_state.seed(self.plan.seed)
         self.model = self._model().to(self.device)
         self.forward = self.runtime.forward(self.model)
-        self.state = (
-            full_state(self.model, self._batch()[0], span=self.span, where=self.runtime) if self.task.warm else None
-        )
-        self._generated: tuple[torch.Tensor, State] | None = None  # a stream's last byte, and its state before that
+        self.state = self._full_state(self._batch()[0]) if self.task.warm else None
+        self._generated: tuple[Tensor, State] | None = None  # a stream's last byte, and its state before that
         self._warmed: set[str] = set()
 
     def facts(self) -> dict:
@@ -110,34 +117,37 @@ class Subject:
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
 
     def train_memory(self) -> dict:
-        """Peak of a training step after warm-up, what it is made of, and the seconds that the first steps took beyond a later
-        one."""
+        """Peak of a training step, and what it is made of."""
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.update = Update(self.model, optimizers, self.runtime, accumulate=self.plan.batch.accumulate)
-        steps = partial(times, self._train, synchronise=self.runtime.synchronise, most_seconds=0)
-        taken_ms = steps(least_calls=WARM_STEPS)
-        self.meter.reset()
-        taken_ms += steps(least_calls=MEASURED_STEPS)
-        peak = self.meter.read()
+        peak = self.step_peak()
         return {
             "parameter_bytes": parameter_bytes(self.model),
             "touched_bytes": self.model.touched_parameters() * next(self.model.parameters()).element_size(),
             "gradient_bytes": self.update.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
-            "train_peak_bytes": peak.bytes,
-            "peak_reserved_bytes": peak.reserved_bytes,
-            "approximate": peak.approximate,
-            "first_steps_s": max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000,
+            **peak,
         }
+
+    def step_peak(self) -> dict:
+        """Peak of training steps after warm-up, and the seconds that the first ones took beyond a later one."""
+        steps = partial(times, self._train, synchronise=self.runtime.synchronise, most_seconds=0)
+        taken_ms = steps(least_calls=WARM_STEPS)
+        self.meter.reset()
+        taken_ms += steps(least_calls=MEASURED_STEPS)
+        peak = self.meter.read()
+        first_s = max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000
+        memory = {"train_peak_bytes": peak.bytes, "peak_reserved_bytes": peak.reserved_bytes}
+        return memory | {"approximate": peak.approximate, "first_steps_s": first_s}
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
         """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so long, and one at least.
 
-        The first round's first call is not counted if it is short: it fills what memory was given back. That of ``generate``
-        never is: it reads the bytes to go on from.
+        The first round's first call is not counted if it is short: it fills what memory was given back. That of
+        ``generate`` never is: it reads the bytes to go on from.
         """
-        call = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
+        call: Callable = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[kind]
         if kind == "generate" and self._generated is None:
             call()
         times_ms = times(call, synchronise=self.runtime.synchronise, most_seconds=seconds)
@@ -150,33 +160,29 @@ class Subject:
         segment = self.plan.batch.segment
         with self.runtime.autocast():
             warm = forward_flops_per_byte(self.model, segment=segment, most_bytes=self.span + 4 * segment)
-        forward = dataclasses.replace(self.runtime, compile=False).forward(self.model)
-        backward = partial(self.update.gradients, *self._batch(), self.state, forward=forward)
+        eager, accumulate = dataclasses.replace(self.runtime, compile=False), self.plan.batch.accumulate
+        update = Update(self.model, self.update.optimizers, eager, accumulate=accumulate)
+        backward = partial(update.gradients, *self._batch(), self.state)
         step = count_flops(backward, gradients=True)
         needed = self.model.needed_flops(segment, carried=self.span if self.task.warm else 0)
         self.update.optimizers.zero_grad()
-        return {
-            "flops": {
-                "executed_per_byte": warm.per_byte,
-                "ideal_per_byte": self.model.ideal_flops(),
-                "training_per_byte": needed.training,
-                "flops_estimated_3x": self.model.flops_estimated_3x(),
-                "step": step.total,
-                "unknown": step.unknown,
-            }
-        }
+        counted = {"executed_per_byte": warm.per_byte, "ideal_per_byte": self.model.ideal_flops()}
+        counted |= {"training_per_byte": needed.training, "flops_estimated_3x": self.model.flops_estimated_3x()}
+        return {"flops": counted | {"step": step.total, "unknown": step.unknown}}
 
     def _model(self) -> LanguageModel:
-        if self.task.weights is None:
-            model = self.plan.make_model()
-            shake_(model)
-            if self.task.spans != "initial":
-                place_spans(model, spans_of(self.task.spans, span=self.span), heads=self.plan.model.heads)
-            return model
-        opened = open_trained(Path(self.task.weights), key="checkpoint", trust=list(self.plan.trust))
-        return opened._replace(plan=self.plan).model(span=self.span)
+        task = self.task
+        if task.weights is not None:
+            opened = open_trained(Path(task.weights), key="checkpoint", trust=list(self.plan.trust))
+            return opened._replace(plan=self.plan).model(span=self.span)
+        model = self.plan.make_model()
+        shake_(model)
+        if task.spans != "initial":
+            keys = spans_of(task.spans, span=self.span) if isinstance(task.spans, str) else [task.spans]
+            place_spans(model, keys, heads=self.plan.model.heads)
+        return model
 
-    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self) -> tuple[Tensor, Tensor]:
         self.steps += 1
         return self.runtime.send(*self.batches.batch(self.steps - 1))
 
@@ -199,22 +205,24 @@ class Subject:
         self.model.eval()
         if self._generated is None:
             inputs = self._batch()[0][:1]
-            self._generated = inputs[:, -1:], full_state(self.model, inputs, span=self.span, where=self.runtime)
+            self._generated = inputs[:, -1:], self._full_state(inputs)
         byte, state = self._generated
         with self.runtime.autocast():
             out = self.model(byte, state)
         self._generated = out.logits.argmax(-1), out.state
 
+    def _full_state(self, inputs: Tensor) -> State:
+        return full_state(self.model, inputs, span=self.span, where=self.runtime)
+
 
 @torch.no_grad()
-def full_state(model: LanguageModel, inputs: torch.Tensor, *, span: int, where: Runtime) -> State:
+def full_state(model: LanguageModel, inputs: Tensor, *, span: int, where: Runtime) -> State:
     """The state of streams that have seen ``span`` bytes or more: ``inputs [B, T]`` again and again."""
     model.eval()
-    state, seen = None, 0
-    while seen < span:
+    state = None
+    for _ in range(0, span, inputs.shape[1]):
         with where.autocast():
             state = model(inputs, state).state
-        seen += inputs.shape[1]
     return state
 
 

@@ -7,6 +7,7 @@ against context: windows that start cold, so that byte n of a window has n bytes
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import hydra
 from omegaconf import DictConfig
@@ -21,6 +22,7 @@ def main(cfg: DictConfig) -> None:
     from harness import source
     from harness.device import runtime
     from harness.loop.futures import MOST_NATS, NOT_CAUSAL
+    from harness.loop.scoring import score_context, score_stream, score_windows
     from harness.loop.select_backend import settled
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
@@ -32,26 +34,38 @@ def main(cfg: DictConfig) -> None:
     opened = open_trained(path, key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, saved = opened.plan, opened.saved
     refuse_links(path, key="run")  # a row and a figure are put there
-    if cfg.split not in ("train", "valid", "test"):
-        raise ValueError(f"split={cfg.split}: allowed are train, valid, test")
+    checked(cfg.split, Literal["train", "valid", "test"], key="split")
     keys = ("streams", "segment", "span", "context", "bytes")
     asked = {key: checked(cfg.eval[key], int | None, key=f"eval.{key}") for key in keys}
     limit = asked.pop("bytes")
-    protocol = plan.protocol() | {key: value for key, value in asked.items() if value is not None}
+    p = plan.protocol() | {key: value for key, value in asked.items() if value is not None}
     if limit is not None and limit < 2:
         raise ValueError(f"eval.bytes={limit}: must be at least 2, or null for all")
-    device = runtime.start(plan.runtime)
-    corpus = opened.corpus()
-    model = opened._replace(plan=settled(plan, device)).model(span=protocol["span"]).to(device.device)
-    split = corpus.reported(cfg.split, selection_bytes=protocol["selection_bytes"])
-    protocol["bytes"] = limit if limit is not None and limit < len(split) else None
+    device, corpus = runtime.start(plan.runtime), opened.corpus()
+    model = opened._replace(plan=settled(plan, device)).model(span=p["span"]).to(device.device)
+    split = corpus.reported(cfg.split, selection_bytes=p["selection_bytes"])
+    p["bytes"] = limit if limit is not None and limit < len(split) else None
     if asked["context"] is None:
-        protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
-    row = {"kind": "evaluation", "format": FORMAT, "split": cfg.split, "protocol": protocol}
-    row |= _score(model, split[:limit], device, protocol, look=saved["seed"])
-    row["check"] = NOT_CAUSAL if not row["future_nats"] <= MOST_NATS else saved.get("check")
-    row |= {name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")}
-    row |= {
+        p["context"] = streamed_context(p["span"], plan.model.layers)
+    split, cut, look = split[:limit], {key: p[key] for key in ("streams", "segment", "context")}, saved["seed"]
+    score = score_stream(model, split, runtime=device, collect_stats=True, look=look, **cut)
+    apart = score_windows(model, split, runtime=device, look=look)
+    future_nats = max(score.future_nats, apart.future_nats)
+    row = {
+        "kind": "evaluation",
+        "format": FORMAT,
+        "split": cfg.split,
+        "protocol": p,
+        "bits_per_byte": score.bits_per_byte,
+        "nats_per_byte": score.bits_per_byte * math.log(2),
+        "windows_bits_per_byte": apart.bits_per_byte,
+        "future_nats": future_nats,
+        "context_curve": score_context(model, split, runtime=device, longest=2 * p["span"], segment=p["segment"]),
+        "bytes": len(score.nats),
+        "block_nats": score.blocks(),
+        "metrics": model.metrics(score.stats),
+        "check": saved.get("check") if future_nats <= MOST_NATS else NOT_CAUSAL,
+        **{name: saved[name] for name in ("variant", "seed", "data", "config_hash", "command")},
         "trained_source": saved["source"],
         "commit": source.commit(),
         "source": source.digest(plan.config, trust=plan.trust),
@@ -63,25 +77,6 @@ def main(cfg: DictConfig) -> None:
     append_row(path / EVALUATIONS, row)
     _show(row, path)
     print(f"appended to {path / EVALUATIONS}")
-
-
-def _score(model, split, device, protocol: dict, *, look: int) -> dict:
-    """Bits per byte of the stream, of windows, and by context."""
-    from harness.loop.scoring import score_context, score_stream, score_windows
-
-    segment, cut = protocol["segment"], {key: protocol[key] for key in ("streams", "segment", "context")}
-    score = score_stream(model, split, runtime=device, collect_stats=True, look=look, **cut)
-    apart = score_windows(model, split, runtime=device, look=look)
-    return {
-        "bits_per_byte": score.bits_per_byte,
-        "nats_per_byte": score.bits_per_byte * math.log(2),
-        "windows_bits_per_byte": apart.bits_per_byte,
-        "future_nats": max(score.future_nats, apart.future_nats),
-        "context_curve": score_context(model, split, runtime=device, longest=2 * protocol["span"], segment=segment),
-        "bytes": len(score.nats),
-        "block_nats": score.blocks(),
-        "metrics": model.metrics(score.stats),
-    }
 
 
 def _show(row: dict, path: Path) -> None:

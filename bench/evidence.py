@@ -58,8 +58,8 @@ def sweep_params(sweep: str) -> dict[str, object]:
     """The grid of a file of ``conf/sweep``, with that of a sweep that it begins with."""
     read = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
     begin = [name for name in read["defaults"] if isinstance(name, str)]
-    own = read["hydra"]["sweeper"]["params"]
-    return {key: value for name in begin for key, value in sweep_params(name).items()} | own
+    params = read["hydra"]["sweeper"]["params"]
+    return {key: value for name in begin for key, value in sweep_params(name).items()} | params
 
 
 def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str, str]) -> list[Cell]:
@@ -68,7 +68,7 @@ def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str,
     Args:
         replays: variants: ``source`` learns spans, ``spans`` takes them as they are, ``mean`` takes their mean.
     """
-    found = []
+    every = []
     for grid in grids:
         file = rows / f"{grid.get('table', grid['sweep'])}.jsonl"
         ends = [{}]
@@ -79,13 +79,13 @@ def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str,
             keys = sorted(params, key=lambda key: key != "seed")
             for values in product(*(str(params[key]).split(",") for key in keys)):
                 point = (f"{key}={value}" for key, value in zip(keys, values, strict=True))
-                own = (f"sweep={grid['sweep']}", *point, *words)
-                takes = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in own), None)
-                source = tuple(f"variant={replays['source']}" if w.startswith("variant=") else w for w in own)
+                typed = (f"sweep={grid['sweep']}", *point, *words)
+                takes = next((key for key in ("spans", "mean") if f"variant={replays[key]}" in typed), None)
+                source = tuple(f"variant={replays['source']}" if w.startswith("variant=") else w for w in typed)
                 context = grid.get("context", False)
-                cell = Cell(words=own, file=file, context=context, source=takes and source, mean=takes == "mean")
-                found.append(cell)
-    return found
+                cell = Cell(words=typed, file=file, context=context, source=takes and source, mean=takes == "mean")
+                every.append(cell)
+    return every
 
 
 def span_word(line: dict | None, *, mean: bool) -> str:
@@ -142,10 +142,10 @@ class Runner:
 
     def child(self, *words: str) -> int:
         """The exit code of a Python process."""
-        own = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with (self.outputs / "log.txt").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *words], cwd=ROOT, env=own, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
             )
         self.children.append(process)
         code = process.wait()

@@ -36,12 +36,8 @@ MOST_TEXT = 1 << 24
 
 
 def write(folder: Path, network: LanguageModel, *, described: Mapping[str, object], card: str) -> None:
-    """Write the model into a new or empty folder.
-
-    Args:
-        described: ``KEYS``, less ``format`` and ``shared``.
-        card: what a reader is about, in Markdown.
-    """
+    """Write the model into a new or empty folder, with ``described`` (``KEYS``, less ``format`` and ``shared``) and a
+    card in Markdown for a reader."""
     stored, shared, name_of = {}, {}, {}
     for name, tensor in network.state_dict().items():
         where = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -51,9 +47,8 @@ def write(folder: Path, network: LanguageModel, *, described: Mapping[str, objec
             name_of[where], stored[name] = name, tensor
     text = json.dumps({"format": FORMAT, **described, "shared": shared}, indent=1, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / WEIGHTS, packed(stored))
-    write_whole(folder / "README.md", card.encode())
-    write_whole(folder / MODEL, text.encode())
+    for name, content in {WEIGHTS: packed(stored), "README.md": card.encode(), MODEL: text.encode()}.items():
+        write_whole(folder / name, content)
 
 
 def read(folder: Path, *, trust: Sequence[str] = ()) -> tuple[LanguageModel, dict]:
@@ -82,10 +77,10 @@ def read(folder: Path, *, trust: Sequence[str] = ()) -> tuple[LanguageModel, dic
         network = make_network(layers, scheme, sizes, vocabulary=vocabulary, backend="auto")
         weights = unpacked(folder / WEIGHTS)
         network.load_state_dict(weights | {name: weights[first] for name, first in shared.items()})
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{folder}: its weights do not fit the code as it is now ({error})") from error
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{folder}: its weights do not fit the code as it is now ({error})") from error
     network.project_()
     return network, about
 

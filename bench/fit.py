@@ -23,7 +23,6 @@ from unittest.mock import patch
 import hydra
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -52,10 +51,8 @@ from harness.record.table import print_table
 
 OWN = ("hardware", "device_memory", "largest", "spans", "devices")
 CPU = torch.device("cpu")
-MAX_SIZE = 2**20
-"""Streams or span at which a search ends."""
-LARGE = 2**20
-"""Elements from which on a parameter gets no data when the model is built."""
+LARGE = MAX_SIZE = 2**20
+"""Elements from which on a parameter gets no data when the model is built; streams or span at which a search ends."""
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
@@ -70,26 +67,23 @@ def main(cfg: DictConfig) -> None:
     spans = checked(keys["spans"], list | None, key="spans")
     admission(of_mechanism(plan, kind))
     file, prediction = RowFile(Path(cfg.outputs), verb="fit"), predict(plan, spans=spans)
-    largest = {"streams": None, "span": None}
-    for size in names if limit_bytes else ():
-        with Console(stderr=True).status(f"the largest {size} that fits"):
-            largest[size] = search(
-                lambda number, size=size: predict(plan, spans=spans, **{size: number})["predicted_peak_bytes"],
-                limit_bytes=limit_bytes,
-                least=plan.batch.accumulate if size == "streams" else 1,
-            )
+
+    def largest(size: str) -> int | None:
+        least = plan.batch.accumulate if size == "streams" else 1
+        if size not in names or not limit_bytes:
+            return None
+        return search(
+            lambda number: predict(plan, spans=spans, **{size: number})["predicted_peak_bytes"],
+            limit_bytes=limit_bytes,
+            least=least,
+        )
+
     runtime = Runtime(device=CPU, precision=eager(plan).runtime.precision, compile=False)
     row = provenance(plan, kind="fit", corpus=corpora.load(**plan.data), runtime=runtime, command=typed_command("fit"))
     verified = kind == "cpu" and plan.runtime.compile is not True
-    row |= {
-        "device": f"{name}, {'predicted' if verified else 'not verified'}",
-        "device_kind": kind,
-        **prediction,
-        "device_memory_bytes": limit_bytes,
-        "measured_peak_bytes": None,
-        "verified": verified,
-        "largest": largest,
-    }
+    row |= {"device": f"{name}, {'predicted' if verified else 'not verified'}", "device_kind": kind, **prediction}
+    row |= {"device_memory_bytes": limit_bytes, "verified": verified}
+    row["largest"] = {size: largest(size) for size in ("streams", "span")}
     (table,) = fit_tables([file.append(row)])
     print_table(for_terminal(table))
     if names and not limit_bytes:
@@ -125,11 +119,9 @@ def parse_memory(value: object) -> int:
 
 
 def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, most: int = MAX_SIZE) -> int:
-    """The largest size from ``least`` to ``most`` whose peak stays within the limit and that of the next does not; 0 if none.
-
-    Memory is nearly affine in the size: each guess lies on the line through the two last ones; every fourth halves or
-    doubles, which ends the search whatever the shape.
-    """
+    """The largest size from ``least`` to ``most`` whose peak stays within the limit and that of the next does not; 0 if
+    none. Memory is nearly affine in the size: each guess lies on the line through the two last ones; every fourth halves
+    or doubles, which ends the search whatever the shape."""
     peaks, low, high, guess = {0: 0}, least - 1, most + 1, least
     while high - low > 1:
         peaks[guess] = peak_bytes(guess)
@@ -157,10 +149,10 @@ def predict(plan: Plan, *, spans: Sequence[float] | None = None, **sizes: int) -
         section = "model" if key == "span" else "batch"
         plan = dataclasses.replace(plan, **{section: dataclasses.replace(getattr(plan, section), **{key: value})})
     device, plan = torch.device(kind_of(plan)), eager(plan)
-    model = build(plan)
+    model, asked = build(plan), plan.runtime.backend
     if spans is not None:
         place_spans(model, [spans], heads=plan.model.heads)
-    context = nullcontext() if device.type == "cpu" else _on_gpu(model, asked=plan.runtime.backend)
+    context = nullcontext() if device.type == "cpu" else on_gpu(model, asked=asked)
     try:
         with context, FakeTensorMode(allow_non_fake_inputs=True):
             make_fake(model)
@@ -169,11 +161,11 @@ def predict(plan: Plan, *, spans: Sequence[float] | None = None, **sizes: int) -
         raise ValueError(
             f"variant={plan.variant}: its memory depends on values that are not known before it runs ({error.func})"
         ) from error
-    sizes = {"streams": plan.batch.streams, "segment": plan.batch.segment, "span": plan.model.span}
     backends = {sublayer.backend(device, training=True) for _, sublayer in model.sublayers()}
     backend = "+".join(sorted(backends - {"plain"} or backends))
-    if device.type != "cpu" and plan.runtime.backend != "chunked":
+    if device.type != "cpu" and asked != "chunked":
         backend = backend.replace("chunked", "kernel")  # for which it stands
+    sizes = {"streams": plan.batch.streams, "segment": plan.batch.segment, "span": plan.model.span}
     return {**sizes, "backend": backend, "split": split, "predicted_peak_bytes": sum(split.values())}
 
 
@@ -208,7 +200,7 @@ class LargeWithoutData(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _on_gpu(model: LanguageModel, *, asked: str) -> AbstractContextManager:
+def on_gpu(model: LanguageModel, *, asked: str) -> AbstractContextManager:
     """Takes for each sublayer the code that a GPU has, whatever device the fake tensors are on: attention's kernels are one
     operation, unless ``runtime.backend`` is ``chunked`` or ``plain``."""
     for _, sublayer in model.sublayers():

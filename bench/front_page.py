@@ -4,7 +4,6 @@ Both pages have two markers; what stands between them is written here, and a tes
 """
 
 import io
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +73,7 @@ def readme_table(folder: Path) -> str:
 
 def picture(folder: Path) -> bytes:
     """PNG. Left: each mechanism's difference from the reference, with 95% intervals; right: bits of a copied byte by distance."""
-    from bench.report.style import FONT_POINTS, styled  # late: matplotlib
+    from bench.report.style import FONT_POINTS, draw_recall, styled  # late: matplotlib
     from harness.record import drawing
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
@@ -87,7 +86,7 @@ def picture(folder: Path) -> bytes:
         if names:
             _draw_differences(axes[0], runs, names[::-1], points=FONT_POINTS)
         if len(heat):
-            _draw_recall(axes[-1], heat, points=FONT_POINTS)
+            draw_recall(axes[-1], heat)
         file = io.BytesIO()
         figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
@@ -109,21 +108,6 @@ def _draw_differences(ax, runs: pd.DataFrame, names: Sequence[str], *, points: f
     ax.set(yticks=[], ylim=(-0.7, len(names) - 0.3))
     ax.set_xlabel(f"test bits per byte minus {REFERENCE}'s: left is better")
     ax.grid(axis="y", visible=False)
-
-
-def _draw_recall(ax, heat: pd.DataFrame, *, points: float) -> None:
-    from harness.record.drawing import INK
-
-    ax.imshow(heat.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
-    for y, row in enumerate(heat.to_numpy()):
-        for x, bits in enumerate(row):
-            if math.isfinite(bits):
-                colour = "white" if bits > 2.5 else INK
-                ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=points, color=colour)
-    ax.set_xticks(range(heat.shape[1]), [f"{distance:,}" for distance in heat.columns])
-    ax.set_yticks(range(len(heat)), list(heat.index))
-    ax.set_xlabel("recall: bits of a byte copied from so many bytes back (4: not recalled)")
-    ax.grid(visible=False)
 
 
 if __name__ == "__main__":

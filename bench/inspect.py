@@ -16,9 +16,9 @@ from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
 from bench import CONF
-from harness.cache import written_whole
 from harness.compose.cli import run_command
 from harness.record.drawing import GREY, INK, layer_names, panels
+from harness.record.figures import draw_context, save
 from variants.contract import Inspection
 
 MAX_CELLS = 12 * 16 * 256**2  # weights in one figure
@@ -35,7 +35,6 @@ def main(cfg: DictConfig) -> None:
     from harness.loop.scoring import score_context
     from harness.loop.select_backend import settled
     from harness.plan.settings import checked
-    from harness.record.figures import draw_context
 
     folder, text = Path(cfg.run), checked(cfg.text, str | None, key="text")
     length, score = (checked(cfg[key], int, key=key) for key in ("bytes", "score"))
@@ -59,7 +58,7 @@ def main(cfg: DictConfig) -> None:
     passage, tokens = tokens[:length], tokens[:score]
     _, seen = model.inspect(passage[None].long().to(device.device))
     maps = {layer: one.weights[0].float().cpu().numpy() for layer, one in seen.items() if one.weights is not None}
-    if (cells := sum(own.size for own in maps.values())) > MAX_CELLS:
+    if (cells := sum(layer.size for layer in maps.values())) > MAX_CELLS:
         most = math.isqrt(MAX_CELLS * len(passage) ** 2 // cells)
         raise ValueError(f"bytes={length}: allowed is {most} or less for so many heads")
     run, about = f"{trained.saved['variant']}, seed {trained.saved['seed']}", f"{name}, {len(passage)} bytes"
@@ -82,39 +81,38 @@ def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, su
     side = min(max(1.3, 9.0 / heads), 3.2)
     size = {"width": max(6.5, side * heads + 1.3), "height": side * len(maps) + 1.4}
     figure, axes = panels(len(maps), heads, title=f"What each byte looks at: {title}", subtitle=subtitle, **size)
-    shade = PowerNorm(0.5, vmin=0, vmax=max(np.quantile(own, 0.999) for own in maps.values()))
-    for row, (layer, own) in enumerate(zip(layer_names(maps), maps.values(), strict=True)):
+    shade = PowerNorm(0.5, vmin=0, vmax=max(np.quantile(layer, 0.999) for layer in maps.values()))
+    for row, (name, layer) in enumerate(zip(layer_names(maps), maps.values(), strict=True)):
         for head, ax in enumerate(axes[row * heads : (row + 1) * heads]):
-            ax.set_visible(head < len(own))
-            if head < len(own):
-                weights = np.where(np.tri(own.shape[1], dtype=bool), own[head], np.nan)
+            ax.set_visible(head < len(layer))
+            if head < len(layer):
+                weights = np.where(np.tri(layer.shape[1], dtype=bool), layer[head], np.nan)
                 image = ax.imshow(weights, cmap="magma_r", norm=shade, interpolation="nearest")
             ax.grid(visible=False)
             ax.tick_params(labelsize=7, length=2)
             ax.set_title(f"head {head}" if row == 0 else "", fontsize=9)
-            ax.set_ylabel(f"layer {layer}", fontsize=9)
+            ax.set_ylabel(f"layer {name}", fontsize=9)
             ax.label_outer()
-    figure.colorbar(
-        image, ax=axes, shrink=min(1.0, 4 / size["height"]), label="weight, shaded by its root", extend="max"
-    )
+    shrink = min(1.0, 4 / size["height"])
+    figure.colorbar(image, ax=axes, shrink=shrink, label="weight, shaded by its root", extend="max")
     figure.supxlabel("byte that is looked at; rows are the bytes that look", fontsize=9, color=INK)
-    with written_whole(path) as file:
-        figure.savefig(file, format="png")
+    save(figure, path)
 
 
 def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], path: Path, **titles: str) -> None:
     """How far back half and nine tenths of each head's attention lie, and the end of its soft mask where it has one."""
     titles |= {"title": f"How far heads look back: {titles['title']}"}
     figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
-    for place, (layer, own) in enumerate(maps.items()):
-        across = place + (np.arange(len(own)) + 0.5) / len(own) * 0.8 - 0.4
+    for place, (name, layer) in enumerate(maps.items()):
+        heads, mask = len(layer), seen[name].mask
+        across = place + (np.arange(heads) + 0.5) / heads * 0.8 - 0.4
         for share, marker, colour, words in REACHES:
             label = f"{words} of its attention" if place == 0 else None
-            ax.plot(across, reach(own, share), marker, color=colour, markersize=4.5, label=label)
-        if (mask := seen[layer].mask) is not None:
+            ax.plot(across, reach(layer, share), marker, color=colour, markersize=4.5, label=label)
+        if mask is not None:
             ends = (mask > 0).sum(dim=1).cpu().numpy()
-            ax.hlines(ends, across - 0.3 / len(own), across + 0.3 / len(own), color=GREY, linewidth=2)
-    if any(seen[layer].mask is not None for layer in maps):
+            ax.hlines(ends, across - 0.3 / heads, across + 0.3 / heads, color=GREY, linewidth=2)
+    if any(seen[name].mask is not None for name in maps):
         ax.plot([], [], color=GREY, linewidth=2, label="end of its soft mask")
     ax.set_yscale("symlog", base=2, linthresh=1, linscale=0.5)
     ax.set_ylim(0, 1.3 * max(1, ax.get_ylim()[1]))
@@ -122,15 +120,14 @@ def draw_reach(maps: Mapping[str, np.ndarray], seen: Mapping[str, Inspection], p
     ax.set_xticks(range(len(maps)), layer_names(maps))
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    with written_whole(path) as file:
-        figure.savefig(file, format="png")
+    save(figure, path)
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
     """Distance within which so much of the mass of maps ``[H, T, T]`` lies, of queries of the second half: ``[H]``."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
-    mass = np.stack([np.bincount(distance, own[length // 2 :].ravel(), minlength=length) for own in maps])
+    mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])
     total = mass.cumsum(axis=1)
     return (total >= share * total[:, -1:]).argmax(axis=1)
 

@@ -1,11 +1,5 @@
-"""Model-FLOPs utilisation: how much of a GPU's arithmetic a training step uses.
-
-    share = FLOPs per byte that the step needs x bytes per second / dense peak of the device at the precision
-
-What forward and backward need depends on the segment and on what streams carry (``Sublayer.needed_flops``); FLOPs that are
-computed but not needed do not count. Peaks are those of ``conf/fit.yaml``; of a device that is not there, or of a CPU,
-nothing is said.
-"""
+"""Model-FLOPs utilisation, how much of a GPU's arithmetic a training step uses: FLOPs per byte that forward and backward
+need (``Sublayer.needed_flops``) x bytes per second / dense peak of the device at the precision (``conf/fit.yaml``)."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +24,5 @@ def utilisation(row: dict) -> dict | None:
     step = (row["time"] or {}).get("train_ms")
     if peak is None or not step or not row["flops"]:
         return None
-    bytes_per_s = row["streams"] * row["segment"] / step["p50"] * 1000
-    needed = row["flops"]["training_per_byte"] * bytes_per_s
+    needed = row["flops"]["training_per_byte"] * row["streams"] * row["segment"] / step["p50"] * 1000
     return {"flops_per_s": needed, "peak_flops_per_s": peak, "share": needed / peak}

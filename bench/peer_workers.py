@@ -1,45 +1,31 @@
-"""One entry of ``bench.peers`` in a process of its own: a variant of ours, the reference model, or a package's.
+"""One entry of ``bench.peers``: a variant of ours, the reference model, or a package's, or one layer of them alone.
 
 Every entry gets the same bytes in the same order and takes whole training steps: forward, loss, backward, optimizer.
-Ours take the trainer's own step, and what carries a state begins with a full one. Rates are 0: the optimizer does all
-its work, and spans stay where they were put. Packages are built as their documentation says, without dropout.
+Ours take the trainer's own step, and what carries a state begins with a full one. Packages are built as their
+documentation says, without dropout. Weights are shaken, ours and packages' alike: networks start in part at zero, where
+hardware is quicker.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from bench.cost_worker import MEASURED_STEPS, MIDDLE, WARM_STEPS, full_state
-from bench.measure import peak_bytes, times
-from bench.weights import learned_spans, place_spans, shake_
-from harness.count.memory import PeakMemory
-from harness.device import random_state, runtime
-from harness.loop.select_backend import settled
+from bench.cost_worker import MIDDLE, Subject
+from bench.measure import times
+from bench.weights import learned_spans, shake_
+from harness.data.sources import PINNED
 from harness.loop.trainer import backend_of
-from harness.loop.update import Update
-from harness.plan.build import Plan, plan_run
+from harness.plan.build import Plan
+from harness.record.folder import config_hash
 
 REFERENCE, TRANSFORMERS, MEMORY = "reference_model", "x-transformers", "product-key-memory"
-PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS, MEMORY: MEMORY}  # as pip calls what a peer comes from
+PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS, MEMORY: MEMORY}
+"""What a peer comes from, as pip calls it."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What an entry is made of: plain values, so that they can be sent to another process."""
-
-    config: dict  # of a training run, resolved: sizes, streams, segment, runtime, and for ours the variant
-    trusted: tuple[str, ...]  # packages that it may name beside its trust
-    batches: Tensor  # uint8 [n, B, T + 1], read in a circle
-    peer: str | None = None  # of PACKAGES; None for a variant of ours
-    layer: str | None = None  # the variant's sublayer that is measured alone, on fixed inputs; None for the whole model
-    spans: tuple[int, ...] | None = None  # keys of every head, the same in each layer; None: as they start
 
 
 class ReferenceModel(nn.Module):
@@ -50,11 +36,7 @@ class ReferenceModel(nn.Module):
 
     def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, longest: int):
         super().__init__()
-        wide, self.heads = 4 * d_model, heads
-
-        def matrix(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False)
-
+        matrix, wide, self.heads = partial(nn.Linear, bias=False), 4 * d_model, heads
         self.embedding, self.positions = nn.Embedding(vocabulary, d_model), nn.Embedding(longest, d_model)
         self.query_key_value = nn.ModuleList(matrix(d_model, 3 * d_model) for _ in range(layers))
         self.output = nn.ModuleList(matrix(d_model, d_model) for _ in range(layers))
@@ -108,100 +90,80 @@ def version(package: str) -> str | None:
         return None
 
 
-class Worker:
-    """What a cell is asked: ``weigh`` first, then ``round`` by round. Weights are shaken, ours and packages' alike:
-    networks start in part at zero, where hardware is quicker."""
+class Worker(Subject):
+    """What a cell is asked: ``identity`` and ``weigh`` first, then ``round`` by round."""
 
-    def __init__(self, task: Task):
-        self.task, self.plan = task, plan_run(OmegaConf.create(task.config), trusted=task.trusted)
-        self.runtime = runtime.start(self.plan.runtime)
-        self.plan = self.plan if task.peer else settled(self.plan, self.runtime)
-        self.device, self.taken, self.state = self.runtime.device, 0, None
-        self.rehearse()
-        self.meter = PeakMemory(self.device)  # what is imported belongs to no model
-        random_state.seed(self.plan.seed)
-        if task.layer:
-            generator, b = torch.Generator().manual_seed(self.plan.seed), self.plan.batch
-            pair = torch.randn(2, b.streams, b.segment, self.plan.model.d_model, generator=generator)
-            self.x, self.gradient = pair.to(self.device)  # [B, T, D] each
-            self.x.requires_grad_()
-        else:
-            pairs = task.batches.to(self.device).long()
-            self.inputs, self.targets = pairs[:, :, :-1], pairs[:, :, 1:]
-        self.make_peer() if task.peer else self.make_ours()
+    kind = "peers"
 
-    def rehearse(self) -> None:
-        """What torch and a package load and allocate at first."""
-        x = torch.ones(1, 2, 64, 32, device=self.device, requires_grad=True)
-        F.scaled_dot_product_attention(x, x, x @ x.mT @ x).softmax(-1).sum().backward()
-        torch.optim.AdamW([x]).step()
-        if self.task.peer:
-            build_peer(self.task.peer, self.plan)
-
-    def make_ours(self) -> None:
-        """The variant with the trainer's step and optimizers, its spans at ``task.spans``; or its sublayer alone."""
-        whole = self.plan.make_model().to(self.device)
-        optimizers = self.plan.make_optimizers(whole)
-        optimizers.lr = 0.0
-        self.model, self.step, self.zero_grad = whole.train(), partial(optimizers.step, MIDDLE), optimizers.zero_grad
-        if self.task.layer:
-            self.model = next(part for name, part in whole.sublayers() if name.endswith(f".{self.task.layer}"))
-            self.backend = self.model.backend(self.device, training=True)
-            forward = self.runtime.forward(self.model)
-            self.call = lambda x: forward(x).y
-            return
-        self.update, self.backend = Update(whole, optimizers, self.runtime), backend_of(whole, self.runtime)
-        if self.task.spans is not None:
-            if not learned_spans(whole):
-                raise ValueError(f"spans={list(self.task.spans)}: cannot be set, no sublayer has learned spans")
-            place_spans(whole, [self.task.spans], heads=len(self.task.spans))
-
-    def make_peer(self) -> None:
-        self.model = build_peer(self.task.peer, self.plan).to(self.device).train()
-        self.backend = "plain" if self.task.layer else "fused"  # models ask for fused attention
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
-        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
-        self.call = self.runtime.forward(self.model)
-
-    def train(self) -> None:
-        """One whole training step."""
-        if self.task.layer:
-            with self.runtime.autocast():
-                y = self.call(self.x)
-            y.backward(self.gradient.to(y.dtype))
-            self.x.grad = None
-            self.step(), self.zero_grad()
-            return
-        number = self.taken % len(self.inputs)
-        self.taken, inputs, targets = self.taken + 1, self.inputs[number], self.targets[number]
-        if self.task.peer:
-            with self.runtime.autocast():
-                logits = self.call(inputs)
-            F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
-            self.step(), self.zero_grad()
-            return
-        carry = self.plan.batch.carry
-        if carry and self.state is None:
-            self.state = full_state(self.model, self.inputs[0], span=self.plan.model.span, where=self.runtime)
-        _, after = self.update(inputs, targets, self.state, fraction=MIDDLE)
-        self.state = after if carry else None
+    def identity(self) -> dict:
+        """Provenance, with the package and its version; a peer's configuration has the package as its variant."""
+        row, task = super().identity(), self.task
+        package = PACKAGES.get(task.peer, "attention-windtunnel")
+        if task.peer:
+            config = row["config"] | {"variant": {"name": task.name, "package": package}}
+            row |= {"variant": task.name, "config": config, "config_hash": config_hash(config, pinned=PINNED)}
+        return row | {"package": package, "package_version": version(package)}
 
     def weigh(self) -> dict:
         """Parameters, backend, and the peak of memory of training steps after warm-up."""
-        shake_(self.model)
-        for _ in range(WARM_STEPS):
-            self.train()
-        steps = partial(
-            times, self.train, least_calls=MEASURED_STEPS, synchronise=self.runtime.synchronise, most_seconds=0.0
-        )
-        peak = peak_bytes(steps, device=self.device, meter=self.meter)
-        memory = {"train_peak_bytes": peak.bytes, "peak_reserved_bytes": peak.reserved_bytes}
+        task = self.task
+        if task.peer:
+            build_peer(task.peer, self.plan)  # what a package loads belongs to no model
+        self.build()
+        if task.peer:
+            backend = "plain" if task.layer else "fused"  # models ask for fused attention
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+            self.step = self.optimizer.step
+        elif task.layer:
+            self.optimizer = self.plan.make_optimizers(self.whole.to(self.device))
+            self.optimizer.lr, self.step = 0.0, partial(self.optimizer.step, MIDDLE)
+            backend = self.model.backend(self.device, training=True)
+        else:
+            backend = backend_of(self.model, self.runtime)
+        memory = self.step_peak() if task.peer or task.layer else self.train_memory()
+        memory = {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
-        parameters |= {} if self.task.peer else {"touched": self.model.touched_parameters()}
-        backend = f"{self.backend}, compiled" if self.runtime.compile else self.backend
-        return {"parameters": parameters, "backend": backend, "memory": memory | {"approximate": peak.approximate}}
+        parameters |= {} if task.peer else {"touched": self.model.touched_parameters()}
+        backend = f"{backend}, compiled" if self.runtime.compile else backend
+        return {"parameters": parameters, "backend": backend, "memory": memory}
 
     def round(self, seconds: float) -> list[float]:
         """Milliseconds of each training step, for so long, two steps at least; the one before finds others' caches."""
         clock = {"synchronise": self.runtime.synchronise, "most_seconds": seconds}
-        return times(self.train, **clock, least_calls=2, warm_calls=1)
+        return times(self._train, **clock, least_calls=2, warm_calls=1)
+
+    def _model(self) -> nn.Module:
+        task, b = self.task, self.plan.batch
+        if task.layer:
+            generator = torch.Generator().manual_seed(self.plan.seed)
+            pair = torch.randn(2, b.streams, b.segment, self.plan.model.d_model, generator=generator)
+            self.x, self.gradient = pair.to(self.device)  # [B, T, D] each
+            self.x.requires_grad_()
+        if task.peer:
+            model = build_peer(task.peer, self.plan)
+            shake_(model)
+            return model.train()
+        self.whole = super()._model()
+        if isinstance(task.spans, tuple) and not learned_spans(self.whole):
+            raise ValueError(f"spans={list(task.spans)}: cannot be set, no sublayer has learned spans")
+        if not task.layer:
+            return self.whole
+        return next(part for name, part in self.whole.sublayers() if name.endswith(f".{task.layer}")).train()
+
+    def _train(self) -> None:
+        """One whole training step."""
+        if not (self.task.peer or self.task.layer):
+            return super()._train()
+        if self.task.layer:
+            with self.runtime.autocast():
+                out = self.forward(self.x)
+            y = out if self.task.peer else out.y
+            y.backward(self.gradient.to(y.dtype))
+            self.x.grad = None
+        else:
+            inputs, targets = self._batch()
+            with self.runtime.autocast():
+                logits = self.forward(inputs)
+            F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
+        self.step()
+        self.optimizer.zero_grad()

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -26,7 +25,6 @@ from omegaconf import DictConfig
 from bench import CONF
 from bench.turns import MOST_MS, Asked, in_turn, load_meter
 from harness.compose.cli import run_command
-from harness.data.sources import PINNED
 
 EACH, FAIR = "<each>", 0.97
 
@@ -38,7 +36,6 @@ class PeerSettings:
     rows: str | None
     rounds: Annotated[int, Gt(0)]
     seconds: Annotated[float, Gt(0)]
-    batches: int
     context: int | None
     variants: list | None
     sizes: dict
@@ -71,14 +68,17 @@ class EntrySettings:
 class Entry(Asked):
     """An entry, and what became of it."""
 
-    task: object  # peer_workers.Task
+    task: object  # cost_worker.Task
     job: str
-    package: str
-    package_version: str | None
-    identity: dict  # provenance of its row
+    identity: dict | None = None  # provenance of its row
     facts: dict = field(default_factory=dict)  # of weigh
     rounds: list[list[float]] = field(default_factory=list)  # milliseconds of each step, by round
     load: dict | None = None  # what others took of the machine while the rounds went on
+
+    @property
+    def spent_ms(self) -> float:
+        """In steps that were timed."""
+        return sum(map(sum, self.rounds))
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
@@ -91,8 +91,8 @@ def main(cfg: DictConfig) -> None:
     from harness.record.table import print_table
 
     settings = parse(PeerSettings, own_keys(cfg, *PeerSettings.__dataclass_fields__), key="")
-    file = RowFile(Path(cfg.outputs), verb="peers", path=None if settings.rows is None else Path(settings.rows))
-    comparisons = [(one, make_entries(one, batches=settings.batches)) for one in comparison_settings(settings)]
+    file = RowFile(Path(cfg.outputs), verb="peers", path=settings.rows and Path(settings.rows))
+    comparisons = [(one, make_entries(one)) for one in comparison_settings(settings)]
     shown, interrupted = [], False
     with Steps(sum((1 + settings.rounds) * len(entries) for _, entries in comparisons)) as progress:
         for comparison, entries in comparisons:
@@ -128,52 +128,35 @@ def comparison_settings(settings: PeerSettings) -> Iterator[ComparisonSettings]:
 
 def _parsed(cls: type, node: object, *, key: str):
     """As ``parse``, but what has a default may be left out."""
-    from harness.plan.settings import check_keys, parse
+    from harness.plan.settings import parse
 
-    defaults = {own.name: own.default for own in fields(cls) if own.default is not MISSING}
-    if not isinstance(node, dict):
-        check_keys(node, defaults, key=key)
-    return parse(cls, defaults | node, key=key)
+    defaults = {one.name: one.default for one in fields(cls) if one.default is not MISSING}
+    return parse(cls, defaults | node if isinstance(node, dict) else node, key=key)
 
 
-def make_entries(comparison: ComparisonSettings, *, batches: int) -> list[Entry]:
-    """Entries that have not begun, each with the provenance of its row; ValueError naming the key."""
-    import torch
+def make_entries(comparison: ComparisonSettings) -> list[Entry]:
+    """Entries that have not begun; ValueError naming the key."""
+    from bench.cost_worker import Task
+    from bench.peer_workers import PACKAGES
+    from bench.planning import bench_plan, recompose, typed_command
 
-    from bench.peer_workers import PACKAGES, Task, version
-    from bench.planning import bench_plan, provenance, recompose, typed_command
-    from harness.data import corpora
-    from harness.data.streams import Streams
-    from harness.device import runtime
-    from harness.record import folder
-
-    load, entries = cache(lambda data: corpora.load(**json.loads(data))), []
+    entries = []
     for name, asked in comparison.entries.items():
         words = (*comparison.words.split(), *asked.words.split())
         plan = bench_plan(recompose("peers", *words, own=tuple(PeerSettings.__dataclass_fields__)))
-        m, b, corpus = plan.model, plan.batch, load(json.dumps(plan.data))
-        streams = Streams(corpus.splits["train"], streams=b.streams, segment=b.segment, seed=plan.seed, carry=False)
-        pairs = [streams.batch(position) for position in range(batches)]
-        pairs = torch.stack([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in pairs]).byte()
-        where = runtime.start(plan.runtime)
-        identity = provenance(plan, kind="peers", corpus=corpus, runtime=where, command=typed_command("peers"))
-        package, spans = "attention-windtunnel", asked.spans
         if asked.peer is None:
             plan.make_model()  # complains before anything runs
-        else:
-            if asked.peer not in PACKAGES:
-                raise ValueError(f"peer={asked.peer}: there is no such peer; allowed are {', '.join(PACKAGES)}")
-            package = PACKAGES[asked.peer]
-            config = identity["config"] | {"variant": {"name": name, "package": package}}
-            identity |= {"variant": name, "config": config, "config_hash": folder.config_hash(config, pinned=PINNED)}
+        elif asked.peer not in PACKAGES:
+            raise ValueError(f"peer={asked.peer}: there is no such peer; allowed are {', '.join(PACKAGES)}")
+        heads, span, spans = plan.model.heads, plan.model.span, asked.spans
         if spans is not None:
-            spans = tuple(spans * m.heads if len(spans) == 1 else spans)
-            if len(spans) != m.heads or not all(isinstance(z, int) and 0 <= z <= m.span for z in spans):
-                raise ValueError(f"spans={asked.spans}: must be {m.heads} integers from 0 to {m.span}, one a head")
-        task = {"config": plan.config, "trusted": plan.trust, "batches": pairs, "layer": comparison.layer}
-        task = Task(**task, peer=asked.peer, spans=spans)
-        about = {"package": package, "package_version": version(package), "identity": identity}
-        entries.append(Entry(name=name, job=comparison.job, task=task, **about))
+            spans = tuple(spans * heads if len(spans) == 1 else spans)
+            if len(spans) != heads or not all(isinstance(z, int) and 0 <= z <= span for z in spans):
+                raise ValueError(f"spans={asked.spans}: must be {heads} integers from 0 to {span}, one a head")
+        warm = plan.batch.carry and asked.peer is None and comparison.layer is None
+        what = {"config": plan.config, "span": span, "warm": warm, "spans": spans or "initial"}
+        who = {"name": name, "peer": asked.peer, "layer": comparison.layer, "command": typed_command("peers")}
+        entries.append(Entry(name=name, job=comparison.job, task=Task(**what, **who)))
     return entries
 
 
@@ -187,11 +170,13 @@ def compete(entries: list[Entry], *, rounds: int, seconds: float, progress) -> N
         for entry in entries:
             progress.doing(f"{entry.name}: memory")
             entry.cell = stack.enter_context(Cell(Worker, entry.task))
+            entry.identity = entry.ask("identity")
+            assert entry.identity, f"no provenance: {entry.reason}"
             entry.facts = entry.ask("weigh") or {}
             progress.print(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "ready"))
             progress.advance(1 + rounds if entry.status else 1)
-        how = {"rounds": rounds, "progress": progress, "spent_ms": spent_ms}
         meter = load_meter(entries[0].identity)
+        how = {"rounds": rounds, "progress": progress, "spent_ms": lambda entry: entry.spent_ms}
         try:
             for entry, times_ms in in_turn(entries, "round", seconds, **how):
                 entry.rounds += [times_ms] if times_ms else []
@@ -216,39 +201,38 @@ def rows_of(entries: list[Entry], reference: str, *, planned_rounds: int) -> Ite
         void = f"the reference model reaches only {median(check):.3f} of {TRANSFORMERS} in this run; {FAIR} is needed"
     for entry in (entry for entry in entries if entry.status or entry.rounds):
         b, measured, shares = entry.identity["config"]["batch"], not entry.status, ratios(entry, named[reference])
-        step = percentiles([ms for own in entry.rounds for ms in own]) if measured else None
-        per_step = b["streams"] * b["segment"]
+        step = percentiles([ms for one in entry.rounds for ms in one]) if measured else None
+        cut = measured and len(entry.rounds) < planned_rounds and entry.spent_ms < MOST_MS
         yield entry.identity | {
-            "name": entry.name, "job": entry.job, "package": entry.package, "package_version": entry.package_version,
-            "streams": b["streams"], "segment": b["segment"], "relative_to": reference,
-            "status": entry.status or "measured", "reason": entry.reason, "load": entry.load,
+            "name": entry.name,
+            "job": entry.job,
+            "streams": b["streams"],
+            "segment": b["segment"],
+            "relative_to": reference,
+            "status": entry.status or "measured",
+            "reason": entry.reason,
+            "load": entry.load,
             "invalid": void if reference == REFERENCE else None,
             "reference_in_check": median(check) if check else None,
             "reference_in_check_range": [min(check), max(check)] if check else None,
             "rounds": len(entry.rounds),
-            "interrupted": measured and len(entry.rounds) < planned_rounds and spent_ms(entry) < MOST_MS,
-            "backend": entry.facts.get("backend", "plain"), "parameters": entry.facts.get("parameters"),
+            "interrupted": cut,
+            "backend": entry.facts.get("backend", "plain"),
+            "parameters": entry.facts.get("parameters"),
             "memory": entry.facts.get("memory") if measured else None,
             "time": {"train_ms": step} if measured else None,
-            "bytes_per_second": per_step / step["p50"] * 1000 if measured else None,
+            "bytes_per_second": b["streams"] * b["segment"] / step["p50"] * 1000 if measured else None,
             "relative_to_reference": median(shares) if measured and shares else None,
             "relative_range": [min(shares), max(shares)] if measured and shares else None,
-        }  # fmt: skip
-
-
-def spent_ms(entry: Entry) -> float:
-    """In steps that were timed."""
-    return sum(map(sum, entry.rounds))
+        }
 
 
 def ratios(entry: Entry, reference: Entry) -> list[float]:
     """Speed of an entry in that of its reference, by position, in each round that both have."""
-
-    def per_byte(one: Entry) -> list[float]:
-        b = one.identity["config"]["batch"]
-        return [median(ms) / (b["streams"] * b["segment"]) for ms in one.rounds]
-
-    return [b / a for a, b in zip(per_byte(entry), per_byte(reference), strict=False)]  # an interrupted round has fewer
+    batches = [one.identity["config"]["batch"] for one in (entry, reference)]
+    ours, theirs = (b["streams"] * b["segment"] for b in batches)
+    rounds = zip(entry.rounds, reference.rounds, strict=False)  # an interrupted round has fewer
+    return [(median(b) / theirs) / (median(a) / ours) for a, b in rounds]
 
 
 if __name__ == "__main__":

@@ -42,13 +42,8 @@ def own_keys(cfg: DictConfig, *names: str) -> dict:
 
 
 def recompose(verb: str, *overrides: str, own: tuple[str, ...], leave: tuple[str, ...] = ()) -> DictConfig:
-    """The training part of what the user typed with ``overrides`` after it; inside a command of Hydra's only.
-
-    Args:
-        verb: whose configuration it is.
-        own: keys of the verb alone.
-        leave: typed keys that the verb has not.
-    """
+    """The training part of what the user typed for ``verb`` with ``overrides`` after it, without the verb's ``own`` keys;
+    inside a command of Hydra's only. Typed keys that are to be left out stand in ``leave``."""
     cfg = compose_typed(verb, *overrides, leave=leave)
     own_keys(cfg, *own)
     return cfg
@@ -81,13 +76,11 @@ def typed_command(verb: str) -> str:
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
     """The part of a row that says what was measured, by which code and on what."""
-    known = {
-        "config_hash": folder.config_hash(plan.config, pinned=PINNED),
-        "source": source.digest(plan.config, trust=plan.trust, measuring=True),
-    }
+    digests = {"config_hash": folder.config_hash(plan.config, pinned=PINNED)}
+    digests["source"] = source.digest(plan.config, trust=plan.trust, measuring=True)
     config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text, for JSON
-    own = summary.provenance(plan, corpus=corpus, runtime=runtime, command=command, measuring=True, **known)
-    return {"kind": kind, "config": config, **own}
+    facts = {"corpus": corpus, "runtime": runtime, "command": command, "measuring": True}
+    return {"kind": kind, "config": config, **summary.provenance(plan, **facts, **digests)}
 
 
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
@@ -100,22 +93,16 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of a run that somebody made, to be computed as ``runtime`` says.
+    """The plan of a run that somebody made, to be computed as ``runtime`` says; ValueError naming folder, file and key.
 
-    Nothing in the folder is believed: its configuration has plain values only, and names no class but of our modules and of
-    those that the command line trusts.
-
-    Args:
-        trust: as it was typed for this command; what the run was trained with does not count.
-
-    Raises:
-        ValueError: naming the folder, the file, the key and what is allowed.
+    Nothing in the folder is believed: its configuration has plain values only, and names no class but of our modules and
+    of those in ``trust``, as it was typed for this command; what the run was trained with does not count.
     """
     what = f"{key}={path}"
-    own = read_config(path / CONFIG, what=what)
+    config = read_config(path / CONFIG, what=what)
     try:
-        own.runtime, own.trust = runtime, trust
-        return plan_run(own)
+        config.runtime, config.trust = runtime, trust
+        return plan_run(config)
     except MISTAKES as error:
         raise ValueError(f"{what}: {CONFIG}: {explain(error)}") from error
 
@@ -152,17 +139,10 @@ class Trained(NamedTuple):
 
 
 def open_trained(path: Path, *, key: str, runtime: DictConfig | None = None, trust: list | str) -> Trained:
-    """A run folder, of which nothing is believed: the one way to it for whatever looks at a trained model.
-
-    Args:
-        runtime: None for that of ``conf``, in float32 on the CPU and not compiled.
-        trust: as ``plan_of_run`` has it.
-
-    Raises:
-        ValueError: naming ``key``, the folder and what is wrong with it.
-    """
+    """A run folder, of which nothing is believed: the one way to it for whatever looks at a trained model; ValueError
+    naming ``key``, the folder and what is wrong with it. ``runtime`` None: that of ``conf``, in float32 on the CPU."""
     if runtime is None:
-        own = {"device": "cpu", "precision": "float32", "compile": False}
-        runtime = OmegaConf.merge(OmegaConf.load(Path(CONF) / "runtime" / "default.yaml"), own)
+        plain = {"device": "cpu", "precision": "float32", "compile": False}
+        runtime = OmegaConf.merge(OmegaConf.load(Path(CONF) / "runtime" / "default.yaml"), plain)
     saved, best = read_run(path, key=key)
     return Trained(plan_of_run(path, key=key, runtime=runtime, trust=trust), saved, best, key)

@@ -5,6 +5,7 @@ A row says what was measured, by which code, on what and how; a reader needs nei
 """
 
 import time
+from itertools import count
 from pathlib import Path
 
 from harness.record.comparison import GROUND, UNSAID
@@ -29,16 +30,13 @@ class RowFile:
 
     def __init__(self, outputs: Path, *, verb: str, path: Path | None = None):
         name = time.strftime(f"%Y%m%d-%H%M%S-{verb}")
-        self.path, number = path or outputs / name / ROWS, 1
-        while path is None and self.path.parent.exists():  # another call of the same second
-            number += 1
-            self.path = outputs / f"{name}-{number}" / ROWS
-        key, root = (f"outputs={outputs}", outputs) if path is None else (f"rows={path}", path.parent)
-        probe = next(place for place in (root, *root.absolute().parents) if place.exists())
-        if not probe.is_dir():
-            raise ValueError(f"{key}: cannot be written ({probe} is a file)")
-        if self.path.is_dir():
-            raise ValueError(f"{key}: cannot be written ({self.path} is a folder)")
+        folders = (outputs / f"{name}{f'-{n}' if n > 1 else ''}" for n in count(1))  # calls of the same second
+        self.path = path or next(folder for folder in folders if not folder.exists()) / ROWS
+        key = f"outputs={outputs}" if path is None else f"rows={path}"
+        probe = next(place for place in self.path.absolute().parents if place.exists())
+        wrong = f"{self.path} is a folder" if self.path.is_dir() else f"{probe} is a file"
+        if self.path.is_dir() or not probe.is_dir():
+            raise ValueError(f"{key}: cannot be written ({wrong})")
 
     def append(self, row: dict) -> dict:
         """Write one row and return it as written; AssertionError if it could not be traced."""
@@ -52,8 +50,6 @@ def refusal(row: object) -> str | None:
     if not isinstance(row, dict):
         return f"a {type(row).__name__} is no row"
     missing = [key for key in (*IDENTITY, *GROUND) if key not in row and key not in UNSAID]
-    if missing:
-        return f"no provenance: {', '.join(missing)} missing"
-    if not (isinstance(row["data"], dict) and row["data"].get("sha256")):
-        return "no provenance: data.sha256 missing"
-    return other_format(row)
+    if not missing and not (isinstance(row["data"], dict) and row["data"].get("sha256")):
+        missing = ["data.sha256"]
+    return f"no provenance: {', '.join(missing)} missing" if missing else other_format(row)

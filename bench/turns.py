@@ -29,13 +29,10 @@ class Asked:
 
     def ask(self, method: str, *arguments, **keywords):
         """The cell's answer, or None where it has failed, now or before. ValueError for a user's mistake."""
-        if self.status is not None:
-            return None
         try:
-            return self.cell.ask(method, *arguments, **keywords)
+            return None if self.status else self.cell.ask(method, *arguments, **keywords)
         except CellError as error:
             self.status, self.reason = error.status, str(error)
-            return None
 
 
 def in_turn(
@@ -48,10 +45,8 @@ def in_turn(
 ) -> Iterator[tuple[Asked, object]]:
     """Ask all that have not failed the same question, ``rounds`` times, or until ``spent_ms`` says ``MOST_MS``.
 
-    Another one begins each round, so that nobody always follows the same neighbour's heat.
-
-    Yields:
-        who was asked, and the answer or None.
+    Another one begins each round, so that nobody always follows the same neighbour's heat. Yields who was asked, and
+    the answer or None.
     """
     for number in range(rounds):
         ready = [one for one in asked if one.status is None and spent_ms(one) < MOST_MS]

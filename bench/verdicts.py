@@ -28,7 +28,7 @@ HEAD = "| claim | compared | in | must be | n | difference, 95% interval | verdi
 def verdict_table(lines: list[dict]) -> str:
     """The table of one file of ``bench.evidence``; ValueError where its runs are not of one protocol."""
     words = ((dict(word.split("=", 1) for word in line["cell"]), line["summary"]) for line in lines)
-    runs = {(own["variant"], int(own["seed"])): summary for own, summary in words}
+    runs = {(cell["variant"], int(cell["seed"])): summary for cell, summary in words}
     if len(grounds := sorted({_ground(run) for run in runs.values() if run["status"] == "finished"})) > 1:
         raise ValueError("rows differ in data, protocol, budget or arithmetic:\n" + "\n".join(grounds))
     table = [HEAD]
@@ -49,21 +49,21 @@ def verdict_table(lines: list[dict]) -> str:
 
 
 def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, str]:
-    """The verdict on differences that must be less than the margin, or both less and not further below 0 (*the same*), and their
-    interval in words."""
+    """The verdict on differences that must be less than the margin, or both less and not further below 0 (*the same*), and
+    their interval in words."""
     if len(differences) < 2:
         return FEW, "".join(f"{one:+.4f}" for one in differences)
-    found = paired(differences)
-    low, high = found.mean - found.half_width, found.mean + found.half_width
+    pairs = paired(differences)
+    low, high = pairs.mean - pairs.half_width, pairs.mean + pairs.half_width
     lowest = -margin if must == "the same" else float("-inf")
     verdict = HOLDS if lowest < low and high < margin else NOT if low >= margin or high <= lowest else OPEN
-    return verdict if found.n >= SEEDS else FEW, f"{found.mean:+.4f} ± {found.half_width:.4f}"
+    return verdict if pairs.n >= SEEDS else FEW, f"{pairs.mean:+.4f} ± {pairs.half_width:.4f}"
 
 
-def _differences(runs: dict[tuple[str, int], dict], own: str, other: str, measure: str) -> list[float | None]:
+def _differences(runs: dict[tuple[str, int], dict], variant: str, beside: str, measure: str) -> list[float | None]:
     """Of all matched seeds, in bits or percent; None for one without a score."""
-    seeds = sorted(seed for name, seed in runs if name == own and (other, seed) in runs)
-    pairs = [[_value(runs[name, seed], measure) for name in (own, other)] for seed in seeds]
+    seeds = sorted(seed for name, seed in runs if name == variant and (beside, seed) in runs)
+    pairs = [[_value(runs[name, seed], measure) for name in (variant, beside)] for seed in seeds]
     return [None if None in (a, b) else 100 * (a / b - 1) if measure.endswith("%") else a - b for a, b in pairs]
 
 
@@ -78,8 +78,8 @@ def _value(summary: dict, measure: str) -> float | None:
 def _ground(summary: dict) -> str:
     """What all runs of a table have in common; context and span follow from a mechanism's sizes."""
     protocol = {key: value for key, value in summary["protocol"].items() if key not in ("context", "span")}
-    own = [summary["data"]["sha256"], protocol, *(summary[key] for key in ("budget", "precision"))]
-    return json.dumps([*own, summary["numerics"]["shared"]], sort_keys=True)
+    held = [summary["data"]["sha256"], protocol, *(summary[key] for key in ("budget", "precision"))]
+    return json.dumps([*held, summary["numerics"]["shared"]], sort_keys=True)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def shake_(model: nn.Module, *, spans: bool = False) -> None:
     """Add normal noise to every parameter, the same at every call; back into the legal range where the model knows it.
 
     Args:
-        spans: whether ``Spans`` move, too: learned lengths by half a key, off the kinks of whole ones, for 0.02 of a span of 8192
-            is 164 keys, and a length that noise drives to 0 is whole again.
+        spans: whether ``Spans`` move, too: learned lengths by half a key, off the kinks of whole ones, for 0.02 of a span
+            of 8192 is 164 keys, and a length that noise drives to 0 is whole again.
     """
     parts = [part for part in model.modules() if isinstance(part, Spans) and (part.placeable or not spans)]
     lengths = {parameter for part in parts for parameter in part.parameters()}
@@ -48,18 +48,15 @@ def learned_spans(model: LanguageModel) -> list[Spans]:
 
 
 def place_spans(model: LanguageModel, spans: Sequence[Sequence[float]], *, heads: int) -> None:
-    """Put learned spans of H = ``heads`` heads at so many keys, or at S where that is less.
-
-    Args:
-        spans: a list for each sublayer, a number for each head, read in a circle where there are more of them.
-    """
+    """Put learned spans of H = ``heads`` heads at so many keys, or at S where that is less; ``spans`` has a list for each
+    sublayer, a number for each head, read in a circle where there are more of them."""
     for number, part in enumerate(learned_spans(model)):
         keys = spans[number % len(spans)]
         part.place_([keys[head % len(keys)] for head in range(heads)])
 
 
 def spans_of(kind: str, *, span: int) -> list[list[float]]:
-    """Lists for ``place_spans``: ``learned``, as a run left them, or ``one_long``, with each layer's longest at S; a layer's
-    longest comes first, so that few heads have it, too."""
+    """Lists for ``place_spans``: ``learned``, as a run left them, or ``one_long``, with each layer's longest at S; a
+    layer's longest comes first, so that few heads have it, too."""
     lists = [sorted(layer, reverse=True) for layer in LEARNED["spans"]]
     return [[float(span), *layer[1:]] for layer in lists] if kind == "one_long" else lists

@@ -5,9 +5,7 @@ A layer is what the variant says it is. Norm, residual and positions on the inpu
 counts bytes of each stream and ``states`` holds one state a sublayer.
 """
 
-import math
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -15,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint as recomputation
 
-from variants.contract import Inspection, LayerContext, NeededFlops, Position, State, Sublayer, SublayerOutput
+from variants.contract import (
+    Inspection,
+    LayerContext,
+    NeededFlops,
+    Position,
+    State,
+    Sublayer,
+    SublayerOutput,
+    set_shapes,
+)
 
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
@@ -209,13 +216,9 @@ class LanguageModel(nn.Module):
 
     def project_(self) -> None:
         """Every sublayer's parameters back into their range; one copy tells the host all that shapes follow from."""
-        found = [(sublayer, sublayer.bound_()) for _, sublayer in self.sublayers()]
-        found = [(sublayer, values) for sublayer, values in found if values is not None]
-        if found:
-            known = torch.cat([values for _, values in found]).tolist()
-            told = iter(0.0 if math.isnan(value) else value for value in known)  # of a NaN the loss will tell
-            for sublayer, values in found:
-                sublayer.decide(list(islice(told, len(values))))
+        for _, sublayer in self.sublayers():
+            sublayer.project_()
+        set_shapes(self)
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
         """``"layers.0.attention.span"`` to numbers or lists of them, one a head, from summed statistics."""
@@ -259,13 +262,19 @@ class LanguageModel(nn.Module):
     def touched_parameters(self) -> int:
         """Parameters read for one byte: what each sublayer says of itself, norms, head, and a row of the embedding."""
         counts = self.parameters_by_sublayer()
-        touched = {name: sublayer.touched_parameters() for name, sublayer in self.sublayers()}
         whole = {name: sum(p.numel() for p in sublayer.parameters()) for name, sublayer in self.sublayers()}
+        touched = {name: whole[name] - unread_parameters(sublayer) for name, sublayer in self.sublayers()}
         # What layers share counts once, unless it is a table, of which each layer reads rows of its own.
         inside = sum(counts[n] if touched[n] == whole[n] else touched[n] for n in touched)
         tied = self.head.weight is self.embedding.weight  # then the row is one of the head's
         embedding = self.head.weight.numel() if tied else self.embedding.embedding_dim
         return inside + counts["norms"] + counts["head"] + embedding
+
+
+def unread_parameters(sublayer: Sublayer) -> int:
+    """Those in rows of tables that a byte does not read."""
+    tables = [(getattr(sublayer, name), reads) for name, reads in sublayer.tables.items()]
+    return sum(max(0, len(table) - reads) * table.shape[1] for table, reads in tables)
 
 
 def add_stats(total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

@@ -21,7 +21,7 @@ from tests.reference.attention import attention as reference
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.contract import LayerContext, State, Sublayer
+from variants.contract import LayerContext, State, Sublayer, set_shapes
 from variants.position import Alibi, NoPosition, Relative, Rotary
 
 B, D = 2, 5
@@ -99,6 +99,7 @@ def set_fractions(attention: Attention, fractions: list[float]) -> None:
     with torch.no_grad():
         attention.span.fraction.copy_(torch.tensor(fractions, dtype=DOUBLE))
     attention.project_()
+    set_shapes(attention)
 
 
 def starts(at: int) -> Tensor:

@@ -63,12 +63,13 @@ def write_fixed_rows(folder: Path) -> None:
         os.utime(run / "summary.json", (1.8e9 + place, 1.8e9 + place))
     costs = [cost_row(variant=v, length=n) for v in ("mhsa", "adaptive_span") for n in (256, 512, 1024)]
     costs += [cost_row(length=n, backend="plain") for n in (256, 512)]
-    lost = {"parameters": None, "spans": None, "flops": None, "bytes_moved": None, "memory": None, "time": None}
+    lost = {"parameters": None, "spans": None, "flops": None, "memory": None, "time": None}
     costs += [cost_row(length=1024, backend="plain", status="out of memory", reason="8 GiB", **lost)]
-    leak = cost_row(variant="linear", length=512)
-    leak["memory"] |= {"growth_bytes_per_step": 2**22}
     stream = [cost_row(variant=v, length=n, mode="stream", segment=128) for v in ("mhsa", "linear") for n in (256, 512)]
-    write_rows(folder, [*costs, cost_row(), leak | {"load": BUSY}, *stream], name="20261120-120000-cost")
+    stream.append(cost_row(length=256, mode="stream", segment=128, allocator="return"))
+    write_rows(
+        folder, [*costs, cost_row(), cost_row(variant="linear", load=BUSY), *stream], name="20261120-120000-cost"
+    )
     peers = [
         peer_row(name="reference_model"),
         peer_row(tokens_per_second=12_000.0),
@@ -82,5 +83,5 @@ def write_fixed_rows(folder: Path) -> None:
         name="20261120-135000-peers",
         rows=[peer_row(void="the reference is slow"), peer_row(name="mhsa", void="the reference is slow")],
     )
-    fits = [fit_row(), fit_row(variant="linear", measured_peak_bytes=1.1e8), fit_row(streams=16, load=BUSY)]
+    fits = [fit_row(), fit_row(variant="linear"), fit_row(streams=16, load=BUSY)]
     write_rows(folder, fits, name="20261120-140000-fit")

@@ -4,21 +4,21 @@ from einops import rearrange
 from torch import nn
 
 from variants import backends
-from variants.backends import Need
 from variants.context import VisibleKeys, before
-from variants.contract import WAYS, Honours, LayerContext, Sublayer, SublayerOutput
+from variants.contract import WAYS, Honours, LayerContext, SublayerOutput
 from variants.kernels.window import Window
 
 
-class Offered(Sublayer):
+class Offered(backends.OnKernels):
     honours = Honours(position=WAYS.keys(), attend_self={True, False}, span=True)
 
     def __init__(self, context: LayerContext):
         super().__init__()
-        d, self.heads = context.d_model, context.heads
+        d, self.heads, self.d_head = context.d_model, context.heads, context.d_model // context.heads
         self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
-        self.position, self.d_head = context.position(d // context.heads), d // context.heads
-        self.span, self.shift, self.wanted = context.span, 0 if context.attend_self else 1, context.backend
+        self.position, self.wanted_backend = context.position(self.d_head), context.backend
+        self.cache, self.dropout = "kv", 0.0
+        self.span, self.shift = context.span, 0 if context.attend_self else 1
 
     def reach(self):
         return self.span - 1 + self.shift
@@ -33,14 +33,3 @@ class Offered(Sublayer):
         bias = None if takes and vectors is not None else self.position.bias(q, self.span)
         y = backends.attend(backend, q, keys, visible, bias=bias, vectors=vectors if takes else None)
         return SublayerOutput(self.out(rearrange(y, "B H T K -> B T (H K)")), keys.last(visible.past()))
-
-    def need(self) -> Need:
-        scheme = self.position
-        known = {"constant_bias": scheme.constant_bias, "vectors": scheme.vectors(1) is not None}
-        return Need(d_head=self.d_head, dropout=0.0, spans_of_input=False, **known)
-
-    def backend(self, device, *, training):
-        return backends.choose(self.wanted, self.need(), device)
-
-    def backends(self, device, *, training):
-        return backends.possible(self.need(), device)

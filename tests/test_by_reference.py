@@ -103,9 +103,9 @@ def of_local(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Ten
 
 
 def of_longformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
-    windows = {"windows": list(sublayer.span.visible_keys()), "dilations": list(sublayer.span.steps)}
+    windows = {"windows": list(sublayer.span.visible_keys), "dilations": list(sublayer.span.steps)}
     same = shared(sublayer, case, past) | {"table": getattr(sublayer.position, "table", None)}
-    return longformer_attention(x, **same, **windows, global_positions=choices.get("global_bytes", 0))
+    return longformer_attention(x, **same, **windows)
 
 
 def of_reformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -126,7 +126,6 @@ CHUNKS |= {"past": 10, "length": 37, "heads": 1}
 OF_LOCAL = KEPT | {"length": [1, 5, 12], "past": [0, 1, 4, 13], "position": list(SCHEMES), "block": [5]}
 DILATED = KEPT | {"windows": [(1,), (4,)], "dilation": [(1,), (2,), (3,)], "dilated_heads": [1, 3], "span": [12]}
 WINDOWS = DILATED | {"length": [1, 2, 7], "past": [0, 1, 4, 13], "position": list(SCHEMES)}
-FIRST = DILATED | {"length": [1, 5], "past": [0, 1, 9], "global_bytes": [1, 5], "position": ["none", "rotary", "alibi"]}
 LSH = {"buckets": 4, "rounds": 3, "bucket_keys": 2, "d_head": 4, "heads": 2, "length": 9, "past": 8}
 LSHS = [
     {"past": 0, "length": 13, "position": "rotary"},
@@ -149,9 +148,7 @@ MECHANISMS = {
     "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),
     "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel"), moved=0.3),
     "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),
-    "longformer": Mechanism(
-        Longformer, of_longformer, WINDOWS, covering(FIRST, strength=2), ("plain", "auto", "chunked", "fused")
-    ),
+    "longformer": Mechanism(Longformer, of_longformer, WINDOWS, backends=("plain", "auto", "chunked", "fused")),
     "reformer": Mechanism(Reformer, of_reformer, {}, [LSH | row for row in LSHS]),
 }
 
@@ -171,8 +168,7 @@ def refused(name: str, row: dict, backend: str) -> bool:
     """Whether a backend must say that it cannot compute this."""
     relative = name == "transformer_xl" or row.get("position") == "relative"
     dynamic = row.get("spans") == "dynamic" and backend in ("fused", "kernel")
-    first = "global_bytes" in row and backend == "fused"
-    return dynamic or first or (backend == "fused" and relative)
+    return dynamic or (backend == "fused" and relative)
 
 
 def ended(row: dict) -> str:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from bench.arithmetic import BITS, ESCAPE, TOTAL, Decoder, Encoder, frequencies
 from bench.compress import code_streams, stream_lengths
+from bench.weights import shake_
 from harness.device import runtime
 from harness.model import LanguageModel
 from tests.composing import TINY, plan, recall
@@ -21,27 +22,16 @@ TEXT = b"Attention is a weighted mean of values; the weights are a softmax. " * 
 
 def small(variant: str, *overrides: str) -> LanguageModel:
     """A model whose weights are shaken, so that no two of its probabilities are alike."""
-    more = MEMORY if "product_key_memory" in variant or variant == "adaptive_span_memory" else ()
-    wide = [f"model.d_model={16 * (1 + ('memory' in variant))}"]
-    torch.manual_seed(1)
-    model = plan(*TINY, *wide, f"variant={variant}", *fitting(variant), *more, *overrides).make_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.project_()
+    more = MEMORY if variant == "product_key_memory" else ()
+    model = plan(*TINY, f"variant={variant}", *fitting(variant), *more, *overrides).make_model()
+    shake_(model)
     return model
 
 
 def there_and_back(model: LanguageModel, content: bytes, *, streams: int, symbols: bytes = ALL, words=()) -> dict:
     """The code and its counts, once it has come back as it was."""
-    how = {
-        "streams": streams,
-        "model": model,
-        "symbols": symbols,
-        "device": runtime.start(plan(*TINY, *words).runtime),
-        "advance": lambda n_bytes: None,
-    }
-    encoder = Encoder()
+    how = {"streams": streams, "model": model, "symbols": symbols, "advance": lambda n_bytes: None}
+    how["device"], encoder = runtime.start(plan(*TINY, *words).runtime), Encoder()
     _, counts = code_streams(encoder, content, **how)
     code = encoder.finish()
     assert code_streams(Decoder(code), bytes(len(content)), **how) == (content, counts)
@@ -50,7 +40,7 @@ def there_and_back(model: LanguageModel, content: bytes, *, streams: int, symbol
 
 def test_a_coder_gives_back_what_it_was_given_at_the_cost_of_its_frequencies():
     draw = np.random.default_rng(0)
-    weights = draw.dirichlet(np.full(257, 0.02), size=4000) * (TOTAL - 257)
+    weights = draw.dirichlet(np.full(257, 0.02), size=2000) * (TOTAL - 257)
     counts = 1 + weights.astype(np.int64)
     counts[:, -1] += TOTAL - counts.sum(axis=1)
     ends = counts.cumsum(axis=1)
@@ -64,7 +54,7 @@ def test_a_coder_gives_back_what_it_was_given_at_the_cost_of_its_frequencies():
     decoder = Decoder(code)
     assert [decoder.code(own, 0) for own in ends] == symbols
     bits = sum(BITS - math.log2(own[symbol]) for own, symbol in zip(counts, symbols, strict=True))
-    assert bits <= 8 * len(code) + 1e-6 and 8 * len(code) <= bits + 8 + 4000 * 2**-23
+    assert bits <= 8 * len(code) + 1e-6 and 8 * len(code) <= bits + 8 + 2000 * 2**-23
 
 
 def test_a_carry_runs_through_settled_bytes():
@@ -96,9 +86,9 @@ def test_frequencies_are_exact_in_sum_and_nothing_is_impossible(escape):
         assert ((counts[:, :-1] / TOTAL / probabilities)[likely] - 1).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("content", [b"abcd", b"abcdef", ALL[::-1] + b"\0" * 400 + TEXT, ALL[128:] * 3])
+@pytest.mark.parametrize("content", [b"abcdef", ALL[::-1] + b"\0" * 400 + TEXT, ALL[128:] * 3])
 def test_what_the_vocabulary_lacks_comes_back(content):
-    """As bytes of 20 bits; there are fewer bytes than streams, one more, some that are lacking, and nothing else."""
+    """As bytes of 20 bits; there is a byte more than streams, some that are lacking, and nothing else."""
     symbols, streams = bytes(sorted(set(TEXT))), 5 if len(content) < 20 else 77
     model = small("mhsa", f"data.vocabulary={len(symbols) + 3}")  # a few numbers have no byte
     coded = there_and_back(model, content, streams=streams, symbols=symbols)
@@ -111,7 +101,7 @@ def test_what_the_vocabulary_lacks_comes_back(content):
         assert 8 * len(coded["code"]) == pytest.approx(20 * len(lacking) + 8 * len(lengths), abs=16)
 
 
-@pytest.mark.parametrize("variant", ["compressed", "linear", "product_key_memory"])  # summaries, sums, nothing kept
+@pytest.mark.parametrize("variant", ["compressed", "product_key_memory"])  # summaries, nothing kept
 def test_the_code_is_as_long_as_the_score_claims(variant):
     content = recall().splits["train"].numpy().tobytes()[:1500] + TEXT + ALL
     streams, model = 85, small(variant)
@@ -124,13 +114,12 @@ def test_the_code_is_as_long_as_the_score_claims(variant):
         nats += F.cross_entropy(logits[0], tokens[0, 1:], reduction="sum").double().item()
         at += length
     assert coded["bits"] == pytest.approx(nats / math.log(2), rel=1e-4) and coded["predicted"] == len(content) - streams
-    claimed_bits = nats / math.log(2) + 8 * streams
-    assert 8 * len(coded["code"]) == pytest.approx(claimed_bits, rel=0.005)
+    assert 8 * len(coded["code"]) == pytest.approx(nats / math.log(2) + 8 * streams, rel=0.005)
 
 
 def test_bfloat16_comes_back_and_weights_that_are_no_numbers_are_refused():
     broken = small("mhsa")
-    there_and_back(broken, TEXT, streams=50, words=["runtime.precision=bfloat16"])
+    there_and_back(broken, TEXT[:300], streams=50, words=["runtime.precision=bfloat16"])
     with torch.no_grad():
         broken.head.weight.fill_(math.nan)
     with pytest.raises(ValueError, match="run: its weights give no probabilities"):

@@ -11,8 +11,7 @@ import torch
 
 from tests.attention_case import Case, starts
 from tests.runs import CARRY, MEMORY, make_run, own_folder, restored, tensors  # noqa: F401 - fixtures
-from variants.attention import Attention
-from variants.attention_parts import AttentionSpan
+from variants.attention import Attention, AttentionSpan
 
 VARIANTS = {
     "adaptive_span": ("position=relative", "model.cache=hidden"),
@@ -77,7 +76,7 @@ class ShortSpan(AttentionSpan):
 
     def __init__(self, context):
         super().__init__(context)
-        self.max_keys = (3,) * context.heads
+        self.set_keys((3,) * context.heads)
 
 
 def test_a_hard_window_shorter_than_the_span_stays_so():

@@ -14,20 +14,15 @@ from tests.composing import CONF
 from tests.runs import MEMORY, make_job, restored, stop, whole_run  # noqa: F401 - a fixture
 
 CPU = ("runtime.device=cpu", "runtime.threads=1")
-SPANS = ("variant=adaptive_span", "variant.attention.span.ramp=4", "variant.attention.span.initial=0.5")
-SPANS += ("variant.attention.span.loss_weight=0", "model.head_zero_init=false", "budget.steps=6")
-MIXED = (
-    "variant=adaptive_span_memory",
-    *MEMORY,
-    "variant.attention.span.initial=0.5",
-    "variant.attention.span.ramp=4",
-)
+RAMP = ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4")
+SPANS = ("variant=adaptive_span", *RAMP, "variant.attention.span.loss_weight=0", "model.head_zero_init=false")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, dict]:
     """A finished run with learned spans of about 8 of 16 keys, and its summary."""
-    job, summary = whole_run(*SPANS, f"outputs={tmp_path_factory.mktemp('runs')}", "eval.windows=true")
+    words = ("budget.steps=6", f"outputs={tmp_path_factory.mktemp('runs')}", "eval.windows=true")
+    job, summary = whole_run(*SPANS, *words)
     return job.folder.path, summary
 
 
@@ -49,9 +44,6 @@ def test_the_runs_protocol_gives_the_runs_number(trained, split, capsys):
     row = evaluated(run, f"split={split}", "eval.bytes=400")
     assert row["bits_per_byte"] == summary[f"{split}_bits_per_byte"]
     assert row["windows_bits_per_byte"] == summary[f"{split}_windows_bits_per_byte"]
-    assert row["protocol"] == summary["protocol"]
-    assert row["metrics"] == summary[f"{split}_metrics"]
-    assert row["weights_bytes_seen"] == summary["best_bytes_seen"]
     assert row["nats_per_byte"] == pytest.approx(row["bits_per_byte"] * math.log(2))
     assert sum(row["block_nats"]) / row["bytes"] == pytest.approx(row["nats_per_byte"], rel=1e-9)
     same = ("variant", "seed", "data", "config_hash", "command", "source", "device", "precision")
@@ -91,25 +83,10 @@ def test_another_span_keeps_learned_spans_in_keys(trained):
     assert wider["bits_per_byte"] == pytest.approx(own["bits_per_byte"], abs=1e-5)  # no head needs more than it has
     narrower = evaluated(run, "eval.bytes=400", "eval.span=3")
     assert spans(narrower) == [3.0] * 4 and narrower["bits_per_byte"] != own["bits_per_byte"]
-    assert own["context_curve"][-1]["to_bytes"] == 32 and wider["context_curve"][-1]["to_bytes"] == 80
 
 
-@pytest.mark.numeric
-def test_spans_that_grew_are_scored_over_all_of_their_keys(tmp_path):
-    job, _ = whole_run(
-        *("variant=adaptive_span", "model.span=256", "variant.attention.zero_init=false", "data.bytes=40000"),
-        *("budget.steps=2", f"outputs={tmp_path}"),
-    )
-    best = checkpoint.load_best(job.folder.path)
-    best["model"]["layers.0.attention.sublayer.span.fraction"].fill_(0.7)
-    checkpoint.save_best(job.folder.path, best)
-    job.trainer.take_weights(best["model"])
-    expected = job.trainer.evaluate(job.trainer.corpus.reported("valid", selection_bytes=200)).bits_per_byte
-    assert evaluated(job.folder.path)["bits_per_byte"] == expected
-
-
-def test_mixtures_and_an_unfinished_run(tmp_path):
-    job = make_job(*MIXED, f"outputs={tmp_path}", "budget.steps=8")
+def test_an_unfinished_run_of_a_mixture(tmp_path):
+    job = make_job("variant=adaptive_span_memory", *MEMORY, *RAMP, f"outputs={tmp_path}", "budget.steps=8")
     stop(job, step=5)
     row = evaluated(job.folder.path, "eval.bytes=400", "eval.span=24")
     assert row["weights_bytes_seen"] < 5 * 64 and row["metrics"]["layers.0.memory.usage_bytes"] >= 399 - 64
@@ -122,7 +99,6 @@ def test_mixtures_and_an_unfinished_run(tmp_path):
         ("eval.streams=many", "eval.streams=many: must be an integer or null"),
         ("eval.span=0", "eval.span=0: allowed are 1 to inf"),
         ("eval.bytes=-5", "eval.bytes=-5: must be at least 2"),
-        ("eval.streams=5000", "eval.streams=5000: allowed is 1 to 799"),
     ],
 )
 def test_bad_input_appends_nothing(trained, override, words):

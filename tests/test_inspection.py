@@ -26,7 +26,8 @@ def test_weights_make_the_output_again_on_every_backend(choices, backends):
     plain = attention.inspect(x).weights
     for attention.wanted_backend in backends:
         shown = attention.inspect(x)
-        _, (_, v), _, persistent = attention._made_of(x, torch.zeros(len(x), dtype=torch.int64))
+        segment = attention.project_qkv(x, torch.zeros(len(x), dtype=torch.int64))
+        v, persistent = segment.v, segment.persistent
         y = shown.weights @ v + (0 if persistent is None else shown.shares @ persistent.v)
         assert torch.allclose(attention.output(rearrange(y, "B H T K -> B T (H K)")), attention(x).y)
         assert torch.allclose(shown.weights, plain, rtol=0, atol=1e-12) and not shown.weights.triu(1).any()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.attention_case import DOUBLE, Case, assert_near, gradients
-from variants.attention import Attention
 from variants.linear import LinearAttention
 from variants.performer import Performer, orthogonal_rows
 
@@ -23,22 +22,18 @@ def performer_of(case: Case, *, size: float = 1.0, **keywords) -> Performer:
     return performer
 
 
-def test_features_far_below_zero_do_not_round_to_nothing():
+def test_features_far_below_zero_do_not_round_to_nothing_and_sums_are_float32_under_autocast():
     """elu(x) + 1 in float32, added up, is 0 from -17 on."""
-    case = Case(length=6)
-    attention = case.build(LinearAttention, bias=True, chunk=4)
+    case = Case(length=40)
+    attention = case.build(LinearAttention, bias=True, chunk=8)
     with torch.no_grad():
         attention.query.bias -= 30
         attention.key.bias -= 30
     x = case.stream()[1].detach()
     expected = attention(x).y
     assert_near(attention.float()(x.float()).y.double(), expected, tolerance=1e-5)
-
-
-def test_sums_are_float32_under_autocast():
-    case = Case(length=40)
     with torch.autocast("cpu", torch.bfloat16):
-        out = case.build(LinearAttention, chunk=8).float()(case.stream()[1].float())
+        out = attention(x.float())
     assert out.state[0].dtype == torch.float32 and out.y.dtype == torch.bfloat16
 
 
@@ -52,33 +47,25 @@ def test_many_features_come_near_to_softmax_attention(position):
         exact.load_state_dict(dict(performer.named_parameters()), strict=False)
         expected = exact(x).y
         errors.append((performer(x).y - expected).norm() / expected.norm())
-    assert isinstance(exact, Attention) and errors[1] < 0.04
-    assert 3 < errors[0] / errors[1] < 30  # 8, give or take
+    assert errors[1] < 0.04 and 3 < errors[0] / errors[1] < 30  # 8, give or take
 
 
-def test_directions_are_orthogonal_in_blocks_and_as_long_as_normal_vectors():
+def test_directions_are_orthogonal_in_blocks_as_long_as_normal_vectors_and_saved_for_each_head():
     torch.manual_seed(0)
     rows = orthogonal_rows(1000, 16)
-    assert rows.shape == (1000, 16)
     block = rows[16:32]
     angles = block @ block.T / block.norm(dim=1) / block.norm(dim=1)[:, None]
     torch.testing.assert_close(angles, torch.eye(16), rtol=0, atol=1e-5)
     squares = rows.square().sum(1)  # chi-squared of 16: mean 16, variance 32
     assert squares.mean().item() == pytest.approx(16, abs=0.6)
     assert squares.var().item() == pytest.approx(32, rel=0.25)
-    assert rows.mean().abs() < 0.05
-    assert rows.T.cov().sub(torch.eye(16)).abs().max() < 0.2
-
-
-def test_directions_are_saved_and_are_of_each_head():
+    assert rows.mean().abs() < 0.05 and rows.T.cov().sub(torch.eye(16)).abs().max() < 0.2
     performer = Case(length=6).build(Performer)
-    assert "directions" in performer.state_dict()
-    assert not any(p is performer.directions for p in performer.parameters())
+    assert "directions" in performer.state_dict() and "directions" not in dict(performer.named_parameters())
     assert (performer.directions[0] != performer.directions[1]).any()
 
 
-@pytest.mark.parametrize("position", ["none", "alibi"])
-@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize(("position", "size"), [("none", 30.0), ("alibi", 1.0)])
 def test_scales_that_grow_along_the_stream_neither_overflow_nor_vanish(position, size):
     """Keys that grow a hundredfold and shrink again, in float32 as in float64, whole and cut."""
     case = Case(length=60, position=position, d_head=4, heads=2)
@@ -103,5 +90,4 @@ def test_what_comes_later_changes_no_bit():
     changed = x.clone()
     changed[:, 5] *= 300
     before, after = performer(x).y, performer(changed).y
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert not torch.equal(before[:, 5], after[:, 5])
+    assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5], after[:, 5])

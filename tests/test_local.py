@@ -1,4 +1,4 @@
-"""Local attention beyond its reference: streams at phases of their own, long blocks, states of other blocks, and its cost."""
+"""Local attention beyond its reference: streams at phases of their own, long blocks, and states of other blocks."""
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from variants.local import LocalAttention
 BACKENDS = ["plain", "chunked", "fused"] + ([] if window_cpu.available() else ["kernel"])
 PASTS = [0, 1, 4, 5, 13]
 """Bytes behind each stream: no two at the same phase but those at 0, and some have several blocks behind them."""
+CASES = covering({"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"]}, strength=1)
 
 
 def build(*, block: int | None = 5, **choices) -> LocalAttention:
@@ -26,10 +27,7 @@ def inputs(*shape: int, seed: int = 1) -> Tensor:
 @pytest.fixture(params=[True, False], ids=["host", "device"])
 def phases(request, monkeypatch):
     """Phases that the host can read, and ones that it cannot, as on a GPU."""
-    monkeypatch.setattr(LocalAttention, "_go_by_phase", staticmethod(lambda count, length: request.param))
-
-
-CASES = covering({"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"]}, strength=2)
+    monkeypatch.setattr("variants.local.host_knows", lambda count: request.param)
 
 
 @pytest.mark.numeric
@@ -60,7 +58,7 @@ def test_long_blocks_in_pieces():
     attention, mhsa = case.build(LocalAttention, block=300), case.build()
     mhsa.load_state_dict(attention.state_dict())
     x = inputs(2, 290)
-    for first, length in ((0, 283), (7, 283), (7, 140)):  # realigned, and each query by itself
+    for first, length in ((0, 283), (7, 283)):
         past, segment = x[:, :first].detach(), x[:, first : first + length]
 
         def moved(layer, past=past, segment=segment) -> dict[str, Tensor]:
@@ -72,7 +70,7 @@ def test_long_blocks_in_pieces():
             assert_outcome(moved(attention), expected)
 
 
-def test_a_state_of_other_blocks_is_taken():
+def test_a_state_of_other_blocks_is_taken_and_blocks_follow_the_span_unless_they_are_given():
     x = inputs(2, 9).detach()
     for made, taken in ((5, 8), (8, 5), (8, 1)):
         one, other = build(block=made), build(block=taken)
@@ -81,16 +79,10 @@ def test_a_state_of_other_blocks_is_taken():
         begun = state[0][0].item() % taken
         expected = other(torch.cat([x[:, 9 - begun :], x[:, :6]], dim=1)).y[:, begun:]
         assert_near(other(x[:, :6], state, torch.tensor([9, 9])).y, expected)
-
-
-def test_blocks_that_follow_the_span_and_ones_that_cannot():
-    attention = build()
+    attention, follows = build(), build(block=None)
     attention.set_span(6)
-    assert attention.block == 5
     with pytest.raises(ValueError, match=r"eval\.span=4: allowed are integers from 5"):
         attention.set_span(4)
-    follows = build(block=None)
-    assert follows.block == 2
+    assert (attention.block, follows.block, build(block=None, attend_self=False, span=4).block) == (5, 2, 2)
     follows.set_span(4)
     assert follows.block == 1
-    assert build(block=None, attend_self=False, span=4).block == 2

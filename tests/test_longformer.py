@@ -4,24 +4,22 @@ import pytest
 import torch
 
 from harness.plan.small import shrunk
-from tests.attention_case import Case, assert_near, assert_same, run
+from tests.attention_case import Case, assert_same, run
 from tests.composing import plan
 from variants.longformer import Longformer, grown_dilation, grown_window
 
-HEADS, SPAN = 3, 12
 
-
-def build(window: int = 4, step: int = 3, *, dilated: int = 2, first: int = 0, **of_case) -> Longformer:
+def build(window: int = 4, step: int = 3, *, dilated: int = 2, **of_case) -> Longformer:
     """A layer whose last ``dilated`` of three heads have a step."""
-    sizes = {"windows": (window,), "dilation": (step,), "dilated_heads": dilated, "global_bytes": first}
-    return Case(**{"heads": HEADS, "span": SPAN} | of_case).build(Longformer, **sizes)
+    sizes = {"windows": (window,), "dilation": (step,), "dilated_heads": dilated}
+    return Case(**{"heads": 3, "span": 12} | of_case).build(Longformer, **sizes)
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_undilated_windows_of_all_are_plain_attention(cache):
-    case = Case(heads=HEADS, span=SPAN, position="rotary", cache=cache, past=15, length=13)
-    plain, layer = case.build(), build(SPAN, 1, position="rotary", cache=cache)
+    case = Case(heads=3, span=12, position="rotary", cache=cache, past=15, length=13)
+    plain, layer = case.build(), build(12, 1, position="rotary", cache=cache)
     plain.load_state_dict(layer.state_dict())
     past, x = case.stream()
     assert layer.ideal_flops() == plain.ideal_flops()
@@ -36,27 +34,24 @@ def test_undilated_windows_of_all_are_plain_attention(cache):
 def test_windows_and_dilation_by_depth():
     assert [grown_window(512, layer=i, n_layers=4) for i in range(4)] == [32, 64, 128, 256]
     assert [grown_window(13, layer=i, n_layers=2) for i in range(2)] == [2, 6]
-    assert grown_window(512, layer=0, n_layers=1) == 256
     small = [0] * 6 + [1, 1, 2, 2, 3, 3]  # gaps of the paper's models of 12 and of 30 layers
     assert [grown_dilation(layer=i, n_layers=12) - 1 for i in range(12)] == small
     large = [0] * 15 + [1] * 5 + [2] * 5 + [3] * 5
     assert [grown_dilation(layer=i, n_layers=30) - 1 for i in range(30)] == large
     layers = [Longformer(Case(heads=4, span=512).context(layer=i, n_layers=4), d_head=2) for i in range(4)]
     windows = [(32,) * 4, (64,) * 4, (128,) * 4, (256, 256, 171, 171)]
-    assert [layer.span.visible_keys() for layer in layers] == windows
+    assert [layer.span.visible_keys for layer in layers] == windows
     assert [layer.reach() for layer in layers] == [31, 63, 254, 510]
     assert [layer.period for layer in layers] == [1, 1, 2, 3]
     layers[3].set_span(64)
-    assert layers[3].span.visible_keys() == (32, 32, 22, 22)
-    assert build(4, 6, dilated=1).span.visible_keys() == (4, 4, 2)  # S = 12 leaves distances 0 and 6
+    assert layers[3].span.visible_keys == (32, 32, 22, 22)
     fixed = build(10, 2, dilated=1)
     for span, keys in ((7, (7, 7, 4)), (100, (10, 10, 10))):
         fixed.set_span(span)
-        assert fixed.span.visible_keys() == keys
+        assert fixed.span.visible_keys == keys
 
 
 def test_lists_for_each_layer_are_cut_for_a_small_model_of_other_layers():
     words = ("variant.attention.windows=[32,85,170,256]", "variant.attention.dilation=[1,1,2,3]")
     model = shrunk(plan("variant=longformer", *words)).make_model()
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    assert_near(model(tokens).logits, model(tokens).logits)
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()

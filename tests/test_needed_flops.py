@@ -11,7 +11,7 @@ from harness.model import LanguageModel
 from tests.attention_case import DOUBLE, B, Case, D, covering
 from tests.composing import TINY, plan
 from tests.promises import Gate
-from tests.runs import CARRY, MOVING, make_job, make_run, own_folder, restored, stop, whole_run  # noqa: F401 - fixtures
+from tests.runs import CARRY, make_run, own_folder, restored  # noqa: F401 - fixtures
 from variants.contract import LayerContext, NeededFlops, Sublayer
 from variants.feed_forward import FeedForward
 from variants.kernels.window import soft_mask
@@ -147,11 +147,3 @@ def test_streams_are_charged_for_what_they_carry():
     assert run.stream.steps_per_turn == 8
     run.step()
     assert run.spent.flops == cold + sum(growing) + 5 * full + cold, "a new turn begins without a past"
-
-
-def test_a_resumed_run_is_charged_as_if_it_had_not_stopped():
-    given = (*MOVING, *CARRY, "model.span=40", "budget.steps=9")
-    _, summary = whole_run(*given, "outputs=whole")
-    stop(make_job(*given), step=3)
-    _, again = whole_run(*given)
-    assert again["training_flops"] == summary["training_flops"]

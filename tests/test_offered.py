@@ -15,7 +15,6 @@ from variants.kernels import window_cpu
     "words",
     [
         ("position=rotary", "runtime.backend=fused"),
-        ("position=alibi", "model.attend_self=false", "runtime.backend=chunked"),
         pytest.param(("position=relative", "runtime.backend=kernel"), marks=pytest.mark.cpu_kernel),
     ],
 )

@@ -4,9 +4,8 @@ what was proven there."""
 import pytest
 import torch
 
-from bench.cost_worker import Subject
-from bench.cost_worker import Task as CostTask
-from bench.peer_workers import Task, Worker
+from bench.cost_worker import Subject, Task
+from bench.peer_workers import Worker
 from harness.loop import select_backend
 from harness.plan.build import varied
 from harness.plan.small import of_mechanism
@@ -120,17 +119,12 @@ def test_what_is_measured_obeys_the_proof(monkeypatch):
 
     monkeypatch.setattr(select_backend, "TESTED", ())
     monkeypatch.setattr(select_backend, "select", select)
-    same = {"trusted": (), "warm": False, "weights": None, "span": 16, "spans": "initial", "command": ""}
-    subject = Subject(CostTask(config=made.config, **same))
+    subject = Subject(Task(config=made.config, span=16))
     subject.build()
     facts = subject.facts()
     assert facts["backend"] == "fused" and facts["backend_choice"]["why"] == ["fused it is"]
-    batches = torch.zeros(2, 2, 17, dtype=torch.uint8)
-    assert Worker(Task(config=made.config, trusted=(), batches=batches)).backend == "fused"
+    assert Worker(Task(config=made.config, span=16)).weigh()["backend"] == "fused"
     named = varied(made, runtime={"backend": "kernel"}).config
-    for refused in (
-        lambda: Subject(CostTask(config=named, **same)),
-        lambda: Worker(Task(config=named, trusted=(), batches=batches)),
-    ):
+    for refused in (Subject, Worker):
         with pytest.raises(ValueError, match="kernel failed"):
-            refused()
+            refused(Task(config=named, span=16))

@@ -29,7 +29,7 @@ def layers_of(model: torch.nn.Module) -> list[Layer]:
         enter, leave = feed.sublayer.enter, feed.sublayer.leave
         ends = {"up": enter.weight, "up_bias": enter.bias, "down": leave.weight, "down_bias": leave.bias}
         gains = {"first_gain": attention.norm.weight, "second_gain": feed.norm.weight}
-        layers.append(Layer(**matrices(attention.sublayer), **ends, **gains))
+        layers.append(Layer(attention=matrices(attention.sublayer), feed_forward=ends, **gains))
     return layers
 
 

@@ -102,10 +102,9 @@ def test_angles_far_along_are_right_without_float64(base):
     torch.testing.assert_close(table[..., 0::2].double(), slow.sin(), rtol=0, atol=1e-6)
 
 
-def test_tables_are_made_once_a_forward_and_go_with_it():
+def test_tables_are_made_once_a_forward():
     tokens = torch.randint(31, (2, 8))
     for layers in (1, 4):
-        torch.manual_seed(0)
         model = model_of(Attention, scheme=Rotary, layers=layers)()
         state = model(tokens).state
         for _ in range(2):  # the same state again: another pass
@@ -113,6 +112,4 @@ def test_tables_are_made_once_a_forward_and_go_with_it():
                 out = model(tokens, state)
             calls = made.calls["aten.cos"], made.calls["aten.sin"]
             assert calls == (2, 2), "of the start and of the places in the segment"
-        tables = model.layers[0]["part0"].sublayer.position.tables
-        assert len(tables._made) == 0, "nothing outlives a forward pass"
         assert torch.equal(copy.deepcopy(model)(tokens, state).logits, out.logits)

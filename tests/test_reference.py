@@ -92,22 +92,16 @@ def test_positions_by_hand():
     assert alibi_slopes(12).tolist() == pytest.approx([*alibi_slopes(8).tolist(), *sixteen[0:8:2]])
 
 
-@pytest.mark.parametrize(
-    ("x", "z", "weight", "slope"),
-    [
-        (0, 0.0, 1.0, 1 / 4),  # where every head starts: the kink at x = z counts
-        (1, 0.0, 3 / 4, 1 / 4),
-        (4, 0.0, 0.0, 1 / 4),  # and so does the one at x = z + R
-        (5, 0.0, 0.0, 0.0),
-        (2, 3.0, 1.0, 0.0),
-        (4, 2.5, 5 / 8, 1 / 4),
-    ],
-)
-def test_soft_mask_by_hand(x, z, weight, slope):
-    z = torch.tensor(z, dtype=torch.float64, requires_grad=True)
-    mask = soft_mask(x, z=z, ramp=4)
-    assert mask.item() == weight
-    assert torch.autograd.grad(mask, z)[0].item() == slope
+def test_soft_mask_and_span_loss_by_hand():
+    """Where every head starts, the kinks at x = z and at x = z + R count."""
+    by_hand = {(0, 0.0): (1.0, 1 / 4), (1, 0.0): (3 / 4, 1 / 4), (4, 0.0): (0.0, 1 / 4), (5, 0.0): (0.0, 0.0)}
+    for (x, span), expected in (by_hand | {(2, 3.0): (1.0, 0.0), (4, 2.5): (5 / 8, 1 / 4)}).items():
+        z = torch.tensor(span, dtype=torch.float64, requires_grad=True)
+        mask = soft_mask(x, z=z, ramp=4)
+        assert (mask.item(), torch.autograd.grad(mask, z)[0].item()) == expected
+    per_byte = torch.tensor([[[0.25, 0.5], [0.75, 0.5]]], dtype=torch.float64)
+    assert float(span_loss(per_byte[0, 0], span=1024, weight=0.002)) == pytest.approx(0.002 * (256 + 512) / 2)
+    assert float(span_loss(per_byte, span=1024, weight=0.002)) == pytest.approx(0.002 * 512)
 
 
 def soft(z: Tensor, *, ramp: int) -> Tensor:
@@ -135,15 +129,6 @@ def test_dynamic_spans_follow_the_query():
     torch.testing.assert_close(ours, by_torch(bias), **EXACT)
     torch.testing.assert_close(dynamic_fractions(X, vectors=vectors, biases=biases), fractions, **EXACT)
     assert all(g.abs().min() > 0 for g in torch.autograd.grad(ours.square().sum(), [vectors, biases]))
-
-
-def test_span_loss_by_hand():
-    fractions = torch.tensor([0.25, 0.5], dtype=torch.float64, requires_grad=True)
-    loss = span_loss(fractions, span=1024, weight=0.002)
-    assert loss.item() == pytest.approx(0.002 * (256 + 512) / 2)
-    assert torch.autograd.grad(loss, fractions)[0].tolist() == pytest.approx([1.024, 1.024])
-    per_byte = torch.tensor([[[0.25, 0.5], [0.75, 0.5]]], dtype=torch.float64)
-    assert float(span_loss(per_byte, span=1024, weight=0.002)) == pytest.approx(0.002 * 512)
 
 
 def test_persistent_vectors_are_more_keys_and_alone_a_feed_forward_with_softmax():

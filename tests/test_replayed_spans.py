@@ -8,19 +8,24 @@ from tests.runs import VARIANTS, make_job, make_run, own_folder, restored, whole
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]
-GIVEN = ("variant=replayed_spans", "variant.attention.span.ramp=4", f"variant.attention.span.spans={SPANS}")
+CONFIGURED = ("variant=replayed_spans", "variant.attention.span.ramp=4", f"variant.attention.span.spans={SPANS}")
 
 
 def spans_of(model) -> list:
     return [sublayer.span for _, sublayer in model.sublayers() if isinstance(sublayer, Attention)]
 
 
+def lengths_of(model) -> list:
+    return [spans.metrics({})["span"].tolist() for spans in spans_of(model)]
+
+
 @pytest.mark.numeric
-def test_they_see_what_learned_spans_of_the_same_length_see():
-    fixed, learned = make_run(*GIVEN).model, make_run(*VARIANTS["adaptive_span"]).model
+def test_they_see_what_learned_spans_of_the_same_length_see_and_training_leaves_them_alone():
+    run, learned = make_run(*CONFIGURED), make_run(*VARIANTS["adaptive_span"]).model
+    fixed = run.model
     learned.load_state_dict(fixed.state_dict())  # the buffer has the parameter's name
     learned.project_()
-    assert [spans.metrics({})["span"].tolist() for spans in spans_of(fixed)] == SPANS
+    assert lengths_of(fixed) == SPANS
     assert [spans.max_keys for spans in spans_of(fixed)] == [spans.max_keys for spans in spans_of(learned)]
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     for _, sublayer in (*fixed.sublayers(), *learned.sublayers()):
@@ -29,16 +34,9 @@ def test_they_see_what_learned_spans_of_the_same_length_see():
                 torch.nn.init.eye_(parameter)
     assert torch.equal(fixed.eval()(tokens).logits, learned.eval()(tokens).logits)
     assert fixed.ideal_flops() == learned.ideal_flops()
-
-
-@pytest.mark.numeric
-def test_training_leaves_them_alone_and_charges_nothing():
-    run = make_run(*GIVEN)
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    assert run.model.train()(tokens).loss == 0
-    for _ in range(3):
-        run.step()
-    assert [spans.metrics({})["span"].tolist() for spans in spans_of(run.model)] == SPANS
+    assert fixed.train()(tokens).loss == 0
+    run.step()
+    assert lengths_of(fixed) == SPANS
 
 
 @pytest.mark.numeric
@@ -54,30 +52,24 @@ def test_whole_spans_with_a_ramp_of_one_are_a_hard_window():
     assert torch.allclose(soft.eval()(tokens).logits, hard.eval()(tokens).logits, atol=1e-5)
 
 
-def test_a_finished_run_hands_over_its_weights_with_its_spans(here):
-    job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=4", "variant.attention.span.initial=0.4")
-    learned = [spans.fraction.tolist() for spans in spans_of(job.trainer.model)]
-    follower = make_job(
-        "variant=replayed_spans", "variant.attention.span.ramp=4", f"init_from.run={job.folder.path}", "budget.steps=2"
-    ).trainer
-    newest = [spans.fraction.tolist() for spans in spans_of(follower.model)]
-    follower.step()
-    assert newest == learned == [spans.fraction.tolist() for spans in spans_of(follower.model)]
-    assert not any(name.endswith("fraction") for name, _ in follower.model.named_parameters())
-
-
-def test_spans_that_are_given_are_kept_beside_another_run_s_weights(here):
-    """The configuration of the run says them, and so does its row."""
+def test_a_finished_run_hands_over_its_weights_with_its_spans_unless_these_are_configured(here):
     job, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
-    model = make_job(*GIVEN, f"init_from.run={job.folder.path}", "budget.steps=2").trainer.model
-    assert [spans.metrics({})["span"].tolist() for spans in spans_of(model)] == SPANS
-    assert torch.equal(model.embedding.weight, job.trainer.model.embedding.weight)
+    source = (f"init_from.run={job.folder.path}", "budget.steps=2")
+    follower = make_job("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer
+    learned = lengths_of(job.trainer.model)
+    assert lengths_of(follower.model) == learned
+    follower.step()
+    assert lengths_of(follower.model) == learned
+    assert not any(name.endswith("fraction") for name, _ in follower.model.named_parameters())
+    configured = make_job(*CONFIGURED, *source).trainer.model
+    assert lengths_of(configured) == SPANS
+    assert torch.equal(configured.embedding.weight, job.trainer.model.embedding.weight)
 
 
 @pytest.mark.parametrize("spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"])
 def test_a_mistake_names_the_key_and_what_is_allowed(spans):
-    with pytest.raises(
-        ValueError,
-        match=r"variant\.attention.*span\.spans=.*(2 lists.*2 spans|from 0 to model\.span=16)|spans\.0=1: must be a list",
-    ):
+    message = (
+        r"variant\.attention.*span\.spans=.*(2 lists.*2 spans|from 0 to model\.span=16)|spans\.0=1: must be a list"
+    )
+    with pytest.raises(ValueError, match=message):
         plan(*TINY, "variant=replayed_spans", f"variant.attention.span.spans={spans}").make_model()

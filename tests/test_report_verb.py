@@ -2,16 +2,17 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from bench.report.__main__ import main
 from tests.bench_rows import cost_row, fit_row, peer_row, write_rows, write_run
+from tests.command import ROOT
 from tests.patience import PATIENCE_SECONDS
 
-ROOT = Path(__file__).resolve().parents[1]
+CODE = "import sys; from bench.report.__main__ import main; code = main(sys.argv[1:]); "
+CODE += "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
 
 
 def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_longer_true(tmp_path, capsys):
@@ -19,17 +20,16 @@ def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_long
     rows, out = tmp_path / "rows", tmp_path / "report"
     write_run(rows, variant="adaptive_span", valid_bits_per_copy={"64": 0.1})
     write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), fit_row(), {"kind": "cost"}])
-    code = (
-        "import sys; from bench.report.__main__ import main; code = main(sys.argv[1:]); "
-        "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules)) or 0)"
-    )
-    words = [sys.executable, "-c", code, str(rows), "--out", str(out)]
+    words = [sys.executable, "-c", CODE, str(rows), "--out", str(out)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     drawn = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
     assert drawn == {"trade", "curves", "recall", "spans", "cost", "peers"}
     for name in ("runs-1.csv", "cost-1.csv", "report.md", "index.html"):
         assert (out / name).stat().st_size and name in done.stdout
+    heads, run = (line.split(",") for line in (out / "runs.csv").read_text().splitlines())
+    cells = dict(zip(heads, run, strict=True))
+    assert (cells["variant"], cells["seed"], cells["valid_bits_per_byte"]) == ("adaptive_span", "0.0", "2.4")
     assert "refused: " in done.stdout and "no provenance: variant" in done.stdout and "2.4000" in done.stdout
     markdown = (out / "report.md").read_text()
     assert "python train.py variant=adaptive_span seed=0" in markdown and "Refused: " in markdown
@@ -56,5 +56,5 @@ def test_a_place_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path), "--out", str(tmp_path / "file" / "report")]) == 2
     assert main([str(tmp_path / "nowhere")]) == 2
-    told = capsys.readouterr().err
-    assert "--out" in told and "nowhere: there is no such folder; looked for runs (record.jsonl)" in told
+    message = capsys.readouterr().err
+    assert "--out" in message and "nowhere: there is no such folder; looked for runs (record.jsonl)" in message

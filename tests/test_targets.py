@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from harness.plan.instantiate import keywords, resolve
 from variants.adaptive_span import AdaptiveSpan
-from variants.attention import Attention
-from variants.attention_parts import AttentionSpan
+from variants.attention import Attention, AttentionSpan
 from variants.contract import Part, Position, Sublayer, SublayerOutput
 
 MINE = ("tests.test_targets",)
@@ -153,7 +152,7 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
         ({"rate": VECTORS}, "rate={'_target_': "),
         ({"part": {"ramp": 3}}, "part={'ramp': 3}: must be a part with _target_"),
         ({"span": 3}, "span=3: must be a part with _target_ and _partial_: true or null"),
-        ({"span": VECTORS}, "PersistentKV: must be a class derived from variants.attention_parts.AttentionSpan"),
+        ({"span": VECTORS}, "PersistentKV: must be a class derived from variants.attention.AttentionSpan"),
         ({"span": {**node(AdaptiveSpan), "_partial_": False}}, "span._partial_=False: must be true"),
         ({"size": 3}, "size=3: no such key of Mine; allowed are needed, rate"),
         ({"context": 3}, "context=3: no such key"),

@@ -1,28 +1,15 @@
-"""Transformer-XL's attention beyond its reference: its limits, its bias and its sharing."""
+"""Transformer-XL's attention beyond its reference: its limits, its sharing and its defaults."""
 
 import pytest
 import torch
 
-from tests.attention_case import DOUBLE, B, Case, assert_same, run
+from tests.attention_case import Case, assert_same, run
 from tests.composing import TINY, plan
 from variants.attention import Attention
 from variants.transformer_xl import TransformerXL
 
-pytestmark = pytest.mark.numeric
-VARIANT = "variant=transformer_xl"
 
-
-@pytest.mark.parametrize("queries", [1, 40])
-def test_both_orders_of_the_products_are_the_same_bias(queries, monkeypatch):
-    """W_R meets few queries before the sinusoids, and many queries meet p; the gradients agree too."""
-    position = Case(span=30).build(TransformerXL, moved=1.0).position
-    q = torch.randn(B, 3, queries, 2, dtype=DOUBLE, requires_grad=True)
-    assert position.few(q, 30) == (queries == 1)
-    bias = position.bias(q, 30)
-    monkeypatch.setattr(position, "few", lambda *_: queries > 1)
-    assert_same(bias, position.bias(q, 30), named={"q": q} | dict(position.named_parameters()))
-
-
+@pytest.mark.numeric
 @pytest.mark.parametrize("position", ["none", "relative"])
 def test_limits_that_are_other_attention(position):
     """Without W_R and u it has no positions; without u and v, a head has learned vectors that are W_R r."""
@@ -40,17 +27,13 @@ def test_limits_that_are_other_attention(position):
     assert_same(run(attention, x, past), run(other, x, past), named={"x": x})
 
 
-def test_layers_share_u_and_v_unless_each_has_its_own():
-    counts = {}
+def test_layers_share_u_and_v_unless_each_has_its_own_and_past_inputs_are_carried():
+    made = plan(*TINY, "variant=transformer_xl")
+    assert (made.model.cache, made.scheme.func.__name__) == ("hidden", "NoPosition")
+    usual, counts = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters()), {}
     for share in ("network", "layer"):
-        model = plan(*TINY, VARIANT, f"variant.attention.share={share}").make_model()
+        model = plan(*TINY, "variant=transformer_xl", f"variant.attention.share={share}").make_model()
         first, second = (sublayer.position for _, sublayer in model.sublayers() if isinstance(sublayer, Attention))
         assert (first.to_keys is second.to_keys) == (first.to_distances is second.to_distances) == (share == "network")
         counts[share] = sum(p.numel() for p in model.parameters())
-    usual = sum(p.numel() for p in plan(*TINY, "variant=mhsa").make_model().parameters())
     assert counts == {"network": usual + 2 * 32**2 + 2 * 32, "layer": usual + 2 * 32**2 + 4 * 32}
-
-
-def test_it_carries_past_inputs_and_needs_no_positions_unless_told():
-    made = plan(*TINY, VARIANT)
-    assert (made.model.cache, made.scheme.func.__name__) == ("hidden", "NoPosition")

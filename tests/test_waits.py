@@ -10,6 +10,7 @@ from torch import Tensor
 from harness.device.runtime import Runtime
 from harness.loop.update import Update
 from tests.runs import MOVING, VARIANTS, make_run, restored  # noqa: F401 - a fixture
+from variants.contract import set_shapes
 
 WAYS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 DYNAMIC = ("variant=dynamic_span", "variant.attention.span.ramp=4")
@@ -129,11 +130,11 @@ def test_each_layer_has_its_own_spans():
         for i, span in enumerate(spans):
             span.fraction.copy_(torch.tensor([0.1 + 0.2 * i, 2.0]))
     run.model.project_()
-    together = [(span.max_keys, span.visible_keys()) for span in spans]
+    together = [(span.max_keys, span.visible_keys) for span in spans]
     assert len({visible for _, visible in together}) == 3
     for layer in run.model.layers:
-        layer["attention"].sublayer.project_()
-    assert together == [(span.max_keys, span.visible_keys()) for span in spans], "alone as together"
+        set_shapes(layer["attention"].sublayer)
+    assert together == [(span.max_keys, span.visible_keys) for span in spans], "alone as together"
 
 
 def test_batches_travel_as_bytes_and_nobody_waits(monkeypatch):

@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from bench.cost_worker import Subject
-from bench.cost_worker import Task as CostTask
-from bench.peer_workers import INSTALL, MEMORY, PACKAGES, Task, Worker, version
+from bench.cost_worker import Subject, Task
+from bench.peer_workers import INSTALL, MEMORY, PACKAGES, Worker, version
 from bench.weights import LEARNED, learned_spans, place_spans, shake_, spans_of
-from harness.data import corpora
 from harness.plan.build import Plan
 from tests.composing import plan, small
 from tests.needs import need
@@ -36,21 +34,16 @@ def without_gradient(model: nn.Module, step) -> list[str]:
     return [name for name, _ in model.named_parameters() if name not in moved]
 
 
+def task(variant: str, *words: str, **more) -> Task:
+    own = made(variant, *words)
+    return Task(config=own.config, span=own.model.span, **more)
+
+
 def subject(variant: str, *words: str) -> Subject:
     """What ``bench.cost`` measures."""
-    own = made(variant, *words)
-    task = {"trusted": (), "warm": False, "weights": None, "span": own.model.span, "command": ""}
-    measured = Subject(CostTask(config=own.config, spans="learned", **task))
+    measured = Subject(task(variant, *words, spans="learned"))
     measured.build()
     return measured
-
-
-def worker(variant: str, *words: str, **more) -> Worker:
-    """What ``bench.peers`` times."""
-    own = made(variant, *words)
-    train, b = corpora.load(**own.data).splits["train"], own.batch
-    batches = train[: 3 * b.streams * (b.segment + 1)].view(3, b.streams, b.segment + 1)
-    return Worker(Task(config=own.config, trusted=(), batches=batches, **more))
 
 
 @pytest.mark.parametrize("variant", ["all_attention", "product_key_memory", "linformer", "reformer"])
@@ -64,16 +57,17 @@ def test_every_parameter_gets_a_gradient_in_the_step_that_bench_cost_times(varia
 def test_and_in_that_of_a_peer(name):
     need(name is None or version(PACKAGES[name]), f"{PACKAGES.get(name)}: {INSTALL}")
     words = ("variant.memory.half_keys=32", "variant.memory.top_k=4")
-    own = (
-        worker("product_key_memory", *words, peer=name, layer="memory") if name == MEMORY else worker("mhsa", peer=name)
-    )
+    layer = ("product_key_memory", *words) if name == MEMORY else ("mhsa",)
+    own = Worker(task(*layer, peer=name, layer="memory" if name == MEMORY else None))
     own.weigh()
-    assert not without_gradient(own.model, own.train)
+    assert not without_gradient(own.model, own._train)
 
 
-def test_without_shaking_most_parameters_get_none():
-    own = worker("adaptive_span")
-    assert len(without_gradient(own.model, own.train)) > 20
+def test_without_shaking_most_parameters_get_none(monkeypatch):
+    monkeypatch.setattr("bench.cost_worker.shake_", lambda model: None)
+    own = subject("adaptive_span")
+    own.train_memory()
+    assert len(without_gradient(own.model, own._train)) > 20
 
 
 def test_shaking_is_the_same_at_every_call_and_leaves_spans_alone(monkeypatch):

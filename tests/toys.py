@@ -62,7 +62,6 @@ def _ignoring(name: str, **choices: object) -> type[Attention]:
 
 IgnoresPosition = _ignoring("IgnoresPosition", scheme=NoPosition)
 IgnoresCache = _ignoring("IgnoresCache", cache="kv")
-IgnoresAttendSelf = _ignoring("IgnoresAttendSelf", attend_self=True)
 IgnoresSpan = _ignoring("IgnoresSpan", span=8)
 
 
@@ -114,9 +113,8 @@ class BatchNormUndeclared(ProductKeyMemory):
 class ForgetsOneKey(Attention):
     """A past of one key too few."""
 
-    def _context(self, *arguments):
-        keys, past = super()._context(*arguments)
-        return keys, tuple(part[:, :, 1:] for part in past)
+    def _carried(self, *arguments):
+        return tuple(part[:, :, 1:] for part in super()._carried(*arguments))
 
 
 class StreamsLast(Sums):
@@ -163,16 +161,16 @@ class SizedState(Sums):
 class DoubledKeys(Attention):
     """Right values: the gradient of the segment's keys is doubled."""
 
-    def _made_of(self, *arguments):
-        q, (k, v), *others = super()._made_of(*arguments)
-        return q, [2 * k - k.detach(), v], *others
+    def project_qkv(self, *arguments):
+        segment = super().project_qkv(*arguments)
+        return segment._replace(k=2 * segment.k - segment.k.detach())
 
 
 class DoubledPast(Attention):
     """The same of keys that are projected again."""
 
-    def _again(self, *arguments):
-        past = super()._again(*arguments)
+    def reproject_past(self, *arguments):
+        past = super().reproject_past(*arguments)
         return past._replace(k=2 * past.k - past.k.detach())
 
 

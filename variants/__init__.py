@@ -1,7 +1,7 @@
 """The mechanisms. They need torch and einops only, and can be imported, or copied, alone.
 
-Dimensions, in all of this repository: B streams, T bytes in this segment, S past positions visible, L keys in all, D width,
-H heads, K head width, N persistent vectors, C half-keys per set, M memory slots (C x C), V byte values.
+Dimensions, in all of this repository: B streams, T bytes in this segment, S past positions visible, L keys in all, D
+width, H heads, K head width, N persistent vectors, C half-keys per set, M memory slots (C x C), V byte values.
 
 To add a mechanism, write one class and two small YAML files::
 
@@ -21,6 +21,6 @@ To add a mechanism, write one class and two small YAML files::
     at: {}
     groups: {}
 
-One that sees a past also says what it ``honours`` and its ``reach()``: ``docs/adding_a_variant.md`` has such a one.
-The contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks it.
+One that sees a past also says what it ``honours`` and its ``reach()``: ``docs/adding_a_variant.md`` has such a one. The
+contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks it.
 """

@@ -4,8 +4,7 @@
     loss = NLL + lambda / H * sum over all heads of all layers of z
 
 z = S * fraction, one fraction in [0, 1] a head, brought back into it after every optimizer step. x counts visible keys
-from the nearest, which has x = 0. Only keys on the ramp send a gradient to z; keys beyond z + R of a head are not
-computed, and the carried past is as long as the longest head of the layer needs.
+from the nearest, which has x = 0. Keys beyond z + R of a head are not computed, and pasts are as long as heads need.
 
 The dynamic span of section 2.2's last paragraph depends on the input: z_t = S * sigmoid(v . x_t + b) for each head.
 It is computed over the whole window; what it could save appears in ``ideal_flops`` only, at the span S * sigmoid(b).
@@ -17,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from variants.attention_parts import AttentionSpan
-from variants.contract import LayerContext, wide
+from variants.attention import AttentionSpan
+from variants.contract import LayerContext, set_shapes, wide
 
 
 def bucket(max_keys: int) -> int:
@@ -27,117 +26,120 @@ def bucket(max_keys: int) -> int:
     return -(-max_keys // step) * step
 
 
-class AdaptiveSpan(AttentionSpan):
-    """A learned span for each head.
+class SoftSpan(AttentionSpan):
+    """Spans with a ramp, that cost something.
 
     Args:
         ramp: R, keys over which the mask falls from 1 to 0; at least 1.
-        loss_weight: lambda, nats per byte and key of span.
+        loss_weight: lambda, nats per byte and key of span, of the mean over heads and positions.
+    """
+
+    def __init__(self, context: LayerContext, *, ramp: int, loss_weight: float):
+        super().__init__(context)
+        if ramp < 1:
+            raise ValueError(f"span.ramp={ramp}: the ramp is at least 1 key long")
+        self.ramp, self.loss_weight = ramp, loss_weight
+
+    def loss(self, z: Tensor) -> Tensor:
+        return self.loss_weight * z.mean()
+
+    def shown(self, z: Tensor) -> dict[str, Tensor]:
+        """Metrics of spans ``[H]``."""
+        return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
+
+
+class AdaptiveSpan(SoftSpan):
+    """A learned span for each head.
+
+    Args:
+        ramp, loss_weight: as ``SoftSpan`` has them.
         initial: fraction of S at which every head starts, in [0, 1].
     """
 
     placeable = True
 
     def __init__(self, context: LayerContext, *, ramp: int = 32, loss_weight: float = 2e-6, initial: float = 0.0):
-        super().__init__(context)
-        _check(ramp, initial)
-        self.ramp, self.loss_weight = ramp, loss_weight
+        super().__init__(context, ramp=ramp, loss_weight=loss_weight)
+        if not 0 <= initial <= 1:
+            raise ValueError(f"span.initial={initial}: allowed are fractions of the span, from 0 to 1")
         self.fraction = nn.Parameter(torch.full((context.heads,), float(initial)))
-        self.project_()
+        set_shapes(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fraction * self.span
 
-    def loss(self, z: Tensor) -> Tensor:
-        return self.loss_weight * z.mean()
-
     @torch.no_grad()
-    def bound_(self) -> Tensor:
-        """Where each head's ramp ends, in keys ``[H]``, rounded as in ``soft_mask``."""
+    def project_(self) -> None:
         self.fraction.clamp_(0, 1)
+
+    def lengths(self) -> Tensor:
+        """Where each head's ramp ends, in keys ``[H]``, rounded as in ``soft_mask``."""
         return self.fraction * self.span + self.ramp
 
-    def decide(self, values: Sequence[float]) -> None:
+    def set_lengths(self, lengths: Sequence[float]) -> None:
         # The far end of the closed ramp, x = z + R, has weight 0 and still a gradient: it is kept.
-        self.max_keys = tuple(min(self.span, bucket(int(x) + 1)) for x in values)
-        self.weighted_keys = tuple(min(self.span, math.ceil(x)) for x in values)
+        keys = (min(self.span, bucket(int(end) + 1)) for end in lengths)
+        self.set_keys(keys, (min(self.span, math.ceil(end)) for end in lengths))
 
-    def carried(self) -> tuple[int, ...]:
+    def keys_to_carry(self) -> tuple[int, ...]:
         return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # a step moves a span into the next bucket
 
     @torch.no_grad()
     def set_span(self, span: int) -> None:
         self.fraction.mul_(self.span / span)
-        super().set_span(span)
+        self.span = span
         self.project_()
+        set_shapes(self)
 
     @torch.no_grad()
     def place_(self, keys: Sequence[float]) -> None:
         self.fraction.copy_(torch.tensor(keys) / self.span)
         self.project_()
+        set_shapes(self)
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        z = (self.fraction * self.span).detach()
-        return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
-
-    def visible_keys(self) -> tuple[int, ...]:
-        """Keys with a weight above 0, x < z + R, since the last ``project_``."""
-        return self.weighted_keys
+        return self.shown((self.fraction * self.span).detach())
 
 
-class DynamicSpan(AttentionSpan):
+class DynamicSpan(SoftSpan):
     """A span for each head and query, from the sublayer's input.
 
     Args:
-        ramp, loss_weight: as in ``AdaptiveSpan``; the loss takes the mean span over positions.
+        ramp, loss_weight: as ``SoftSpan`` has them.
         bias: initial b; -4 starts at 0.018 S.
     """
 
     fusable = False
 
     def __init__(self, context: LayerContext, *, ramp: int = 32, loss_weight: float = 2e-6, bias: float = -4.0):
-        super().__init__(context)
-        _check(ramp, 0.0)
-        self.ramp, self.loss_weight, self.unit = ramp, loss_weight, context.span
+        super().__init__(context, ramp=ramp, loss_weight=loss_weight)
+        self.unit = context.span
         self.gate = nn.Linear(context.d_model, context.heads)
         nn.init.constant_(self.gate.bias, bias)
-        self.project_()
+        set_shapes(self)
 
-    @torch.no_grad()
-    def bound_(self) -> Tensor:
-        """Where each head's ramp ends for an input that the gate's vectors do not see, at S sigmoid(b), in keys ``[H]``."""
+    def lengths(self) -> Tensor:
+        """Where each head's ramp ends for an input that the gate's vectors do not see, at S sigmoid(b), in keys
+        ``[H]``."""
         return self.unit * torch.sigmoid(self.gate.bias) + self.ramp
 
-    def decide(self, values: Sequence[float]) -> None:
-        self.typical_keys = tuple(math.ceil(x) for x in values)
+    def set_lengths(self, lengths: Sequence[float]) -> None:
+        self.set_keys(self.max_keys, (min(self.span, math.ceil(end)) for end in lengths))
+
+    def set_span(self, span: int) -> None:
+        super().set_span(span)
+        set_shapes(self)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x)
         island = gate.to(torch.promote_types(gate.dtype, torch.float32))
         return self.unit * torch.sigmoid(island).transpose(1, 2)  # [B, H, T]
 
-    def loss(self, z: Tensor) -> Tensor:
-        return self.loss_weight * z.mean()
-
     def stats(self, z: Tensor) -> dict[str, Tensor]:
         return {"span_sum": wide(z).sum(dim=(0, 2))}
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        if "span_sum" not in stats:
-            return {}
-        z = stats["span_sum"] / stats["bytes"]
-        return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
-
-    def visible_keys(self) -> tuple[int, ...]:
-        """Keys with a weight above 0 at the span S sigmoid(b), since the last ``project_``."""
-        return tuple(min(self.span, n) for n in self.typical_keys)
+        return self.shown(stats["span_sum"] / stats["bytes"]) if "span_sum" in stats else {}
 
     def ideal_flops(self) -> int:
         return 2 * self.gate.weight.numel()
-
-
-def _check(ramp: int, initial: float) -> None:
-    if ramp < 1:
-        raise ValueError(f"span.ramp={ramp}: the ramp is at least 1 key long")
-    if not 0 <= initial <= 1:
-        raise ValueError(f"span.initial={initial}: allowed are fractions of the span, from 0 to 1")

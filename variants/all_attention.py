@@ -1,24 +1,23 @@
 """All-attention: persistent key-value vectors in the softmax of attention, in place of the feed-forward (1907.01470).
 
 A feed-forward block with a softmax for its non-linearity is attention over fixed vectors (section 3.1); so N of them
-stand beside the context of every head, in one joint softmax, and the feed-forward is gone. They have no position and
-are never masked. Each head of each layer has its own: 2 D N parameters a layer, as a feed-forward of inner width N.
+stand beside the context of every head, in one joint softmax. They have no position and are never masked, and each head
+of each layer has its own.
 
     M_k = sqrt(K) * key,   M_v = sqrt(N) * value                                                         (section 4.2)
 
-so that vectors which start like the rest of the network are learned at the scale of embeddings. The paper starts both
-with unit variance. Keys may start nearer to zero: else persistent vectors take most of the softmax at once, spans close, and
-a short training is the worse for it.
+so that vectors which start like the rest of the network are learned at the scale of embeddings. Keys may start nearer
+to zero than in the paper: else persistent vectors take most of the softmax at once, and a short training is the worse
+for it.
 """
 
 import torch
 from torch import Tensor, nn
 
-from variants.attention_parts import PersistentVectors
-from variants.contract import LayerContext
+from variants.contract import LayerContext, Part
 
 
-class PersistentKV(PersistentVectors):
+class PersistentKV(Part):
     """N persistent key-value vectors for each head of one layer.
 
     Args:
@@ -38,4 +37,5 @@ class PersistentKV(PersistentVectors):
         self.value = nn.Parameter(torch.randn(context.heads, number, d_head) * number**-0.5)
 
     def forward(self) -> tuple[Tensor, Tensor]:
+        """M_k and M_v ``[H, N, K]``."""
         return self.key * self.d_head**0.5, self.value * self.number**0.5

@@ -1,92 +1,30 @@
 """Backends of attention: which of them compute the same here, and one call, whichever does, for a past in parts.
 
-- ``kernel``: our own, for a CPU (``window_cpu.py``) or for a GPU (``triton_window.py``);
-- ``fused``: torch's flash attention on a CPU, its memory-efficient attention on a GPU, and where the window is the whole
-  triangle what torch itself takes (``fused.py``);
-- ``chunked``: plain PyTorch a few queries at a time (``chunked.py``);
-- ``plain``: ``window.py``, scores in memory.
-
-A mechanism from outside may use them as ours do: what is named here and in ``Window`` and ``VisibleKeys`` stays as it is.
+``fused`` is torch's flash or memory-efficient attention, ``kernel`` our own (``window_cpu.py``, ``triton_window.py``),
+``chunked`` plain PyTorch a few queries at a time, and ``plain`` has scores in memory (``window.py``). A mechanism from
+outside may use them as ours do, as an ``OnKernels`` that has ``heads``, ``d_head``, ``position``, ``cache``,
+``dropout`` and ``wanted_backend``: what is named here and in ``Window`` and ``VisibleKeys`` stays as it is.
+``tests/offered.py`` is one.
 
     visible = Window((span,) * heads, shift)                  # kernels/window.py: which keys a query sees, and how much
     keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))           # context.py: past and segment
-    y = attend(choose(wanted, need, x.device), q, keys, visible, bias=.., vectors=.., dropout=..)       # [B, H, T, K]
+    y = attend(self.backend(x.device, training=self.training), q, keys, visible, bias=.., vectors=..)   # [B, H, T, K]
     state = keys.last(visible.past())
-
-``Sublayer.backend`` returns what ``choose`` says and ``Sublayer.backends`` what is ``possible``; a GPU takes a kernel where it
-was proven. ``tests/offered.py`` is one.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from variants.context import VisibleKeys
+from variants.contract import KernelSublayer
 from variants.kernels import chunked, fused, operation, triton_window, window, window_cpu
 from variants.kernels.dropout import draw_seed
 from variants.kernels.window import Inputs, Persistent, Window
 
 TAKE_VECTORS = ("kernel", "chunked")
 """Backends that take a vector per distance as such, in place of a bias that depends on the query."""
-
-
-class Need(NamedTuple):
-    """What a sublayer asks of a backend.
-
-    Attributes:
-        d_head: head width K.
-        dropout: rate on attention weights.
-        spans_of_input: whether spans depend on the input.
-        constant_bias: whether what is added to scores, if anything, is a constant for each head and distance.
-        vectors: whether it is else the query times a vector for each distance.
-    """
-
-    d_head: int
-    dropout: float
-    spans_of_input: bool
-    constant_bias: bool
-    vectors: bool
-
-
-def possible(need: Need, device: torch.device) -> tuple[str, ...]:
-    """Names of the backends that compute what is needed there, in the order of preference."""
-    plain = ("plain", "chunked") if device.type == "cpu" else ("chunked", "plain")
-    return (*(name for name in ("kernel", "fused") if not _obstacles(name, need, device)), *plain)
-
-
-def choose(wanted: str, need: Need, device: torch.device) -> str:
-    """The backend that was asked for, or for ``auto`` the first that is possible; on a GPU the first that is plain PyTorch.
-
-    Kernels are taken there when they were proven on that very device, by which ``auto`` becomes their name.
-
-    Raises:
-        ValueError: naming ``runtime.backend`` where what was asked for is not possible.
-    """
-    if wanted == "auto":
-        return possible(need, device)[0] if device.type == "cpu" else "chunked"
-    if obstacles := _obstacles(wanted, need, device):
-        allowed = ", ".join(["auto", *possible(need, device)])
-        raise ValueError(f"runtime.backend={wanted} cannot run with {', '.join(obstacles)}: allowed are {allowed}")
-    return wanted
-
-
-def _obstacles(backend: str, need: Need, device: torch.device) -> list[str]:
-    """Why a backend cannot run."""
-    if backend not in ("fused", "kernel"):
-        return []
-    known = need.constant_bias or (backend == "kernel" and need.vectors)
-    found = {
-        "spans that depend on the input": need.spans_of_input,
-        "a position scheme whose bias depends on the query": not known,
-    }
-    if backend == "fused":
-        missing = fused.obstacle(device, dropout=need.dropout)
-    elif device.type == "cpu":
-        missing = window_cpu.available() or (f"model.dropout={need.dropout}" if need.dropout else None)
-    else:
-        missing = triton_window.available(device, need.d_head)
-    return [name for name, stands in found.items() if stands] + ([missing] if missing else [])
 
 
 def is_operation(backend: str, device: torch.device) -> bool:
@@ -121,20 +59,25 @@ def attend(
         )
     if dropout and backend != "plain" and seed is None:
         seed = draw_seed(q.device)
-    found = []
-    for heads, k, v in keys.whole:
-        own = _Heads(list(heads), every=len(heads) == q.shape[1])
-        added = (
-            None if bias is None else own.of(bias[..., : max(visible.max_keys[h] for h in heads)], int(bias.dim() > 2))
+    outputs = []
+    for heads, k, v in keys.whole:  # whose past is of one length: neighbours, numbered anew in a call of their own
+        first, number = heads[0], len(heads)
+
+        def of(x: Tensor | None, dim: int, first: int = first, number: int = number) -> Tensor | None:
+            return x if x is None or number == x.shape[dim] else x.narrow(dim, first, number)
+
+        part = visible._replace(
+            max_keys=tuple(visible.max_keys[h] for h in heads),
+            z=visible.z if visible.z is None else of(visible.z, visible.z.dim() // 2),
+            limits=of(visible.limits, 0),
         )
-        beside = persistent and Persistent(own.of(persistent.q, 1), own.of(persistent.k, 0), own.of(persistent.v, 0))
+        added = None if bias is None else of(bias[..., : max(part.max_keys)], int(bias.dim() > 2))
+        beside = persistent and Persistent(of(persistent.q, 1), of(persistent.k, 0), of(persistent.v, 0))
+        own = None if past_learns or not keys.past else (of(keys.k, 1), of(keys.v, 1))
+        draws = {"dropout": dropout, "seed": seed if seed is None or not first else seed + first}
         same = {"bias": added, "vectors": vectors, "persistent": beside}
-        learned = None if past_learns or not keys.past else (own.of(keys.k, 1), own.of(keys.v, 1))
-        dropped = {"dropout": dropout, "seed": own.seed(seed)}
-        found.append(_attend(backend, own.of(q, 1), k, v, own.window(visible), learned, **same, **dropped))
-    order = [h for heads, *_ in keys.whole for h in heads]
-    assert order == sorted(order), "parts are single heads in their order"
-    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        outputs.append(_attend(backend, of(q, 1), k, v, part, own, **same, **draws))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _attend(
@@ -160,25 +103,62 @@ def _attend(
     return operation.attend(backend, q, *((k, v) if own is None else (k.detach(), v.detach())), part, own=own, **same)
 
 
-class _Heads:
-    """Some heads of all, which are numbered anew in a call of their own."""
+class OnKernels(KernelSublayer):
+    """Attention over a window that the backends compute."""
 
-    def __init__(self, numbers: list[int], *, every: bool):
-        self.numbers, self.every = numbers, every
+    spans_of_input: bool = False
+    """Whether how far a head looks depends on the input."""
 
-    def of(self, x: Tensor, dim: int) -> Tensor:
-        """What is theirs of ``x``, a view: they are neighbours."""
-        return x if self.every else x.narrow(dim, self.numbers[0], len(self.numbers))
+    @property
+    def kernel_width(self) -> int:
+        """Width of what backends are given as queries and keys."""
+        return self.d_head
 
-    def window(self, visible: Window) -> Window:
-        """What they may see."""
-        z, limits = visible.z, visible.limits
-        return visible._replace(
-            max_keys=tuple(visible.max_keys[h] for h in self.numbers),
-            z=None if z is None else self.of(z, 0 if z.dim() == 1 else 1),
-            limits=None if limits is None else self.of(limits, 0),
-        )
+    @property
+    def has_vectors(self) -> bool:
+        """Whether positions add a vector for each distance to the keys."""
+        return self.position.vectors(1) is not None
 
-    def seed(self, seed: Tensor | None) -> Tensor | None:
-        """Of their dropout, in which the first of a call has number 0."""
-        return seed if seed is None or self.every else seed + self.numbers[0]
+    def able(self, device: torch.device) -> tuple[str, ...]:
+        """Backends that the mechanism can use there, if they compute what it needs, in the order of preference."""
+        on_cpu = device.type == "cpu"
+        return ("kernel", "fused", *(("plain", "chunked") if on_cpu else ("chunked", "plain")))
+
+    def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
+        obstacles = self.obstacles(device, training=training)
+        return tuple(name for name in self.able(device) if not obstacles(name))
+
+    def backend(self, device: torch.device, *, training: bool) -> str:
+        """The backend that was asked for, or for ``auto`` the first; on a GPU the first that is plain PyTorch, because
+        kernels are taken there when they were proven on that very device, by which ``auto`` becomes their name."""
+        wanted, obstacles = self.wanted_backend, self.obstacles(device, training=training)
+        if wanted == "auto":
+            plain = device.type != "cpu"
+            able = (name for name in self.able(device) if not plain or name in ("chunked", "plain"))
+            return next(name for name in able if not obstacles(name))
+        if reasons := obstacles(wanted):
+            allowed = ", ".join(["auto", *self.backends(device, training=training)])
+            raise ValueError(f"runtime.backend={wanted} cannot run with {', '.join(reasons)}: allowed are {allowed}")
+        return wanted
+
+    def obstacles(self, device: torch.device, *, training: bool) -> Callable[[str], list[str]]:
+        """Of a backend's name, why it cannot run there."""
+        dropout = self.dropout if training else 0.0
+
+        def reasons(backend: str) -> list[str]:
+            if backend not in self.able(device):
+                return [type(self).__name__]
+            if backend not in ("fused", "kernel"):
+                return []
+            if backend == "fused":
+                missing = fused.obstacle(device, dropout=dropout)
+            elif device.type == "cpu":
+                missing = window_cpu.available() or (f"model.dropout={dropout}" if dropout else None)
+            else:
+                missing = triton_window.available(device, self.kernel_width)
+            takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
+            found = ["spans that depend on the input"] if self.spans_of_input else []
+            found += [] if takes else ["a position scheme whose bias depends on the query"]
+            return found + ([missing] if missing else [])
+
+        return reasons

@@ -1,4 +1,4 @@
-"""Blocks: which finished blocks of a stream a query sees as summaries beyond its window, in numbers (``linformer.py``)."""
+"""Blocks: which finished blocks of a stream a query sees as summaries beyond its window (``linformer.py``)."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blocks:
-    """Blocks of r bytes beyond a window of w keys, among the S keys that a query may see.
-
-    Attributes:
-        ratio: r.
-        window: w.
-        span: S.
-        shift: 0 if a query sees itself, else 1.
-        read: summaries that a query reads of those in sight, or None for all.
-    """
+    """Blocks of r bytes beyond a window of w keys, among the S keys that a query may see; it reads ``read`` of the
+    summaries in sight, or all."""
 
     ratio: int
     window: int
@@ -25,44 +18,17 @@ class Blocks:
     shift: int
     read: int | None
 
-    @property
-    def lag(self) -> int:
-        """Finished blocks that are not summarised yet."""
-        return max(0, self.window + self.shift - self.ratio) // self.ratio
-
-    @property
-    def unsummarised(self) -> int:
-        """Bytes before a segment that are in no summary, at most."""
-        return (self.lag + 1) * self.ratio - 1
-
-    @property
-    def near(self) -> int:
-        """Keys of the window."""
-        return min(self.window, self.span)
-
-    @property
-    def nearest(self) -> int:
-        """Bytes back to the first of the nearest block that is visible as a summary."""
-        return max(self.near + self.shift, self.ratio)
-
-    @property
-    def reach(self) -> int:
-        return self.span - 1 + self.shift
-
-    @property
-    def most(self) -> int:
-        """N, summaries carried: no block that began farther back than a query sees is visible."""
-        return max(0, self.reach // self.ratio - self.lag)
-
-    @property
-    def behind(self) -> int:
-        """Bytes before a segment that its windows may hold."""
-        return self.near - 1 + self.shift
-
-    @property
-    def kept(self) -> int:
-        """P, bytes before a segment that the window or the next summary may need."""
-        return max(self.behind, self.unsummarised)
+    def __post_init__(self):
+        self.near = min(self.window, self.span)  # keys of the window
+        self.behind = self.near - 1 + self.shift  # bytes before a segment that its windows may hold
+        self.reach = self.span - 1 + self.shift
+        self.nearest = max(
+            self.behind + 1, self.ratio
+        )  # bytes back to the first of the nearest block seen as a summary
+        self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # finished blocks not yet summarised
+        self.unsummarised = (self.lag + 1) * self.ratio - 1  # bytes before a segment that are in no summary, at most
+        self.most = max(0, self.reach // self.ratio - self.lag)  # N: none that began farther back than a query sees
+        self.kept = max(self.behind, self.unsummarised)  # P, bytes that the window or the next summary may need
 
     def chunks(self, length: int) -> tuple[int, int]:
         """Chunks n in which queries are taken, and queries Q of each: whole blocks if there are several."""
@@ -75,7 +41,7 @@ class Blocks:
         return F.pad(x, (0, 0, 0, chunks * size - x.shape[-2])).unflatten(-2, (chunks, size))
 
     def met(self, size: int, device: torch.device) -> Tensor:
-        """Numbers of the summaries that a chunk of ``size`` queries may meet, beside as many as blocks went before it."""
+        """Numbers of the summaries that a chunk of ``size`` queries may meet, beside one for each block before it."""
         number = self.most + self.lag + 1 + (self.ratio - 2 + size - self.nearest) // self.ratio
         return torch.arange(max(0, number), device=device)
 
@@ -95,8 +61,8 @@ class Blocks:
 
 
 def highest(scores: Tensor, number: int) -> Tensor:
-    """Which of each row ``[.., G]`` are the ``number`` highest, bool, and what is NaN. Of equal ones the first: ``topk`` would
-    leave that open."""
+    """Which of each row ``[.., G]`` are the ``number`` highest, bool, and what is NaN. Of equal ones the first:
+    ``topk`` would leave that open."""
     last = scores.topk(number, dim=-1).values[..., -1:]
     above, equal = ~(scores <= last), scores == last
     return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= number - above.sum(-1, keepdim=True)))

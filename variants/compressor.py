@@ -1,4 +1,5 @@
-"""Compressor: one key and one value for a block of r bytes, by what is learned of places or of content (``linformer.py``).
+"""Compressor: one key and one value for a block of r bytes, by what is learned of places or of content
+(``linformer.py``).
 
     mean      sum_i k_i / r
     linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4
@@ -11,26 +12,24 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from variants.contract import LayerContext
+from variants.contract import LayerContext, check_choice
 
 SHARES = {"mean": ("none",), "linear": ("none", "heads", "key_value", "layers"), "softmax": ("none",)}
 """Compressors, and who may share their weights."""
 
 
 class Compressor(nn.Module):
-    """Keys and values of blocks from those of their bytes.
+    """Keys and values of blocks of ``ratio`` bytes from those of their bytes.
 
     Args:
-        context: shares weights of ``layers``.
-        kind, share: ``compressor`` and ``share`` as ``Linformer`` has them.
-        ratio: r, bytes of a block.
-        heads, d_head: H and K.
+        kind: of ``SHARES``.
+        share: of ``linear`` weights: ``none``, ``heads`` for an E and an F of all heads, ``key_value`` for one E = F of all
+            heads, ``layers`` for one of the whole network.
     """
 
     def __init__(self, context: LayerContext, *, kind: str, share: str, ratio: int, heads: int, d_head: int):
         super().__init__()
-        if kind not in SHARES:
-            raise ValueError(f"compressor={kind}: allowed are {', '.join(SHARES)}")
+        check_choice(SHARES, compressor=kind)
         if share not in SHARES[kind]:
             raise ValueError(f"share={share} with compressor={kind}: allowed are {', '.join(SHARES[kind])}")
         self.kind, self.heads, self.d_head = kind, heads, d_head
@@ -39,9 +38,9 @@ class Compressor(nn.Module):
             return nn.Parameter(torch.full((*shape, ratio), 1 / ratio))
 
         if kind == "linear":  # [2 or 1, H or 1, r]: of keys and of values
-            own = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1)}
-            shared = share == "layers"
-            self.places = context.shared(Compressor, ratio, lambda: even(1, 1)) if shared else even(*own[share])
+            sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[share]
+            whole = "network" if share == "layers" else "layer"
+            self.places = context.shared(Compressor, ratio, lambda: even(*sizes), share=whole)
         if kind == "softmax":
             self.content = nn.Parameter(torch.zeros(heads, d_head))
             self.places = nn.Parameter(torch.zeros(heads, ratio))

@@ -1,10 +1,10 @@
 """Context: what the queries of a segment meet, and what is carried to the next segment.
 
-A state of keys and values is ``(keys, values)``, each ``[B, H, P, K]``, or each a tuple with a tensor ``[B, 1, P_h, K]`` for
-every head, where heads carry pasts of their own.
+A state of keys and values is ``(keys, values)``, each ``[B, H, P, K]``, or each a tuple with a tensor ``[B, 1, P_h,
+K]`` for every head, where heads carry pasts of their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,91 +32,84 @@ class VisibleKeys(NamedTuple):
     @classmethod
     def joined(cls, k: Tensor, v: Tensor, past: list[PastKV]) -> "VisibleKeys":
         """With everything in ``whole``, copied once: attention and the state both read it there."""
-        whole = [PastKV(part.heads, *_joined(part, k, v)) for part in past]
-        return cls(k, v, past, whole or [PastKV(tuple(range(k.shape[1])), k, v)])
+        own = PastKV(tuple(range(k.shape[1])), k, v)
+        parts = [(part, of_heads(own, part.heads[0], len(part.heads))) for part in past]  # neighbours
+        whole = [PastKV(o.heads, torch.cat([o.k, n.k], dim=2), torch.cat([o.v, n.v], dim=2)) for o, n in parts]
+        return cls(k, v, past, whole or [own])
 
-    def without_values(self) -> "VisibleKeys":
-        def nothing(parts: list[PastKV]) -> list[PastKV]:
-            return [part._replace(v=torch.zeros_like(part.v)) for part in parts]
+    def each(self, function: Callable[[PastKV], PastKV | None]) -> "VisibleKeys":
+        """With what ``function`` makes of every part; parts of which it makes None are left out."""
+        past, whole = [function(part) for part in self.past], [function(part) for part in self.whole]
+        segment = function(self._segment())
+        return VisibleKeys(segment.k, segment.v, [part for part in past if part], [part for part in whole if part])
 
-        return VisibleKeys(self.k, torch.zeros_like(self.v), nothing(self.past), nothing(self.whole))
+    def of_heads(self, first: int, number: int) -> "VisibleKeys":
+        """What some heads meet, numbered anew; views."""
+        return self.each(lambda part: of_heads(part, first, number))
 
     def state(self) -> State:
         """All that is in ``whole``, detached."""
         pairs = [(part.k.detach(), part.v.detach()) for part in self.whole]
         return pairs[0] if len(pairs) == 1 else tuple(zip(*pairs, strict=True))
 
-    def last(self, number: int) -> State:
-        """The state of the last ``number`` keys, where the past is in one part."""
-        old = self.past[0][1:] if self.past else (None, None)
-        return tuple(last(number, 2, *pair) for pair in zip(old, (self.k, self.v), strict=True))
+    def last(self, *numbers: int) -> State:
+        """The state of the last so many keys: of all heads alike, or of each head, where ``numbers`` are several."""
+        return last_keys([] if self.whole else self.past, self.whole or [self._segment()], *numbers)
 
-    def last_by_head(self, numbers: list[int]) -> State:
-        """The state of the last so many keys of each head."""
-        found = []
-        for h, number in enumerate(numbers):
-            own, old = slice(h, h + 1), (None, None)
-            if self.past:
-                part = next(part for part in self.past if h in part.heads)
-                at = part.heads.index(h)
-                old = part.k[:, at : at + 1], part.v[:, at : at + 1]
-            found.append([last(number, 2, *pair) for pair in zip(old, (self.k[:, own], self.v[:, own]), strict=True)])
-        return tuple(zip(*found, strict=True))
+    def _segment(self) -> PastKV:
+        return PastKV(tuple(range(self.k.shape[1])), self.k, self.v)
 
 
-def _joined(part: PastKV, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    first, number = part.heads[0], len(part.heads)  # neighbours
-    own = (x.narrow(1, first, number) for x in (k, v))
-    return tuple(torch.cat([old, new], dim=2) for old, new in zip((part.k, part.v), own, strict=True))
+def of_heads(part: PastKV, first: int, number: int) -> PastKV | None:
+    """Those of a part that are among ``number`` heads from ``first`` on, numbered from there; None if it has none."""
+    places = [place for place, h in enumerate(part.heads) if first <= h < first + number]
+    if not places:
+        return None
+    heads = tuple(part.heads[place] - first for place in places)
+    return PastKV(heads, *(x.narrow(1, places[0], len(places)) for x in part[1:]))
 
 
-def before(state: State, past: int | None, dtype: torch.dtype) -> list[PastKV]:
-    """The parts of a state of keys and values, no more than the last ``past`` of each, or all."""
+def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
+    """The parts of a state of keys and values, the last ``past`` of each or all, in ``dtype`` or as they are."""
     if state is None:
         return []
     keys, values = ((part,) if isinstance(part, Tensor) else part for part in state)
     heads = [tuple(range(keys[0].shape[1]))] if len(keys) == 1 else [(h,) for h in range(len(keys))]
 
     def taken(x: Tensor) -> Tensor:
-        return (x if past is None else x[:, :, max(0, x.shape[2] - past) :]).to(dtype)
+        return (x if past is None else x[:, :, max(0, x.shape[2] - past) :]).to(dtype or x.dtype)
 
     return [PastKV(own, taken(k), taken(v)) for own, k, v in zip(heads, keys, values, strict=True)]
 
 
+def last_keys(old: list[PastKV], new: list[PastKV], *numbers: int) -> State:
+    """As ``VisibleKeys.last``, of parts before the segment and parts of it. Heads of their own are copied: to a
+    compiled graph views, of what held much more, are other inputs each time."""
+    if len(numbers) == 1:
+        pairs = zip(old[0][1:] if old else (None, None), new[0][1:], strict=True)
+        return tuple(last(numbers[0], 2, *pair) for pair in pairs)
+    heads = []
+    for h, number in enumerate(numbers):
+        before, after = ([own for part in parts if (own := of_heads(part, h, 1))] for parts in (old, new))
+        pairs = zip(before[0][1:] if before else (None, None), after[0][1:], strict=True)
+        heads.append([last(number, 2, *pair).clone(memory_format=torch.contiguous_format) for pair in pairs])
+    return tuple(zip(*heads, strict=True))
+
+
 def last(number: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """The last ``number`` places of two tensors in a row, or all, detached; little more than these is kept in memory."""
+    """The last ``number`` places of two tensors in a row, or all, detached; memory holds little more than these."""
     new = new.detach()
     own = min(number, new.shape[dim])
     kept = 0 if old is None else min(number - own, old.shape[dim])
-    if not kept:
-        return trimmed(new, number, dim=dim)
-    new = new.narrow(dim, new.shape[dim] - own, own)
-    return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), new], dim)
-
-
-def trimmed(x: Tensor, number: int, *, dim: int) -> Tensor:
-    """The last ``number`` places of a tensor, or all. A view, unless that kept much more in memory than it shows."""
-    own = min(number, x.shape[dim])
-    view = x.narrow(dim, x.shape[dim] - own, own)
-    return view if 4 * view.nbytes >= 3 * x.untyped_storage().nbytes() else view.clone()
-
-
-def trimmed_by_head(state: State, numbers: Sequence[int]) -> State:
-    """A state of keys and values, of which each head keeps its own number.
-
-    Copies, where views would be of two kinds, by how much each kept: to a compiled graph these are other inputs each time.
-    """
-    parts = ([x] if isinstance(x, Tensor) else x for x in state)
-    single = ([x[:, h : h + 1] for x in part for h in range(x.shape[1])] for part in parts)
-    return tuple(
-        tuple(x[:, :, max(0, x.shape[2] - n) :].clone(memory_format=torch.contiguous_format) for x, n in pairs)
-        for pairs in (zip(part, numbers, strict=True) for part in single)
-    )
+    view = new.narrow(dim, new.shape[dim] - own, own)
+    if kept:
+        return torch.cat([old.detach().narrow(dim, old.shape[dim] - kept, kept), view], dim)
+    return view if 4 * view.nbytes >= 3 * new.untyped_storage().nbytes() else view.clone()
 
 
 def weights_of(weighted: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """The weights ``[B, H, T, n]`` by which ``weighted`` sums values ``[.., n, K]`` into ``[B, H, T, K]``, whatever computes
-    it: K at a time, it is fed with values that are one at one place each."""
+    """The weights ``[B, H, T, n]`` by which ``weighted`` sums values ``[.., n, K]`` into ``[B, H, T, K]``, whatever
+    computes it: K at a time, it is fed with values that are one at one place each."""
     number, width = values.shape[-2:]
     ones = torch.eye(number, -(-number // width) * width, dtype=values.dtype, device=values.device)
     parts = [weighted(part.expand_as(values).contiguous()) for part in ones.split(width, dim=1)]

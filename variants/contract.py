@@ -1,15 +1,13 @@
 """Contract: what a mechanism and the harness may rely on, and nothing else.
 
-A model is a list of layers, a layer is a few named residual sublayers, and a variant says which.
-A sublayer maps ``x [B, T, D]`` to ``y [B, T, D]``; the harness adds it to the residual stream and owns the norm.
-State goes in and out as a value: nothing that a forward pass computes is kept on a module.
-
-How to add a mechanism, in ten lines: see ``variants/__init__.py``. The promises below are checked by
-``variants/conformance/suite.py``, which runs on any variant, ours or yours: ``python -m bench.check variant=mine``.
+A model is a list of layers, a layer is a few named residual sublayers, and a variant says which. A sublayer maps ``x
+[B, T, D]`` to ``y [B, T, D]``; the harness adds it to the residual stream and owns the norm. State goes in and out as a
+value: nothing that a forward pass computes is kept on a module. ``python -m bench.check variant=mine`` checks all of it
+(``variants/conformance``).
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
@@ -36,15 +34,12 @@ class LayerContext:
     """Where a sublayer is put, and what all attention sublayers of a run have in common.
 
     Args:
-        d_model: width D of the residual stream.
         layer, n_layers: this layer's index, counted from 0, and their number.
-        heads: attention heads H.
         span: S, the number of past positions that a query may see (the query's own counts if ``attend_self``).
         attend_self: whether a position attends to itself; the span papers say no.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
-        dropout: dropout rate on attention weights and inside feed-forward blocks.
-        backend: ``plain`` PyTorch, ``fused`` (torch's flash attention), ``kernel`` (ours), or ``auto`` for the fastest that
-            computes the same here.
+        dropout: rate on attention weights and inside feed-forward blocks.
+        backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` for the fastest that computes the same here.
         scheme: makes the run's position scheme for one sublayer.
         pool: objects shared by several layers; a dictionary that lives while the model is built.
     """
@@ -62,19 +57,13 @@ class LayerContext:
     pool: dict = field(default_factory=dict, repr=False, compare=False)
 
     def position(self, d_head: int) -> "Position":
-        """The run's position scheme for one sublayer whose heads are ``d_head`` wide."""
         return self.scheme(self, d_head=d_head)
 
-    def head_width(self, d_head: int | None) -> int:
-        """K: what was asked for, or D / H; ValueError naming the key where that is no width."""
-        if d_head is None and self.d_model % self.heads:
-            raise ValueError(f"model.heads={self.heads} must divide model.d_model={self.d_model}")
-        if d_head is not None and d_head < 1:
-            raise ValueError(f"d_head={d_head}: must be at least 1, or null")
-        return d_head or self.d_model // self.heads
-
-    def shared(self, cls: type, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The same object for every layer that asks with this class and key; made by the first."""
+    def shared(self, cls: type, key: Hashable, make: Callable[[], Any], *, share: str = "network") -> Any:
+        """The same object for every layer that asks with this class and key, made by the first; with ``share: layer``
+        its own."""
+        if share == "layer":
+            return make()
         if (cls, key) not in self.pool:
             self.pool[cls, key] = make()
         return self.pool[cls, key]
@@ -114,24 +103,19 @@ class Inspection(NamedTuple):
 
 
 class NeededFlops(NamedTuple):
-    """What a training step needs, FLOPs per byte, two per multiply-add: the mean over the bytes of a segment.
-
-    Attributes:
-        forward: of the forward pass.
-        backward: of the gradients that the forward's own products do not give: of parameters and of the sublayer's input.
-    """
+    """What a training step needs, FLOPs per byte, two per multiply-add, the mean over a segment: of the forward pass,
+    and of the gradients that the forward's own products do not give, of parameters and of the sublayer's input."""
 
     forward: float
     backward: float
 
     @classmethod
     def of_products(cls, forward: float) -> "NeededFlops":
-        """Of products whose two factors both have a gradient, which is a product each: the backward is twice the forward."""
+        """Of products whose two factors both have a gradient: the backward is twice the forward."""
         return cls(forward, 2 * forward)
 
     @property
     def training(self) -> float:
-        """Forward and backward."""
         return self.forward + self.backward
 
 
@@ -153,37 +137,25 @@ class Honours:
 
 
 class Sublayer(nn.Module):
-    """One residual sublayer of a layer. Subclass it, and the constructor's keywords are its configuration.
-
-    ``limits`` declares promises that the mechanism cannot keep; each is tested to be really broken:
-    ``causal_in_training`` (training mode sees the future), ``streams_apart`` (streams of a batch influence each
-    other), ``segments`` (where segments are cut changes the result), ``training_as_evaluation`` (without dropout, training
-    mode computes something else).
-
-    ``contract`` is the ``VERSION`` that a mechanism of yours was written for; say it, and another is refused by a message.
-    """
+    """One residual sublayer of a layer. Subclass it, and the constructor's keywords are its configuration."""
 
     contract: int = VERSION
+    """The ``VERSION`` that a mechanism of yours was written for; say it, and another is refused by a message."""
     limits: frozenset[str] = frozenset()
+    """Promises that it cannot keep, each of which is tested to be really broken: ``causal_in_training`` (training mode
+    sees the future), ``streams_apart`` (streams of a batch influence each other), ``segments`` (where segments are cut
+    changes the result), ``training_as_evaluation`` (without dropout, training mode computes something else)."""
     honours: Honours | None = None
     """What it follows of the run's choices; None for a mechanism that sees no byte but its own."""
-    tables: tuple[str, ...] = ()
-    """Names of parameters ``[M, D]`` of which ``forward`` takes sums of rows by ``self.sum_rows``, that of
-    ``variants/kernels/table.py``, and nothing else but their shape: several processes may divide their columns."""
+    tables: dict[str, int] = {}
+    """Rows read per byte of parameters ``[M, D]``, by name, of which ``forward`` takes sums of rows by
+    ``self.sum_rows``, that of ``variants/kernels/table.py``, and nothing else but their shape: several processes may
+    divide their columns."""
     period: int = 1
-    """Bytes after which what it does repeats: a block, a chunk, a dilated step. The suite runs over several, and FLOPs
-    are counted over one."""
+    """Bytes after which what it does repeats: a block, a chunk, a dilated step. FLOPs are counted over one."""
     ideal_share: tuple[float, str] = (0.5, "")
-    """The least share of its executed FLOPs that ``ideal_flops`` may be; below a half, with the reason, shown in rows."""
-
-    def reach(self) -> int | None:
-        """How many bytes back its output can depend on its input, at any parameters; None for all the way.
-
-        A mechanism that honours something sees a past, and overrides this.
-        """
-        if self.honours is None:
-            return 0
-        raise NotImplementedError(f"{type(self).__name__} says what it honours, and must say its reach")
+    """The least share of its executed FLOPs that ``ideal_flops`` may be; below a half, with the reason, shown in
+    rows."""
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -198,81 +170,57 @@ class Sublayer(nn.Module):
         """
         raise NotImplementedError
 
-    def trim(self, state: State) -> State:
-        """What of a state is worth carrying at the present parameters; idempotent.
-
-        ``forward`` returns trimmed states, but not where it is compiled: there the harness calls this, outside of the
-        graph, because what to carry may change from step to step.
-        """
-        return state
+    def reach(self) -> int | None:
+        """How many bytes back its output can depend on its input, at any parameters; None for all the way."""
+        if self.honours is None:
+            return 0
+        raise NotImplementedError(f"{type(self).__name__} says what it honours, and must say its reach")
 
     def project_(self) -> None:
-        """Bring parameters back into their legal range. Idempotent; after init, load and every optimizer step."""
+        """Bring parameters back into their legal range, without waiting for a device. Idempotent; after init, load and
+        every optimizer step. What the host must know of them for shapes is ``Spans.lengths``."""
 
-    def bound_(self) -> Tensor | None:
-        """``project_`` as far as a device goes without its host, which would wait for it.
+    def ideal_flops(self) -> int:
+        """Forward FLOPs per byte, two per multiply-add, warm state, at the present parameters; by default of all
+        ``nn.Linear``."""
+        return 2 * sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
-        Returns: what the host must know of the parameters for the shapes of the next step, ``[n]`` on the device, or None.
-            The model copies that of all sublayers at once and gives each its own by ``decide``. A mechanism whose shapes
-            follow from parameters overrides all three, so that ``project_`` does both.
-        """
-        self.project_()
-        return None
-
-    def decide(self, values: Sequence[float]) -> None:
-        """Shapes from the values that ``bound_`` returned."""
-        raise NotImplementedError
-
-    def inspect(self, x: Tensor) -> Inspection | None:
-        """What each byte of ``x [B, T, D]``, with which streams begin, takes of the others; None: it does not say.
-
-        It is computed by what ``forward`` runs: an output that is a weighted sum of values gives its own weights where a
-        value is one at one key and zero at the others (``variants/context.py``, ``weights_of``).
-        """
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops | None:
+        """What a step on segments of T bytes needs, with ``carried`` bytes of each stream before them. None where the
+        mechanism does not say: then the harness charges ``ideal_flops`` and twice that for the backward, and says so
+        beside the number."""
         return None
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Named numbers (or small tensors, one entry a head) from summed statistics; ``stats`` may be empty."""
         return {}
 
-    def set_span(self, span: int) -> None:
-        """From now on let a position see ``span`` positions; learned spans keep their lengths in keys.
+    def inspect(self, x: Tensor) -> Inspection | None:
+        """What each byte of ``x [B, T, D]``, with which streams begin, takes of the others, computed by what
+        ``forward`` runs (``weights_of`` of ``variants/context.py``); None: it does not say."""
+        return None
 
-        A mechanism without a span ignores it. ValueError naming ``eval.span`` where it cannot.
-        """
+    def set_span(self, span: int) -> None:
+        """From now on let a position see ``span`` positions; learned spans keep their lengths in keys. ValueError
+        naming ``eval.span`` where it cannot."""
+
+    def trim(self, state: State) -> State:
+        """What of a state is worth carrying at the present parameters; idempotent. The harness calls this where
+        ``forward`` is compiled, because what to carry may change from step to step."""
+        return state
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         """The code that would run there: ``plain``, ``fused``, ... ValueError where what was asked for cannot run."""
         return "plain"
 
+
+class KernelSublayer(Sublayer):
+    """A sublayer that more code than ``plain`` computes, which is proven where nothing was tested before it is
+    preferred: ``variants/backends.py`` has all of this for attention over a window."""
+
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        """The code that would compute the same there by its own word, in order of preference. Nothing is run.
-
-        On a device where nothing was tested, what is preferred is proven first (``harness/loop/select_backend.py``).
-        """
-        return ("plain",)
-
-    def touched_parameters(self) -> int:
-        """Parameters read per byte; fewer than there are where a table is looked up."""
-        return sum(p.numel() for p in self.parameters())
-
-    def ideal_flops(self) -> int:
-        """Forward FLOPs per byte, two per multiply-add, warm state, at the present parameters.
-
-        The default counts the matrices of ``nn.Linear`` children, right for a mechanism that is only those.
-        """
-        return 2 * sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-
-    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops | None:
-        """What a training step needs at the present parameters, or None where the mechanism does not say.
-
-        Then the harness charges ``ideal_flops`` and twice that for the backward, and says so beside the number.
-
-        Args:
-            segment: T, bytes of each stream in a step.
-            carried: bytes that each stream has behind it, however many of them are seen; 0 where streams begin.
-        """
-        return None
+        """The code that would compute the same there by its own word, in order of preference. Nothing is run."""
+        raise NotImplementedError
 
 
 class Part(nn.Module):
@@ -280,7 +228,8 @@ class Part(nn.Module):
 
 
 class Spans(Part):
-    """How far a sublayer's heads look. Its parameters decide what a step costs, so whoever moves weights leaves them."""
+    """How far a sublayer's heads look. Its parameters decide what a step costs, so whoever moves weights leaves
+    them."""
 
     placeable: bool = False
     """Whether every head has one learned length, which can be set."""
@@ -289,12 +238,34 @@ class Spans(Part):
         """Put each head's length at so many keys, or at S if that is less; only where they are ``placeable``."""
         raise NotImplementedError
 
+    def lengths(self) -> Tensor | None:
+        """What the host must know of the parameters for the shapes of the next step, ``[n]`` on the device; None:
+        nothing."""
+        return None
+
+    def set_lengths(self, lengths: Sequence[float]) -> None:
+        """Shapes from the numbers of ``lengths``."""
+        raise NotImplementedError
+
+
+def set_shapes(module: nn.Module) -> None:
+    """Tell all ``Spans`` inside of a module their lengths, by one copy from the device."""
+    spans = [part for part in module.modules() if isinstance(part, Spans)]
+    lengths = [(part, values.detach()) for part in spans if (values := part.lengths()) is not None]
+    if lengths:
+        numbers = (
+            torch.cat([values for _, values in lengths]).nan_to_num(nan=0.0).tolist()
+        )  # of a NaN the loss will tell
+        for part, values in lengths:
+            part.set_lengths(numbers[: len(values)])
+            del numbers[: len(values)]
+
 
 class Position(nn.Module):
     """A position scheme. Made once a sublayer, and once with ``d_head=0`` for the embedding of the input.
 
-    Positions are given by ``start`` alone, because a segment's positions are consecutive: a scheme can then compute
-    ``start`` in whole numbers and everything else relative to it, so that stream position 10**7 is as exact as 0.
+    Positions are given by ``start [B]`` alone, because a segment's positions are consecutive: a scheme can then compute
+    it in whole numbers and everything else relative to it, so that stream position 10**7 is as exact as 0.
     """
 
     relative: bool = True
@@ -308,45 +279,57 @@ class Position(nn.Module):
         super().__init__()
 
     def embed(self, x: Tensor, start: Tensor) -> Tensor:
-        """``x [B, T, D]``, the embedded bytes at stream positions ``start [B]`` and on, with positions put in."""
+        """``x [B, T, D]``, the embedded bytes at stream positions ``start`` and on, with positions put in."""
         return x
 
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
-        """Queries or keys ``x [B, H, T, K]`` at stream positions ``start [B]`` and on, turned by their position."""
+        """Queries or keys ``x [B, H, T, K]`` at stream positions ``start`` and on, turned by their position."""
         return x
 
     @classmethod
     def ways(cls) -> frozenset[str]:
         """What it does to a mechanism, of ``WAYS``, by the methods that it has; a mechanism need follow no others."""
-
-        def has(*names: str) -> bool:
-            return any(getattr(cls, name) is not getattr(Position, name) for name in names)
-
-        special = {"decay": has("slopes"), "vectors": has("vectors")}
-        found = {"rotate": has("rotate"), **special, "bias": has("bias") and not any(special.values())}
-        return frozenset(way for way, does in found.items() if does)
+        methods = {"rotate": "rotate", "decay": "slopes", "vectors": "vectors", "bias": "bias"}
+        does = {way for way, name in methods.items() if getattr(cls, name) is not getattr(Position, name)}
+        return frozenset(does - {"bias"} if does & {"decay", "vectors"} else does)  # which are a bias, too
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """``[H]`` in ``dtype``, where ``bias`` is ``-slope * x``, so that what is summed over the past may decay instead."""
+        """``[H]`` in ``dtype``, where ``bias`` is ``-slope * x``, so that what is summed over the past may decay
+        instead."""
         return None
 
     def vectors(self, max_keys: int) -> Tensor | None:
-        """``[max_keys, K]``, one for each distance, where ``bias`` is ``q @ vectors.T``: kernels may take it as such."""
+        """``[max_keys, K]``, one for each distance, where ``bias`` is ``q @ vectors.T``: kernels may take it as
+        such."""
         return None
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
-        """What to add to scaled scores: a constant ``[H, max_keys]``, or ``[B, H, T, max_keys]``, or None for nothing.
-
-        Column x belongs to the visible key number x, counted from the nearest. ``q [B, H, T, K]`` are scaled queries.
-        """
+        """What to add to scores of scaled queries ``q [B, H, T, K]``: a constant ``[H, max_keys]``, or ``[B, H, T,
+        max_keys]``, or None for nothing. Column x belongs to the visible key number x, counted from the nearest."""
         return None
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Forward FLOPs per byte and head of ``bias`` at ``max_keys`` visible keys, a mean that need not be whole.
-
-        It is linear in ``max_keys``, and the gradients of ``bias`` are charged twice as much.
-        """
+        """Forward FLOPs per byte and head of ``bias``, linear in ``max_keys``; its gradients are charged twice as
+        much."""
         return 0.0
+
+
+def check_numbers(least: int, *, null: str = "", **numbers: float | None) -> None:
+    """Refuse numbers below ``least``; None passes.
+
+    Args:
+        null: how to say that null is allowed, too: ``null for ..``.
+    """
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise ValueError(f"{name}={number}: allowed are numbers from {least}{', or ' * bool(null)}{null}")
+
+
+def check_choice(allowed: Iterable[str], **choices: str) -> None:
+    """Refuse what is none of the allowed words."""
+    for name, choice in choices.items():
+        if choice not in allowed:
+            raise ValueError(f"{name}={choice}: allowed are {', '.join(allowed)}")
 
 
 def wide(x: Tensor) -> Tensor:

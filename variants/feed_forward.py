@@ -13,7 +13,7 @@ block has 1.5 times the parameters; 2/3 of the width of another activation makes
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput
+from variants.contract import LayerContext, NeededFlops, State, Sublayer, SublayerOutput, check_choice, check_numbers
 
 
 def squared_relu(h: Tensor) -> Tensor:
@@ -33,7 +33,6 @@ class FeedForward(Sublayer):
     """Two linear maps with an activation between.
 
     Args:
-        context: gives the width D and the dropout rate.
         hidden: width that the second matrix reads; None means 4*D.
         activation: one of ``ACTIVATIONS``.
         zero_init: start the second matrix and its bias at zero, so that the block adds nothing at first. The first
@@ -42,12 +41,9 @@ class FeedForward(Sublayer):
 
     def __init__(self, context: LayerContext, *, hidden: int | None, activation: str, bias: bool, zero_init: bool):
         super().__init__()
-        if hidden is None:
-            hidden = 4 * context.d_model
-        if hidden < 1:
-            raise ValueError(f"hidden={hidden}: allowed are integers from 1, or null for 4 times the width")
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation}: allowed are {', '.join(ACTIVATIONS)}")
+        check_numbers(1, hidden=hidden, null="null for 4 times the width")
+        check_choice(ACTIVATIONS, activation=activation)
+        hidden = 4 * context.d_model if hidden is None else hidden
         self.activate = ACTIVATIONS[activation]
         self.dropout = context.dropout
         self.enter = nn.Linear(context.d_model, 2 * hidden if activation == "swiglu" else hidden, bias=bias)
@@ -59,7 +55,6 @@ class FeedForward(Sublayer):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state and makes no statistics."""
         activations = self.activate(self.enter(x))  # [B, T, hidden]
         return SublayerOutput(self.leave(F.dropout(activations, self.dropout, self.training)))
 

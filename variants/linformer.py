@@ -3,25 +3,19 @@
     s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 of the bytes i = 0 .. r-1 of block j
     y_t = W_o concat_h(softmax([q_t . k_i ; q_t . s_j] / sqrt(K)) [v_i ; u_j])
 
-over the w nearest keys i, exactly, and the summaries of blocks j, in one softmax: w + S/r keys a query instead of S.
+over the w nearest keys i, exactly, and the summaries of blocks j, in one softmax: w + S/r keys a query instead of S. In
+the paper (2006.04768, section 4) E and F are k x n and mix a whole sequence, so every row holds the future and no mask
+takes it out. Here a row spans a block, the same for every block; and the window is ours, without which the open block
+would be invisible.
 
-- A summary is visible to queries after its block, never inside it; if its first byte is outside the query's window, so that
-  blocks tile the past with an overlap of less than one; and if all its bytes are among the S that a query may see, so that
-  ``model.span`` means what it means elsewhere. In a window shorter than a block, the open block's older bytes are unseen.
-- Keys are summarised unrotated, and turned, penalised or given a vector as if they stood at their block's last byte.
-- ``top_k`` reads only the best summaries, by an index q'_t . W mean_i k_i of its own, one for all heads. What is chosen has its
-  index score added to its attention scores, which is how the index learns; the choice itself has no gradient.
-- A block is summarised when it is about to leave the window, from what the window has of it, so that the weights learn where
-  the window is as long as a segment, too.
-- State: raw keys and values (``cache: hidden``: inputs) of the window and the open block, at a phase of each stream's own, and
-  summaries as they were made, detached in either cache.
-
-Wang et al. 2020, 2006.04768, section 4: E and F are k x n and mix a whole sequence of fixed length, so every row holds the
-future and no mask takes it out (no published numbers on enwik8 either). Kept: learned weights over positions, for keys and for
-values, and who may share them. Not kept: rows over the whole sequence, here a row spans a block, the same for every block.
-Ours: the window, without which the open block would be invisible (Transformer-LS, 2107.02192, has one), and a start at 1/r.
-``compressor: softmax``, and ``top_k`` with it, are compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4) in small: what
-is chosen is read as summaries, not key by key; the index has one head, no ReLU, no rotation, and no loss of its own.
+- A summary is visible to queries after its block, if its first byte is outside the query's window, and if all its bytes
+  are among the S that a query may see. Keys are summarised unrotated, and placed as if they stood at their block's last
+  byte.
+- ``top_k`` reads only the best summaries, by an index q'_t . W mean_i k_i of its own, one for all heads. What is chosen
+  has its index score added to its attention scores, which is how the index learns.
+- A block is summarised when it is about to leave the window, from what the window has of it, so that the weights learn.
+- ``compressor: softmax``, and ``top_k`` with it, are compressed attention of 2025-26 (2502.11089, 3.3, DeepSeek-V4) in
+  small.
 """
 
 from dataclasses import replace
@@ -34,11 +28,12 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from variants import backends
+from variants.backends import OnKernels
 from variants.blocks import Blocks, highest
 from variants.compressor import Compressor
-from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
+from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
 from variants.kernels.window import pairs
+from variants.multi_head import MultiHead, head_means, head_stats, start_of
 from variants.window_and_summaries import Far, Near, by_kernel, in_bands
 
 
@@ -46,7 +41,7 @@ class Carried(NamedTuple):
     """The state; all but numbers are padded in front, so that streams of any age stand in one batch.
 
     Attributes:
-        past: keys and values, unrotated, ``[B, P, 2 H K]``, or inputs ``[B, P, D]``.
+        past: keys and values, unrotated, ``[B, P, 2 H K]``, or inputs ``[B, P, D]``, of the window and the open block.
         summaries: keys, in their positions, values, and keys of the index: ``[B, N, 2 H K (+ I)]``.
         number: bytes of the open block, places of the past that are no padding, finished blocks to N + lag: int64 ``[B, 3]``.
     """
@@ -57,13 +52,8 @@ class Carried(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a segment brings and has behind it.
-
-    Attributes:
-        own, past: keys and values, unrotated, ``[B, T, 2 H K]`` and ``[B, P, 2 H K]``, or None where a stream begins.
-        start: stream position of the first byte, ``[B]``.
-        number: as the state has it; ``[1, 3]`` where a stream begins.
-    """
+    """Keys and values, unrotated, of a segment ``[B, T, 2 H K]`` and of its past ``[B, P, 2 H K]`` or None; stream
+    position of the first byte ``[B]``; and the state's numbers, ``[1, 3]`` where a stream begins."""
 
     own: Tensor
     past: Tensor | None
@@ -71,21 +61,16 @@ class Rows(NamedTuple):
     number: Tensor
 
 
-class Linformer(Sublayer):
+class Linformer(MultiHead, OnKernels):
     """Causal attention over an exact window and summaries of finished blocks.
 
     Args:
-        context: heads, span, cache, positions and dropout of the run.
         ratio: r, bytes of a block, from 1; summarised into one key and one value.
         window: w, keys that are met exactly, from 1 to below ``model.span``; None for S / 4.
-        compressor: ``mean``, ``linear`` (weights E and F over a block's places) or ``softmax`` (weights by content: of
-            u . k_i / sqrt(K) + b_i, the same for keys and values).
-        share: of ``linear`` weights: ``none``, ``heads`` for an E and an F of all heads, ``key_value`` for one E = F of all
-            heads, ``layers`` for one of the whole network.
+        compressor, share: as ``Compressor`` has them.
         top_k: summaries that a query reads, from 1; None for all.
         d_index: width I of the index that chooses them, from 1.
-        d_head: head width K, or None for D / H.
-        zero_init: start W_o at zero, so that the sublayer starts as the identity.
+        The others are those of ``MultiHead``.
     """
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
@@ -103,66 +88,48 @@ class Linformer(Sublayer):
         d_head: int | None = None,
         zero_init: bool = False,
     ):
-        super().__init__()
+        check_numbers(1, ratio=ratio, window=window, top_k=top_k, d_index=d_index)
+        super().__init__(context, d_head=d_head, zero_init=zero_init)
         window = max(1, context.span // 4) if window is None else window
-        sizes = {"ratio": ratio, "window": window, "top_k": top_k, "d_index": d_index}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1" + ", or null" * (name == "top_k"))
-        shift = 0 if context.attend_self else 1
-        if context.span <= max(window, ratio - shift):
+        if context.span <= max(window, ratio - self.shift):
             least = f"above window={window} and ratio={ratio}"
             raise ValueError(f"model.span={context.span}: must be {least}, or no summary is ever seen")
-        if context.backend not in ("auto", "kernel", "plain"):
-            raise ValueError(f"runtime.backend={context.backend} cannot run Linformer: allowed are auto, kernel, plain")
-        self.heads, self.d_head = context.heads, context.head_width(d_head)
-        self.blocks = Blocks(ratio, window, context.span, shift, top_k)
-        self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
-        self.period = ratio
-        inner = self.heads * self.d_head
-        self.query, self.key, self.value = (nn.Linear(context.d_model, inner, bias=False) for _ in range(3))
-        self.output = nn.Linear(inner, context.d_model, bias=False)
-        if zero_init:
-            nn.init.zeros_(self.output.weight)
-        self.d_index = d_index if top_k else 0
+        self.blocks, self.period = Blocks(ratio, window, context.span, self.shift, top_k), ratio
+        self.inner, self.d_index = self.heads * self.d_head, d_index if top_k else 0
         if top_k:
             self.index_query = nn.Linear(context.d_model, d_index, bias=False)
-            self.index_key = nn.Linear(inner, d_index, bias=False)
-        of = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
-        self.compressor = Compressor(context, kind=compressor, share=share, **of)
+            self.index_key = nn.Linear(self.inner, d_index, bias=False)
+        sizes = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
+        self.compressor = Compressor(context, kind=compressor, share=share, **sizes)
         self.position = context.position(self.d_head)
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        if start is None:
-            start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        start = start_of(x, start)
         carried = None if state is None else Carried(*state)
         rows = self._rows(x, carried, start)
         summaries = self._summaries(rows, carried)
-        q = self.position.rotate(self._heads(self.query(x) * self.d_head**-0.5), start)
-        near, far = self._near(rows), self._far(x, rows, summaries)
-        y = self.output(self._attend(q, near, far))
+        (q,) = self.project(x, "query")
+        q, near, far = self.position.rotate(q, start), self._near(rows), self._far(x, rows, summaries)
+        y = self._attend(q, near, far)
         stats = self._stats(q, near, far) if collect_stats else None
-        return SublayerOutput(y, self._carry(x, rows, summaries, carried), stats=stats)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return rearrange(x, "B T (H K) -> B H T K", H=self.heads)
+        return SublayerOutput(self.join(y), self._carry(x, rows, summaries, carried), stats=stats)
 
     def _rows(self, x: Tensor, carried: Carried | None, start: Tensor) -> Rows:
-        both = torch.cat([self.key.weight, self.value.weight])
-        own = F.linear(x, both)
+        own = self.project_flat(x, "key", "value")
         if carried is None:
             return Rows(own, None, start, start.new_zeros(1, 3))
-        old = carried.past.to(own.dtype if self.cache == "kv" else x.dtype)
-        return Rows(own, old if self.cache == "kv" else F.linear(old, both), start, carried.number)
+        if self.cache == "kv":
+            return Rows(own, carried.past.to(own.dtype), start, carried.number)
+        return Rows(own, self.project_flat(carried.past.to(x.dtype), "key", "value"), start, carried.number)
 
     def _summaries(self, rows: Rows, carried: Carried | None) -> Tensor:
-        """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks, from the one ``lag`` before
-        the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
+        """Carried summaries, padded to all that can be visible, then those of ceil(T / r) blocks, from the one ``lag``
+        before the open one on, of which the last may be unfinished: ``[B, N + M, 2 H K (+ I)]``."""
         own, past, start, number = rows
         ratio, phase = self.blocks.ratio, number[:, 0]
-        blocks, inner = -(-own.shape[1] // ratio), self.heads * self.d_head
+        blocks = -(-own.shape[1] // ratio)
         if past is None:
             every = F.pad(own, (0, 0, self.blocks.lag * ratio, blocks * ratio - own.shape[1]))[:, : blocks * ratio]
         else:
@@ -174,7 +141,7 @@ class Linformer(Sublayer):
         last = (start - phase)[:, None] + ratio * after - 1  # [B, M]
         k = rearrange(k, "B M (H K) -> (B M) H 1 K", H=self.heads)
         k = rearrange(self.position.rotate(k, last.flatten()), "(B M) H 1 K -> B M (H K)", M=blocks)
-        index = [self.index_key(both[..., :inner].mean(dim=2))] if self.d_index else []
+        index = [self.index_key(both[..., : self.inner].mean(dim=2))] if self.d_index else []
         made = torch.cat([k, v, *index], dim=-1)
         if carried is None:
             return F.pad(made, (0, 0, self.blocks.most, 0))
@@ -182,10 +149,10 @@ class Linformer(Sublayer):
 
     def _near(self, rows: Rows) -> Near:
         own, past, start, number = rows
-        inner = self.heads * self.d_head
 
         def placed(part: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-            return self.position.rotate(self._heads(part[..., :inner]), at), self._heads(part[..., inner:])
+            k, v = part.chunk(2, dim=-1)
+            return self.position.rotate(self.split(k), at), self.split(v)
 
         if past is None:
             return Near(*placed(own, start), None, None, number[:, 1])
@@ -194,11 +161,11 @@ class Linformer(Sublayer):
 
     def _far(self, x: Tensor, rows: Rows, summaries: Tensor) -> Far:
         """Summaries that chunks of queries meet; of ``top_k``, those are visible that each has chosen."""
-        blocks, (chunks, size), inner = self.blocks, self.blocks.chunks(x.shape[1]), self.heads * self.d_head
+        blocks, (chunks, size) = self.blocks, self.blocks.chunks(x.shape[1])
         first = size * torch.arange(chunks, device=x.device)[:, None]  # [n, 1]
         at = first // blocks.ratio + blocks.met(size, x.device)  # [n, G]
         met = summaries[:, at.clamp(max=summaries.shape[1] - 1)]  # [B, n, G, 2 H K (+ I)]
-        key, value, index = met.split([inner, inner, self.d_index], dim=-1)
+        key, value, index = met.split([self.inner, self.inner, self.d_index], dim=-1)
         phase, found = rows.number[:, 0, None, None, None], rows.number[:, 2, None, None, None]
         most, t = blocks.most + blocks.lag, (first + torch.arange(size, device=x.device))[:, :, None]
         back = phase + t + blocks.ratio * (most - at[:, None])  # bytes to the block's first
@@ -213,47 +180,29 @@ class Linformer(Sublayer):
         return far._replace(visible=seen & best, added=index)
 
     def _attend(self, q: Tensor, near: Near, far: Far) -> Tensor:
-        """What the heads give, ``[B, T, H K]``."""
+        """What the heads give, ``[B, H, T, K]``."""
         same = {"blocks": self.blocks, "position": self.position}
         if self.backend(q.device, training=self.training) == "kernel":
-            return rearrange(by_kernel(q, near, far, **same), "B H T K -> B T (H K)")
+            return by_kernel(q, near, far, **same)
         attend = partial(in_bands, dropout=self.dropout if self.training else 0.0, **same)
         if far.added is not None and torch.is_grad_enabled():
             # Its blocks are short and its summaries many: scores are made again for the backward pass, not kept for it.
             attend = partial(checkpoint.checkpoint, attend, use_reentrant=False)
-        return rearrange(attend(q, near, far), "B H T K -> B T (H K)")
+        return attend(q, near, far)
 
-    def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        need = backends.Need(
-            d_head=self.d_head,
-            dropout=self.dropout if training else 0.0,
-            spans_of_input=False,
-            constant_bias=self.position.constant_bias,
-            vectors=self.position.vectors(1) is not None,
-        )
-        able = ("kernel", "plain") if device.type == "cpu" else ("plain",)
-        return tuple(name for name in backends.possible(need, device) if name in able)
-
-    def backend(self, device: torch.device, *, training: bool) -> str:
-        if (wanted := self.wanted_backend) == "plain":
-            return wanted
-        able = self.backends(device, training=training)
-        if wanted not in ("auto", *able):
-            raise ValueError(f"runtime.backend={wanted} cannot run here: allowed are {', '.join(['auto', *able])}")
-        return able[0] if wanted == "auto" else wanted
+    def able(self, device: torch.device) -> tuple[str, ...]:
+        return ("kernel", "plain") if device.type == "cpu" else ("plain",)
 
     @torch.no_grad()
     def _stats(self, q: Tensor, near: Near, far: Far) -> dict[str, Tensor]:
         """The share of attention that summaries have: values of one for them, and of nothing for the window."""
         old_v = None if near.old_v is None else torch.zeros_like(near.old_v)
         near = near._replace(v=torch.zeros_like(near.v), old_v=old_v)
-        mass = self._attend(q, near, far._replace(v=torch.ones_like(far.v)))
-        mass = mass.unflatten(-1, (self.heads, -1))[..., 0]
-        return {"bytes": torch.tensor(mass[..., 0].numel(), dtype=torch.float64), "mass": wide(mass).sum(dim=(0, 1))}
+        return head_stats(q, summary_mass=self._attend(q, near, far._replace(v=torch.ones_like(far.v)))[..., 0])
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """``summary_mass [H]``: the mean share of attention that summaries have."""
-        return {"summary_mass": stats["mass"] / stats["bytes"]} if stats else {}
+        return head_means(stats, "summary_mass")
 
     @torch.no_grad()
     def _carry(self, x: Tensor, rows: Rows, summaries: Tensor, carried: Carried | None) -> State:
@@ -271,19 +220,20 @@ class Linformer(Sublayer):
         return self.blocks.reach
 
     def set_span(self, span: int) -> None:
-        if span < 1 or span > self.position.longest:
-            raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
+        self.check_span(span)
         self.blocks = replace(self.blocks, span=span)
 
     def ideal_flops(self) -> int:
-        """Projections, weights over a block, scores and weighted values of the window and of summaries, the mean over phases."""
+        """Projections, weights over a block, scores and weighted values of the window and of summaries, the mean over
+        phases."""
         return round(self._forward_flops(self.blocks.near, *self.blocks.seen_warm()))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """By the pairs of a query and what it reads; a warm stream is charged the mean over the phases that it may be at.
+        """By the pairs of a query and what it reads; a warm stream is charged the mean over the phases that it may be
+        at.
 
-        What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now have one if
-        something learns by it. Of ``top_k`` summaries those made in the segment are taken to be read first.
+        What came before has no gradient in ``cache: kv``, and summaries made before have none in any; those made now
+        have one if something learns by it. Of ``top_k`` summaries those made in the segment are taken to be read first.
         """
         ratio, (own, past) = self.blocks.ratio, pairs(segment, carried, self.blocks.near, shift=self.blocks.shift)
         if carried < self.blocks.span + ratio:
@@ -306,7 +256,8 @@ class Linformer(Sublayer):
         return NeededFlops(needed.forward + projected, needed.backward + projected - fixed / segment)
 
     def _forward_flops(self, near: float, sight: float, read: float) -> float:
-        """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of them."""
+        """Per byte, of queries with ``near`` keys of the window, ``sight`` summaries to choose from, and ``read`` of
+        them."""
         per_head = 4 * (near + read) * self.d_head + self.position.ideal_flops(near + read)
         matrices = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
         matrices -= (1 - 1 / self.blocks.ratio) * self.index_key.weight.numel() if self.d_index else 0  # once a block
@@ -319,7 +270,8 @@ def _last(x: Tensor, number: int) -> Tensor:
 
 
 def _from(x: Tensor, first: Tensor, number: int) -> Tensor:
-    """``number`` rows of ``x [B, L, n]`` from the place ``first [B]`` of each stream on; beyond the end, the last again."""
+    """``number`` rows of ``x [B, L, n]`` from the place ``first [B]`` of each stream on; beyond the end, the last
+    again."""
     at = (first[:, None] + torch.arange(number, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, number]
     at = at + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
     return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape)

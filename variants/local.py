@@ -2,19 +2,13 @@
 
     y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax over j of (q_t . k_j + position) / sqrt(K),   M floor(t / M) <= j <= t
 
-Liu et al. 2018 (1801.10198, 4.2.4): blocks of 256, attention in each by itself. Blocks are counted from where a stream
-began and not from where a segment begins, so segments do not matter: what is carried is the open block and how many bytes
-it has. A byte costs (M + 1) / 2 pairs of a query and a key in the mean, and nothing is seen that is M or more bytes back.
+1801.10198, 4.2.4: blocks of 256, attention in each by itself. Blocks are counted from where a stream began and not from
+where a segment begins, so segments do not matter: what is carried is the open block and how many bytes it has, without
+a gradient.
 
-Blocks are independent, so they are streams of their own to the backends of attention, which compute a triangle of each:
-
-- no state: every stream is at phase 0, and blocks are cut from the segment as it lies;
-- a state on a CPU: streams of one phase take the rest of their open block and then whole ones, and no pair too many;
-- a state where only the device knows phases: rows are moved to their blocks by index;
-- few bytes after that: there most of a block would be empty, and each query looks back as far as its block began.
-
-It honours every position scheme (of distances inside a block), both caches, and ``attend_self: false``, where the first
-query of a block sees nothing and gives 0. Ours: no gradient goes to what earlier segments had of the open block.
+Blocks are independent, so they are streams of their own to the backends of attention. Where the host knows the phases
+at which streams stand, those of one phase take the rest of their open block and then whole ones, and no pair too many.
+Where only the device knows them, rows are moved to their blocks by index.
 """
 
 from dataclasses import replace
@@ -26,25 +20,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from variants import backends
-from variants.attention import Attention
-from variants.attention_parts import FixedSpan
+from variants.attention import Attention, FixedSpan, Segment
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
 from variants.kernels.window import PastKV, Window
+from variants.multi_head import start_of
 
 ROWS_AT_ONCE = 128
 """Queries of a block that plain PyTorch takes at once: it then skips most of what is above the diagonal."""
-HALF_A_KEY = 0.5
-"""A ramp that lies between two keys: a hard edge, which may be another for every query."""
 
 
 class LocalAttention(Attention):
     """Causal multi-head attention inside blocks.
 
     Args:
-        context: heads, cache, positions and dropout of the run; its span is the longest block.
         block: M, bytes of a block, from 1 (2 where a position does not see itself) to S; None for S / 4.
-        d_head, bias, zero_init: as ``Attention`` has them.
+        The others are those of ``Attention``.
     """
 
     keyword = "block"
@@ -60,17 +51,13 @@ class LocalAttention(Attention):
         zero_init: bool = False,
     ):
         fewest = 1 if context.attend_self else 2
-        size = _quarter(context.span, fewest) if block is None else block
+        size = max(fewest, context.span // 4) if block is None else block
         if not fewest <= size <= context.span:
-            raise ValueError(
-                f"{self.keyword}={size}: allowed are integers from {fewest} to model.span={context.span}, or null for a quarter"
-            )
-
-        def inside(_: LayerContext) -> FixedSpan:
-            return FixedSpan(replace(context, span=size))
-
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=inside)
-        self.fewest, self.follows_span = fewest, block is None
+            allowed = f"integers from {fewest} to model.span={context.span}, or null for a quarter"
+            raise ValueError(f"{self.keyword}={size}: allowed are {allowed}")
+        inside = replace(context, span=size)
+        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, span=lambda _: FixedSpan(inside))
+        self.follows_span = block is None
         self.honours = replace(self.honours, span=True if self.follows_span else None)
 
     @property
@@ -88,84 +75,59 @@ class LocalAttention(Attention):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """``x [B, T, D]`` to ``y [B, T, D]``. A state is bytes in the open block, int64 ``[B]``, and the last M - 1 keys
-        and values of the stream, ``[B, H, M - 1, K]`` each, or its inputs ``[B, M - 1, D]``; zeros where it is shorter."""
-        if start is None:
-            start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        q, k, v = self._project(x, self.query, self.key, self.value)
-        q, k = self.position.rotate(q, start), self.position.rotate(k, start)
-        own = [x] if self.cache == "hidden" else [k, v]
+        """A state is bytes in the open block, int64 ``[B]``, and the last M - 1 keys and values of the stream,
+        ``[B, H, M - 1, K]`` each, or its inputs ``[B, M - 1, D]``; zeros where it is shorter."""
+        segment, length = self.project_qkv(x, start_of(x, start)), x.shape[1]
+        to_carry = [x] if self.cache == "hidden" else [segment.k, segment.v]
         if state is None:
-            count, old = torch.zeros_like(start), [None] * len(own)
-            y = self._in_blocks(q, k, v)
+            count, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in to_carry]
+            y = self._in_blocks(*segment[1:4])
         else:
             # A state of other blocks stands where it would if one of these had begun with the open one.
             count = state[0] % self.block
-            old = [self._fitted(part).to(new.dtype) for part, new in zip(state[1:], own, strict=True)]
-            past = self._again(*old, start, self.block - 1, None)[1:] if self.cache == "hidden" else old
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
-            few = 2 * x.shape[1] <= self.block
-            unknown = self._each_looks_back if few else self._realigned
-            y = (self._by_phase if self._go_by_phase(count, x.shape[1]) else unknown)(q, keys, values, count)
-        kept = (self._last(*pair) for pair in zip(old, own, strict=True))
-        return SublayerOutput(self.output(y), ((count + x.shape[1]) % self.block, *kept))
+            old = [self._last_rows(part).to(new.dtype) for part, new in zip(state[1:], to_carry, strict=True)]
+            past = self.reproject_past(*old, segment, None, None)[1:] if self.cache == "hidden" else old
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(past, segment[2:4], strict=True))
+            y = (self._by_phase if host_knows(count) else self._realigned)(segment.q, keys, values, count)
+        rows = (torch.cat(pair, dim=-2).detach() for pair in zip(old, to_carry, strict=True))
+        return SublayerOutput(self.output(y), ((count + length) % self.block, *map(self._last_rows, rows)))
 
-    def _fitted(self, rows: Tensor) -> Tensor:
-        """The last M - 1 of ``rows [.., P, width]``, after zeros where there are fewer."""
-        missing = self.block - 1 - rows.shape[-2]
-        return F.pad(rows, (0, 0, missing, 0)) if missing else rows
+    def _last_rows(self, rows: Tensor) -> Tensor:
+        """The last M - 1 of ``rows [.., P, width]``, after zeros where there are fewer: a copy."""
+        return F.pad(rows, (0, 0, self.block - 1 - rows.shape[-2], 0))
 
-    def _last(self, old: Tensor | None, new: Tensor) -> Tensor:
-        """The last M - 1 rows of ``old``, which has as many, and ``new``: a copy, so that it keeps nothing else in memory."""
-        new = new.detach()[..., max(0, new.shape[-2] - (self.block - 1)) :, :]
-        missing = self.block - 1 - new.shape[-2]
-        if old is None:
-            return F.pad(new, (0, 0, missing, 0))
-        return torch.cat([old[..., self.block - 1 - missing :, :], new], dim=-2)
-
-    def _from_the_start(self, x: Tensor, q: Tensor, own: list[Tensor], *rest: object) -> Tensor:
-        return rearrange(self._in_blocks(q, *own), "B T (H K) -> B H T K", H=self.heads)
+    def _from_the_start(self, segment: Segment) -> Tensor:
+        return self.split(self._in_blocks(*segment[1:4]))
 
     def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What the heads give ``[B, T, H K]`` where the segment begins with a block."""
         (streams, _, length, _), size = q.shape, self.block
         if length > size:
-            rest = -length % size
-            padded = (F.pad(part, (0, 0, 0, rest)) if rest else part for part in (q, k, v))
+            padded = (F.pad(part, (0, 0, 0, -length % size)) for part in (q, k, v))
             q, k, v = (rearrange(part, "B H (n M) K -> (B n) H M K", M=size) for part in padded)
         y = self._inside(q, k, v)
         return rearrange(y, "(B n) H M K -> B (n M) (H K)", B=streams)[:, :length]
 
-    @staticmethod
-    def _go_by_phase(count: Tensor, length: int) -> bool:
-        """Whether phases can be read without waiting for a device, and are not too many for a few bytes."""
-        if count.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(count, FakeTensor):
-            return False
-        return length > ROWS_AT_ONCE or len(count.unique()) == 1
-
     def _by_phase(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """The same where the segment begins after ``count [B]`` bytes of a block, with M - 1 rows before it in ``keys`` and
-        ``values [B, H, M - 1 + T, K]``."""
-        phases, behind, found, order = count.tolist(), self.block - 1, [], []
+        """The same where the segment begins after ``count [B]`` bytes of a block, with M - 1 rows before it in ``keys``
+        and ``values [B, H, M - 1 + T, K]``."""
+        phases, first, outputs, order = count.tolist(), self.block - 1, [], []
         for phase in sorted(set(phases)):
-            alike = [i for i, own in enumerate(phases) if own == phase]
-            own_q, own_k, own_v = (x if len(alike) == len(count) else x[alike] for x in (q, keys, values))
+            alike = [b for b, own in enumerate(phases) if own == phase]
+            some = [x if len(alike) == len(count) else x[alike] for x in (q, keys, values)]
             rest = min(q.shape[2], self.block - phase)
-            open_block = slice(behind - phase, behind + rest)
-            y = self._inside(own_q[:, :, :rest], own_k[:, :, open_block], own_v[:, :, open_block])
-            y = rearrange(y, "B H T K -> B T (H K)")
+            before = [some[0][:, :, :rest], *(x[:, :, first - phase : first + rest] for x in some[1:])]
+            y = rearrange(self._inside(*before), "B H T K -> B T (H K)")
             if rest < q.shape[2]:
-                later = self._in_blocks(own_q[:, :, rest:], own_k[:, :, behind + rest :], own_v[:, :, behind + rest :])
-                y = torch.cat([y, later], dim=1)
-            found.append(y)
+                later = [some[0][:, :, rest:], *(x[:, :, first + rest :] for x in some[1:])]
+                y = torch.cat([y, self._in_blocks(*later)], dim=1)
+            outputs.append(y)
             order += alike
-        return found[0] if len(found) == 1 else torch.cat(found)[torch.tensor(order).argsort()]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)[torch.tensor(order).argsort()]
 
     def _realigned(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """As ``_by_phase``.
-
-        Rows beyond either end are copies of others: they stand after all that is asked for, or are queries of the past.
-        """
+        """As ``_by_phase``. Rows beyond either end are copies of others: they stand after all that is asked for, or are
+        queries of the past."""
         (streams, heads, length, _), size = q.shape, self.block
         blocks = -(-(size - 1 + length) // size)
         place = torch.arange(blocks * size, device=q.device).view(blocks, 1, size)
@@ -182,46 +144,32 @@ class LocalAttention(Attention):
         own = torch.arange(streams, device=q.device) * (blocks * size) + count
         return F.embedding(own[:, None] + torch.arange(length, device=q.device), y)
 
-    def _each_looks_back(self, q: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
-        """As ``_by_phase``, by a window of M keys that for each query ends where its block began."""
-        length = q.shape[2]
-        phase = (count[:, None] + torch.arange(length, device=q.device)) % self.block
-        farthest = (phase - self.shift).to(torch.promote_types(q.dtype, torch.float32))
-        edges = farthest[:, None].expand(-1, self.heads, -1)
-        visible = Window((self.block,) * self.heads, self.shift, edges, HALF_A_KEY)
-        at_once = length <= ROWS_AT_ONCE or self.backend(q.device, training=self.training) == "plain"
-        y = self._of_window("plain" if at_once else "chunked", q, keys, values, visible)
-        return rearrange(y, "B H T K -> B T (H K)")
-
     def _inside(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What the heads give ``[N, H, T, K]`` for the last T bytes of N blocks, each of which is seen from its start and
-        alone: ``k`` and ``v [N, H, P + T, K]``."""
+        """What the heads give ``[N, H, T, K]`` for the last T bytes of N blocks, each of which is seen from its start
+        and alone: ``k`` and ``v [N, H, P + T, K]``."""
         backend, rows = self.backend(q.device, training=self.training), q.shape[2]
-        size, before, parts = ROWS_AT_ONCE if backend == "plain" else rows, k.shape[2] - rows, []
-        for begin in range(0, rows, size):
-            end = min(begin + size, rows)
-            seen = before + end
-            visible = Window((seen,) * self.heads, self.shift)
-            parts.append(self._of_window(backend, q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], visible))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-    def _of_window(self, backend: str, q: Tensor, k: Tensor, v: Tensor, visible: Window) -> Tensor:
         on_cpu = (backend, q.device.type) == ("kernel", "cpu")
-        past = k.shape[2] - q.shape[2] if on_cpu else 0  # the others read keys as one
-        old = [PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])] if past else []
-        k, v = k[:, :, past:], v[:, :, past:]
-        keys = VisibleKeys(k, v, old, []) if on_cpu else VisibleKeys.joined(k, v, old)
         traced = backend == "plain" or backends.is_operation(backend, q.device)
-        return (self._attend if traced else self._attend_outside_the_graph)(backend, q, keys, visible, None)
+        attend = self._in_positions if traced else self._in_positions_outside_the_graph
+        size, before, outputs = ROWS_AT_ONCE if backend == "plain" else rows, k.shape[2] - rows, []
+        for begin in range(0, rows, size):
+            end = before + min(begin + size, rows)
+            past = before + begin if on_cpu else 0  # the others read keys as one
+            old = [PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])] if past else []
+            own = k[:, :, past:end], v[:, :, past:end]
+            keys = VisibleKeys(*own, old, []) if on_cpu else VisibleKeys.joined(*own, old)
+            visible = Window((end,) * self.heads, self.shift)
+            outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible, None))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
-    _attend_outside_the_graph = torch.compiler.disable(Attention._attend)
+    _in_positions_outside_the_graph = torch.compiler.disable(Attention._in_positions)
 
     def trim(self, state: State) -> State:
         return state  # always of one size
 
     def set_span(self, span: int) -> None:
         if self.follows_span:
-            super().set_span(_quarter(span, self.fewest))
+            super().set_span(max(1 + self.shift, span // 4))
         elif span < self.block:
             raise ValueError(f"eval.span={span}: allowed are integers from {self.block}, the bytes of a block")
 
@@ -241,5 +189,6 @@ class LocalAttention(Attention):
         return own * self.heads, past * self.heads, begun * self.heads
 
 
-def _quarter(span: int, fewest: int) -> int:
-    return max(fewest, span // 4)
+def host_knows(x: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read without waiting for a device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)

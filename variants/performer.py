@@ -2,21 +2,17 @@
 
     exp(q . k / sqrt(K)) = E[phi(q) . phi(k)],    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),
 
-for rows of W that are normal, and of less variance if those of a block of K are orthogonal (FAVOR+; Choromanski et al.
-2020, arXiv 2009.14794, 2.3 to 2.4, lemma 1). Their lengths are drawn apart, as those of normal vectors are. Sums and
-chunks are those of ``kernels/carried_sums.py``; every head has a W of its own, a buffer that is saved with the model.
+for rows of W that are normal, and of less variance if those of a block of K are orthogonal (FAVOR+, 2009.14794, 2.3 to
+2.4, lemma 1). Their lengths are drawn apart, as those of normal vectors are. Every head has a W of its own, a buffer
+that is saved with the model.
 
-Where it departs, and what it follows:
-- W is never drawn anew, though the paper does so every so many steps: sums that are carried were made with it, and a
-  score must not depend on when it was asked for. Redrawing where streams begin would need a W for each stream.
-- No maximum over the keys of a stream, which the usual code takes, future ones included, and no epsilon. A key's
-  features are relative to its own largest, whose logarithm goes with it; the sums are relative to the largest of the
-  past and are scaled anew when that grows. A query's largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel.
-- A feature below e^-59 (float32; e^-473 in float64) of the largest of its query or key counts as that, so that what a
-  query sees never has weight 0.
-- ALiBi is a decay, as in ``linear.py``. Rotary is refused: turned queries and keys have the right mean, but a fixed W
-  makes of it an estimate that changes with the place in the stream. Vectors, other biases, ``cache: hidden`` and
-  dropout as in ``linear.py``.
+Where it departs, beside what ``linear.py`` says:
+- W is never drawn anew: sums that are carried were made with it, and a score must not depend on when it was asked for.
+- No maximum over the keys of a stream, future ones included, and no epsilon. A key's features are relative to its own
+  largest, whose logarithm goes with it; the sums are relative to the largest of the past and are scaled anew when that
+  grows. A query's largest, its |x'|^2 / 2 and both 1 / sqrt(m) cancel. A feature below e^-59 (float32) of the largest
+  counts as that.
+- Rotary is refused: with a fixed W the estimate of turned queries and keys changes with the place in the stream.
 """
 
 import math
@@ -25,7 +21,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from variants.contract import LayerContext, NeededFlops
+from variants.contract import LayerContext, NeededFlops, check_numbers
 from variants.linear import CarriedSums
 
 
@@ -50,12 +46,8 @@ def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Performer(CarriedSums):
-    """Attention by random features whose mean is that of a softmax.
-
-    Args:
-        features: m, random features of a head; None for round(K ln K), the order of the paper's theorem 4.
-        The others are those of ``CarriedSums``.
-    """
+    """Attention by random features whose mean is that of a softmax, ``features`` m of them for a head; None for round(K
+    ln K), the order of the paper's theorem 4. The other keywords are those of ``CarriedSums``."""
 
     def __init__(
         self,
@@ -68,8 +60,7 @@ class Performer(CarriedSums):
         chunk: int = 32,
     ):
         super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
-        if features is not None and features < 1:
-            raise ValueError(f"features={features}: must be at least 1, or null")
+        check_numbers(1, features=features, null="null for K ln K")
         self.features = features or max(1, round(self.d_head * math.log(self.d_head)))
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]
         self.register_buffer("directions", torch.stack(rows))  # W: [H, m, K]

@@ -2,20 +2,14 @@
 
 Every scheme is relative to the query except the sinusoids, which are added to the embedded bytes once. All of them
 stay exact at stream position 10**7: turns are counted in whole numbers, or positions never enter as absolute numbers.
-
-- Rotary: queries and keys are turned by their position, so that scores depend on the difference (2104.09864, 3.2).
-- Relative: a learned vector per distance, q . (k + p_x), shared by heads (1905.07799, 2.1).
-- Alibi: a fixed linear penalty on the distance (2108.12409, 3).
-- Sinusoidal: sines and cosines of the absolute position (1706.03762, 3.5).
 """
 
 import math
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from variants.contract import LayerContext, Position
+from variants.contract import LayerContext, Position, check_choice
 
 HALF_BITS = 30
 WHOLE_TURN = 2 ** (2 * HALF_BITS)
@@ -27,10 +21,9 @@ def rotary_frequencies(d_head: int, base: float) -> Tensor:
 
 
 def turns(frequencies: Tensor) -> Tensor:
-    """What a position adds to a turn, in units of 2^-60 of it: the upper and the lower 30 bits, int64 ``[2, ...]``.
-
-    A whole number of turns is nothing, so that angles of any position are exact in integers, and no device needs float64.
-    """
+    """What a position adds to a turn, in units of 2^-60 of it: the upper and the lower 30 bits, int64 ``[2, ...]``. A
+    whole number of turns is nothing, so that angles of any position are exact in integers, and no device needs
+    float64."""
     units = (frequencies / (2 * math.pi) % 1 * WHOLE_TURN).to(torch.int64)
     return torch.stack([units >> HALF_BITS, units % 2**HALF_BITS])
 
@@ -42,11 +35,20 @@ def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
     return (units % WHOLE_TURN - WHOLE_TURN // 2).to(dtype) * (2 * math.pi / WHOLE_TURN)
 
 
-def alibi_slopes(heads: int) -> Tensor:
-    """Penalty a position for each head, float64 ``[H]``: a geometric sequence from 2^(-8/H).
+def sinusoid_turns(d_model: int) -> Tensor:
+    """Of ``sinusoids`` of that width."""
+    return turns(rotary_frequencies(d_model, 10000.0))
 
-    Head counts that are no power of two take every other slope of the next power for the surplus (2108.12409, 3).
-    """
+
+def sinusoids(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sines and cosines in turn, ``[..., D]`` or one more, of positions int64 ``[...]``: float32 or wider."""
+    angle = angles(position, turns, torch.promote_types(dtype, torch.float32))
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Penalty a position for each head, float64 ``[H]``: a geometric sequence from 2^(-8/H). Head counts that are no
+    power of two take every other slope of the next power for the surplus."""
     whole = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / whole) for h in range(whole)]
     finer = [2 ** (-8 * (h + 1) / (2 * whole)) for h in range(2 * whole)]
@@ -58,11 +60,8 @@ class NoPosition(Position):
 
 
 class Rotary(Position):
-    """Turn plane (i, i + K/2) of queries and keys by position * base^(-2i/K).
-
-    Args:
-        base: of the geometric sequence of frequencies.
-    """
+    """Turn plane (i, i + K/2) of queries and keys by position * ``base``^(-2i/K), so that scores depend on the
+    difference (2104.09864, 3.2)."""
 
     def __init__(self, context: LayerContext, *, d_head: int, base: float = 10000.0):
         super().__init__(context, d_head=d_head)
@@ -75,36 +74,25 @@ class Rotary(Position):
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
         cos, sin = self.tables(start, x.shape[2], torch.promote_types(x.dtype, torch.float32))
         # Compiled by torch 2.11 in float32, the function of our own loses its gradient without a word.
-        turn = _turn if torch.compiler.is_compiling() else _Turn.apply
-        return turn(x, cos, sin)
+        return (_turn if torch.compiler.is_compiling() else _Turn.apply)(x, cos, sin)
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of a segment's positions, made once for all layers that turn by them: they live as long as the
-    tensor ``start`` that says where it begins, which the model makes for each forward pass.
-
-    In a compiled graph equal parts are computed once anyway, as all layers have the same ``turns``.
-    """
+    """Cosines and sines of a segment's positions, made once for all layers that turn by them: they live on the tensor
+    ``start`` that says where it begins, which the model makes for each forward pass."""
 
     def __init__(self, d_head: int, base: float):
         super().__init__()
         self.register_buffer("turns", turns(rotary_frequencies(d_head, base)), persistent=False)
-        self._made = WeakTensorKeyDictionary()
-
-    def __getstate__(self) -> dict:  # of a copied or saved model: what was made for a forward pass stays behind
-        return self.__dict__ | {"_made": None}
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state | {"_made": WeakTensorKeyDictionary()})
 
     def forward(self, start: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``[B, 1, T, K/2]`` each, at positions ``start [B]`` and on."""
         if torch.compiler.is_compiling():
             return self._make(start, length, dtype)
-        made = self._made.setdefault(start, {})
-        if (length, dtype) not in made:
-            made[length, dtype] = self._make(start, length, dtype)
-        return made[length, dtype]
+        tables = start.__dict__.setdefault("rotary_tables", {})
+        if (self, length, dtype) not in tables:
+            tables[self, length, dtype] = self._make(start, length, dtype)
+        return tables[self, length, dtype]
 
     def _make(self, start: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         a = angles(start, self.turns, dtype)[:, None, None]
@@ -141,7 +129,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Relative(Position):
-    """A learned vector p_x per visible key x, added to the key in the score; shared by heads.
+    """A learned vector p_x per visible key x, added to the key in the score; shared by heads (1905.07799, 2.1).
 
     Args:
         share: ``network`` for one table in the whole model, as the span paper's code has it, or ``layer``.
@@ -152,15 +140,11 @@ class Relative(Position):
 
     def __init__(self, context: LayerContext, *, d_head: int, share: str = "network", std: float = 1.0):
         super().__init__(context, d_head=d_head)
-        if share not in ("network", "layer"):
-            raise ValueError(f"position.share={share}: allowed are network, layer")
-
-        def make() -> nn.Parameter:
-            return nn.Parameter(torch.randn(context.span, d_head) * std)
-
+        check_choice(("network", "layer"), **{"position.share": share})
         self.longest = context.span
-        if d_head:
-            self.table = context.shared(Relative, d_head, make) if share == "network" else make()  # [S, K]
+        if d_head:  # [S, K]
+            make = lambda: nn.Parameter(torch.randn(context.span, d_head) * std)  # noqa: E731
+            self.table = context.shared(Relative, d_head, make, share=share)
 
     def vectors(self, max_keys: int) -> Tensor:
         return self.table[:max_keys]
@@ -173,7 +157,7 @@ class Relative(Position):
 
 
 class Alibi(Position):
-    """Scores lose slope_h for every visible key between."""
+    """Scores lose slope_h for every visible key between (2108.12409, 3)."""
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__(context, d_head=d_head)
@@ -191,19 +175,15 @@ class Alibi(Position):
 
 
 class Sinusoidal(Position):
-    """Add sin(p / 10000^(2i/D)) and the cosine to dimensions 2i and 2i + 1 of the embedded bytes.
-
-    Absolute positions: a stream that starts elsewhere is another input, and no promise is made that it scores alike.
-    """
+    """Add sin(p / 10000^(2i/D)) and the cosine to dimensions 2i and 2i + 1 of the embedded bytes (1706.03762, 3.5).
+    Absolute: a stream that starts elsewhere is another input."""
 
     relative = False
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__(context, d_head=d_head)
-        self.register_buffer("turns", turns(rotary_frequencies(context.d_model, 10000.0)), persistent=False)
+        self.register_buffer("turns", sinusoid_turns(context.d_model), persistent=False)
 
     def embed(self, x: Tensor, start: Tensor) -> Tensor:
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)
-        angle = angles(at, self.turns, torch.promote_types(x.dtype, torch.float32))
-        table = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)[..., : x.shape[-1]]
-        return x + table.to(x.dtype)
+        return x + sinusoids(at, self.turns, x.dtype)[..., : x.shape[-1]].to(x.dtype)

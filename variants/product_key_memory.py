@@ -5,31 +5,39 @@ half-key of each of two sets of C, so that its score is the sum c_i.q1 + c'_j.q2
 
     y = sum over heads of   sum over slots (i, j) in top-k of   w_ij v_ij,    w = softmax over the k scores.
 
-The top k of all M sums are found exactly without forming them: they lie among the sums of the k best of each half,
-and with both halves sorted, pair (i, j) counted from 1 is beaten or equalled by the i*j - 1 pairs above and left of
-it, so only pairs with i*j <= k can be needed (119 of 1024 at k = 32). Values are shared by the heads.
+The top k of all M sums are found exactly without forming them: with both halves sorted, pair (i, j) counted from 1 is
+beaten or equalled by the i*j - 1 pairs above and left of it, so only pairs with i*j <= k can be needed (119 of 1024 at
+k = 32).
 
 Lample et al. 2019, arXiv 1907.05242, section 3. Ours, and where it departs:
 - LayerNorm over a whole query, with weights shared by the heads, is the default. The paper's BatchNorm computes its
-  statistics over bytes of the future and of other streams; it is an option with that declared. Wq then has no bias,
-  which the norm would take out again.
-- Half-keys start uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's own generator: theirs
-  are the same numbers in every layer and every run. No temperature and no 1/sqrt(d_query): a normalised query has
-  entries of variance 1, so a score starts with variance 2/3, and a LayerNorm's gain can learn the sharpness.
+  statistics over bytes of the future and of other streams; it is an option with that declared, and Wq then has no bias.
+- Half-keys start uniform in +-1/sqrt(d_query/2), as in the authors' code, but from the run's own generator. No
+  temperature and no 1/sqrt(d_query): a score starts with variance 2/3, and a LayerNorm's gain can learn the sharpness.
 - ``activation: relu`` weighs the same k slots by max(0, score); arXiv 2310.10837 finds it better on bytes, with all
   slots read.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from variants.contract import Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
+from variants.contract import (
+    Inspection,
+    LayerContext,
+    NeededFlops,
+    State,
+    Sublayer,
+    SublayerOutput,
+    check_choice,
+    check_numbers,
+    wide,
+)
 from variants.kernels import product_search, table
+from variants.kernels.carried_sums import unrounded
 
 SCORES_AT_ONCE = 2**20
 """On a CPU: 4 MiB in float32, near enough to the caches; with fewer, starting threads costs more than it saves."""
@@ -42,16 +50,13 @@ def candidate_pairs(*, top_k: int, half_keys: int) -> Tensor:
 
 
 def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]``, exactly; of equal ones the lower slots,
-    unless it is infinity or rounding that makes them equal.
+    """Find the ``top_k`` best of all sums ``scores[0, ..., i] + scores[1, ..., j]`` of ``scores [2, ..., C]``, exactly;
+    of equal ones the lower slots, unless it is infinity or rounding that makes them equal.
 
     Args:
-        scores: ``[2, ..., C]``, of the two halves.
-        top_k: how many, from 1 to C*C.
         pairs: ``candidate_pairs`` of the same sizes, on the same device.
 
-    Returns:
-        i and j, int64 ``[2, ..., top_k]``, best first, and their sums ``[..., top_k]``. No gradient.
+    Returns: i and j, int64 ``[2, ..., top_k]``, best first, and their sums ``[..., top_k]``. No gradient.
     """
     best, at = scores.detach().sort(
         dim=-1, descending=True, stable=True
@@ -67,27 +72,23 @@ def search(scores: Tensor, *, top_k: int, pairs: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Choose(torch.autograd.Function):
-    """``choose``, a block of bytes at a time.
-
-    A half has C scores, of which the sums use k or fewer. So none are kept: the gradient of a block's scores is made
-    from that of its sums when it is needed, and only ever exists for one block.
-    """
+    """``choose``, a block of bytes at a time. No scores are kept: their gradient is made from that of a block's sums
+    when it is needed, and only ever exists for one block."""
 
     @staticmethod
     def forward(ctx, query: Tensor, keys: Tensor, pairs: Tensor, top_k: int, kernel: bool) -> tuple[Tensor, Tensor]:
         number, heads, half_keys = len(query), keys.shape[0] // 2, keys.shape[1]
-        slots = pairs.new_empty(number, heads, top_k)
-        sums = at_least_float32(query.new_empty(0)).new_empty(number, heads, top_k)
         wide, keys_wide = at_least_float32(query), at_least_float32(keys)
+        slots, sums = pairs.new_empty(number, heads, top_k), wide.new_empty(number, heads, top_k)
         for part in _blocks(query, keys):
-            with _unrounded(query.device):  # scores rounded to bfloat16 choose other slots
+            with unrounded(query.device):  # scores rounded to bfloat16 choose other slots
                 scores = wide[part].transpose(0, 1) @ keys_wide.mT  # [2 H, b, C]
             if kernel:
                 slots[part], sums[part] = product_search.search(scores, top_k)
-                continue
-            by_half = rearrange(scores, "(h half) b c -> half b h c", half=2)
-            (i, j), sums[part] = search(by_half, top_k=top_k, pairs=pairs)
-            slots[part] = i * half_keys + j
+            else:
+                by_half = rearrange(scores, "(h half) b c -> half b h c", half=2)
+                (i, j), sums[part] = search(by_half, top_k=top_k, pairs=pairs)
+                slots[part] = i * half_keys + j
         ctx.save_for_backward(query, keys, slots)
         ctx.mark_non_differentiable(slots)
         return slots, sums
@@ -102,26 +103,22 @@ class _Choose(torch.autograd.Function):
             slot = rearrange(slots[part], "b h k -> h b k")
             at = torch.stack([slot // half_keys, slot % half_keys], 1)  # [H, 2, b, k]
             d_both = rearrange(d_sums[part], "b h k -> h 1 b k").expand_as(at)
-            d_scores = d_both.new_zeros(*at.shape[:3], half_keys).scatter_add_(-1, at, d_both)
-            d_scores = d_scores.flatten(0, 1)  # [2 H, b, C]
+            d_scores = (
+                d_both.new_zeros(*at.shape[:3], half_keys).scatter_add_(-1, at, d_both).flatten(0, 1)
+            )  # [2 H, b, C]
             d_query[part] = (d_scores @ keys_wide).transpose(0, 1)
             d_keys += d_scores.mT @ wide[part].transpose(0, 1)
         return d_query, d_keys, None, None, None
 
 
 def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor, kernel: bool = False) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` slots whose keys fit each query best, and how well.
+    """The ``top_k`` slots whose keys fit each query best, int64 ``[n, H, top_k]``, and their scores, in float32 or
+    better, with a gradient for ``query`` and ``keys``.
 
     Args:
         query: ``[n, 2 H, d]``, the halves of each head side by side.
         keys: ``[2 H, C, d]``, the half-keys of each.
-        top_k: slots of a head.
-        pairs: ``candidate_pairs`` of the same sizes, on the same device.
         kernel: search by ``product_search``, on a CPU.
-
-    Returns:
-        the slots, int64 ``[n, H, top_k]``, and their scores, alike and in float32 or better, with a gradient for
-        ``query`` and ``keys``.
     """
     return _Choose.apply(query, keys, pairs, top_k, kernel)
 
@@ -129,13 +126,7 @@ def choose(query: Tensor, keys: Tensor, *, top_k: int, pairs: Tensor, kernel: bo
 def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
     """The bytes in parts: on a CPU so few at once that their scores stay in the cache, elsewhere all."""
     size = max(1, SCORES_AT_ONCE // keys[..., 0].numel()) if query.device.type == "cpu" else max(1, len(query))
-    return [slice(first, min(first + size, len(query))) for first in range(0, len(query), size)]
-
-
-def _unrounded(device: torch.device) -> AbstractContextManager:
-    """Without autocast, where the device has it."""
-    there = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if there else nullcontext()
+    return [slice(first, first + size) for first in range(0, len(query), size)]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -143,12 +134,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class ProductKeyMemory(Sublayer):
-    """A table of values read by content, in place of a feed-forward block or beside it.
-
-    In training mode, ``query_norm: batch`` breaks all four promises that can be; in evaluation mode it keeps them.
+    """A table of values read by content, in place of a feed-forward block or beside it. In training mode, ``query_norm:
+    batch`` breaks all four promises that can be; in evaluation mode it keeps them.
 
     Args:
-        context: gives the width D; with ``share: network``, the table that the other layers use.
         half_keys: C, half-keys in each of the two sets of a head; the table has C*C slots.
         top_k: slots that a head reads per byte, from 1 to ``half_keys``; from 2 with softmax, since a softmax over
             one score is constant and neither keys nor queries would learn.
@@ -160,7 +149,7 @@ class ProductKeyMemory(Sublayer):
         sparse: make the gradient of the values a sparse tensor.
     """
 
-    tables, sum_rows = ("values",), staticmethod(table.sum_rows)
+    sum_rows = staticmethod(table.sum_rows)
 
     def __init__(
         self,
@@ -176,12 +165,19 @@ class ProductKeyMemory(Sublayer):
         sparse: bool,
     ):
         super().__init__()
-        check_sizes(half_keys=half_keys, top_k=top_k, heads=heads, d_query=d_query, activation=activation)
-        check_choice("query_norm", query_norm, ("layer", "batch", "none"))
-        check_choice("activation", activation, ("softmax", "relu"))
-        check_choice("share", share, ("layer", "network"))
+        check_numbers(1, half_keys=half_keys, heads=heads)
+        check_choice(("layer", "batch", "none"), query_norm=query_norm)
+        check_choice(("softmax", "relu"), activation=activation)
+        check_choice(("layer", "network"), share=share)
+        fewest = 2 if activation == "softmax" else 1
+        if not fewest <= top_k <= half_keys:
+            sizes = f"half_keys={half_keys} and activation={activation}"
+            raise ValueError(f"top_k={top_k} with {sizes}: allowed are integers from {fewest} to half_keys")
+        if d_query < 2 or d_query % 2:
+            raise ValueError(f"d_query={d_query}: allowed are even integers from 2")
         self.half_keys, self.top_k, self.heads, self.d_query = half_keys, top_k, heads, d_query
         self.activation, self.sparse, self.wanted_backend = activation, sparse, context.backend
+        self.tables = {"values": heads * top_k}
 
         if query_norm == "batch":
             self.limits = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation"})
@@ -198,13 +194,12 @@ class ProductKeyMemory(Sublayer):
 
         # A parameter, not the weight of a linear map: an optimizer's rule for matrices must not take it for one.
         size = ("values", half_keys, context.d_model)
-        self.values = context.shared(ProductKeyMemory, size, make_values) if share == "network" else make_values()
+        self.values = context.shared(ProductKeyMemory, size, make_values, share=share)
         self.register_buffer("pairs", candidate_pairs(top_k=top_k, half_keys=half_keys), persistent=False)
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        """``x [B, T, D]`` to ``y [B, T, D]``; keeps no state. n below numbers the B*T bytes."""
         slots, weights = (part.flatten(1) for part in self._choose(x))  # [n, H top_k]
         y = self.sum_rows(self.values, slots, weights, sparse=self.sparse)
         return SublayerOutput(y.view_as(x), stats=self.usage(slots, weights.detach()) if collect_stats else None)
@@ -239,23 +234,14 @@ class ProductKeyMemory(Sublayer):
         }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Share of slots in use, and divergence of the use from an even one, over ``usage_bytes`` bytes.
-
-        Returns:
-            usage_percent: slots with non-zero summed weight, 0 to 100.
-            kl_weighted_nats, kl_count_nats: ln M + sum p ln p, p the share of weight or of reads that a slot has: 0 is
-                perfectly even, ln M is all in one slot; the first is left out where all weights are 0 (relu).
-        """
+        """Share of slots in use, in percent, and divergence of the use from an even one: ln M + sum p ln p, p the share
+        of weight or of reads that a slot has; by weight it is left out where all weights are 0 (relu)."""
         if not stats:
             return {}
-        numbers = {
-            "usage_percent": 100 * (stats["usage_weight"] > 0).float().mean().item(),
-            "kl_count_nats": nats_from_even(stats["usage_count"]),
-            "usage_bytes": float(stats["bytes"]),
-        }
-        if stats["usage_weight"].any():
-            numbers["kl_weighted_nats"] = nats_from_even(stats["usage_weight"])
-        return numbers
+        used = 100 * (stats["usage_weight"] > 0).float().mean().item()
+        shown = {"usage_percent": used, "usage_bytes": float(stats["bytes"])}
+        shown |= {"kl_count_nats": nats_from_even(stats["usage_count"])}
+        return shown | ({"kl_weighted_nats": nats_from_even(stats["usage_weight"])} if used else {})
 
     def ideal_flops(self) -> int:
         """Queries, two searches of C half-keys and the reads; the additions of the pair sums are not counted."""
@@ -264,44 +250,14 @@ class ProductKeyMemory(Sublayer):
         return 2 * self.heads * per_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Forward as in ``ideal_flops``; the backward twice that, but of the half-keys only those of the chosen slots.
-
-        A half-key that several slots have in common counts with each. Norm, softmax and choice are neglected.
-        """
+        """The backward is twice the forward, but of the half-keys only those of the chosen slots: one that several
+        slots have in common counts with each. Norm, softmax and choice are neglected."""
         needed = NeededFlops.of_products(self.ideal_flops())
         unchosen = self.half_keys - self.top_k
         return needed._replace(backward=needed.backward - 4 * self.heads * unchosen * self.d_query)
-
-    def touched_parameters(self) -> int:
-        """Parameters read per byte: all but the values, and one row of values for each slot read."""
-        slots, d_model = self.values.shape
-        rest = sum(p.numel() for p in self.parameters()) - self.values.numel()
-        return rest + min(self.heads * self.top_k, slots) * d_model
 
 
 def nats_from_even(usage: Tensor) -> float:
     """Kullback-Leibler divergence in nats of the shares of ``usage [M]``, whose sum is not 0, from 1/M each."""
     share = wide(usage) / usage.sum()
     return torch.xlogy(share, share).sum().item() + math.log(len(usage))
-
-
-def check_sizes(*, half_keys: int, top_k: int, heads: int, d_query: int, activation: str) -> None:
-    """Raise ValueError if the sizes do not make a memory."""
-    if half_keys < 1:
-        raise ValueError(f"half_keys={half_keys}: allowed are integers from 1")
-    fewest = 2 if activation == "softmax" else 1
-    if not fewest <= top_k <= half_keys:
-        raise ValueError(
-            f"top_k={top_k} with half_keys={half_keys} and activation={activation}: "
-            f"allowed are integers from {fewest} to half_keys"
-        )
-    if heads < 1:
-        raise ValueError(f"heads={heads}: allowed are integers from 1")
-    if d_query < 2 or d_query % 2:
-        raise ValueError(f"d_query={d_query}: allowed are even integers from 2")
-
-
-def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError if ``value`` is not allowed."""
-    if value not in allowed:
-        raise ValueError(f"{key}={value}: allowed are {', '.join(allowed)}")

@@ -1,4 +1,4 @@
-"""Reformer: attention among keys of the same bucket, found by locality-sensitive hashing.
+"""Reformer: attention among keys of the same bucket, found by locality-sensitive hashing (2001.04451, section 2).
 
 Queries and keys are shared: k_j = q_j / rms(q_j). In every round r each of them falls into one of 2b buckets,
 
@@ -6,23 +6,18 @@ Queries and keys are shared: k_j = q_j / rms(q_j). In every round r each of them
     P_i    = union over rounds of the last w keys before i that are in i's bucket and that i's window holds
     o_i    = sum_{j in P_i} exp(q_i . k_j / sqrt(K) - z_i) v_j
 
-(2001.04451, section 2). Keys are sorted by bucket and position, and a chunk of w in that order meets itself and the chunk before
-it, so that a round costs 2w pairs a byte. Rounds are merged by their normalisers. A key that several rounds find counts once:
-the first that finds it keeps it, which is the paper's division by how many find it. A query meets itself only if it has
-nothing else: with ``attend_self`` it then gives its own value, without it 0.
-
-Where we depart, and why:
-- The paper's chunks leak: a later byte shifts the ranks of the sorted order, and with them where chunks begin, so what an
-  earlier byte sees. Here w counts back from each query in its bucket. Nothing later matters, nor where segments are cut.
-- Rotations are drawn once a model and not for each batch, the same for all streams, apart for heads and layers, because the
-  hash of a carried key must stay what it was. Hashes are of unrotated vectors; rotary turns what is multiplied.
+Keys are sorted by bucket and position, and a chunk of w in that order meets itself and the chunk before it. A key that
+several rounds find counts once: the first that finds it keeps it, which is the paper's division by how many find it. A
+query meets itself only if it has nothing else: with ``attend_self`` it then gives its own value, without it 0. Where we
+depart, and why:
+- The paper's chunks leak: a later byte shifts the ranks of the sorted order, and with them where chunks begin. Here w
+  counts back from each query in its bucket. Nothing later matters, nor where segments are cut.
+- Rotations are drawn once a model and not for each batch, because the hash of a carried key must stay what it was.
+  Hashes are of unrotated vectors; rotary turns what is multiplied. Rounding that flips a hash changes that byte by more
+  than rounding.
 - Keys have length sqrt(K) before the division by sqrt(K), as published code has it: unit keys leave scores too small.
-- Neither reversible layers nor feed-forwards in chunks, which save memory and change no output.
-
-Distances are known pair by pair: rotary and what is constant for a distance (ALiBi) are followed; vectors for distances and
-biases made of the query want numbers for all T S pairs, and are refused. Of quality, the paper has enwik8 1.19 bits per byte
-with 12 layers, and 1.05 tuned and trained longer; its published configuration has LSH in every fourth layer, among local
-attention. A hash is a choice: rounding that flips one changes that byte's output by more than rounding.
+- Neither reversible layers nor feed-forwards in chunks, which save memory and change no output. Vectors for distances
+  and biases made of the query want numbers for all T S pairs, and are refused.
 """
 
 import math
@@ -33,14 +28,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import checkpoint
 
-from variants.context import trimmed, weights_of
-from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, wide
+from variants.context import last, weights_of
+from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
 from variants.kernels import dropout as dropout_counters
 from variants.kernels.dropout import draw_seed
 from variants.kernels.window import pairs
+from variants.multi_head import MultiHead, head_means, head_stats, start_of
 
 EPSILON = 1e-6
 """Added to the mean square of a query before its root."""
@@ -48,21 +44,18 @@ HIDDEN = -1e30
 """Added to scores of what is not seen: far below any score, and far above what overflows when it is multiplied."""
 
 
-class Reformer(Sublayer):
+class Reformer(MultiHead):
     """Causal attention by locality-sensitive hashing, over the last S positions.
 
     Args:
-        context: heads, span, cache, positions and dropout of the run.
-        buckets: 2b, even; with two, the sign of one number. None for 2 round(S / (2 w)), at least 2: w keys of a full window
-            in each. It stays what it was when built, whatever span is set later.
+        buckets: 2b, even. None for 2 round(S / (2 w)), at least 2: w keys of a full window in each; later spans do not move it.
         rounds: of hashing.
         bucket_keys: w, how many keys of its bucket a query meets in a round at most.
-        d_head: head width K, or None for D / H.
-        bias: whether the three projections have biases.
-        zero_init: start W_o at zero, so that the sublayer starts as the identity.
+        The others are those of ``MultiHead``.
     """
 
     honours = Honours(position={"rotate", "decay"}, cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    maps, scaled = ("query", "value"), False
 
     def __init__(
         self,
@@ -75,153 +68,109 @@ class Reformer(Sublayer):
         bias: bool = False,
         zero_init: bool = False,
     ):
-        super().__init__()
-        for key, value in {"rounds": rounds, "bucket_keys": bucket_keys}.items():
-            if value < 1:
-                raise ValueError(f"{key}={value}: allowed are integers from 1")
+        check_numbers(1, rounds=rounds, bucket_keys=bucket_keys)
+        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
         buckets = max(2, 2 * round(context.span / bucket_keys / 2)) if buckets is None else buckets
         if buckets < 2 or buckets % 2:
             raise ValueError(f"buckets={buckets}: allowed are even integers from 2, or null")
-        self.heads, self.d_head = context.heads, context.head_width(d_head)
-        self.rounds, self.buckets, self.bucket_keys = rounds, buckets, bucket_keys
-        inner = self.heads * self.d_head
-        self.query = nn.Linear(context.d_model, inner, bias=bias)
-        self.value = nn.Linear(context.d_model, inner, bias=bias)
-        self.output = nn.Linear(inner, context.d_model, bias=bias)
-        if zero_init:
-            nn.init.zeros_(self.output.weight)
+        self.rounds, self.buckets, self.bucket_keys, self.span = rounds, buckets, bucket_keys, context.span
         self.position = context.position(self.d_head)
         if self.position.constant_bias:
             self.honours = replace(self.honours, position=self.honours.position | {"bias"})
         self.register_buffer("rotations", torch.randn(self.heads, rounds, self.d_head, buckets // 2))
-        self.span, self.cache, self.dropout = context.span, context.cache, context.dropout
-        self.attend_self = context.attend_self
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
-        length = x.shape[1]
-        if start is None:
-            start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        """A state is keys beside values ``[B, H, P, 2K]`` and their hashes ``[B, H, R, P]``, or past inputs ``[B, P,
+        D]``."""
+        length, start, old = x.shape[1], start_of(x, start), self._newest(state)
         if self.cache == "hidden":
-            state = x if state is None else torch.cat([self._newest(state).to(x.dtype), x], dim=1)
+            state = x if old is None else torch.cat([old.to(x.dtype), x], dim=1)
             keys, sizes, hashes = self._encode(state, start - (state.shape[1] - length))
             sizes, state = sizes[:, :, -length:], state.detach()
         else:
             keys, sizes, hashes = self._encode(x, start)
-            if state is not None:
-                old, old_hashes = self._newest(state)
-                keys, hashes = torch.cat([old.to(keys.dtype), keys], dim=2), torch.cat([old_hashes, hashes], dim=3)
+            if old is not None:
+                keys, hashes = torch.cat([old[0].to(keys.dtype), keys], 2), torch.cat([old[1], hashes], 3)
             state = keys.detach(), hashes
         y, seen = self._attend(keys, sizes, hashes, count=collect_stats)
-        out = self.output(rearrange(y, "B H T K -> B T (H K)"))
-        return SublayerOutput(out, self.trim(state), stats=self._stats(seen) if collect_stats else None)
+        stats = head_stats(y, keys=seen, alone=seen == 0) if collect_stats else None
+        return SublayerOutput(self.join(y), self.trim(state), stats=stats)
 
     def _attend(self, keys: Tensor, sizes: Tensor, hashes: Tensor, *, count: bool = False) -> tuple[Tensor, Tensor]:
-        return lsh_attention(
-            keys,
-            sizes,
-            hashes,
-            bucket_keys=self.bucket_keys,
-            farthest=self.reach(),
-            alone=self.attend_self,
-            bias=self.position.bias(keys, self.span),
-            shift=0 if self.attend_self else 1,
-            dropout=self.dropout if self.training else 0.0,
-            count=count,
-        )
+        how = {"bucket_keys": self.bucket_keys, "farthest": self.reach(), "shift": self.shift, "count": count}
+        how |= {"bias": self.position.bias(keys, self.span), "dropout": self.dropout if self.training else 0.0}
+        return lsh_attention(keys, sizes, hashes, **how)
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
-        start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        both, *others = self._encode(x, start)
+        both, *others = self._encode(x, start_of(x, None))
         k, v = both.chunk(2, dim=-1)
         return Inspection(weights_of(lambda values: self._attend(torch.cat([k, values], dim=-1), *others)[0], v))
 
     def _encode(self, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys beside values ``[B, H, n, 2K]``, what makes queries of keys ``[B, H, n]``, hashes ``[B, H, R, n]``."""
-        shared, v = F.linear(x, *self._both()).chunk(2, dim=-1)
-        shared, v = (rearrange(part, "B n (H K) -> B H n K", H=self.heads) for part in (shared, v))
+        shared, v = self.project(x, "query", "value")
         exact = shared.to(torch.promote_types(shared.dtype, torch.float32))
         sizes = (exact.square().mean(-1) + EPSILON).sqrt()
         keys = self.position.rotate((exact * sizes.reciprocal()[..., None]).to(v.dtype), start)
         return torch.cat([keys, v], dim=-1), sizes * self.d_head**-0.5, self._hash(exact.detach())
 
-    def _both(self) -> tuple[Tensor, Tensor | None]:
-        """Matrix and bias of queries and values, for one product."""
-        bias = None if self.query.bias is None else torch.cat([self.query.bias, self.value.bias])
-        return torch.cat([self.query.weight, self.value.weight]), bias
-
     def _hash(self, shared: Tensor) -> Tensor:
         """The bucket of each of ``shared [B, H, n, K]`` in every round, int32 ``[B, H, R, n]``."""
         matrices = rearrange(self.rotations.to(shared.dtype), "H R K b -> H K (R b)")
-        device = shared.device.type
-        with torch.autocast(device, enabled=False):  # in bfloat16 many numbers tie
+        with torch.autocast(shared.device.type, enabled=False):  # in bfloat16 many numbers tie
             turned = rearrange(shared @ matrices, "B H n (R b) -> B H R n b", R=self.rounds)
         return torch.cat([turned, -turned], dim=-1).argmax(-1).to(torch.int32)
 
     def _newest(self, state: State) -> State:
         """What of a state the window can reach, where that was wider when it was made."""
-        past = self.reach()
-        if self.cache == "hidden":
-            return state[:, max(0, state.shape[1] - past) :]
-        return tuple(
-            x.narrow(d, max(0, x.shape[d] - past), min(past, x.shape[d])) for x, d in zip(state, (2, 3), strict=True)
-        )
+        if state is None or isinstance(state, Tensor):
+            return None if state is None else state[:, max(0, state.shape[1] - self.reach()) :]
+        first = max(0, state[0].shape[2] - self.reach())
+        return state[0][:, :, first:], state[1][..., first:]
 
     def trim(self, state: State) -> State:
         if state is None or torch.compiler.is_compiling():
             return state
         if self.cache == "hidden":
-            return trimmed(state, self.reach(), dim=1)
-        return tuple(trimmed(x, self.reach(), dim=dim) for x, dim in zip(state, (2, 3), strict=True))
+            return last(self.reach(), 1, None, state)
+        return tuple(last(self.reach(), dim, None, x) for x, dim in zip(state, (2, 3), strict=True))
 
     def reach(self) -> int:
-        return self.span - 1 if self.attend_self else self.span
+        return self.span - 1 + self.shift
 
     def set_span(self, span: int) -> None:
-        if span < 1 or span > self.position.longest:
-            raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
+        self.check_span(span)
         self.span = span
-
-    def _stats(self, seen: Tensor) -> dict[str, Tensor]:
-        return {
-            "bytes": torch.tensor(seen.shape[0] * seen.shape[2], dtype=torch.float64),
-            "keys": wide(seen).sum((0, 2)),
-            "alone": wide(seen == 0).sum((0, 2)),
-        }
 
     def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Of each head: different keys that a query meets, and the share of queries that meet none but themselves."""
-        return {name: stats[name] / stats["bytes"] for name in ("keys", "alone") if stats}
+        return head_means(stats, "keys", "alone")
 
     def ideal_flops(self) -> int:
         """Projections, hashes, and scores and weighted values of every round, at evenly filled buckets."""
         return round(self._forward_flops(self._met(1, 2 * self.span)[1]))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """As ``ideal_flops``. A key that two rounds find is computed in both. Hashes have no gradient; with ``cache: kv``
-        past keys and values have none either, and with ``hidden`` they are made anew, with gradients for the weights."""
+        """A key that two rounds find is computed in both. Hashes have no gradient; with ``cache: kv`` past keys and
+        values have none either, and with ``hidden`` they are made anew, with gradients for the weights."""
         own, past = self._met(segment, carried)
-        forward = self._forward_flops(own + past)
-        backward = 2 * (forward - self._hash_flops())
+        forward, hashing = self._forward_flops(own + past), 2 * self.rotations.numel()
+        backward = 2 * (forward - hashing)
         if self.cache == "kv":
             return NeededFlops(forward, backward - 4 * self.heads * self.d_head * past)
-        again = 4 * self.query.weight.numel() * min(carried, self.reach()) / segment
-        hashed = self._hash_flops() * min(carried, self.reach()) / segment
-        return NeededFlops(forward + again + hashed, backward + again)
+        inputs, again = min(carried, self.reach()) / segment, 4 * self.query.weight.numel()
+        return NeededFlops(forward + inputs * (again + hashing), backward + inputs * again)
 
     def _met(self, segment: int, carried: int) -> tuple[float, float]:
         """Pairs a byte and head over all rounds, with keys of the segment and of the past, at evenly filled buckets."""
         window = min(self.reach(), self.bucket_keys * self.buckets)
         return tuple(self.rounds * n / self.buckets / segment for n in pairs(segment, carried, window, shift=1))
 
-    def _hash_flops(self) -> int:
-        return 2 * self.rotations.numel()
-
     def _forward_flops(self, keys: float) -> float:
-        matrices = sum(m.weight.numel() for m in (self.query, self.value, self.output))
-        return 2 * matrices + self._hash_flops() + 4 * self.heads * self.d_head * keys
+        return 2 * (self.matrix_sizes() + self.rotations.numel()) + 4 * self.heads * self.d_head * keys
 
 
 def lsh_attention(
@@ -231,7 +180,6 @@ def lsh_attention(
     *,
     bucket_keys: int,
     farthest: int,
-    alone: bool,
     bias: Tensor | None = None,
     shift: int = 0,
     dropout: float = 0.0,
@@ -243,14 +191,12 @@ def lsh_attention(
         keys: keys beside values ``[B, H, L, 2K]``.
         sizes: ``[B, H, T]``, what each of the last T keys is multiplied by to be a query, scaled.
         hashes: whole numbers ``[B, H, R, L]``, buckets in each round.
-        bucket_keys: w, the nearest keys of its bucket before it that a query meets in a round.
-        farthest: distance of the farthest key that is seen.
-        alone: whether a query that meets no key gives its own value, rather than 0.
+        bucket_keys: w, the nearest keys of its bucket before it that a query meets in a round, up to distance ``farthest``.
         bias: added to scores, ``[H, S]``: column x for distance x + ``shift``.
+        shift: 0 where a query that meets no key gives its own value, 1 where it gives 0.
         dropout: rate on weights, after they are normalised; by counters, as the order of a bucket depends on later bytes.
-        count: whether to count keys.
 
-    Returns: ``[B, H, T, K]``, and how many keys each query met, ``[B, H, T]``, or zeros.
+    Returns: ``[B, H, T, K]``, and how many keys each query met, ``[B, H, T]``, or zeros if they are not to ``count``.
     """
     total, width = keys.shape[2], keys.shape[3] // 2
     length = sizes.shape[2]
@@ -304,14 +250,13 @@ def lsh_attention(
     scale = torch.exp2(top.detach() - best)
     none = best <= HIDDEN / 2
     y = (values * scale).sum(0) * (mass * scale).sum(0).masked_fill(none, 1).reciprocal()
-    if alone:
+    if not shift:
         y = y + F.dropout(none.to(exact), dropout) * keys[:, :, total - length :, width:]
     return y.to(keys.dtype), number.sum(0).squeeze(-1).detach()
 
 
 def _from_middle(a: Tensor, b: Tensor, width: int) -> Tensor:
-    """``|2 (a - b) - (width + 1)|`` of doubled whole numbers: at most ``width - 1`` where 0 < a - b <= width, else more
-    than ``width``."""
+    """``|2 (a - b) - (width + 1)|`` of doubled whole numbers: at most ``width - 1`` where 0 < a - b <= width."""
     return ((a - (width + 1))[..., :, None] - b[..., None, :]).abs_()
 
 
@@ -319,9 +264,8 @@ def _chunks(order: Tensor, place: Tensor, length: int, bucket_keys: int) -> tupl
     """How queries and the keys that they may meet in a round stand side by side.
 
     Args:
-        order: ``[B, H, L]``, places of keys sorted by bucket, then position.
+        order: ``[B, H, L]``, places of keys sorted by bucket, then position; the last T are queries.
         place: ``[B, H, L]``, where each key stands in that order.
-        length: T, the last of which are queries.
 
     Returns:
         pick: from ``[B, H, L, ..]`` the queries ``[B, H, n, g, ..]`` and the keys beside them ``[B, H, n, m, ..]``; from

@@ -2,25 +2,19 @@
 
     A_tj = q_t . k_j + q_t . W_R r_x + u . k_j + v . W_R r_x,   a_t = softmax_j(A_tj / sqrt(K))              (section 3.3)
 
-r_x is the fixed sinusoid of the distance x, W_R a matrix for each layer, u and v a vector for each head: what a head
-thinks of a key, and of a distance, whatever the query. u and v are one pair for all layers, as in the paper's code, or
-one a layer. No projection has a bias. Past inputs, the default, are projected again by the present weights (section
-3.2); past keys and values may be carried instead. Everything else is ``attention.py``'s.
+r_x is the fixed sinusoid of the distance x, W_R a matrix for each layer, u and v a vector for each head, one pair for
+all layers, as in the paper's code, or one a layer. Past inputs, the default, are projected again by the present weights
+(section 3.2).
 
 - Every query sees as many keys, the last S, in training too: what the paper's code does in evaluation ("same length").
-  Its training shows later queries of a segment more, up to memory and segment together.
-- x counts visible keys from the nearest, which has x = 0. It is below S, so no sinusoid's argument is large.
-- Sinusoids have no dropout; the norm and the residual are the model's.
+- x counts visible keys from the nearest, which has x = 0. Sinusoids have no dropout; norm and residual are the model's.
 
 Both kinds of term are products of a width that differs by one number, so that fast code serves:
 
     A_tj = [q_t + u, 1] . ([k_j, 0] + [p_x, (v - u) . p_x])   with p = W_R r
 
-which is a window with a vector a distance, for each head alone. Few queries meet (q + v) W_R before the sinusoids, in
-plain PyTorch: p costs S D H K products, however few bytes there are.
+which is a window with a vector a distance, for each head alone. Few queries meet (q + v) W_R before the sinusoids.
 """
-
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -28,45 +22,34 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.attention import Attention
-from variants.backends import Need
 from variants.context import VisibleKeys
-from variants.contract import Honours, LayerContext, Position
-from variants.kernels import window_cpu
+from variants.contract import Honours, LayerContext, Position, check_choice
 from variants.kernels.window import PastKV, Persistent, Window
-from variants.position import angles, rotary_frequencies, turns
+from variants.position import sinusoid_turns, sinusoids
 
 
 class Distances(Position):
-    """W_R r_x for each head, and what is added to queries: u where they meet keys, v where they meet distances.
-
-    Args:
-        share: ``network`` for one pair u, v in the whole model, or ``layer``.
-    """
+    """W_R r_x for each head, and what is added to queries: u where they meet keys, v where they meet distances."""
 
     constant_bias = False
 
     def __init__(self, context: LayerContext, *, d_head: int, share: str = "network"):
         super().__init__(context, d_head=d_head)
-        if share not in ("network", "layer"):
-            raise ValueError(f"share={share}: allowed are network, layer")
+        check_choice(("network", "layer"), share=share)
 
-        def make() -> nn.Parameter:
-            return nn.Parameter(torch.zeros(context.heads, d_head))
-
-        def own(name: str) -> nn.Parameter:
-            return context.shared(Distances, (name, context.heads, d_head), make) if share == "network" else make()
+        def made(name: str) -> nn.Parameter:
+            sizes = context.heads, d_head
+            return context.shared(Distances, (name, sizes), lambda: nn.Parameter(torch.zeros(sizes)), share=share)
 
         self.heads, self.d_head = context.heads, d_head
         self.project = nn.Linear(context.d_model, context.heads * d_head, bias=False)
-        self.to_keys, self.to_distances = own("keys"), own("distances")  # u, v: [H, K]
-        frequencies = rotary_frequencies(context.d_model, 10000.0)
-        self.register_buffer("turns", turns(frequencies), persistent=False)
+        self.to_keys, self.to_distances = made("keys"), made("distances")  # u, v: [H, K]
+        self.register_buffer("turns", sinusoid_turns(context.d_model), persistent=False)
 
     def sinusoids(self, max_keys: int, dtype: torch.dtype) -> Tensor:
         """r ``[max_keys, D]``, in float32 or wider."""
         at = torch.arange(max_keys, device=self.turns.device)
-        angle = angles(at, self.turns, torch.promote_types(dtype, torch.float32))
-        return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)[:, : self.project.in_features]
+        return sinusoids(at, self.turns, dtype)[:, : self.project.in_features]
 
     def vectors(self, max_keys: int) -> Tensor:
         """p ``[H, max_keys, K]``, one for each head and distance."""
@@ -99,10 +82,8 @@ class TransformerXL(Attention):
     """Causal multi-head attention over the last S positions with Transformer-XL's relative positions.
 
     Args:
-        context: heads, span, cache and dropout of the run.
-        d_head: head width K, or None for D / H.
-        zero_init: start W_o at zero, so that the sublayer starts as the identity.
         share: ``network`` for one pair u, v in the whole model, as in the paper's code, or ``layer``.
+        The others are those of ``Attention``.
     """
 
     honours = Honours(cache={"kv", "hidden"}, attend_self={True, False}, span=True)
@@ -113,45 +94,35 @@ class TransformerXL(Attention):
         super().__init__(context, d_head=d_head, zero_init=zero_init)
         self.position = Distances(context, d_head=self.d_head, share=share)
 
-    def _need(self, *, training: bool) -> Need:
-        rate = self.dropout if training else 0.0
-        return Need(self.d_head + 1, dropout=rate, spans_of_input=False, constant_bias=False, vectors=True)
+    has_vectors = True
+
+    @property
+    def kernel_width(self) -> int:
+        return self.d_head + 1
 
     def _traceable(self, device: torch.device) -> bool:
         return super()._traceable(device) or self.backend(device, training=self.training) == "plain"
 
-    def _attend(
+    def _in_positions(
         self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
     ) -> Tensor:
         most = max(visible.max_keys)
         u, v = self.position.towards(q)
         if backend == "plain" or self.position.few(q, most):
             keys = keys if keys.whole else VisibleKeys.joined(keys.k, keys.v, keys.past)
-            return self._meet("plain", q + u, keys, visible, bias=self.position.bias(q, most))
+            return self.attend("plain", q + u, keys, visible, bias=self.position.bias(q, most))
         p = self.position.vectors(most).to(q.dtype)
         p = torch.cat([p, ((v - u) * p).sum(-1, keepdim=True)], dim=-1)
-        found = []
-        for h, (one, met) in enumerate(_by_head(F.pad(q + u, (0, 1), value=1.0), keys)):
+        q, outputs = F.pad(q + u, (0, 1), value=1.0), []
+        for h in range(self.heads):
+            own = keys.of_heads(h, 1).each(_one_wider)
             seen = visible._replace(max_keys=visible.max_keys[h : h + 1])
             if visible.limits is not None:
                 seen = seen._replace(limits=visible.limits[h : h + 1])
-            if keys.whole:
-                found.append(self._meet(backend, one, met, seen, vectors=p[h]))
-            else:
-                found.append(window_cpu.attend(one, met.k, met.v, seen, past=met.past, vectors=p[h]))
-        return torch.cat(found, dim=1)[..., :-1]
+            outputs.append(self.attend(backend, q[:, h : h + 1], own, seen, vectors=p[h]))
+        return torch.cat(outputs, dim=1)[..., :-1]
 
 
-def _by_head(q: Tensor, keys: VisibleKeys) -> Iterator[tuple[Tensor, VisibleKeys]]:
-    """Queries ``[B, 1, T, K + 1]`` of each head, and the keys that they meet with values, made as wide by zeros."""
-
-    def of(x: Tensor, head: int) -> Tensor:
-        return F.pad(x[:, head : head + 1], (0, 1))
-
-    def parts(given: list[PastKV], head: int) -> list[PastKV]:
-        places = [(part, part.heads.index(head)) for part in given if head in part.heads]
-        return [PastKV((0,), of(part.k, place), of(part.v, place)) for part, place in places]
-
-    for h in range(q.shape[1]):
-        past = [] if keys.whole else parts(keys.past, h)
-        yield q[:, h : h + 1], VisibleKeys(of(keys.k, h), of(keys.v, h), past, parts(keys.whole, h))
+def _one_wider(part: PastKV) -> PastKV:
+    """Keys and values with a zero at the end."""
+    return PastKV(part.heads, F.pad(part.k, (0, 1)), F.pad(part.v, (0, 1)))

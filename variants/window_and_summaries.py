@@ -1,4 +1,5 @@
-"""Window and summaries: the nearest keys exactly, and summaries of blocks beyond them, in one softmax (``linformer.py``).
+"""Window and summaries: the nearest keys exactly, and summaries of blocks beyond them, in one softmax
+(``linformer.py``).
 
 - ``by_kernel``: the window by the CPU's kernel, summaries by products. No query meets a key of the window in vain.
 - ``in_bands``: plain PyTorch. A chunk of queries meets the band of keys that any of its windows holds, and summaries.
@@ -20,13 +21,8 @@ from variants.kernels.window import PastKV, Window
 
 
 class Near(NamedTuple):
-    """Keys and values in their positions, ``[B, H, T, K]`` of the segment and ``[B, H, P, K]`` of the past.
-
-    Attributes:
-        k, v: of the segment.
-        old_k, old_v: of the past, zeros before those that there are; None where a stream begins.
-        kept: how many there are, ``[B]``.
-    """
+    """Keys and values in their positions: ``[B, H, T, K]`` of the segment; ``[B, H, P, K]`` of the past, with zeros
+    before the ``kept [B]`` that there are, or None where a stream begins."""
 
     k: Tensor
     v: Tensor
@@ -123,8 +119,8 @@ def _added(q: Tensor, distance: Tensor, more: Tensor | None, *, blocks: Blocks, 
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, added: list[Tensor], *, dropout: float, blind: bool
 ) -> Tensor:
-    """``[B, n, H, Q, K]``; where queries may be ``blind``, one that sees nothing gives 0. In torch's own kernel where nothing
-    else is asked for."""
+    """``[B, n, H, Q, K]``; where queries may be ``blind``, one that sees nothing gives 0. In torch's own kernel where
+    nothing else is asked for."""
     nothing = ~visible.any(-1, keepdim=True)
     visible = (visible | nothing).expand(len(q), -1, -1, -1, -1)
     if not added and not dropout:

@@ -4,19 +4,8 @@ in a checkout, and ``windtunnel report`` is ``python -m bench.report``."""
 import runpy
 import sys
 
-BENCH = (
-    "check",
-    "compress",
-    "cost",
-    "dashboard",
-    "decompress",
-    "evaluate",
-    "export",
-    "fit",
-    "inspect",
-    "peers",
-)
-BENCH += ("report", "sample")
+BENCH = ("check", "compress", "cost", "dashboard", "decompress", "evaluate")
+BENCH += ("export", "fit", "inspect", "peers", "report", "sample")
 USAGE = f"""usage: windtunnel COMMAND [KEY=VALUE ...], or COMMAND --help
 
 train     a run, or with -m a sweep
@@ -28,16 +17,12 @@ def main() -> None:
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("-h", "--help"):
         print(USAGE)
-    elif verb not in ("train", *BENCH):
-        sys.exit(_refusal(verb))
-    else:
-        del sys.argv[1]
-        runpy.run_module("train" if verb == "train" else f"bench.{verb}", run_name="__main__", alter_sys=True)
-
-
-def _refusal(verb: str) -> int:
-    print(f"error: {verb}: there is no such command; allowed are train, {', '.join(BENCH)}", file=sys.stderr)
-    return 2
+        return
+    if verb not in ("train", *BENCH):
+        print(f"error: {verb}: there is no such command; allowed are train, {', '.join(BENCH)}", file=sys.stderr)
+        sys.exit(2)
+    del sys.argv[1]
+    runpy.run_module("train" if verb == "train" else f"bench.{verb}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ class Model:
         A row is what one byte sees. It sums to 1 where weights are a softmax, less what learned vectors take.
         """
         tokens = numbers_of(text, self.symbols, key="text")[None].to(self._device)
-        _, found = self.network.inspect(tokens)
-        return {name: own.weights[0].cpu() for name, own in found.items() if own.weights is not None}
+        _, seen = self.network.inspect(tokens)
+        return {name: part.weights[0].cpu() for name, part in seen.items() if part.weights is not None}
 
     @property
     def _device(self) -> torch.device:

@@ -2,8 +2,8 @@
 
 Reads run folders, rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, and tables of ``bench.evidence``, sorts
 what may be compared into tables, and writes each as CSV, each figure as PNG and SVG, all of it as ``report.md``, and
-one ``index.html`` that opens from disk. What may not be shown is named with its reason. Needs neither torch nor a
-server.
+one ``index.html`` that opens from disk; ``runs.csv`` has every run with all of its numbers. What may not be shown is
+named with its reason. Needs neither torch nor a server.
 """
 
 import argparse
@@ -13,16 +13,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
+
 from bench.report.columns import for_terminal
 from bench.report.frame import Rows, read
 from bench.report.page import page_of
 from bench.report.tables import run_tables
 from bench.report.tables_costs import cost_tables, fit_tables, peer_tables
-from bench.report.tuning import picks, spoilt_of, tuning_tables
+from bench.report.tuning import tuning_tables
 from harness.cache import write_whole
 from harness.failures import StorageFailure, exit_code
 from harness.record.cells import count_of
-from harness.record.table import Drawing, Table, markdown_list, one_line, print_table, to_csv, to_markdown
+from harness.record.table import (
+    Cell,
+    Column,
+    Drawing,
+    Table,
+    markdown_list,
+    one_line,
+    print_table,
+    to_csv,
+    to_markdown,
+)
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
@@ -56,11 +68,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
-    """Write everything, print the tables of means, and yield each thing that was written.
+    """Write everything into the folder ``out``, print the tables of means, and yield each thing that was written.
 
     Args:
-        rows: from ``read``.
-        out: a folder, made if it is not there.
         command: what was typed.
 
     Raises:
@@ -70,10 +80,10 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
     try:
         out.mkdir(parents=True, exist_ok=True)  # before the drawings, which take seconds
-        tables, drawings = all_tables(rows), draw_all(rows, spoilt=spoilt_of(picks(rows.frame)))
+        tables, drawings = all_tables(rows), draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
         content = {"tables": tables, "drawings": drawings, "notes": _notes(rows), "commands": commands}
-        files = {f"{table.name}.csv": to_csv(table) for table in tables}
+        files = {f"{table.name}.csv": to_csv(table) for table in (*tables, *every_run(rows.of("run")))}
         files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
         files |= {"report.md": _markdown(**content), "index.html": page_of(TITLE, **content)}
@@ -92,9 +102,22 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 def all_tables(rows: Rows) -> list[Table]:
     """Runs, picks, costs, peers and predictions, each by what may be compared."""
-    tuned = picks(rows.frame)
     verbs = [table for kind, tables in VERBS.items() for table in tables([*rows.of(kind).get("row", ())])]
-    return [*run_tables(rows, spoilt=spoilt_of(tuned)), *tuning_tables(tuned), *verbs]
+    return [*run_tables(rows), *tuning_tables(rows.frame), *verbs]
+
+
+def every_run(runs: pd.DataFrame) -> Iterator[Table]:
+    """All numbers and words of each run, unrounded, for a program to read."""
+    runs = runs.dropna(axis=1, how="all")
+    if len(runs):
+        keys = [key for key in runs if runs[key].map(lambda value: isinstance(value, str | float)).any()]
+        columns = tuple(map(Column, keys))
+        cells = runs[keys].map(lambda value: Cell(text="" if pd.isna(value) else str(value), value=_number(value)))
+        yield Table(name="runs", title="", caption="", columns=columns, rows=tuple(map(tuple, cells.to_numpy())))
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, float) and not pd.isna(value) else None
 
 
 def _markdown(*, tables: list[Table], drawings: list[Drawing], notes: list[str], commands: list[str]) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -25,8 +26,8 @@ VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(en
 NOT_AN_ARM = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
 NOT_AN_ARM += ("purpose", "trial", "space")
 """Keys of a configuration that two seeds of one arm may differ in, or that a comparison holds equal anyway."""
-NO_SETTING = re.compile(r"variant\.(numerics|small)(\.|$)")
-"""Keys that change no number of a run: what ``numerics`` pins stands in the row itself."""
+NO_SETTING = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
+"""Keys that change no number of a run: what ``numerics`` pins stands in the row itself; ``global_bytes`` of older rows is 0."""
 ADDED_KEYS = {"check": True}
 """Keys that older configurations lack, with what those mean."""
 BESIDE = ("backend", "evaluation_backend", "checkpoint", "device_kind")
@@ -40,16 +41,16 @@ MOST_NAMED = 2
 IN_CAPTIONS = {"freed": "what becomes of freed memory", "spans_from": "where learned spans are"}
 
 
-def groups(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    """Runs that compare, with their number, in the order in which the first of each ended."""
-    if len(runs):
-        keys = [held_equal(row) for row in runs["row"]]
-        yield from ((index, same) for index, (_, same) in enumerate(runs.groupby(keys, sort=False), start=1))
-
-
-def is_tuning(runs: pd.DataFrame) -> bool:
-    """Whether runs that compare were there to choose a setting on the validation split: ``purpose=tune``."""
-    return runs["row"].iloc[-1].get("purpose") == "tune"
+def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:
+    """Runs that compare, with their number in the order in which the first of each ended, and the names of those left
+    out: a run whose seed has chosen a setting of its variant reports nothing. Tuning runs are no results."""
+    tune = [row.get("purpose") == "tune" for row in runs["row"]]
+    chose = {*zip(runs[tune]["variant"], runs[tune]["seed"], strict=True)} if any(tune) else set()
+    keys = [held_equal(row) for row in runs["row"]]
+    for index, (_, same) in enumerate(runs.groupby(keys, sort=False) if keys else (), start=1):
+        clean = same[[pair not in chose for pair in zip(same["variant"], same["seed"], strict=True)]]
+        if len(clean):
+            yield index, clean, same["run"].drop(clean.index).tolist()
 
 
 def cost_ground(row: dict) -> str:
@@ -84,65 +85,63 @@ def with_arms(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFra
         without: further keys of the configuration, as ``model.span``, or ``backend``, that one arm may have several of.
     """
 
-    def identity(row: dict, settings: dict[str, str]) -> dict[str, str]:
+    def beside(row: dict) -> dict[str, str]:
         timed = row["kind"] in VERBS  # times and memory depend on all of the code
         code = {"source": row["source"]} if timed else numbers_of(row)
+        code |= {"source": row["source"][:6]} if "source" in code else {}
         products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
-        beside = {name: row.get(name) for name in BESIDE if name not in without} | {"products": products}
-        beside |= {name: value[:6] if name == "source" else value for name, value in code.items()}
-        return settings | {name: _word(value) for name, value in beside.items()}
+        about = {name: row.get(name) for name in BESIDE if name not in without} | {"products": products}
+        return {name: _word(value) for name, value in (about | code).items()}
 
     settings = [settings_of(row, without=without) for row in frame["row"]]
-    identities = pd.DataFrame([*map(identity, frame["row"], settings)], index=frame.index).fillna(UNSET)
+    both = [setting | beside(row) for setting, row in zip(settings, frame["row"], strict=True)]
+    identities = pd.DataFrame(both, index=frame.index).fillna(UNSET)
     arms, order = pd.Series("", index=frame.index), pd.Series(0, index=frame.index)
     for variant, same in identities.groupby(frame["variant"]):
         keys = [group[0] for group in _swept(same, [variant] * len(same), parts=())]  # no difference is left out
         pairs = [[f"{_shown(key).split('.')[-1]}={one[key]}" for key in keys] for one in same.to_dict("records")]
-        arms[same.index] = [", ".join([variant, *own]) for own in pairs]
-        places = {arm: place for place, arm in enumerate(sorted(set(arms[same.index])))}
-        order[same.index] = arms[same.index].map(places)
+        arms[same.index] = [", ".join([variant, *pair]) for pair in pairs]
+        order[same.index] = arms[same.index].rank(method="dense").astype(int) - 1
     marks = [f" {OLDER}" if other else "" for other in _of_other_code(frame)]
     frame = frame.assign(settings=settings, arm=arms, order=order, source_mark=marks)
     return frame.sort_values(["variant", "order", "seed"], kind="stable")
 
 
-def head_columns(rows: list[dict], *, without: Sequence[str] = ()) -> list[Column]:
+def head_columns(rows: list[dict]) -> list[Column]:
     """The columns with which a table of arms begins: the variant, and one for each key that was swept. Each row gets
     its ``label`` and its ``heads``.
 
     Args:
         rows: an arm each, with ``variant``, ``arm``, ``settings`` and ``source_mark``.
-        without: keys that have columns of their own.
     """
     variants = [row["variant"] for row in rows]
-    settings = pd.DataFrame([row["settings"] for row in rows]).drop(columns=[*without], errors="ignore").fillna(UNSET)
+    settings = pd.DataFrame([row["settings"] for row in rows]).fillna(UNSET)
     targets = [key for key in settings if key.endswith("._target_") and not key.startswith("variant.")]
     parts = tuple(key.removesuffix("_target_") for key in targets if settings[key].nunique() > 1)
     keys = _swept(settings, variants, parts=parts)
     keys = keys if len(keys) <= MOST_COLUMNS else []
     for row, one in zip(rows, settings.to_dict("records"), strict=True):
-        row["heads"] = [_head(one[key] for key in group[:MOST_NAMED]) for group in keys]
+        row["heads"] = [_head([one[key] for key in group[:MOST_NAMED]]) for group in keys]
     names = [(row["variant"], *(cell.text for cell in row["heads"])) for row in rows]
     for row, name in zip(rows, names, strict=True):
         row["label"] = f"{name[0] if names.count(name) == 1 else row['arm']}{row['source_mark']}"
     what = "What was trained, and in what it differs from others of its name."
-    heads = [_head_column(place, group, rows) for place, group in enumerate(keys)]
-    return [words("variant", what, lambda row: row["label"]), *heads]
+    columns = [words("variant", what, lambda row: row["label"])]
+    for place, group in enumerate(keys):
+        group = [*map(_shown, group)]
+        more = f" and {len(group) - MOST_NAMED} more" if len(group) > MOST_NAMED else ""
+        explained = f"Of the configuration: {listed(group, most=20)}{', which differ together' * (len(group) > 1)}."
+        numeric = all(row["heads"][place].value is not None for row in rows)
+        cell = partial(_head_of, place=place)
+        columns.append(Column(", ".join(group[:MOST_NAMED]) + more, explained, cell, number=numeric))
+    return columns
 
 
-def _head_column(place: int, group: list[str], rows: list[dict]) -> Column:
-    group = [*map(_shown, group)]
-    more = f" and {len(group) - MOST_NAMED} more" if len(group) > MOST_NAMED else ""
-    explained = f"Of the configuration: {listed(group, most=20)}{', which differ together' * (len(group) > 1)}."
-    numeric = all(row["heads"][place].value is not None for row in rows)
-
-    def cell(row: dict) -> Cell:
-        return row["heads"][place] if "heads" in row else NOTHING
-
-    return Column(", ".join(group[:MOST_NAMED]) + more, explained, cell, number=numeric)
+def _head_of(row: dict, *, place: int) -> Cell:
+    return row["heads"][place] if "heads" in row else NOTHING
 
 
-def _head(values: Iterator[str]) -> Cell:
+def _head(values: list[str]) -> Cell:
     values = [value for value in values if value != UNSET]
     try:
         value = float(*values)  # of a single number
@@ -159,10 +158,9 @@ def _swept(settings: pd.DataFrame, variants: Sequence[str], *, parts: tuple[str,
     """
     together: dict[tuple, list[str]] = {}
     for key in settings:
-        if key == "variant.name" or (key.startswith(parts) and not key.endswith("._target_")):
-            continue
-        values = settings[key].groupby(variants).nunique() if key.startswith("variant.") else settings[key].nunique()
-        if (values > 1).any() if isinstance(values, pd.Series) else values > 1:
+        below = key.startswith(parts) and not key.endswith("._target_")
+        within = variants if key.startswith("variant.") else [""] * len(variants)
+        if key != "variant.name" and not below and settings[key].groupby(within).nunique().max() > 1:
             together.setdefault((*pd.factorize(settings[key])[0], key == RATE), []).append(key)
     return sorted(together.values(), key=lambda group: group != [RATE])
 
@@ -178,8 +176,8 @@ def differences(arms: pd.DataFrame, *keys: str) -> str:
 
 def source_notes(frame: pd.DataFrame) -> list[str]:
     """The commits, and what ``+`` means; ``frame`` is in the order in which rows were measured."""
-    commits = listed(dict.fromkeys(filter(None, map(short_commit, frame["row"]))))
-    notes = [f"Commit {commits}."] if commits != "nothing" else []
+    commits = [*dict.fromkeys(filter(None, map(short_commit, frame["row"])))]
+    notes = [f"Commit {listed(commits)}."] * bool(commits)
     others = {row["source"]: row for row, other in zip(frame["row"], _of_other_code(frame), strict=True) if other}
     if others:
         older, newest = listed(map(source_words, others.values())), source_words(frame["row"].iloc[-1])

@@ -1,4 +1,4 @@
-"""The report's figures: learning curves, trade-offs, cost against context, spans, peers, and the front page's.
+"""The report's figures: learning curves, trade-offs, cost against context, spans, peers and recall.
 
 What may stand in one figure is decided in ``compare``.
 """
@@ -11,10 +11,21 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from bench.report.compare import cost_ground, groups, is_tuning, with_arms
+from bench.report.compare import cost_ground, results, with_arms
 from bench.report.frame import Rows, copies
-from bench.report.style import FONT_POINTS, LINES, finish, legend, looks, memory_unit, plain_number, styled, value_axis
-from bench.report.tables import REFERENCE, bits_by_seed, compare, summed
+from bench.report.style import (
+    FONT_POINTS,
+    LINES,
+    draw_recall,
+    finish,
+    legend,
+    looks,
+    memory_unit,
+    plain_number,
+    styled,
+    value_axis,
+)
+from bench.report.tables import bits_by_seed, compare, summed
 from bench.report.words import budget_words, data_words, freed_words, machine_words
 from harness.record import drawing
 from harness.record.cells import count_of
@@ -35,31 +46,26 @@ MEASURES = {
 }
 OF_A_LINE = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
+KINDS = ("valid", "train")
+"""Rows of a learning curve: those of train where a run has no others."""
 RAISED = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 OUT = "out of memory"
 BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.5}
 
 
-def draw_all(rows: Rows, *, spoilt: Sequence[int]) -> list[Drawing]:
-    """Every figure that the rows allow; equal rows give equal files.
-
-    Args:
-        spoilt: rows of the frame that are no results, having trained with a seed that chose.
-    """
+def draw_all(rows: Rows) -> list[Drawing]:
+    """Every figure that the rows allow; equal rows give equal files."""
     with styled():
-        return [*_of_runs(rows, spoilt), *_of_costs(rows.of("cost")), *_of_peers(rows.of("peers"))]
+        return [*_of_runs(rows), *_of_costs(rows.of("cost")), *_of_peers(rows.of("peers"))]
 
 
-def _of_runs(rows: Rows, spoilt: Sequence[int]) -> Iterator[Drawing]:
-    for index, same in groups(rows.of("run")):
-        same = same[~same.index.isin(spoilt)]
-        if len(same) and not is_tuning(same):
-            arms = with_arms(same)
-            yield from trade_off(arms, name=f"trade-off-{index}")
-            yield from curves(arms, name=f"curves-{index}")
-            yield from spans(arms, index=index)
-            if any(copies(row) for row in same["row"]):
-                yield front_page(None, summed(arms), name=f"recall-{index}")
+def _of_runs(rows: Rows) -> Iterator[Drawing]:
+    for index, runs, _ in results(rows.of("run")):
+        arms = with_arms(runs)
+        yield from trade_off(arms, name=f"trade-off-{index}")
+        yield from curves(arms, name=f"curves-{index}")
+        yield from spans(arms, index=index)
+        yield from recall(summed(arms), name=f"recall-{index}")
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
@@ -80,8 +86,8 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         for row in rows:
             style, seeds, x = look[row["variant"]], bits_by_seed(row["runs"], split), row[key] / divisor
             ax.vlines(x, seeds.min(), seeds.max(), color=style["color"], linewidth=1)
-            name_of = f"{row['arm']} (n={row['n']})"
-            ax.plot(x, seeds.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=name_of)
+            label_of = f"{row['arm']} (n={row['n']})"
+            ax.plot(x, seeds.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=label_of)
         value_axis(ax.xaxis, [row[key] / divisor for row in rows])
         ax.set(xlabel=label, ylabel=f"{split} bits per byte")
     legend(axes[-1])
@@ -93,25 +99,25 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Bits per byte of valid while training, means over seeds, and at the end."""
     drawn = {}
     for arm, runs in arms.groupby("arm", sort=False):
-        kind = "valid" if any(drawing.points(record, kind="valid") for record in runs["record"]) else "train"
-        scores = pd.DataFrame([point for record in runs["record"] for point in drawing.points(record, kind=kind)])
-        bits = runs.get("valid_bits_per_byte", pd.Series([np.nan])).mean()
-        last = (runs["bytes_seen"].mean() if "bytes_seen" in runs else 0.0, None if np.isnan(bits) else bits)
-        if len(scores):
-            means = scores.groupby(0).mean()[1].items()
+        points = {kind: [p for record in runs["record"] for p in drawing.points(record, kind=kind)] for kind in KINDS}
+        kind = next((kind for kind in KINDS if points[kind]), None)
+        if kind:
+            means = pd.DataFrame(points[kind]).groupby(0).mean()[1].items()
             rows = [{"kind": kind, "bytes_seen": at, "bits_per_byte": mean} for at, mean in means]
-            drawn[arm] = runs["variant"].iloc[0], LINES[runs["order"].iloc[0] % len(LINES)], rows, last
+            ends = [runs[key].mean() if key in runs else np.nan for key in ("bytes_seen", "valid_bits_per_byte")]
+            at, bits = (None if np.isnan(end) else end for end in ends)
+            drawn[arm] = runs["variant"].iloc[0], LINES[runs["order"].iloc[0] % len(LINES)], rows, (at or 0.0, bits)
     if not drawn:
         return
     look = looks(variant for variant, *_ in drawn.values())
     size = {"width": 8.5, "height": max(4.6, 1.6 + 0.17 * len(drawn))}
     figure, (ax,) = drawing.panels(1, 1, title="Learning curves", subtitle=data_words(arms["row"]), **size)
     for arm, (variant, line, rows, last) in drawn.items():
-        style = look[variant]
+        before, style = len(ax.get_lines()), look[variant]
         drawing.draw_bits(ax, rows, last=last, colour=style["color"], marker=style["marker"], line=line)
-        for artist in ax.get_lines():
-            artist.set_label(artist.get_label() if artist.get_label() in drawn else "_")
-        ax.get_lines()[-1].set_label(arm)
+        lines = ax.get_lines()[before:]
+        for artist, label in zip(lines, ["_"] * (len(lines) - 1) + [arm], strict=True):
+            artist.set_label(label)
     drawing.bits_axis(ax, [rows for *_, rows, _ in drawn.values()], others=[bits for *_, (_, bits) in drawn.values()])
     ax.set(xlabel="bytes seen", xlim=(0, None))
     drawing.count_axis(ax.xaxis, unit="B")
@@ -245,54 +251,13 @@ def _beside(ax: Axes, x: float, y: float, words: str) -> None:
     ax.annotate(words, (x, y), xytext=(5, 0), **style)
 
 
-def front_page(rows: Sequence[dict] | None, recalled: Sequence[dict] | None, *, name: str) -> Drawing:
-    """Left, how far each row is from the reference, with 95% intervals; right, bits of copied letters by distance.
-
-    Args:
-        rows, recalled: from ``summed``: of runs that compare, and of runs on a corpus that copies; None: without that
-            panel.
-    """
-    split = compare(rows or ())[1]
-    pairs = sorted((row for row in rows or () if "difference" in row), key=lambda row: -row["difference"])
-    heat = [row for row in recalled or () if any(map(copies, row["runs"]["row"]))]
-    title = (
-        "Attention mechanisms: bits per byte and recall" if pairs and heat else "Recall" if heat else "Bits per byte"
-    )
-    number = bool(pairs) + bool(heat) or 1
-    with styled():
-        height = 1.6 + 0.27 * max(len(pairs), len(heat), 6)
-        figure, axes = drawing.panels(1, number, title=title, width=6.2 * number, height=height)
-        if pairs:
-            _draw_pairs(axes[0], pairs, f"{split} bits per byte, less {REFERENCE}'s (95% interval)")
-        if heat:
-            _draw_recall(axes[-1], heat)
-        caption = f"Left: difference from {REFERENCE} over equal seeds; below 0 is better. " if pairs else ""
-        caption += "Mean bits of letters that repeat the one so many bytes before; 4 without memory." if heat else ""
-        return finish(figure, name=name, title=title, caption=caption)
-
-
-def _draw_pairs(ax: Axes, rows: list[dict], label: str) -> None:
-    look = looks(row["variant"] for row in rows)
-    for place, row in enumerate(rows):
-        middle, width = row["difference"], row["difference.half_width"] or 0.0
-        ax.errorbar(middle, place, xerr=width, **look[row["variant"]], markersize=6, linewidth=1.2, capsize=2)
-        _beside(ax, middle + width, place, f"{row['arm']}  {middle:+.3f}")
-    ax.axvline(0, color=drawing.INK, linestyle="--", linewidth=1)
-    low, high = ax.get_xlim()
-    ax.set(xlim=(low, high + 0.55 * (high - low)), ylim=(-0.7, len(rows) - 0.3), xlabel=label, yticks=[])
-    ax.grid(axis="y", visible=False)
-
-
-def _draw_recall(ax: Axes, rows: list[dict]) -> None:
-    distances = sorted({distance for row in rows for one in row["runs"]["row"] for distance in copies(one)})
-    cells = np.array([[row.get(f"valid_bits_per_copy.{distance}", np.nan) for distance in distances] for row in rows])
-    order = np.argsort(np.nan_to_num(cells, nan=4.0).sum(axis=1))
-    ax.imshow(cells[order], cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
-    for (y, x), bits in np.ndenumerate(cells[order]):
-        if np.isfinite(bits):
-            colour = "white" if bits > 2.5 else drawing.INK
-            ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=FONT_POINTS, color=colour)
-    ax.set_xticks(range(len(distances)), [f"{distance:,}" for distance in distances])
-    ax.set_yticks(range(len(rows)), [rows[place]["arm"] for place in order])
-    ax.set_xlabel("distance in bytes; in the cells, bits of a copied letter")
-    ax.grid(visible=False)
+def recall(rows: Sequence[dict], *, name: str) -> Iterator[Drawing]:
+    """Bits of copied letters by distance, the arm that recalls most first."""
+    heat = pd.DataFrame({row["arm"]: pd.DataFrame(map(copies, row["runs"]["row"])).mean() for row in rows}).T
+    heat = heat.dropna(how="all").sort_index(axis=1)
+    if len(heat):
+        order = heat.fillna(4.0).sum(axis=1).sort_values(kind="stable").index
+        figure, (ax,) = drawing.panels(1, 1, title="Recall", width=6.2, height=1.6 + 0.27 * max(len(heat), 6))
+        draw_recall(ax, heat.loc[order])
+        caption = "Mean bits of letters that repeat the one so many bytes before; 4 without memory."
+        yield finish(figure, name=name, title="Recall", caption=caption)

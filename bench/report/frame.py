@@ -14,20 +14,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.words import freed_words, optimizer_words, other_in_evaluation
+from bench.report.words import freed_words, optimizer_words
 from bench.rows import ROWS, refusal
 from harness.record.cells import spread
 from harness.record.comparison import UNCOMPARED
-from harness.record.rows import (
-    EVALUATIONS,
-    FAILED,
-    LARGEST_RECORD,
-    RECORD,
-    SUMMARY,
-    look_at,
-    parse_object,
-    read_file,
-)
+from harness.record.rows import EVALUATIONS, FAILED, LARGEST_RECORD, RECORD, SUMMARY, look_at, parse_object, read_file
 from harness.record.shapes import VERBS, is_number, misfit, shape_of_run_row, shapes, shown
 
 NOT_ENTERED = frozenset({"checkpoints", "wandb", "figures", ".git"})
@@ -38,8 +29,6 @@ SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "bud
 TEXTS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode", "invalid")
 REACHED_BITS = 1.0
 """Bits below which a copied letter counts as remembered; 4 without memory."""
-Wrong = Callable[[dict, int], str | None]
-"""Why a row on a line of that number is not shown, or None."""
 
 
 @dataclass(kw_only=True)
@@ -67,18 +56,9 @@ class Rows:
     def of(self, kind: str) -> pd.DataFrame:
         return self.frame[self.frame["kind"] == kind]
 
-    def refuse(self, path: Path, reasons: list[str]) -> None:
-        self.refused.extend(f"{path}: {reason}" for reason in reasons[:MOST_REASONS])
-        if len(reasons) > MOST_REASONS:
-            self.refused.append(f"{path}: {len(reasons) - MOST_REASONS} more lines")
-
-
-def number(row: dict | None, *keys: str) -> float | None:
-    """The finite number at ``row[keys[0]][keys[1]]...``, or None where something of that is missing."""
-    value = row
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return float(value) if is_number(value) else None
+    def refuse(self, path: Path, *reasons: str) -> None:
+        more = [f"{len(reasons) - MOST_REASONS} more lines"] * (len(reasons) > MOST_REASONS)
+        self.refused += [f"{path}: {reason}" for reason in (*reasons[:MOST_REASONS], *more)]
 
 
 def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
@@ -97,7 +77,7 @@ def read(folders: Sequence[Path]) -> Rows:
             raise ValueError(f"{folder}: there is no such folder; looked for runs ({RECORD}) and rows ({ROWS}) in it")
     paths = {os.path.realpath(path): path for folder in folders for path in _files(folder)}.values()
     if not paths:
-        names = ", ".join(str(folder) for folder in folders)
+        names = ", ".join(map(str, folders))
         raise ValueError(f"{names}: nothing to report; looked for runs ({RECORD}, {SUMMARY}) and rows ({ROWS})")
     rows, runs, others = Rows(files=len(paths)), [], []
     for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
@@ -105,13 +85,20 @@ def read(folders: Sequence[Path]) -> Rows:
             if path.name in (RECORD, SUMMARY):
                 runs += _read_run(path.parent, rows)
             else:
-                lines, verbs = _read_lines(path, rows)
-                runs, others = runs + lines, others + verbs
+                more = _read_lines(path, rows)
+                runs += [one for one in more if isinstance(one, tuple)]
+                others += [one for one in more if isinstance(one, dict)]
         except OSError as error:
-            rows.refused.append(f"{path}: cannot be read ({error.strerror})")
+            rows.refuse(path, f"cannot be read ({error.strerror})")
     if tidy := [*(run for _, run in sorted(runs, key=lambda pair: pair[0])), *others]:
         rows.frame = pd.DataFrame(tidy)
     return rows
+
+
+def copies(row: dict) -> dict[int, float]:
+    """Mean bits of copied letters by the distance that they are copied from."""
+    bits = row.get("valid_bits_per_copy") or {}
+    return {int(far): value for far, value in bits.items() if far.isdecimal() and is_number(value)}
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -125,15 +112,16 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _tidy(row: dict, kind: str, **more) -> dict:
     """A row of the frame: numbers by dotted keys, some texts, and what tables make of them."""
-    tidy: dict = {"kind": kind, "row": row, "load": row.get("load"), "read_from": row.get("read_from")}
-    _add_numbers({key: value for key, value in row.items() if key != "config"}, tidy)
+    numbers = dict(_numbers({key: value for key, value in row.items() if key != "config"}))
+    tidy = {"kind": kind, "row": row, "load": row.get("load"), "read_from": row.get("read_from"), **numbers}
     tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
-    tidy |= {"in_evaluation": other_in_evaluation(row), "freed": freed_words(row)}
+    scoring, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
+    tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring, "freed": freed_words(row)}
     tidy |= {"config_digits": row["config_hash"][:8], "source_digits": row["source"][:8]}
     if kind in ("cost", "peers") and row["status"] != "measured":
         tidy.pop("bytes_per_second", None)
-    elif kind == "cost" and tidy.get("time.train_ms.p50"):
-        tidy["bytes_per_second"] = row["streams"] * row["segment"] / tidy["time.train_ms.p50"] * 1000
+    elif kind == "cost" and step_ms:
+        tidy["bytes_per_second"] = row["streams"] * row["segment"] / step_ms * 1000
     if "utilisation.share" in tidy:
         tidy["share_percent"] = 100 * tidy["utilisation.share"]
     if kind == "run":
@@ -141,11 +129,8 @@ def _tidy(row: dict, kind: str, **more) -> dict:
         if far := copies(row):
             tidy["reach"] = float(max((distance for distance, bits in far.items() if bits < REACHED_BITS), default=0))
     elif kind == "fit":
-        predicted, measured = tidy.get("predicted_peak_bytes"), tidy.get("measured_peak_bytes")
-        if predicted is not None and measured:
-            tidy["error_percent"] = 100 * (predicted - measured) / measured
-        if predicted is not None and "device_memory_bytes" in tidy:
-            tidy["fits"] = "yes" if predicted <= tidy["device_memory_bytes"] else "no"
+        if {"predicted_peak_bytes", "device_memory_bytes"} <= tidy.keys():
+            tidy["fits"] = "yes" if tidy["predicted_peak_bytes"] <= tidy["device_memory_bytes"] else "no"
         tidy["trust"] = "within 10%" if row.get("verified") is True else "not verified" if "verified" in row else None
     elif kind == "peers":
         tidy["package_words"] = " ".join(filter(None, (row.get("package"), row.get("package_version")))) or None
@@ -153,33 +138,27 @@ def _tidy(row: dict, kind: str, **more) -> dict:
     return tidy | more
 
 
-def copies(row: dict) -> dict[int, float]:
-    """Mean bits of copied letters by the distance that they are copied from."""
-    bits = row.get("valid_bits_per_copy")
-    return {int(far): value for far, value in bits.items() if far.isdecimal() and is_number(value)} if bits else {}
-
-
-def _add_numbers(value: dict, tidy: dict, prefix: str = "") -> None:
-    """Finite numbers of nested dictionaries; of a list its length."""
+def _numbers(value: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Finite numbers of nested dictionaries by dotted keys; of a list its length."""
     for name, inner in value.items():
         if isinstance(inner, dict):
-            _add_numbers(inner, tidy, f"{prefix}{name}.")
+            yield from _numbers(inner, f"{prefix}{name}.")
         elif is_number(inner) or isinstance(inner, bool | list):
-            tidy[f"{prefix}{name}"] = float(len(inner) if isinstance(inner, list) else inner)
+            yield f"{prefix}{name}", float(len(inner) if isinstance(inner, list) else inner)
 
 
-def _lines(path: Path, *, wrong: Wrong) -> tuple[list[dict], list[str]]:
-    """Good rows of a file, and why the others are none."""
+def _lines(path: Path, *, wrong: Callable[[dict, int], str | None]) -> tuple[list[dict], list[str]]:
+    """Good rows of a file, and why the others are none; ``wrong`` says that of a row and its line's number."""
     rows, reasons = [], []
     text = read_file(path, most=LARGEST_RECORD).decode("utf-8", "replace")
-    for line_number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = parse_object(line)
-            reason = wrong(row, line_number)
+            reason = wrong(row, number)
         except ValueError as error:
             reason = str(error)
         if reason:
-            reasons.append(f"line {line_number}: {reason}")
+            reasons.append(f"line {number}: {reason}")
         else:
             rows.append(row)
     return rows, reasons
@@ -218,55 +197,51 @@ def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
     return f"{summary['check']}: not compared" if summary.get("check") in UNCOMPARED else None
 
 
-def _read_lines(path: Path, rows: Rows) -> tuple[list, list]:
+def _read_lines(path: Path, rows: Rows) -> list[tuple | dict]:
     """Runs of one line, with their age, and rows of verbs."""
     good, reasons = _lines(path, wrong=_wrong_on_line)
-    rows.refuse(path, reasons if good or reasons else ["no rows in it"])
-    runs, age = [], path.stat().st_mtime
+    rows.refuse(path, *(reasons if good or reasons else ["no rows in it"]))
+    age, more = path.stat().st_mtime, []
     for place, row in enumerate(good):
         if "summary" in row:
-            name = f"{path.stem}:{place + 1}"
-            runs += _take(rows, path.parent / name, row["record"], row["summary"], age=(age, place))
-    read_from = {"read_from": str(path.parent)}
-    return runs, [_tidy(row | read_from, row["kind"]) for row in good if "summary" not in row]
+            folder = path.parent / f"{path.stem}:{place + 1}"
+            more += _take(rows, folder, row["record"], row["summary"], age=(age, place))
+        else:
+            more.append(_tidy(row | {"read_from": str(path.parent)}, row["kind"]))
+    return more
 
 
-def _read_run(folder: Path, rows: Rows) -> list:
+def _read_run(folder: Path, rows: Rows) -> list[tuple]:
     """A run folder: its summary with the good rows of its record."""
     path = folder / RECORD
     record, reasons = _lines(path, wrong=_wrong_in_record) if path.exists() else ([], [])
-    traced = (
-        bool(record) and record[0].get("kind") == "provenance" and not (reasons and reasons[0].startswith("line 1:"))
-    )
+    broken = bool(reasons) and reasons[0].startswith("line 1:")
+    traced = bool(record) and record[0].get("kind") == "provenance" and not broken
     record, reasons = (record, reasons) if traced else ([], reasons[:1])  # without its provenance a run has no rows
     summary, reason = look_at(folder / SUMMARY)
     if not traced and not (summary and summary.get("status") in FAILED):
         reasons.append("no provenance: the first row is missing or refused, so the run is not shown")
     if summary is not None:
         reason = _wrong_summary(summary, record[0] if traced else None)
-    rows.refuse(path, reasons)
-    rows.refuse(folder / SUMMARY, [reason] if reason else [])
+    rows.refuse(path, *reasons)
+    rows.refuse(folder / SUMMARY, *filter(None, [reason]))
     if traced and (folder / EVALUATIONS).exists():
-        later = _lines(folder / EVALUATIONS, wrong=lambda row, line_number: None)[0]
+        later = _lines(folder / EVALUATIONS, wrong=lambda row, number: None)[0]
         rows.test_scores[record[0]["data"]["sha256"]] += sum(row.get("split") == "test" for row in later)
     age = (folder / SUMMARY).stat().st_mtime if summary is not None else 0.0
-    return _take(rows, folder, record, summary, age=(age, 0), refused=bool(reason))
+    return _take(rows, folder, record, {"status": "refused"} if reason else summary, age=(age, 0))
 
 
-def _take(rows: Rows, folder: Path, record: list, summary: dict | None, *, age: tuple, refused: bool = False) -> list:
+def _take(rows: Rows, folder: Path, record: list, summary: dict | None, *, age: tuple) -> list[tuple]:
     """The run as ``[(age, row of the frame)]``, or nothing, and why that is. What a failed run knew is no result."""
     if record:
         rows.test_scores[record[0]["data"]["sha256"]] += sum(row["kind"] == "test" for row in record)
-    status = (summary or {}).get("status")
-    if refused or not (record or status in FAILED):
-        return []
-    more = {"record": record, "folder": folder, "run": folder.name}
+    status, more = (summary or {}).get("status"), {"record": record, "folder": folder, "run": folder.name}
     if status in FAILED:
         words = str(summary.get("error") or "no error was written down")
         error = textwrap.shorten(words, LONGEST_ERROR, placeholder="...")
         rows.failed.append(f"{folder}: {error}")
         return [(age, _tidy(record[0] | {"error": error}, "failed", **more))] if record else []
-    if status != "finished":
+    if record and status not in ("finished", "refused"):
         rows.unfinished.append(f"{folder}: {status or 'no summary yet'}")
-        return []
-    return [(age, _tidy(record[0] | summary, "run", **more))]
+    return [(age, _tidy(record[0] | summary, "run", **more))] if record and status == "finished" else []

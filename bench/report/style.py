@@ -8,12 +8,15 @@ come from a fixed salt and no date is written, so that equal rows give equal fil
 import io
 from collections.abc import Iterable
 
+import numpy as np
+import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from bench.report.compare import VARIANTS
+from harness.record.drawing import INK
 from harness.record.table import Drawing
 
 STYLE = {
@@ -24,7 +27,7 @@ STYLE = {
     "svg.hashsalt": "attention-windtunnel",
     "text.parse_math": False,  # a $ in a name is a $
 }
-OTHER_COLOURS, OTHER_MARKERS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73"), "Xp*h>d"
+OTHERS = [(colour, marker) for marker in "Xp*h>d" for colour in ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")]
 LINES = ("-", "--", ":", "-.")
 FONT_POINTS = 8.5
 WIDE_RANGE = 8
@@ -34,9 +37,8 @@ WIDE_RANGE = 8
 def looks(variants: Iterable[str]) -> dict[str, dict]:
     """Colour and marker of each; ours always look the same, others take what is left, in order of name."""
     shipped = {name: (c, tuple(m) if isinstance(m, list) else m) for name, (c, m) in VARIANTS["looks"].items()}
-    for place, name in enumerate(sorted(set(variants) - set(shipped))):
-        marker = OTHER_MARKERS[place // len(OTHER_COLOURS) % len(OTHER_MARKERS)]
-        shipped[name] = (OTHER_COLOURS[place % len(OTHER_COLOURS)], marker)
+    others = enumerate(sorted(set(variants) - set(shipped)))
+    shipped |= {name: OTHERS[place % len(OTHERS)] for place, name in others}
     return {name: {"color": colour, "marker": marker} for name, (colour, marker) in shipped.items()}
 
 
@@ -75,6 +77,19 @@ def value_axis(axis, values: list[float], *, log: bool | None = None) -> None:
     else:
         axis.set_major_locator(MaxNLocator(6))
     axis.set_major_formatter(FuncFormatter(plain_number))
+
+
+def draw_recall(ax: Axes, heat: pd.DataFrame) -> None:
+    """Cells of bits, mechanisms by the distances in bytes from which letters are copied."""
+    ax.imshow(heat.to_numpy(), cmap="Greys", vmin=0, vmax=5, aspect="auto", interpolation="nearest")
+    for (y, x), bits in np.ndenumerate(heat.to_numpy()):
+        if np.isfinite(bits):
+            colour = "white" if bits > 2.5 else INK
+            ax.text(x, y, f"{bits:.1f}", ha="center", va="center", fontsize=FONT_POINTS, color=colour)
+    ax.set_xticks(range(heat.shape[1]), [f"{distance:,}" for distance in heat.columns])
+    ax.set_yticks(range(len(heat)), list(heat.index))
+    ax.set_xlabel("bits of a byte copied from so many bytes back")
+    ax.grid(visible=False)
 
 
 def plain_number(value: float, _position: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Tables of runs that compare: means over seeds beside the reference, time and memory by ground, and every run."""
+"""Tables of runs that compare: means over seeds beside the reference, and time and memory by ground."""
 
 import math
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from bench.report.compare import (
     busy_notes,
     cost_ground,
     differences,
-    groups,
     head_columns,
-    is_tuning,
+    results,
     source_notes,
     with_arms,
 )
-from bench.report.frame import Rows, copies, number
+from bench.report.frame import Rows, copies
 from bench.report.uncertainty import CONFIDENCE, holm, paired
 from bench.report.words import budget_words, data_words, ground_differences, ground_words, protocol_words
 from harness.record.cells import CAPPED, busy_words, count_of, filled_table, listed, uncounted
+from harness.record.shapes import is_number
 from harness.record.table import Table
 
 REFERENCE = VARIANTS["reference"]
@@ -30,63 +30,46 @@ UNEQUAL |= {"bytes trained on": "bytes_seen"}
 """What need not be equal, and is named where it is not."""
 
 
-def run_tables(rows: Rows, *, spoilt: Sequence[int]) -> list[Table]:
-    """All tables of runs.
-
-    Args:
-        spoilt: rows of the frame that are no results, having trained with a seed that chose.
-    """
+def run_tables(rows: Rows) -> list[Table]:
+    """All tables of results."""
     tables = []
-    for index, same in groups(rows.of("run")):
-        clean, first = same[~same.index.isin(spoilt)], same["row"].iloc[-1]
-        title = f"{first['data']['name']}, {budget_words(first['budget'])} of training"
-        notes = [f"Left out of means, having trained with a seed that chose: {listed(same['run'].drop(clean.index))}."]
-        notes = notes if len(clean) < len(same) else []
-        if is_tuning(same):
-            title = f"Tuning runs, no results: {title}"
-        elif len(clean):
-            scores = count_of(rows.test_scores.get(first["data"]["sha256"], 0), "time")
-            notes.append(f"Test was scored {scores} in the folders that were read.")
-            tables += result_tables(clean, index=index, title=title, notes=notes)
-        tables.append(_every_run(same, name=f"seeds-{index}", title=f"Every run: {title}"))
+    for index, runs, lost in results(rows.of("run")):
+        row = runs["row"].iloc[-1]
+        scores = count_of(rows.test_scores.get(row["data"]["sha256"], 0), "time")
+        notes = [f"Left out of means, having trained with a seed that chose: {listed(lost)}."] * bool(lost)
+        notes.append(f"Test was scored {scores} in the folders that were read.")
+        title = f"{row['data']['name']}, {budget_words(row['budget'])} of training"
+        tables += result_tables(runs, index=index, title=title, notes=notes)
     return tables
 
 
-def result_tables(
-    runs: pd.DataFrame, *, index: int, title: str, notes: Sequence[str] = (), without: Sequence[str] = ()
-) -> list[Table]:
+def result_tables(runs: pd.DataFrame, *, index: int, title: str, notes: Sequence[str]) -> list[Table]:
     """Means of runs that compare, and below them general compressors; time and memory in tables apart where they do not
-    compare.
-
-    Args:
-        without: keys of the configuration that get no column.
-    """
+    compare."""
     arms, last = with_arms(runs), runs["row"].iloc[-1]
     grounds = [same for _, same in arms.groupby([cost_ground(row) for row in arms["row"]], sort=False)]
-    rows, about = summed(arms), _about(runs)
+    rows, about, costs = summed(arms), _about(runs), columns("costs")
     reference, split = compare(rows)
-    shown = [*head_columns(rows, without=without), *_columns(arms)]
+    distances = sorted({distance for row in arms["row"] for distance in copies(row)})
+    shown = [*head_columns(rows), *columns("runs", distances=distances)]
     differing = f"The rows differ in: {differences(arms, 'backend', 'seed')}."
     caption = f"Differences are from {reference['arm']} on {split}. {differing}" if reference else differing
-    notes = [*notes, *_notes(runs, arms, rows)]
-    tables = []
+    notes, apart = [*notes, *_notes(runs, arms, rows)], []
     if len(grounds) == 1:
-        shown += columns("costs")
+        shown += costs
         notes += busy_notes([*runs["load"]])
         about.append(f"Time and memory: {ground_words(last)}.")
     else:
-        shown += [column for column in columns("costs") if column.heading in ("backend", "in evaluation")]
+        shown += [column for column in costs if column.heading in ("backend", "in evaluation")]
         unequal = ground_differences([*runs["row"]]) or "source"
         notes.append(f"Time and memory stand in tables of their own, because these runs differ in {unequal}.")
         for place, same in enumerate(grounds, start=1):
             some, ground = summed(same), f"Time and memory: {ground_words(same['row'].iloc[-1])}."
-            heads = [head_columns(some)[0], columns("runs")[0]]
-            more = {"about": (*about, ground), "notes": (*source_notes(runs), *busy_notes([*same["load"]]))}
-            titles = {"title": f"Time and memory: {title}", "caption": differing}
-            name = f"costs-{index}-{place}"
-            tables.append(filled_table(some, [*heads, *columns("costs")], name=name, **titles, **more))
-    about = {"title": title, "caption": caption, "about": tuple(about), "notes": tuple(notes)}
-    return [filled_table([*rows, *_compressors(last)], shown, name=f"runs-{index}", **about), *tables]
+            more = {"about": (*_about(runs), ground), "notes": (*source_notes(runs), *busy_notes([*same["load"]]))}
+            more |= {"name": f"costs-{index}-{place}", "title": f"Time and memory: {title}", "caption": differing}
+            apart.append(filled_table(some, [head_columns(some)[0], columns("runs")[0], *costs], **more))
+    main = {"title": title, "caption": caption, "about": tuple(about), "notes": tuple(notes)}
+    return [filled_table([*rows, *_compressors(last)], shown, name=f"runs-{index}", **main), *apart]
 
 
 def summed(arms: pd.DataFrame) -> list[dict]:
@@ -130,8 +113,7 @@ def compare(rows: Sequence[dict]) -> tuple[dict | None, str]:
         return None, split
     judged = []
     for row in (row for row in scored if row is not reference):
-        bits = [bits_by_seed(one["runs"], split) for one in (row, reference)]
-        pairs = bits[0].sub(bits[1]).dropna()
+        pairs = bits_by_seed(row["runs"], split).sub(bits_by_seed(reference["runs"], split)).dropna()
         row["pairs"], row["verdict"] = len(pairs), "n = 1" if len(pairs) else "no matched seeds"
         if len(pairs):
             pair = paired([*pairs])
@@ -148,33 +130,15 @@ def bits_by_seed(runs: pd.DataFrame, split: str) -> pd.Series:
     return runs.set_index("seed")[key].dropna() if key in runs else pd.Series(dtype=float)
 
 
-def _columns(arms: pd.DataFrame) -> list:
-    return columns("runs", distances=sorted({distance for row in arms["row"] for distance in copies(row)}))
-
-
 def _compressors(row: dict) -> list[dict]:
     """Rows of general compressors, the strongest first."""
-    scores = row.get("compressors") or {}
+    rows: dict[str, dict] = {}
     capped = {f"capped.{split}": n_bytes for split, n_bytes in (row.get("capped") or {}).items()}
-    rows = []
-    for name in dict.fromkeys(name for split in SPLITS for name in scores.get(split) or {}):
-        bits = {f"{split}_bits_per_byte": number(scores, split, name) for split in SPLITS}
-        rows.append({"label": name} | capped | {key: value for key, value in bits.items() if value is not None})
-    return sorted(rows, key=lambda row: row.get("valid_bits_per_byte") or row.get("test_bits_per_byte") or 0.0)
-
-
-def _every_run(runs: pd.DataFrame, *, name: str, title: str) -> Table:
-    """Every run of a group, in the order of their means."""
-    means = summed(arms := with_arms(runs))
-    heads, rows = head_columns(means), []
-    for mean in means:
-        for _, run in arms[arms["arm"] == mean["arm"]].iterrows():
-            rows.append(run.dropna().to_dict() | {"label": mean["label"], "heads": mean["heads"]})
-    seed, *ends = columns("seeds")
-    bits = [column for column in columns("runs") if "bits per byte" in column.heading or "window" in column.heading]
-    about = {"caption": f"The rows differ in: {differences(arms, 'backend', 'seed')}.", "about": tuple(_about(runs))}
-    about["notes"] = (*_capped_notes(runs), *source_notes(runs))
-    return filled_table(rows, [*heads, seed, *bits, *ends], name=name, title=title, **about)
+    for split in SPLITS:
+        for name, bits in ((row.get("compressors") or {}).get(split) or {}).items():
+            one = rows.setdefault(name, {"label": name} | capped)
+            one |= {f"{split}_bits_per_byte": float(bits)} if is_number(bits) else {}
+    return sorted(rows.values(), key=lambda row: row.get("valid_bits_per_byte") or row.get("test_bits_per_byte") or 0.0)
 
 
 def _about(runs: pd.DataFrame) -> list[str]:
@@ -191,21 +155,17 @@ def _about(runs: pd.DataFrame) -> list[str]:
 
 def _notes(runs: pd.DataFrame, arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
     """Commits, marks, runs without a score or repeated, and seeds that differ."""
-    notes = [*source_notes(runs), *_capped_notes(runs)]
+    notes = source_notes(runs)
+    parts = {split: n_bytes for row in runs["row"] for split, n_bytes in (row.get("capped") or {}).items()}
+    splits = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in parts.items())
+    notes += [f"{CAPPED} scored on {splits} only."] * bool(parts)
     lost = arms[arms["valid_bits_per_byte"].isna()] if "valid_bits_per_byte" in arms else arms
     if names := [f"{arm}, seed {seed:.0f}" for arm, seed in zip(lost["arm"], lost["seed"], strict=True)]:
         notes.append(f"No validation bits per byte (not scored, or not finite): {'; '.join(names)}.")
     unknown = [(run["arm"], (run["row"].get("flops_per_byte") or {}).get("unknown")) for _, run in arms.iterrows()]
     notes += filter(None, [uncounted(unknown)])
     if older := int(arms.duplicated(["arm", "seed"]).sum()):
-        notes.append(f"Means are of the newest run of each seed; {count_of(older, 'older one')} in the table of runs.")
+        notes.append(f"Means are of the newest run of each seed; {count_of(older, 'older one')} in runs.csv.")
     if len({frozenset(row["runs"]["seed"]) for row in rows}) > 1:
         notes.append("Means are over different seeds; differences are over the seeds that both rows have.")
     return notes
-
-
-def _capped_notes(runs: pd.DataFrame) -> list[str]:
-    """What the mark of capped scores means, where there is one."""
-    parts = {split: n_bytes for row in runs["row"] for split, n_bytes in (row.get("capped") or {}).items()}
-    splits = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in parts.items())
-    return [f"{CAPPED} scored on {splits} only."] if parts else []

@@ -1,28 +1,29 @@
 """Tables of what ``bench.cost`` and ``bench.peers`` measured and ``bench.fit`` predicted; the verbs print them, too."""
 
 import json
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import PurePath
 
 import pandas as pd
 
-from bench.report.columns import VOID, columns, is_leak
+from bench.report.columns import VOID, columns
 from bench.report.compare import busy_notes, differences, source_notes, with_arms
 from bench.report.frame import frame_of
 from bench.report.words import data_words, ground_words
-from harness.record.cells import busy_mark, count_of, filled_table, listed, significant, spread, uncounted
+from harness.record.cells import busy_mark, count_of, filled_table, listed, spread, uncounted
 from harness.record.closing_table import short_commit
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
 
-SWEPT = ("model.span", "batch.segment", "batch.streams", "batch.carry", "batch.accumulate", "runtime.backend")
-OF_A_CELL = (*SWEPT, "runtime.allocator", "backend", "evaluation_backend")
-"""Keys of a configuration that ``bench.cost`` itself sets for each cell."""
-OF_A_PREDICTION = (*SWEPT[:3], "runtime.backend", "backend", "evaluation_backend")
-"""Keys of a configuration that have columns of their own in a table of predictions."""
+SWEPT = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
+"""Keys of a configuration that have columns of their own."""
+OF_A_CELL = (*SWEPT, "batch.carry", "batch.accumulate", "runtime.allocator")
+"""Those that ``bench.cost`` itself sets for each cell."""
 CELL = ("variant", "config_hash", "backend", "evaluation_backend", "allocator", "spans_from", "length", "segment")
 CELL += ("source", "checkpoint")
 PREDICTION = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "largest")
+FREED = {"allocator": None}
+"""What becomes of freed memory has a column, and is no ground that the rows share."""
 MODES = {
     "cold": "segment = span = length, no carried state",
     "stream": "span = length, streams carry a full state from segment to segment",
@@ -43,17 +44,17 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = count_of(row["streams"], "stream")
         about = (
-            f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
+            f"{ground_words(row | FREED)}. {streams}{segment}, {MODES[row['mode']]}.",
             "Time is of the trainer's own training step, after warm-up, with shaken weights where no checkpoint's are.",
             f"Data: {data_words([row])}.",
             "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs.",
         )
         unknown = [(row["label"], (row["row"].get("flops") or {}).get("unknown")) for row in labelled]
         notes += [*_cost_notes(labelled), *filter(None, [uncounted(unknown)])]
-        differing = differences(arms, "length", "backend", "freed", "spans_from")
-        titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}"}
-        titles |= {"caption": f"The rows differ in: {differing}.", "about": about, "notes": tuple(notes)}
-        tables.append(filled_table(labelled, columns("cost"), name=f"cost-{index}", **titles))
+        caption = f"The rows differ in: {differences(arms, 'length', 'backend', 'freed', 'spans_from')}."
+        titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}", "caption": caption}
+        more = {"name": f"cost-{index}", "about": about, "notes": tuple(notes)}
+        tables.append(filled_table(labelled, columns("cost"), **titles, **more))
     return tables
 
 
@@ -61,11 +62,12 @@ def fit_tables(rows: Sequence[dict]) -> list[Table]:
     """A table for each ground on which predictions were made; ``rows`` the oldest first."""
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, lambda row: (_data(row), ground(row))), start=1):
-        arms, labelled, notes = _labelled(frame, keys=PREDICTION, without=OF_A_PREDICTION)
+        arms, labelled, notes = _labelled(frame, keys=PREDICTION, without=SWEPT)
         about = (f"Predicted for {ground_words(row)}; spans as they start.", f"Data: {data_words([row])}.")
-        titles = {"title": f"Predicted training memory, {row['precision']}", "about": about, "notes": tuple(notes)}
-        titles["caption"] = f"The rows differ in: {differences(arms, 'streams', 'segment', 'span', 'backend')}."
-        tables.append(filled_table(labelled, columns("fit"), name=f"fit-{index}", **titles))
+        caption = f"The rows differ in: {differences(arms, 'streams', 'segment', 'span', 'backend')}."
+        titles = {"title": f"Predicted training memory, {row['precision']}", "caption": caption}
+        more = {"name": f"fit-{index}", "about": about, "notes": tuple(notes)}
+        tables.append(filled_table(labelled, columns("fit"), **titles, **more))
     return tables
 
 
@@ -82,23 +84,24 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
         void = {one.get("freed"): one["invalid"] for one in shown if "invalid" in one}
         for one in shown:
             one |= {"label": f"{one['name']}{busy_mark(one.get('load'))}", "invalid": void.get(one.get("freed"))}
-            one.pop("range_words", None) if one["invalid"] else None
+            if one["invalid"]:
+                one.pop("range_words", None)
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
-            f"{ground_words(row)}. Data: {data_words([row])}.",
+            f"{ground_words(row | FREED)}. Data: {data_words([row])}.",
             f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
             "streams, segment, threads, precision and data, not parameters.",
             ", commit ".join(filter(None, (f"One call: {PurePath(row['read_from']).name}", short_commit(row)))) + ".",
         )
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
         title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}, {row['device']}, {row['precision']}"
-        titles = {"title": title, "caption": f"The rows differ in who wrote the code{against}.", "about": about}
-        notes = tuple(_peer_notes(shown))
-        tables.append(filled_table(shown, columns("peers"), name=f"peers-{index}", notes=notes, **titles))
+        titles = {"title": title, "caption": f"The rows differ in who wrote the code{against}."}
+        more = {"name": f"peers-{index}", "about": about, "notes": tuple(_peer_notes(shown))}
+        tables.append(filled_table(shown, columns("peers"), **titles, **more))
     return tables
 
 
-def _groups(rows: Sequence[dict], key) -> Iterator[tuple[dict, pd.DataFrame]]:
+def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[tuple[dict, pd.DataFrame]]:
     """Rows of equal ``key`` as frames, each with its newest row."""
     if rows:
         for _, same in frame_of(rows).groupby([repr(key(row)) for row in rows], sort=False):
@@ -119,10 +122,9 @@ def _labelled(frame: pd.DataFrame, *, keys: Sequence[str], without: Sequence[str
     for row in labelled:
         trained = f" of {PurePath(row['row']['checkpoint']).name}" if row["row"].get("checkpoint") else ""
         row["label"] = f"{row['arm']}{trained}{row['source_mark']}{busy_mark(row.get('load'))}"
-    notes = [*source_notes(newest), *busy_notes([*newest["load"]])]
-    if older := len(frame) - len(newest):
-        notes.append(f"{count_of(older, 'older row')} of an equal kind left out: the newest counts.")
-    return arms, labelled, notes
+    older = len(frame) - len(newest)
+    left_out = [f"{count_of(older, 'older row')} of an equal kind left out: the newest counts."] * bool(older)
+    return arms, labelled, [*source_notes(newest), *busy_notes([*newest["load"]]), *left_out]
 
 
 def _setting(row: dict) -> tuple[str | None, str | None]:
@@ -130,15 +132,12 @@ def _setting(row: dict) -> tuple[str | None, str | None]:
 
 
 def _cost_notes(rows: Sequence[dict]) -> list[str]:
-    """Why rows have no figures, which leak, which were timed alone, and of which peak."""
+    """Why rows have no figures, which were timed alone, and of which peak."""
     notes, alone = [], []
     for row in rows:
         name = ", ".join([row["label"], row["backend"], *filter(None, _setting(row)), f"length {row['length']:,.0f}"])
         if row["status"] != "measured":
             notes.append(f"{name}: {_reason(row)}.")
-        elif is_leak(row):
-            kept = significant(row["memory.growth_bytes_per_step"] / 1024)
-            notes.append(f"{name}: every step keeps {kept} KiB more, a leak.")
         alone += [name] if row["row"].get("interleaved") is False and row["status"] == "measured" else []
     notes += [f"Timed alone, not in turn with the others of its length: {listed(alone)}."] if alone else []
     if any(row["row"]["device_kind"] != "cpu" and row["status"] == "measured" for row in rows):
@@ -155,8 +154,8 @@ def _peer_notes(rows: Sequence[dict]) -> list[str]:
     notes += [f"{_name(row)}: {_reason(row)}." for row in rows if row not in measured]
     checks = {row["reference_in_check"]: row["row"] for row in measured if "reference_in_check" in row}
     for share, row in checks.items():
-        ends = row.get("reference_in_check_range")
-        between = f" ({spread(ends).text})" if ends else ""
+        between = spread(row.get("reference_in_check_range")).text
+        between = between and f" ({between})"
         notes.append(f"The reference model runs at {share:.3f}{between} of the speed of x-transformers.")
     notes += busy_notes([row.get("load") for row in measured])
     cut = [f"{_name(row)} ({count_of(int(row.get('rounds') or 0), 'round')})" for row in rows if row.get("interrupted")]

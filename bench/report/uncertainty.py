@@ -47,11 +47,11 @@ def paired(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> P
 def holm(probabilities: Sequence[float]) -> list[float]:
     """Each p corrected for all of them, in the order given: the smallest of n times n, the next times n - 1, never
     falling."""
-    order, found, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
+    order, corrected, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
     for rank, place in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * probabilities[place]))
-        found[place] = largest
-    return [found[place] for place in range(len(order))]
+        corrected[place] = largest
+    return [corrected[place] for place in range(len(order))]
 
 
 def t_quantile(probability: float, *, freedom: int) -> float:

@@ -29,10 +29,10 @@ def source_words(row: dict) -> str:
 
 def protocol_words(rows: Sequence[dict]) -> str:
     """How bits per byte of rows that compare were scored: all that is part of the number."""
-    protocol, spans = rows[-1]["protocol"], sorted({row["protocol"]["span"] for row in rows})
+    protocol, spans, contexts = rows[-1]["protocol"], *(_sorted(rows, key) for key in ("span", "context"))
     span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
     part = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
-    chosen, contexts = protocol["selection_bytes"], sorted({row["protocol"]["context"] for row in rows})
+    chosen = protocol["selection_bytes"]
     apart = f"the last {chosen:,} bytes of valid (at most half)" if chosen else "the second half of valid"
     context = " to ".join(f"{n_bytes:,}" for n_bytes in dict.fromkeys((contexts[0], contexts[-1])))
     return (
@@ -43,24 +43,23 @@ def protocol_words(rows: Sequence[dict]) -> str:
     )
 
 
+def _sorted(rows: Sequence[dict], key: str) -> list:
+    return sorted({row["protocol"][key] for row in rows})
+
+
 def ground_words(row: dict) -> str:
     """All that time and memory depend on beside the code."""
-    machine = row.get("machine") or {}
+    machine, kind = row.get("machine") or {}, row["device_kind"]
     cores = f" on {count_of(machine['cores'], 'core')}" if machine.get("cores") else ""
-    where = f"{row['device']} ({row['device_kind']}), {count_of(row['threads'], 'thread')}{cores}"
+    where = f"{row['device']} ({kind}), {count_of(row['threads'], 'thread')}{cores}"
     if (row.get("processes") or 1) > 1:
         where = f"{row['processes']} processes on {where} each"
     words = [where, precision_word(row), "compiled" if row["compile"] else "not compiled"]
     words += [f"{name} {version}" for name, version in row["versions"].items()]
-    words += [machine.get("cpu")] if row["device_kind"] != "cpu" else []
+    words += [machine.get("cpu")] if kind != "cpu" else []
     words += [f"at most {machine[key]:g} {unit}" for key, unit in LIMITS.items() if machine.get(key)]
     words += [row.get("instruction_set"), row.get("allocator") and f"freed memory: {row['allocator']}"]
     return ", ".join(filter(None, [*words, *(f"{k}={v}" for k, v in (row.get("environment") or {}).items())]))
-
-
-def precision_word(row: dict) -> str:
-    """``float32``, ``bfloat16``, or ``float32 with TF32``, whose products are of shorter factors."""
-    return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
 
 
 def machine_words(row: dict) -> str:
@@ -69,6 +68,11 @@ def machine_words(row: dict) -> str:
     many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
     compiled = ", compiled" if row["compile"] else ""
     return f"{many}{row['device']}{threads}, {precision_word(row)}{compiled}, torch {row['versions'].get('torch', '?')}"
+
+
+def precision_word(row: dict) -> str:
+    """``float32``, ``bfloat16``, or ``float32 with TF32``, whose products are of shorter factors."""
+    return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
 
 
 def freed_words(row: dict) -> str | None:
@@ -88,9 +92,3 @@ def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
         shares[group["optimizer"]] = shares.get(group["optimizer"], 0.0) + group["share"]
     ordered = sorted(shares.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{name} {100 * share:.0f}%" for name, share in ordered) or None
-
-
-def other_in_evaluation(row: dict) -> str | None:
-    """The backend that scored, generated and was counted, where it is another than in training."""
-    name = row.get("evaluation_backend")
-    return None if name == row["backend"] else name

@@ -29,6 +29,7 @@ from harness.plan.small import ON_CPU, at_own_width
 from variants.conformance import move
 from variants.conformance.agreement import compare, outcome
 from variants.conformance.fixture import open_
+from variants.contract import KernelSublayer
 
 PLAIN = "plain"
 TESTED = ("cpu",)
@@ -98,8 +99,9 @@ def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
     """Backends beside plain that every sublayer with a choice may take there, in order of preference, and the plan on which they
     are proven."""
     with torch.random.fork_rng(devices=[]):
-        sublayers = varied(plan, runtime=ON_CPU).make_model().sublayers()
-        offers = {name.rpartition(".")[2]: own.backends(where.device, training=True) for name, own in sublayers}
+        sublayers = dict(varied(plan, runtime=ON_CPU).make_model().sublayers())
+    sublayers = {name.rpartition(".")[2]: s for name, s in sublayers.items() if isinstance(s, KernelSublayer)}
+    offers = {name: s.backends(where.device, training=True) for name, s in sublayers.items()}
     offers = {name: names for name, names in offers.items() if names != (PLAIN,)}
     first, *others = offers.values() or [()]
     common = [one for one in first if one != PLAIN and all(one in names for names in others)]

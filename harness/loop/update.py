@@ -62,7 +62,7 @@ class Update:
         """
         processes, optimizers, first = self.runtime.processes, self.optimizers, not self.gradient_bytes
         before = [buffer.clone() for buffer in self.model.buffers()] if optimizers.skip_nonfinite else []
-        nats, loss, after = self._gradients(inputs, targets, state)
+        nats, loss, after = self.gradients(inputs, targets, state)
         processes.average_gradients_(self.units.whole, loss, nats)
         self.gradient_bytes = self.gradient_bytes or gradient_bytes(self.units.parameters)
         with processes.fail_together() if first else nullcontext():  # an optimizer may refuse its parameters
@@ -73,7 +73,7 @@ class Update:
         self.model.project_()
         return nats, after
 
-    def _gradients(self, inputs: Tensor, targets: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+    def gradients(self, inputs: Tensor, targets: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Add the gradients, part by part: mean nats per byte, the loss that they are of, and the state to carry."""
         self.model.train()
         nats, loss, states = 0.0, 0.0, []

@@ -54,7 +54,7 @@ def draw_learning_curve(
     capped = {bool(row.get("final")) for row in rows if row["kind"] == "valid" and row.get("capped_bytes")}
     stars = {"valid, on the way": False in capped, "valid, at the end": True in capped}
     ax.legend(handles, [f"{name}, of a prefix*" if stars.get(name) else name for name in labels], frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_context(curve: list[dict], *, path: Path, label: str) -> Path:
@@ -66,7 +66,7 @@ def draw_context(curve: list[dict], *, path: Path, label: str) -> Path:
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_xlabel("bytes of context")
     ax.set_ylabel("bits per byte")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_spans(rows: list[dict], *, path: Path, label: str, span_limit: int | None = None) -> Path | None:
@@ -76,7 +76,7 @@ def draw_spans(rows: list[dict], *, path: Path, label: str, span_limit: int | No
         return None
     figure, (ax,) = panels(1, 1, width=7.0, height=max(4.2, 1.5 + 0.32 * len(spans)), **_titles(label))
     drawing.draw_span_cells(ax, spans, limit=span_limit)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _titles(label: str) -> dict[str, str]:
@@ -85,7 +85,8 @@ def _titles(label: str) -> dict[str, str]:
     return {"title": run, "subtitle": data}
 
 
-def _save(figure, path: Path) -> Path:
+def save(figure, path: Path) -> Path:
+    """Write a figure as PNG, whole or not at all."""
     with written_whole(path) as file:
         figure.savefig(file, format="png")
     return path

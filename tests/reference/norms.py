@@ -19,5 +19,5 @@ def layer_norm(x: Tensor, *, weight: Tensor, bias: Tensor | None = None, eps: fl
 
 def batch_norm(rows: Tensor, *, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """Normalise each feature of ``rows [n, features]`` over the rows, as in training; 1502.03167, algorithm 1."""
-    max_keys = [standardise(rows[:, f], eps=eps) * weight[f] + bias[f] for f in range(rows.shape[1])]
-    return torch.stack(max_keys, dim=1)
+    columns = [standardise(rows[:, f], eps=eps) * weight[f] + bias[f] for f in range(rows.shape[1])]
+    return torch.stack(columns, dim=1)

@@ -1,0 +1,95 @@
+"""Multi-head mechanisms: queries, keys and values of H heads of width K, and what all that have them share."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from variants.contract import LayerContext, Sublayer, check_numbers, wide
+
+
+class MultiHead(Sublayer):
+    """A sublayer whose queries, keys and values are linear maps of its input, and whose heads' outputs are mapped back.
+
+    Args:
+        context: heads, span, cache, positions and dropout of the run.
+        d_head: head width K, or None for D / H.
+        bias: whether the projections have biases.
+        zero_init: start W_o at zero, so that the sublayer starts as the identity.
+    """
+
+    maps: tuple[str, ...] = ("query", "key", "value")
+    scaled: bool = True
+    """Whether queries are divided by sqrt(K)."""
+
+    def __init__(
+        self, context: LayerContext, *, d_head: int | None = None, bias: bool = False, zero_init: bool = False
+    ):
+        super().__init__()
+        check_numbers(1, d_head=d_head, null="null for D / H")
+        if d_head is None and context.d_model % context.heads:
+            raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
+        self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
+        for name in self.maps:
+            setattr(self, name, nn.Linear(context.d_model, self.heads * self.d_head, bias=bias))
+        self.output = nn.Linear(self.heads * self.d_head, context.d_model, bias=bias)
+        if zero_init:
+            nn.init.zeros_(self.output.weight)
+        self.shift = 0 if context.attend_self else 1
+        self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
+
+    def project(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> list[Tensor]:
+        """``[B, H, T, K]`` by each of the maps, of all heads or some: one product with all matrices."""
+        return [self.split(part) for part in self.project_flat(x, *names, heads=heads).chunk(len(names), dim=-1)]
+
+    def project_flat(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> Tensor:
+        """The same beside each other, ``[B, T, n H K]``."""
+
+        def joined(kind: str) -> Tensor | None:
+            parts = {name: getattr(getattr(self, name), kind) for name in names}
+            if parts[names[0]] is None:
+                return None
+            if heads is not None:
+                at = torch.tensor(heads, device=x.device)
+                parts = {
+                    n: p.unflatten(0, (self.heads, -1)).index_select(0, at).flatten(0, 1) for n, p in parts.items()
+                }
+            if self.scaled and "query" in parts:
+                parts["query"] = parts["query"] * self.d_head**-0.5
+            return torch.cat([*parts.values()])
+
+        return F.linear(x, joined("weight"), joined("bias"))
+
+    def split(self, x: Tensor) -> Tensor:
+        return rearrange(x, "B T (H K) -> B H T K", K=self.d_head)
+
+    def join(self, y: Tensor) -> Tensor:
+        """What the heads give, ``[B, H, T, K]``, mapped to ``[B, T, D]``."""
+        return self.output(rearrange(y, "B H T K -> B T (H K)"))
+
+    def matrix_sizes(self) -> int:
+        """Multiply-adds per byte of the projections."""
+        return sum(getattr(self, name).weight.numel() for name in (*self.maps, "output"))
+
+    def check_span(self, span: int) -> None:
+        if span < 1 or span > self.position.longest:
+            raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
+
+
+def start_of(x: Tensor, start: Tensor | None) -> Tensor:
+    """Stream positions ``[B]`` of the first bytes of ``x [B, T, D]``: zeros where ``start`` is None."""
+    return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
+
+
+def head_stats(q: Tensor, **numbers: Tensor) -> dict[str, Tensor]:
+    """Statistics: bytes of ``q [B, H, T, K]``, and sums ``[H]`` of numbers that each head has for each byte, ``[B, H,
+    T]``."""
+    sums = {name: wide(x).sum(dim=(0, 2)) for name, x in numbers.items()}
+    return {"bytes": torch.tensor(q.shape[0] * q.shape[2], dtype=torch.float64)} | sums
+
+
+def head_means(stats: dict[str, Tensor], *names: str) -> dict[str, float | Tensor]:
+    """Metrics ``[H]`` of these statistics, where there are some."""
+    return {name: stats[name] / stats["bytes"] for name in names if name in stats}
