@@ -8,9 +8,9 @@ each pair of choices. Causality, reach and segment cuts are then checked at the 
 What is given is not varied: ``position=relative`` (or any ``position.*``), ``model.cache=hidden``,
 ``model.attend_self=false``, ``runtime.backend=plain``, and ``recipe=..``, which stands for the first three.
 
-One line a combination, then one a broken promise, and one a refusal, each with the combinations in which it is so. What is
-refused with a ValueError when the model is built is no break; where all is, the command was a mistake (exit code 2). A
-ValueError later is a break. Exit code 1 if a promise is broken.
+One line a combination, and below it one a broken promise; one a refusal. What is refused with a ValueError when the model is
+built is no break; where all is, the command was a mistake (exit code 2). A ValueError later is a break. Exit code 1 if a
+promise is broken.
 
 ``runtime.device=cuda``, or any device that is no CPU, adds what the device computes, see ``bench/on_device.py``; the contract is
 then checked in plain PyTorch: the CPU's kernels are not the device's.
@@ -19,9 +19,8 @@ then checked in plain PyTorch: the CPU's kernels are not the device's.
 import copy
 import functools
 import itertools
-import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import hydra
@@ -39,10 +38,6 @@ OWN = ("verbose", "agree")
 UNSEEN = "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, as in tests/reference."
 BROKEN: list[str] = []
 """Variants that broke a promise in this process: a sweep's other jobs run before it ends with exit code 1."""
-
-
-SHOWN = 3
-"""Combinations that are named one by one, where no choice tells them from the others."""
 
 
 class Combination(NamedTuple):
@@ -66,58 +61,37 @@ def main(cfg: DictConfig) -> None:
     verbose, name = checked(cfg.verbose, bool, key="verbose"), cfg.variant.name
     typed = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
     settings = settings_of(cfg)
-    shown: dict[object, tuple[str, list[Combination]]] = {}  # a line with {where} in it, and where
-    refused: dict[str, list[Combination]] = {}
     broken: dict[Combination, set[str]] = {}
+    refused: list[str] = []
     for combination, plan in combinations(cfg, typed=typed):
         if isinstance(plan, Exception):
             error = plan
-            refused.setdefault(f"refused  {{where}}: {explain(plan)}", []).append(combination)
+            refused.append(f"refused  {combination}: {explain(plan)}\n")
             continue
-        results = findings(plan)
-        breaks = [finding for finding in results if not finding.passed]
-        broken[combination] = {finding.promise for finding in breaks}
-        count = f"{len(breaks)} of {len(results)} promises broken" if breaks else f"{len(results)} promises"
-        print(f"{'FAIL' if breaks else 'pass'}  {combination}: {count}", flush=True)
-        for finding in results if verbose else breaks:
-            key = finding.promise, finding.passed or re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", finding.detail)
-            line = str(finding).replace(finding.promise, f"{finding.promise} ({{where}})", 1)
-            shown.setdefault(key, (line, []))[1].append(combination)
+        broken[combination] = _show(str(combination), findings(plan), verbose=verbose)
     if not broken:
         raise error
-    at_sizes = own_sizes(next(iter(broken)))
-    breaks = [finding for finding in at_sizes if not finding.passed]
-    print(f"{'FAIL' if breaks else 'pass'}  sizes of the run: {len(at_sizes)} promises", flush=True)
-    print(*(at_sizes if verbose else breaks), sep="\n", end="\n" * bool(verbose or breaks))
-    refused_in = [combination for own in refused.values() for combination in own]
-    tried = dict.fromkeys([*(combination._replace(backend="") for combination in broken), *refused_in])
-    for lines, among in ((shown.values(), broken), (refused.items(), tried)):
-        for line, own in lines:
-            print(line.replace("{where}", where(own, among), 1))
+    at_sizes = _show("sizes of the run", own_sizes(next(iter(broken))), verbose=verbose)
+    print(*refused, sep="", end="")
     outcome = "keeps the contract in"
-    if promises := set().union(*broken.values(), (finding.promise for finding in breaks)):
+    if promises := at_sizes.union(*broken.values()):
         BROKEN.append(name)
         outcome = f"{len(promises)} promise{'s' * (len(promises) > 1)} broken; it keeps the contract in"
         outcome += f" {list(broken.values()).count(set())} of"
-    beside = f", {len(refused_in)} refused" if refused_in else ""
-    print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{beside}")
+    others = f", {len(refused)} refused" if refused else ""
+    print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{others}")
     if settings is not None and not report(cfg, settings, typed=typed, own=OWN):
         BROKEN.append(name)
     print(UNSEEN)
 
 
-def where(some: Collection[Combination], among: Collection[Combination]) -> str:
-    """The choices that the combinations have in common and the others have not, in few words."""
-    if len(among) == len(some) > 1:
-        return f"all {len(among)} combinations"
-    if len(some) == 1:
-        return str(*some)
-    own, every = ([list(dict.fromkeys(values)) for values in zip(*these, strict=True)] for these in (some, among))
-    fewer = {i: values for i, values in enumerate(own) if len(values) < len(every[i])}
-    told = " ".join(f"{Combination._fields[i]}={','.join(values)}" for i, values in fewer.items())
-    if sum(all(c[i] in values for i, values in fewer.items()) for c in among) > len(some):
-        told = "; ".join(map(str, [*some][:SHOWN])) + f"; and {len(some) - SHOWN} more" * (len(some) > SHOWN)
-    return f"{len(some)} of {len(among)} combinations: {told}"
+def _show(what: str, findings: "list[Finding]", *, verbose: bool) -> set[str]:
+    """Print a line, and the broken promises below it, or all; returns the broken ones."""
+    breaks = [finding for finding in findings if not finding.passed]
+    count = f"{len(breaks)} of {len(findings)} promises broken" if breaks else f"{len(findings)} promises"
+    print(f"{'FAIL' if breaks else 'pass'}  {what}: {count}")
+    print(*(f"  {finding}\n" for finding in (findings if verbose else breaks)), sep="", end="", flush=True)
+    return {finding.promise for finding in breaks}
 
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> "Iterator[tuple[Combination, Plan | Exception]]":

@@ -20,37 +20,37 @@ Weights = list[dict[str, Tensor]]
 """Parameters by name, in the first segment and in the second."""
 
 
-Choice = tuple[str, object, dict[object, Plan]]
-"""A key of the run, what the plan has there, and plans that differ from it in this key alone, by what they have there."""
-
-
 def follows(plan: Plan) -> Verdict:
     """Each sublayer that sees a past is held to what it ``honours``; what is refused when a model is built is not tried."""
     subject = Subject(plan.make_model, plan.model.span, plan.data["vocabulary"])
-    model, told = subject.build(), []
+    model, tried = subject.build(), []
     held = {name: s.honours for name, s in model.sublayers() if s.honours is not None and s.reach() != 0}
+    if not held:
+        return "there is no other for a sublayer that declares what it honours"
     x = torch.randn(2, subject.length, plan.model.d_model, dtype=torch.float64)
     weights = [_weights(model), _weights(move(model))]
-    own = _answers(model, weights, x, held) if held else {}
-    for key, mine, others in _choices(plan) if held else ():
-        found, moved = {}, set()
-        says = {name: key != "model.span" or honours.span for name, honours in held.items()}
-        for value, other in others.items():
-            if (moved == set(held) and False not in says.values()) or (made := _made(other)) is None:
-                continue
-            found[value] = y = _answers(made, weights, x, held)
-            moved |= {name for name in held if differs("", {name: own[name]}, {name: y[name]})}
-        values = [str(value).lower() for value in (mine, *found)]
-        told += [f"{key} ({', '.join(values)})"] if found else []
-        key += f"={','.join(sorted(values))}"
-        if still := [name for name in held if found and says[name] is True and name not in moved]:
-            yield f"the same comes out of {', '.join(still)} with {key}, which honours say it follows"
-        if moves := [name for name in held if says[name] is False and name in moved]:
-            yield f"not the same comes out of {', '.join(moves)} with {key}, which honours deny"
-    return ", ".join(told) or "there is no other for a sublayer that declares what it honours"
+    mine = _answers(model, weights, x, held)
+    for key, value, others in _choices(plan):
+        values, moved = [str(value).lower()], set()
+        for other, changed in others.items():
+            if (made := _made(changed)) is not None:
+                values.append(str(other).lower())
+                y = _answers(made, weights, x, held)
+                moved |= {name for name in held if differs("", {name: mine[name]}, {name: y[name]})}
+        if len(values) == 1:
+            continue
+        tried.append(f"{key} ({', '.join(values)})")
+        declared = {name: key != "model.span" or honours.span for name, honours in held.items()}
+        words = f"{key}={','.join(sorted(values))}"
+        if still := [name for name in held if declared[name] is True and name not in moved]:
+            yield f"the same comes out of {', '.join(still)} with {words}, which honours say it follows"
+        if moves := [name for name in held if declared[name] is False and name in moved]:
+            yield f"not the same comes out of {', '.join(moves)} with {words}, which honours deny"
+    return ", ".join(tried)
 
 
-def _choices(plan: Plan) -> Iterator[Choice]:
+def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
+    """A key of the run, what the plan has there, and plans that differ from it in this key alone, by what they have there."""
     model, span = plan.model, plan.model.span
 
     def changed(key: str, *values: object) -> dict[object, Plan]:
@@ -59,10 +59,10 @@ def _choices(plan: Plan) -> Iterator[Choice]:
     scheme = getattr(plan.scheme, "func", plan.scheme)
     if span > 1:  # the weight of a single key is 1, whatever it is
         if scheme.ways():
-            yield ("position", scheme.__name__.lower(), {"none": replace(plan, scheme=Position)})
-        yield ("model.cache", model.cache, changed("cache", *({"kv", "hidden"} - {model.cache})))
-    yield ("model.attend_self", model.attend_self, changed("attend_self", not model.attend_self))
-    yield ("model.span", span, changed("span", 2 * span, max(1, span // 2)))
+            yield "position", scheme.__name__.lower(), {"none": replace(plan, scheme=Position)}
+        yield "model.cache", model.cache, changed("cache", *({"kv", "hidden"} - {model.cache}))
+    yield "model.attend_self", model.attend_self, changed("attend_self", not model.attend_self)
+    yield "model.span", span, changed("span", 2 * span, max(1, span // 2))
 
 
 def _made(plan: Plan) -> LanguageModel | None:
@@ -80,21 +80,17 @@ def _weights(model: LanguageModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _answers(model: LanguageModel, weights: Weights, x: Tensor, names: dict) -> Outputs:
-    """What the sublayers of these names give ``[B, T, D]``, each fed with ``x``."""
-    states, found = dict.fromkeys(names), []
+    """What the sublayers of these names give ``[B, T, D]``, each fed with ``x``. Of a parameter as much is loaded as both have: a
+    table may have a row for each visible key."""
+    states, parts = dict.fromkeys(names), []
     start = torch.zeros(len(x), dtype=torch.int64)
     for own, part in zip(weights, x.chunk(2, dim=1), strict=True):
-        _load(model, own)
+        for name, parameter in model.named_parameters():
+            if name in own:
+                common = tuple(map(slice, map(min, zip(parameter.shape, own[name].shape, strict=True))))
+                parameter[common] = own[name][common]
+        model.project_()
         outputs = {name: s(part, states[name], start) for name, s in model.sublayers() if name in names}
         states, start = {name: out.state for name, out in outputs.items()}, start + part.shape[1]
-        found.append({name: out.y for name, out in outputs.items()})
-    return {name: torch.cat([part[name] for part in found], dim=1) for name in names}
-
-
-def _load(model: LanguageModel, weights: dict[str, Tensor]) -> None:
-    """Parameters of the same name, as far as both go: a table may have a row for each visible key."""
-    for name, parameter in model.named_parameters():
-        if name in weights:
-            common = tuple(map(slice, map(min, zip(parameter.shape, weights[name].shape, strict=True))))
-            parameter[common] = weights[name][common]
-    model.project_()
+        parts.append({name: out.y for name, out in outputs.items()})
+    return {name: torch.cat([part[name] for part in parts], dim=1) for name in names}

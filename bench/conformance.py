@@ -15,8 +15,8 @@ from harness.loop.admission import ideal_beside_executed
 from harness.plan.build import Plan
 from harness.plan.small import runs
 from variants.conformance import Finding, check, finding_of, learns
+from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Subject, Verdict
-from variants.conformance.numbers import equal_backends
 
 NEEDED = "needed FLOPs are at most the executed ones"
 LONG = 70

@@ -26,7 +26,7 @@ from harness.data.streams import Streams
 from harness.device import random_state, runtime
 from harness.device.runtime import Runtime
 from harness.loop import summary
-from harness.loop.settle import settled
+from harness.loop.select_backend import settled
 from harness.loop.trainer import backend_of
 from harness.loop.update import Update
 from harness.model import LanguageModel

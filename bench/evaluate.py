@@ -23,7 +23,7 @@ def main(cfg: DictConfig) -> None:
     from harness.device import runtime
     from harness.loop.futures import MOST_NATS, NOT_CAUSAL
     from harness.loop.scoring import score_context, score_stream, score_windows
-    from harness.loop.settle import settled
+    from harness.loop.select_backend import settled
     from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import checked

@@ -14,8 +14,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
 from pathlib import Path
+from pkgutil import resolve_name
 from unittest.mock import patch
 
 import hydra
@@ -205,16 +207,13 @@ def on_gpu(model: LanguageModel, *, asked: str) -> AbstractContextManager:
         name = sublayer.backend(torch.device("cuda"), training=True)
         name = "chunked" if name in ("fused", "kernel") else name
         sublayer.backend = lambda device, *, training, name=name: name
-    return nullcontext() if asked == "chunked" else patch("variants.kernels.chunked.attend", _kernel)
-
-
-def _kernel(
-    q: Tensor, k: Tensor, v: Tensor, window, *, vectors=None, bias=None, persistent=None, dropout=0.0, seed=None
-):
-    """Attention as a GPU's kernels have it: kept are q, k, v, the output and a number for each row."""
-    beside = (*(persistent or [None] * 3), vectors, bias, seed if dropout else None, None, None)
-    limits, sizes = torch.tensor(window.max_keys), (window.shift, window.ramp, dropout)
-    return torch.ops.windtunnel.attention_forward("kernel", limits, *sizes, q, k, v, window.z, *beside)[0]
+    return (
+        nullcontext()
+        if asked == "chunked"
+        else patch(
+            "variants.kernels.chunked.attend", partial(resolve_name("variants.kernels.operation:attend"), "kernel")
+        )
+    )
 
 
 def make_fake(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ def main(cfg: DictConfig) -> None:
     from harness.device import runtime
     from harness.loop.sampling import numbers_of
     from harness.loop.scoring import score_context
-    from harness.loop.settle import settled
+    from harness.loop.select_backend import settled
     from harness.plan.settings import checked
 
     folder, text = Path(cfg.run), checked(cfg.text, str | None, key="text")

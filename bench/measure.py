@@ -17,26 +17,12 @@ from harness.count.memory import Peak, PeakMemory
 from harness.record.cells import LEAST_CALLS
 
 
-def time_call(call: Callable[[], object], synchronise: Callable[[], None]) -> float:
-    """Milliseconds of one call.
-
-    Args:
-        synchronise: waits until the device has done all that it was given (``Runtime.synchronise``).
-    """
-    synchronise()
-    begin = time.perf_counter()
-    call()
-    synchronise()
-    return (time.perf_counter() - begin) * 1000
-
-
 def percentiles(times_ms: Sequence[float]) -> dict[str, float | int | None]:
     """``p20``, ``p50`` and ``p80`` of one time or more, interpolated between neighbours, and their number ``n``, as rows have
     them; of fewer than ``LEAST_CALLS`` the median alone."""
     p20, p50, p80 = np.percentile(times_ms, (20, 50, 80)).tolist()
-    n = len(times_ms)
-    few = n < LEAST_CALLS
-    return {"p20": None if few else p20, "p50": p50, "p80": None if few else p80, "n": n}
+    few = len(times_ms) < LEAST_CALLS
+    return {"p20": None if few else p20, "p50": p50, "p80": None if few else p80, "n": len(times_ms)}
 
 
 def times(
@@ -50,7 +36,7 @@ def times(
     """Milliseconds of ``call``, again and again.
 
     Args:
-        synchronise: as in ``time_call``.
+        synchronise: waits until the device has done all that it was given (``Runtime.synchronise``).
         least_calls: so many are timed however long they take, at least 1.
         most_seconds: after these no further call is begun.
         warm_calls: calls before that are not timed: they load, allocate and compile.
@@ -60,20 +46,22 @@ def times(
     synchronise()
     times_ms, until = [], time.perf_counter() + most_seconds
     while len(times_ms) < least_calls or time.perf_counter() < until:
-        times_ms.append(time_call(call, synchronise))
+        synchronise()
+        begin = time.perf_counter()
+        call()
+        synchronise()
+        times_ms.append((time.perf_counter() - begin) * 1000)
     return times_ms
 
 
-def peak_bytes(call: Callable[[], object], *, device: torch.device, meter: PeakMemory | None = None) -> Peak:
+def peak_bytes(call: Callable[[], object], *, device: torch.device, meter: PeakMemory) -> Peak:
     """The peak of memory in use during one call. Call it once before if first calls are another thing.
 
     Args:
         device: a CPU or CUDA device.
-        meter: made before everything that is to count as in use. Without one, on a CPU, what was in use before the call
-            does not count; on CUDA all tensors count either way.
+        meter: made before everything that is to count as in use.
     """
     gc.collect()
-    meter = meter or PeakMemory(device)
     meter.reset()
     call()
     if device.type == "cuda":

@@ -184,7 +184,7 @@ ASKED = [
 def test_the_backend_that_is_taken_or_why_it_is_impossible(choices, device, reason, answer, monkeypatch):
     """``reason``: what the kernels say where they cannot run."""
     monkeypatch.setattr(window_cpu, "available", lambda: reason)
-    monkeypatch.setattr(triton_window, "available", lambda device, dtype, width: reason)
+    monkeypatch.setattr(triton_window, "available", lambda device, width: reason)
     attention = Case(**{"backend": "auto"} | choices).build()
     if answer in ("plain", "chunked", "fused", "kernel"):
         assert attention.backend(device, training=True) == answer
@@ -193,7 +193,7 @@ def test_the_backend_that_is_taken_or_why_it_is_impossible(choices, device, reas
         with pytest.raises(ValueError, match=answer):
             attention.backend(device, training=True)
     if (device, reason) == (GPU, None):
-        assert attention.backends(GPU, training=True) == ("fused", "kernel", "chunked", "plain")
+        assert attention.backends(GPU, training=True) == ("kernel", "fused", "chunked", "plain")
 
 
 def test_bad_input_names_its_key():

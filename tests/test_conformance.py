@@ -18,8 +18,8 @@ from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.conformance import BEFORE_TRAINING, CHECKS, Finding, check, finding_of, learns
+from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Subject
-from variants.conformance.numbers import equal_backends
 from variants.contract import LayerContext, SublayerOutput
 from variants.feed_forward import FeedForward
 from variants.position import Alibi, NoPosition, Relative, Rotary, Sinusoidal
@@ -101,8 +101,7 @@ def test_limits_of_batch_norm_are_declared_and_real():
 @pytest.mark.parametrize("outsider", [Gate, Sums, Stateless, Delayed, OfDistances, Mapped])
 def test_outsiders_keep_all_promises(outsider):
     make = model_of(outsider, layers=1)
-    found = {finding.promise: finding.detail for finding in assert_keeps(make)}
-    assert found[p.MAP] == ("layers.0.part0" if outsider is Mapped else "no sublayer gives one")
+    assert_keeps(make)
     finding = learns(make, vocabulary=31)
     assert finding.passed, finding
     past = "none that needs a past so near" if outsider in (Gate, Delayed) else "where the byte two before"
@@ -192,23 +191,17 @@ def test_batches_are_as_large_as_the_runs():
     assert CHECKS[-1] in BEFORE_TRAINING
 
 
-@pytest.mark.parametrize("sublayers", [(Attention,), (Attention, partial(memory, sparse=True, query_norm="batch"))])
-def test_learns(sublayers):
-    finding = learns(model_of(*sublayers, scheme=Rotary), vocabulary=31)
-    assert finding.passed, finding
-
-
 @pytest.mark.parametrize(
     ("fast", "line"),
     [
         (Sums, None),
         (
             toy(Sums, gives=lambda self, out, x, collect: out._replace(y=out.y * (1 + 1e-7))),
-            rf"eval: {PLACE}, as rounding in float32 would; eval: the gradient of .*",
+            r"eval: \S+ of .*, at most 1e-09; train: .*",
         ),
         (  # the same value, three quarters of the gradient
             toy(Sums, gives=lambda self, out, x, collect: out._replace(y=0.75 * out.y + 0.25 * out.y.detach())),
-            r"eval: the gradient of embedding\.weight moved by [\d.e+-]+ at byte 0 of stream 0; train: .*",
+            r"eval: \S+ of the gradient of .*",
         ),
     ],
 )

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.model import LanguageModel
-from tests import kernel_products
 from tests.composing import TINY, plan
 from variants.adaptive_span import AdaptiveSpan
 from variants.all_attention import PersistentKV
@@ -17,7 +16,7 @@ from variants.attention import Attention
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 from variants.feed_forward import FeedForward
 from variants.kernels import window_cpu
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels.window import PastKV, Window
 from variants.local import LocalAttention
 from variants.position import Rotary
 from variants.product_key_memory import ProductKeyMemory
@@ -117,37 +116,23 @@ def test_sorts_and_running_sums_count():
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize(
-    "rows, past, shift, width, old, vectors",
-    [
-        (130, 150, 0, 8, True, True),
-        (130, 150, 0, 8, False, False),
-        (9, 700, 1, 20, False, True),
-        (33, 0, 1, 16, False, True),
-    ],
-)
-def test_the_kernel_with_gradients(rows, past, shift, width, old, vectors):
+@pytest.mark.parametrize("old", [False, True], ids=["past is carried", "past has gradients"])
+def test_the_kernel_executes_the_pairs_that_heads_see_and_little_more(old):
+    """Chunks are met by blocks of at most 8 rows, so each head's keys and 7 others, and whole vectors of at most 16 keys."""
+    rows, past, width, n = 128, 600, 16, (37, 517)  # keys with a weight or a gradient, z + R and the nearest
     q, k, v = (torch.randn(2, 2, rows, width, requires_grad=True) for _ in range(3))
     before = [torch.randn(2, 2, past, width, requires_grad=old) for _ in range(2)]
-    extra = [torch.randn(2, 300, width, requires_grad=True) for _ in range(2)]
     z = torch.tensor([20.0, 500.5], requires_grad=True)
-    distances = 640 if vectors else None
-    max_keys, p = (64, 640), torch.randn(640, width, requires_grad=True)
-    forward = backward = 0
-    for n in (37, 517):  # keys with a weight or a gradient, z + R and the nearest, not the whole buckets
-        chunks = kernel_products.met(rows, past, n, shift)
-        forward += 2 * kernel_products.forward(chunks, width, distances=distances)
-        backward += 2 * kernel_products.backward(chunks, width, wanted=0 if old else past, distances=distances)
-        forward += 2 * kernel_products.forward(kernel_products.always(rows, 300), width)
-        backward += 2 * kernel_products.backward(kernel_products.always(rows, 300), width)
 
     def attend():
-        window = Window(max_keys, shift, z, 16)
-        own = {"vectors": p if vectors else None, "persistent": Persistent(q, *extra)}
-        return window_cpu.attend(q, k, v, window, past=[PastKV((0, 1), *before)] if past else [], **own)
+        return window_cpu.attend(q, k, v, Window((64, 640), z=z, ramp=16), past=[PastKV((0, 1), *before)])
 
-    assert count_flops(attend).total == forward
-    assert count_flops(lambda: attend().sum().backward(), gradients=True).total == forward + backward
+    products = 2 * 2 * rows * width  # of two streams with a key, for all rows
+    forward = count_flops(attend).total
+    assert 2 * products * sum(n) <= forward <= 2 * products * sum(met + 7 + 2 * 16 for met in n)
+    backward = count_flops(lambda: attend().sum().backward(), gradients=True).total - forward
+    learned = sum(n) if old else sum(min(met, rows) - min(met, rows) ** 2 / (2 * rows) for met in n)
+    assert products * (3 * sum(n) + 2 * learned) <= backward <= 1.25 * products * (3 * sum(n) + 2 * learned + 2 * 48)
 
 
 def test_the_backward_of_the_plain_path_is_twice_the_forward():

@@ -14,28 +14,21 @@ from torch import Tensor
 from harness.count.flops import count_flops
 from tests.attention_case import DOUBLE, Largest, assert_near, assert_outcome, assert_same, gradients, outcome
 from tests.efficient_attention import backward, forward, pretended
-from tests.window_case import ATTEND, CASES, HEADS, LARGE, UGLY, Case, takes
-from variants.kernels import causal, chunked, fused, window
-from variants.kernels.given import Given
-from variants.kernels.window import Persistent, Window, skew, soft_mask, visible
+from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, takes
+from variants.kernels import chunked, fused, operation, window
+from variants.kernels.window import Inputs, Persistent, Window, skew, soft_mask, visible
 
 pytestmark = pytest.mark.numeric
 KERNEL = pytest.param("kernel", marks=pytest.mark.cpu_kernel)
 BACKENDS = pytest.mark.parametrize("backend", ["plain", "chunked", "fused", KERNEL])
-MODULES = {"chunked": chunked, "fused": fused}
 
 
-@pytest.fixture(params=["chunked", "fused", "fused as on cuda"])
-def by_parts(request, monkeypatch):
-    """Name of a backend whose forward and backward can be called apart, with CUDA's way of calling on a CPU."""
-    on_cuda = request.param.endswith("cuda")
-    if on_cuda:
-        monkeypatch.setitem(fused.ENGINES, "cpu", fused.ENGINES["cuda"])
-    with pretended() if on_cuda else nullcontext():
-        yield request.param.split()[0]
-
-
-fused_alone = pytest.mark.parametrize("by_parts", ["fused", "fused as on cuda"], indirect=True)
+@pytest.fixture(params=["cpu", "cuda"])
+def engine(request, monkeypatch):
+    """The kind of device whose operations the fused backend calls, CUDA's pretended on a CPU."""
+    monkeypatch.setitem(fused.ENGINES, "cpu", fused.ENGINES[request.param])
+    with pretended() if request.param == "cuda" else nullcontext():
+        yield request.param
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -105,12 +98,13 @@ WIDE = replace(LARGE["all"], T=300, max_keys=(250, 64, 250), z=(180.0, 20.0, 240
 LONG = Case(T=1900, max_keys=(64,), streams=1, vectors=True, persistent=8)
 
 
-def test_sums_over_parts_are_rounded_once(by_parts):
+@pytest.mark.parametrize("backend", ["chunked", "fused"])
+def test_sums_over_parts_are_rounded_once(backend):
     """In bfloat16 value and gradients are hardly farther from float64 than those of plain attention, however many parts."""
-    case, factor = (WIDE, 2) if by_parts == "fused" else (LONG, 1.3)
+    case, factor = (WIDE, 2) if backend == "fused" else (LONG, 1.3)
     exact, outcomes = case.inputs(), []
-    exact["q"].data /= case.width**0.5 if by_parts == "fused" else 1
-    for attend, dtype in ((window.attend, DOUBLE), (window.attend, torch.bfloat16), (ATTEND[by_parts], torch.bfloat16)):
+    exact["q"].data /= case.width**0.5 if backend == "fused" else 1
+    for attend, dtype in ((window.attend, DOUBLE), (window.attend, torch.bfloat16), (ATTEND[backend], torch.bfloat16)):
         fine = torch.float32 if dtype != DOUBLE else DOUBLE
         inputs = {n: x.detach().to(fine if n in ("z", "bias") else dtype) for n, x in exact.items()}
         moved = [x.requires_grad_() for n, x in inputs.items() if n != "bias"]
@@ -120,13 +114,12 @@ def test_sums_over_parts_are_rounded_once(by_parts):
         assert (mine - exactly).norm() <= factor * (plain - exactly).norm()
 
 
-@fused_alone
-def test_parts_are_merged_before_they_are_rounded(by_parts):
+def test_parts_are_merged_before_they_are_rounded(engine):
     """Values of 1 in the context and of -1 beside it, all weights equal: (n - N) / (n + N), in which much cancels."""
     case = Case(T=100, max_keys=(100,), persistent=33, width=8, dtype=torch.bfloat16, streams=1)
     inputs = {name: torch.zeros_like(x) for name, x in case.inputs().items()}
     inputs |= {"v": torch.ones_like(inputs["v"]), "extra_v": -torch.ones_like(inputs["extra_v"])}
-    n, y = torch.arange(1.0, 101)[:, None], case.call(fused.attend, inputs)[0, 0].float()
+    n, y = torch.arange(1.0, 101)[:, None], case.call(ATTEND["fused"], inputs)[0, 0].float()
     torch.testing.assert_close(y, ((n - 33) / (n + 33)).expand(-1, 8), rtol=2**-8, atol=1e-6)
 
 
@@ -232,45 +225,33 @@ def test_gradient_of_spans_at_kinks_is_that_of_clamp(backend, ramp, dtype):
 
 # Forward and backward apart
 
-APART = {name: case for name, case in (UGLY | LARGE).items() if not case.vectors}
+APART = ("one byte that sees nothing", "uneven heads, out of order", "spans out of order", "bias", "all")
 
 
-@pytest.mark.parametrize("case", APART.values(), ids=list(APART))
-def test_own_keys_alone_and_executed_flops(by_parts, case, request):
+def apart(case: Case) -> tuple[Inputs, Window, frozenset[str]]:
+    """What a backend's forward and backward take, and what may have a gradient."""
+    inputs = {name: x.detach() for name, x in case.inputs().items()}
+    return Inputs(**inputs), case.hard(), frozenset(inputs) - {"bias"}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_segments_gradients_alone_and_executed_flops(engine, name, monkeypatch):
     """As ``backward`` is called inside an operation, where autograd records nothing, and what both say that they execute."""
-    module, inputs = MODULES[by_parts], {name: x.detach() for name, x in case.inputs().items()}
-    given, seen = Given(**inputs, dropout=case.dropout, seed=torch.tensor(7)), case.hard()
-    wanted = frozenset(inputs) - ({"bias"} if by_parts == "fused" else set())
+    case = CASES[name]
+    inputs, seen, wanted = apart(case)
     with torch.inference_mode():
-        y, saved = module.forward(given, seen)
+        y, saved = fused.forward(inputs, seen)
         g = torch.randn_like(y)
-        whole = module.backward(g, y, saved, given, seen, wanted)
-        alone = module.backward(g, y, saved, given, seen, frozenset("qkv"), own_only=True)
-    assert whole.keys() == wanted and alone.keys() == set("qkv")
-    for name, gradient in alone.items():
-        assert_near(gradient, whole[name][:, :, 0 if name == "q" else case.past :])
-    sizes = {"streams": case.streams, "rows": case.T, "keys": case.T + case.past, "width": case.width}
-    device = torch.device("cuda" if "cuda" in request.node.name else "cpu")
-    sizes |= {"device": device} if by_parts == "fused" else {"vectors": case.vectors}
-    calls = lambda: module.forward(given, seen), lambda: module.backward(g, y, saved, given, seen, wanted)
-    executed = module.executed_flops(seen, **sizes, persistent=case.persistent)
-    assert tuple(count_flops(call).total for call in calls) == executed
-
-
-@fused_alone
-def test_what_is_not_wanted_is_not_computed(by_parts, monkeypatch):
-    case = LARGE["all"]
-    given, seen = Given(**{name: x.detach() for name, x in case.inputs().items()}), case.hard()
-    y, saved = fused.forward(given, seen)
-    g = torch.randn_like(y)
-    whole = fused.backward(g, y, saved, given, seen, frozenset(case.inputs()) - {"bias"})
-    for name, expected in whole.items():
-        (only,) = fused.backward(g, y, saved, given, seen, frozenset({name})).items()
-        assert only[0] == name and torch.equal(only[1], expected)
+        whole = fused.backward(g, y, saved, inputs, seen, wanted)
+        segment = fused.backward(g, y, saved, inputs, seen, frozenset("qkv"), own_only=True)
+    assert whole.keys() == wanted and segment.keys() == set("qkv")
+    for field, gradient in segment.items():
+        assert_near(gradient, whole[field][:, :, 0 if field == "q" else case.past :])
+    if engine == "cpu":  # CUDA's heads are padded
+        calls = lambda: fused.forward(inputs, seen), lambda: fused.backward(g, y, saved, inputs, seen, wanted)
+        assert tuple(count_flops(call).total for call in calls) == fused.executed_flops(inputs, seen, wanted)
     monkeypatch.setattr(fused, "_span_gradient", None)
-    assert fused.backward(g, y, saved, given, seen, frozenset("qkv")).keys() == set("qkv")
-    monkeypatch.setattr(fused, "_context_gradients", None)
-    fused.backward(g, y, saved, given, seen, frozenset({"extra_k"}))
+    assert fused.backward(g, y, saved, inputs, seen, frozenset("qkv")).keys() == set("qkv")
 
 
 @pytest.mark.parametrize("added", [{"vectors": True}, {"persistent": 8, "dropout": 0.1}])
@@ -282,28 +263,22 @@ def test_scores_of_a_chunk_at_a_time(added):
     assert largest.numbers <= 2 * 128 * (128 + 200 + 8)
 
 
-NO_DEVICE = {"chunked": ["all", "persistent and everything", "dropout"], "fused": ["all", "uneven width"]}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("backend", NO_DEVICE)
-def test_on_tensors_without_data(backend, dtype, monkeypatch):
+@pytest.mark.parametrize("name", ["all", "uneven width"])
+def test_on_tensors_without_data(name, dtype, monkeypatch):
     """As on a GPU: no tensor that is made on a CPU meets them, and no value is waited for."""
     monkeypatch.setitem(fused.ENGINES, "meta", fused.ENGINES["cuda"])
-    for case in (CASES[name] for name in NO_DEVICE[backend]):
-        lost = {field: x.detach().to("meta", dtype) for field, x in case.inputs().items()}
-        given = Given(**lost, dropout=case.dropout, seed=torch.empty((), dtype=torch.int64, device="meta"))
-        y, saved = MODULES[backend].forward(given, case.hard())
-        wanted = frozenset(lost) - {"bias"}
-        made = {"y": y} | MODULES[backend].backward(torch.ones_like(y), y, saved, given, case.hard(), wanted)
-        for field, tensor in made.items():
-            shape = lost["q" if field == "y" else field].shape
-            assert (tensor.shape, tensor.dtype, tensor.device.type) == (shape, dtype, "meta"), field
+    lost = {field: x.detach().to("meta", dtype) for field, x in CASES[name].inputs().items()}
+    inputs, seen, wanted = Inputs(**lost), CASES[name].hard(), frozenset(lost) - {"bias"}
+    y, saved = fused.forward(inputs, seen)
+    made = {"q": y}, fused.backward(torch.ones_like(y), y, saved, inputs, seen, wanted)
+    for field, tensor in (item for results in made for item in results.items()):
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == (lost[field].shape, dtype, "meta"), field
 
 
-@pytest.mark.parametrize("rows, width", [(1, 8), (33, 96)])
-def test_the_pretended_operations_give_what_torch_says_of_them(rows, width):
+def test_the_pretended_operations_give_what_torch_says_of_them():
     """Shapes and types of all results, by the functions that describe the real ones to the compiler."""
+    rows, width = 33, 96
     q, k, v = (torch.randn(2, 3, n, width) for n in (rows, 40, 40))
     mask, operations = torch.zeros(2, 3, rows, 40), torch.ops.aten
     results = forward(q, k, v, mask, True, scale=1.0)
@@ -320,32 +295,71 @@ def test_the_pretended_operations_give_what_torch_says_of_them(rows, width):
 
 def test_where_fused_cannot_run(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert fused.obstacle(cpu, torch.float64) is fused.obstacle(cuda, torch.bfloat16) is None
-    assert fused.obstacle(torch.device("mps"), torch.float32) == "runtime.device=mps"
-    assert fused.obstacle(cuda, torch.float64) == "float64 on a GPU"
-    assert fused.obstacle(cpu, torch.float32, dropout=0.1) == "model.dropout=0.1"
+    assert fused.obstacle(cpu) is fused.obstacle(cuda) is None
+    assert fused.obstacle(torch.device("mps")) == "runtime.device=mps"
+    assert fused.obstacle(cpu, dropout=0.1) == "model.dropout=0.1"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert fused.obstacle(cuda, torch.bfloat16) == "torch for ROCm"
+    assert fused.obstacle(cuda) == "torch for ROCm"
 
 
 # The whole triangle by torch's own attention
 
-TRIANGLE = Case(T=37, max_keys=(40, 37))
 NONE = [{"past": 3}, {"shift": 1}, {"max_keys": (40, 36)}, {"z": (40.0, 40.0)}, {"bias": "column"}, {"vectors": True}]
-
-
-def of_triangle(q, k, v, seen, *, dropout=0.0, seed=None, **same):
-    assert causal.is_triangle(seen, rows=q.shape[2], keys=k.shape[2], **same)
-    return causal.attend(q, k, v)
+TRIANGLE = Case(T=37, max_keys=(40, 37))
 
 
 def test_the_triangle_is_plain_and_nothing_else_is_one():
     for changes in ({}, {"T": 1}, {"width": 12}):
         case = replace(TRIANGLE, **changes)
         inputs = case.inputs()
-        assert_same(case.call(of_triangle, inputs), case.call(window.attend, inputs), named=inputs)
+        assert fused.is_triangle(case.hard(), Inputs(**inputs))
+        assert_same(fused.triangle(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
     for changes in (*NONE, {"persistent": 2}):
         case = replace(TRIANGLE, **changes)
-        with pytest.raises(AssertionError):
-            case.call(of_triangle, case.inputs())
-    assert not causal.is_triangle(Window((8,), ramp=4), rows=8, keys=8), "a ramp alone says that spans are soft"
+        assert not fused.is_triangle(case.hard()._replace(z=case.inputs().get("z")), Inputs(**case.inputs())), changes
+    assert not fused.is_triangle(Window((40, 37), ramp=4), Inputs(**TRIANGLE.inputs())), "a ramp alone says soft"
+
+
+# As one operation of torch's
+
+SOFT = Case(T=5, past=7, max_keys=(11, 6), z=(8.0, 1.5), ramp=3, persistent=3, dtype=torch.float32)
+
+
+def test_torch_finds_the_operation_well_made():
+    """Schema, fake tensors, autograd registration, and that it traces with symbolic shapes."""
+    inputs, limits = SOFT.inputs(), torch.tensor(SOFT.max_keys)
+    arguments = ("fused", " ".join(inputs), list(inputs.values()), limits, 0, SOFT.ramp, 0.0)
+    torch.library.opcheck(torch.ops.windtunnel.attention_forward.default, arguments)
+
+
+def test_keys_of_the_segment_alone_have_gradients_where_they_are_given():
+    q, k, v = (normal(2, 2, n, 8, seed=n) for n in (5, 12, 13))
+    v = v[:, :, :12]
+    whole = torch.autograd.grad(ATTEND["fused"](q, k, v, Window((8, 11))).square().sum(), (q, k, v))
+    segment = tuple(x.detach()[:, :, -5:].requires_grad_() for x in (k, v))
+    y = ATTEND["fused"](q, k.detach(), v.detach(), Window((8, 11)), own=segment)
+    alone = torch.autograd.grad(y.square().sum(), (q, *segment))
+    for expected, gradient in zip((whole[0], *(x[:, :, -5:] for x in whole[1:])), alone, strict=True):
+        assert_near(gradient, expected)
+
+
+def test_a_layout_that_a_graph_chose_changes_nothing():
+    """Elements of a row that lie apart: torch's flash attention for CPUs reads them as if they did not."""
+    inputs = [normal(1, 2, 5, 8, seed=n).detach().float() for n in range(3)]
+    turned = [x.mT.contiguous().mT for x in inputs]
+    assert turned[0].stride(-1) != 1
+    assert torch.equal(ATTEND["fused"](*turned, Window((5, 5))), ATTEND["fused"](*inputs, Window((5, 5))))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_flops_of_the_operation_are_counted(traced):
+    inputs = replace(SOFT, persistent=0).inputs()
+
+    def loss(q, k, v, z):
+        seen = SOFT.hard()._replace(z=z, limits=torch.tensor(SOFT.max_keys))
+        return operation.attend("fused", q, k, v, seen).square().sum()
+
+    torch.compiler.reset()
+    call = torch.compile(loss, backend="aot_eager") if traced else loss
+    counted = count_flops(lambda: call(**inputs).backward(), gradients=True).total
+    assert counted == sum(fused.executed_flops(Inputs(**inputs), SOFT.hard(), frozenset(inputs)))

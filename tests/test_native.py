@@ -62,19 +62,16 @@ def test_why_there_is_none_is_said(source, tmp_path, monkeypatch):
 
 
 def test_processes_that_build_at_once_do_not_meet(source, tmp_path):
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=built_here, args=(source,)) for _ in range(3)]
+    def built_here() -> None:
+        """Without Python's end, which would wait for threads that a forked process does not have."""
+        os._exit(0 if native.load("seven", source).seven() == 7 else 1)
+
+    processes = [multiprocessing.get_context("fork").Process(target=built_here) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert len(libraries(tmp_path)) == 1
-
-
-def built_here(source: str) -> None:
-    """Without Python's end, which would wait for threads that a forked process does not have."""
-    os._exit(0 if native.load("seven", source).seven() == 7 else 1)
+    assert [process.exitcode for process in processes] == [0, 0, 0] and len(libraries(tmp_path)) == 1
 
 
 def computed(threads: int) -> list[torch.Tensor]:

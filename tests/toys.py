@@ -104,22 +104,6 @@ class Mapped(Sums):
         return Inspection(shares)
 
 
-class MapOfMore(Mapped):
-    """Beside learned vectors that it does not have, the rows are above 1."""
-
-    def changed(self, shares):
-        vectors = shares[..., :3]
-        return Inspection(shares, torch.zeros(vectors.shape, dtype=torch.int64), vectors)
-
-
-class MapOfTheBlind(Mapped):
-    """The first byte sees nothing, and divides it."""
-
-    def changed(self, shares):
-        seen = shares.tril(-1)
-        return Inspection(seen / seen.sum(-1, keepdim=True))
-
-
 class BatchNormUndeclared(ProductKeyMemory):
     def __init__(self, context: LayerContext):
         super().__init__(context, **memory.keywords | {"query_norm": "batch"})

@@ -12,8 +12,6 @@ import io
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -29,93 +27,65 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 WIDTHS = (16, 32, 64, 96, 128)
 DTYPES = {"bf16": (torch.bfloat16, "ieee"), "tf32": (torch.float32, "tf32"), "fp32": (torch.float32, "ieee")}
 PARTS = {
-    "persistent": {"ALL": True, "far": None, "table": None, "vectors": None},
-    "persistent+vectors": {"ALL": True, "far": None, "table": None, "vectors": None},
-    "hard": {"far": None, "table": None, "vectors": None},
+    **dict.fromkeys(("persistent", "persistent+vectors"), {"ALL": True, "far": None, "table": None, "vectors": None}),
+    "hard": {"far": None, "table": None, "vectors": None, "dz": None},
     "soft": {"table": None, "vectors": None},
     "soft+table": {"vectors": None},
-    "hard+vectors": {"far": None, "table": None},
+    "hard+vectors": {"far": None, "table": None, "dz": None},
     "soft+vectors": {"table": None},
 }
-FLOATS = ("start", "start_lse", "lse", "delta", "dz", "far", "table", "dvectors")
+TYPES = dict.fromkeys(("start", "start_lse", "lse", "delta", "dz", "far", "table", "dvectors"), "*fp32")
+TYPES |= {"max_keys": "*i32", "order": "*i32", "seed": "*i64"}
 PARTIAL = {"forward": ("y",), "query_gradient": (), "key_gradient": ("dk", "dv")}
 """What kernels give in float32 for persistent vectors, because something is added to it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """One kernel as it is launched."""
-
-    kernel: str
-    architecture: int
-    dtype: str
-    width: int
-    part: str
-    dropout: bool
-
-    def __str__(self) -> str:
-        options = " ".join(f"{name}={value}" for name, value in self.options().items())
-        dropout = "dropout" if self.dropout else "-"
-        return f"sm_{self.architecture} {self.dtype} K={self.width} {self.kernel} {self.part} {dropout} {options}"
-
-    def options(self) -> dict[str, int]:
-        dtype, precision = DTYPES[self.dtype]
-        return triton_window.launch_options(self.width, dtype, precision=precision, vectors="vectors" in self.part)
-
-    def compile(self) -> tuple[int, int, int]:
-        """Registers of a thread, bytes that it stores beside them, and shared memory, as the compiler says."""
-        options = self.options()
-        given = {"ALL": False, "table": None, "DROP": 2**30, "SCALE": 1.25} | PARTS[self.part]
-        given |= {"K": self.width, "WIDTH": triton_window.padded(self.width), "PRECISION": DTYPES[self.dtype][1]}
-        given |= {"BLOCK": options.pop("BLOCK")} | ({} if self.dropout else {"seed": None, "DROP": 0, "SCALE": 1.0})
-        kernel = getattr(kernels, self.kernel)
-        constants = {name: given[name] for name in kernel.arg_names if name in given}
-        if "persistent" in self.part:
-            constants |= {name: None for name in ("start", "start_lse", "dz") if name in kernel.arg_names}
-        elif self.part.startswith("hard") and "dz" in kernel.arg_names:
-            constants["dz"] = None
-        types = {name: "constexpr" if name in constants else self._type(name) for name in kernel.arg_names}
-        attributes = {(at,): [["tt.divisibility", 16]] for at, x in enumerate(types.values()) if x.startswith("*")}
-        log, target = io.StringIO(), GPUTarget("cuda", self.architecture, 32)
-        with (
-            triton.knobs.nvidia.scope(),
-            triton.knobs.cache.scope(),
-            tempfile.TemporaryDirectory() as folder,  # what was compiled before is not compiled again, and says nothing
-            contextlib.redirect_stdout(log),
-        ):
-            triton.knobs.nvidia.dump_ptxas_log, triton.knobs.cache.dir = True, folder
-            built = triton.compile(ASTSource(kernel, types, constants, attributes), target=target, options=options)
-        registers, spilled = (
-            int(re.search(line, log.getvalue())[1]) for line in (r"Used (\d+) reg", r"(\d+) bytes spill stores")
-        )
-        return registers, spilled, built.metadata.shared
-
-    def _type(self, name: str) -> str:
-        if name in FLOATS or ("persistent" in self.part and name in PARTIAL[self.kernel]):
-            return "*fp32"
-        if name in ("g", "q", "k", "v", "y", "dq", "dk", "dv", "vectors"):
-            return "*bf16" if self.dtype == "bf16" else "*fp32"
-        return {"max_keys": "*i32", "order": "*i32", "seed": "*i64"}.get(name, "i32")
-
-
-def configurations() -> Iterator[Configuration]:
-    """All that ``triton_window`` launches."""
-    for architecture, dtype, width, part, dropout in product(SHARED_BYTES, DTYPES, WIDTHS, PARTS, (True, False)):
-        same = {"architecture": architecture, "dtype": dtype, "width": width, "part": part, "dropout": dropout}
-        for kernel in ("forward", "query_gradient", "key_gradient", "vector_gradient"):
-            if kernel != "vector_gradient" or part in ("hard+vectors", "soft+vectors"):
-                yield Configuration(kernel=kernel, **same)
+def compiled(name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool) -> tuple:
+    """Registers of a thread, bytes that it stores beside them, and shared memory, as the compiler says."""
+    kernel, persistent = getattr(kernels, name), "persistent" in part
+    constants = {"ALL": False, "table": None, "DROP": 2**30, "SCALE": 1.25} | PARTS[part]
+    constants |= {"K": width, "WIDTH": triton_window.padded(width), "PRECISION": DTYPES[dtype][1]}
+    constants |= {"BLOCK": options["BLOCK"]} | ({} if dropout else {"seed": None, "DROP": 0, "SCALE": 1.0})
+    constants |= dict.fromkeys(("start", "start_lse", "dz")) if persistent else {}
+    constants = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
+    types = TYPES | dict.fromkeys(
+        ("g", "q", "k", "v", "y", "dq", "dk", "dv", "vectors"), f"*{dtype[:4].replace('tf', 'fp')}"
+    )
+    types |= dict.fromkeys(PARTIAL[name], "*fp32") if persistent else {}
+    types = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    attributes = {(at,): [["tt.divisibility", 16]] for at, x in enumerate(types.values()) if x.startswith("*")}
+    log, others = io.StringIO(), {option: value for option, value in options.items() if option != "BLOCK"}
+    with (
+        triton.knobs.nvidia.scope(),
+        triton.knobs.cache.scope(),
+        tempfile.TemporaryDirectory() as folder,  # what was compiled before is not compiled again, and says nothing
+        contextlib.redirect_stdout(log),
+    ):
+        triton.knobs.nvidia.dump_ptxas_log, triton.knobs.cache.dir = True, folder
+        source, target = ASTSource(kernel, types, constants, attributes), GPUTarget("cuda", architecture, 32)
+        shared = triton.compile(source, target=target, options=others).metadata.shared
+    lines = (r"Used (\d+) reg", r"(\d+) bytes spill stores")
+    return *(int(re.search(line, log.getvalue())[1]) for line in lines), shared
 
 
 def main(words: list[str]) -> int:
     """Print a line for each configuration; how many spill or need too much."""
-    bad = 0
-    for configuration in configurations():
-        if not all(word in str(configuration).split() for word in words):
+    bad, names = 0, ("forward", "query_gradient", "key_gradient", "vector_gradient")
+    for architecture, dtype, width, part, dropout, name in product(
+        SHARED_BYTES, DTYPES, WIDTHS, PARTS, (True, False), names
+    ):
+        if name == "vector_gradient" and part not in ("hard+vectors", "soft+vectors"):
             continue
-        registers, spilled, shared = configuration.compile()
-        bad += bool(spilled) or shared > SHARED_BYTES[configuration.architecture]
-        print(f"{configuration}: {registers} registers, {spilled} bytes spilled, {shared} bytes shared", flush=True)
+        kind, precision = DTYPES[dtype]
+        options = triton_window.launch_options(width, kind, precision=precision, vectors="vectors" in part)
+        line = f"sm_{architecture} {dtype} K={width} {name} {part} {'dropout' if dropout else '-'}"
+        if all(word in line.split() for word in words):
+            same = {"architecture": architecture, "dtype": dtype, "width": width, "dropout": dropout}
+            registers, spilled, shared = compiled(name, options, part, **same)
+            bad += bool(spilled) or shared > SHARED_BYTES[architecture]
+            print(
+                f"{line} {options}: {registers} registers, {spilled} bytes spilled, {shared} bytes shared", flush=True
+            )
     return bad
 
 

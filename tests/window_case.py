@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.attention_case import DOUBLE, covering
-from variants.kernels import chunked, fused, window, window_cpu
-from variants.kernels.given import Given
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels import chunked, operation, window, window_cpu
+from variants.kernels.window import Inputs, PastKV, Persistent, Window
 from variants.position import alibi_slopes
 
 
@@ -54,7 +53,7 @@ class Case:
         return self.streams, len(self.max_keys), self.T
 
     def inputs(self) -> dict[str, Tensor]:
-        """Leaves by the names of ``Given``."""
+        """Leaves by the names of ``Inputs``."""
         heads, most = len(self.max_keys), max(self.max_keys)
         shapes = {"q": (*self.rows, self.width), "k": (self.streams, heads, self.past + self.T, self.width)}
         shapes["v"] = shapes["k"]
@@ -75,15 +74,12 @@ class Case:
 
     def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
         """Dropout draws from counters, by a seed that is always the same."""
-        given = Given(**inputs)
-        added = {"bias": given.bias, "dropout": self.dropout, "seed": torch.tensor(2**40 + 5, device=given.q.device)}
+        given = Inputs(**inputs)
+        added = {"bias": given.bias, "vectors": given.vectors, "dropout": self.dropout}
         if given.extra_q is not None:
             added["persistent"] = Persistent(given.extra_q, given.extra_k, given.extra_v)
-        if attend is not window.attend:
-            added["vectors"] = given.vectors
-        elif given.vectors is not None:
-            added["bias"] = given.q @ given.vectors.T.to(given.q.dtype)
-        return attend(given.q, given.k, given.v, self.hard()._replace(z=given.z), **added)
+        seed = torch.tensor(2**40 + 5, device=given.q.device)
+        return attend(given.q, given.k, given.v, self.hard()._replace(z=given.z), **added, seed=seed)
 
     def hard(self) -> Window:
         """The window as ``forward`` and ``backward`` of a backend take it: spans are beside it."""
@@ -151,7 +147,8 @@ CASES = UGLY | LARGE | OF_QUERIES
 for row in covering(FACTORS, strength=2):
     name = "-".join(map(str, row.values()))
     CASES[name] = Case(**HEADS[row.pop("heads")], **ADDED[row.pop("added")], **row)
-ATTEND = {"plain": window.attend, "chunked": chunked.attend, "fused": fused.attend, "kernel": kernel}
+ATTEND = {"plain": window.attend, "chunked": chunked.attend, "kernel": kernel}
+ATTEND["fused"] = partial(operation.attend, "fused")
 
 
 def takes(backend: str, case: Case) -> bool:

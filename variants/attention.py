@@ -260,12 +260,6 @@ class Attention(MultiHead, OnKernels):
     def reach(self) -> int:
         return self.span.span - 1 + self.shift
 
-    def proof_class(self) -> dict[str, object]:
-        own = super().proof_class()
-        soft = ["dynamic" if self.spans_of_input else "spans"] if self.span.ramp else []
-        beside = ["persistent"] if self.persistent is not None else []
-        return own | {"features": [*soft, *own["features"], *beside], "ramp": self.span.ramp}
-
     def _stats(self, backend: str, segment: Segment, keys: VisibleKeys, visible: Window) -> dict[str, Tensor]:
         stats, vectors = self.span.stats(segment.z), segment.persistent
         if vectors is None:

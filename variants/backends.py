@@ -12,17 +12,16 @@ outside may use them as ours do, as an ``OnKernels`` that has ``heads``, ``d_hea
     state = keys.last(visible.past())
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from variants.context import VisibleKeys, of_heads
+from variants.context import VisibleKeys
 from variants.contract import KernelSublayer
-from variants.kernels import causal, chunked, fused, operation, proof, triton_window, window, window_cpu
+from variants.kernels import chunked, fused, operation, triton_window, window, window_cpu
 from variants.kernels.dropout import draw_seed
-from variants.kernels.proof import Proof
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels.window import Inputs, Persistent, Window
 
 TAKE_VECTORS = ("kernel", "chunked")
 """Backends that take a vector per distance as such, in place of a bias that depends on the query."""
@@ -74,7 +73,7 @@ def attend(
         )
         added = None if bias is None else of(bias[..., : max(part.max_keys)], int(bias.dim() > 2))
         beside = persistent and Persistent(of(persistent.q, 1), of(persistent.k, 0), of(persistent.v, 0))
-        own = None if past_learns else (of(keys.k, 1), of(keys.v, 1))
+        own = None if past_learns or not keys.past else (of(keys.k, 1), of(keys.v, 1))
         draws = {"dropout": dropout, "seed": seed if seed is None or not first else seed + first}
         same = {"bias": added, "vectors": vectors, "persistent": beside}
         outputs.append(_attend(backend, of(q, 1), k, v, part, own, **same, **draws))
@@ -99,46 +98,9 @@ def _attend(
     same |= {"vectors": vectors, "seed": seed}
     if backend == "chunked":
         return chunked.attend(q, k, v, part, **same)
-    added = {name: same[name] for name in ("bias", "vectors", "persistent")}
-    if backend == "fused" and causal.is_triangle(part, rows=q.shape[2], keys=k.shape[2], **added):
-        return causal.attend(q, k, v)
-    if backend == "fused" and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        return fused.attend(q, k, v, part, **same)  # each of its steps is seen by who counts them
+    if backend == "fused" and fused.is_triangle(part, inputs := Inputs.of(q, k, v, part, **same)):
+        return fused.triangle(inputs)
     return operation.attend(backend, q, *((k, v) if own is None else (k.detach(), v.detach())), part, own=own, **same)
-
-
-def prove(
-    backend: str,
-    device: torch.device,
-    *,
-    features: Collection[str],
-    heads: int,
-    width: int,
-    ramp: int,
-    cache: str,
-    precision: str,
-    deterministic: bool,
-) -> Iterator[Proof]:
-    """A backend beside plain PyTorch in float64, called as sublayers call it: see ``variants/kernels/proof.py``. With
-    ``cache: kv`` the past is constant, and heads with spans have pasts of their own."""
-    parts = [(h,) for h in range(heads)] if "spans" in features and cache == "kv" else [tuple(range(heads))]
-
-    def as_called(q: Tensor, k: Tensor, v: Tensor, visible: Window, **same) -> Tensor:
-        past = k.shape[2] - q.shape[2]
-        old = PastKV(tuple(range(heads)), k[:, :, :past], v[:, :, :past])
-        if cache == "kv":
-            old = old._replace(k=old.k.detach(), v=old.v.detach())
-        pasts = []
-        for part in parts if past else ():
-            first = max(0, past - visible._replace(max_keys=tuple(visible.max_keys[h] for h in part)).past())
-            own = of_heads(old, part[0], len(part))
-            pasts.append(PastKV(part, own.k[:, :, first:], own.v[:, :, first:]))
-        keys = VisibleKeys.joined(k[:, :, past:], v[:, :, past:], pasts)
-        return attend(backend, q, keys, visible, past_learns=cache == "hidden", **same)
-
-    sizes = {"heads": heads, "width": width, "ramp": ramp, "cache": cache, "device": device}
-    dtype = getattr(torch, precision)
-    return proof.prove(as_called, features=frozenset(features), dtype=dtype, deterministic=deterministic, **sizes)
 
 
 class OnKernels(KernelSublayer):
@@ -160,7 +122,7 @@ class OnKernels(KernelSublayer):
     def able(self, device: torch.device) -> tuple[str, ...]:
         """Backends that the mechanism can use there, if they compute what it needs, in the order of preference."""
         on_cpu = device.type == "cpu"
-        return ("kernel", "fused", "plain", "chunked") if on_cpu else ("fused", "kernel", "chunked", "plain")
+        return ("kernel", "fused", *(("plain", "chunked") if on_cpu else ("chunked", "plain")))
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
         obstacles = self.obstacles(device, training=training)
@@ -189,24 +151,14 @@ class OnKernels(KernelSublayer):
             if backend not in ("fused", "kernel"):
                 return []
             if backend == "fused":
-                missing = fused.obstacle(device, torch.float32, dropout=dropout)
+                missing = fused.obstacle(device, dropout=dropout)
             elif device.type == "cpu":
                 missing = window_cpu.available() or (f"model.dropout={dropout}" if dropout else None)
             else:
-                missing = triton_window.available(device, torch.float32, self.kernel_width)
+                missing = triton_window.available(device, self.kernel_width)
             takes = self.position.constant_bias or (backend == "kernel" and self.has_vectors)
             found = ["spans that depend on the input"] if self.spans_of_input else []
             found += [] if takes else ["a position scheme whose bias depends on the query"]
             return found + ([missing] if missing else [])
 
         return reasons
-
-    def prove(self, backend: str, device: torch.device, *, precision: str, deterministic: bool) -> Iterator[Proof]:
-        mode = {"precision": precision, "deterministic": deterministic}
-        return prove(backend, device, **self.proof_class(), **mode)
-
-    def proof_class(self) -> dict[str, object]:
-        vectors, ways = self.has_vectors, type(self.position).ways()
-        features = {"vectors": vectors, "bias": ways & {"bias", "decay"} and not vectors, "dropout": self.dropout > 0}
-        names = [name for name, has in features.items() if has]
-        return {"features": names, "heads": self.heads, "width": self.kernel_width, "ramp": 0, "cache": self.cache}

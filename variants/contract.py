@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor, nn
 
-from variants.kernels.proof import Proof
-
 VERSION = 1
 """Of the contract: another number where a mechanism that was written for this one might compute something else."""
 LIMITS = frozenset({"causal_in_training", "streams_apart", "segments", "training_as_evaluation"})
@@ -223,17 +221,6 @@ class KernelSublayer(Sublayer):
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
         """The code that would compute the same there by its own word, in order of preference. Nothing is run."""
         raise NotImplementedError
-
-    def prove(self, backend: str, device: torch.device, *, precision: str, deterministic: bool) -> Iterable[Proof]:
-        """Run one of ``backends`` there beside ``plain`` in float64, value and every gradient: one proof a case. A
-        backend without a case is not proven, and one that raises has failed. ``precision`` is ``float32`` or
-        ``bfloat16``."""
-        raise NotImplementedError
-
-    def proof_class(self) -> dict[str, object] | None:
-        """What of its configuration ``prove`` depends on, as values of JSON: sublayers in which it is equal share
-        verdicts. None for everything."""
-        return None
 
 
 class Part(nn.Module):

@@ -94,9 +94,6 @@ class TransformerXL(Attention):
         super().__init__(context, d_head=d_head, zero_init=zero_init)
         self.position = Distances(context, d_head=self.d_head, share=share)
 
-    def proof_class(self) -> dict[str, object]:
-        return super().proof_class() | {"heads": 1}
-
     has_vectors = True
 
     @property

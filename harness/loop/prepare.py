@@ -15,7 +15,7 @@ from harness.device import choice, runtime
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.loop.admission import admission
 from harness.loop.run import Run, recording
-from harness.loop.settle import settled
+from harness.loop.select_backend import settled
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.record import checkpoint, folder, shards

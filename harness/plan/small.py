@@ -71,6 +71,17 @@ def narrow(plan: Plan) -> Plan:
     return _first_that_runs(plan, spans=(plan.model.span,), layers=layers, model={})
 
 
+def at_own_width(plan: Plan, *, sublayers: Collection[str], longest: int) -> Plan:
+    """The plan on a CPU with one layer of each kind, of these sublayers alone, a span of at most ``longest`` bytes and two
+    streams; heads and widths as in the run."""
+    own = [tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers]
+    kinds = [kind for kind in dict.fromkeys(own) if set(kind) & set(sublayers)]
+    m = plan.model
+    sizes = {"heads": m.heads, "d_model": m.d_model, "embedding_dropout": 0.0}
+    few = varied(plan, runtime=ON_CPU, batch={"streams": 2, "accumulate": 1})
+    return _first_that_runs(few, spans=(min(longest, m.span), m.span), layers=(kinds, own), model=sizes)
+
+
 def of_mechanism(plan: Plan, kind: str) -> Plan:
     """The plan as the contract is checked, on a CPU: in plain PyTorch where it is to run on a device of another ``kind``,
     whose kernels are not the CPU's."""

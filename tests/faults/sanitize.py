@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--fault", default=None, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if "LD_PRELOAD" in os.environ:  # a process of one instruction set
-        fuzz(cases=asked.cases, seed=asked.seed, kept=FAULTS.get(asked.fault, KEPT[1]))
+        fuzz(cases=asked.cases, seed=asked.seed, memory=FAULTS.get(asked.fault, KEPT[1]))
         return 0
     codes = {}
     for march in asked.march:
@@ -59,12 +59,6 @@ def runs(march: str) -> bool:
     return INSTRUCTIONS[march] in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
-def finds(fault: str, *, march: str) -> bool:
-    """Whether a process with a planted fault is ended by the sanitizer that should."""
-    ended = sanitized(march, "--fault", fault, cases=20, seed=0, capture_output=True, text=True)
-    return ended.returncode != 0 and fault in ended.stderr
-
-
 def sanitized(march: str, *words: str, cases: int, seed: int, **how) -> subprocess.CompletedProcess:
     """The end of a process in which the kernels are compiled for one instruction set, with the sanitizers."""
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
@@ -76,10 +70,10 @@ def sanitized(march: str, *words: str, cases: int, seed: int, **how) -> subproce
         return subprocess.run(command, cwd=ROOT, env=os.environ | places, **how)
 
 
-def fuzz(*, cases: int, seed: int, kept: str) -> None:
+def fuzz(*, cases: int, seed: int, memory: str) -> None:
     """AssertionError, or the end of the process by a sanitizer, at the first case that is wrong; its number is printed."""
     assert window_cpu.SOURCE.count(KEPT[0]) == 1
-    window_cpu.SOURCE = window_cpu.SOURCE.replace(KEPT[0], kept)
+    window_cpu.SOURCE = window_cpu.SOURCE.replace(KEPT[0], memory)
     reasons = window_cpu.available(), product_search.available()
     assert reasons == (None, None), reasons
     for number in range(cases):

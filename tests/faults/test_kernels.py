@@ -53,14 +53,15 @@ def test_no_complaint_of_the_sanitizers():
 
 @pytest.mark.parametrize("fault", sanitize.FAULTS)
 def test_a_planted_fault_is_found(fault):
-    assert sanitize.finds(fault, march=next(filter(sanitize.runs, sanitize.INSTRUCTIONS)))
+    march = next(filter(sanitize.runs, sanitize.INSTRUCTIONS))
+    ended = sanitize.sanitized(march, "--fault", fault, cases=20, seed=0, capture_output=True, text=True)
+    assert ended.returncode != 0 and fault in ended.stderr
 
 
 @pytest.mark.parametrize(
     ("what", "kernels"),
     [
         ("sm_80 bf16 K=64 soft dropout", 3),
-        ("sm_90 bf16 K=64 soft dropout", 3),
         ("sm_90 bf16 K=64 soft+vectors dropout vector_gradient", 1),
         ("sm_100 bf16 K=64 soft dropout key_gradient", 1),
     ],

@@ -9,12 +9,13 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from variants.contract import State, Sublayer, SublayerOutput
 
 MODES = ("eval", "train")
 Verdict = Generator[str, None, str | None]
-"""A line for each break; then what to say where there is none."""
+"""A line for each break; then, perhaps, what to say where there is none."""
 Outputs = dict[str, Tensor]
 """Each sublayer's y ``[B, T, D]`` by name, in order of execution, then the logits ``[B, T, V]``."""
 
@@ -48,11 +49,6 @@ class Subject:
     def period(self) -> int:
         """Bytes after which what the model does repeats."""
         return max(1, *(sublayer.period for sublayer in self.declared.values()))
-
-    @property
-    def separate(self) -> bool:
-        """Whether streams promise not to mix."""
-        return "streams_apart" not in self.limits
 
     @property
     def length(self) -> int:
@@ -104,8 +100,7 @@ class Subject:
 
 
 def seed_cpu(seed: int) -> torch.Generator:
-    """The CPU's generator, seeded. ``torch.manual_seed`` would format a stack for every kind of device, which takes longer than a
-    forward pass."""
+    """The CPU's generator, seeded. ``torch.manual_seed`` formats a stack for every kind of device, longer than a forward pass."""
     return torch.default_generator.manual_seed(seed)
 
 
@@ -118,10 +113,9 @@ def move(model: nn.Module) -> nn.Module:
     return model
 
 
-def gradients_of(model: nn.Module, *, flat: bool = False) -> dict[str, Tensor]:
-    """The gradients that are there, dense, by the parameter's name; or ``flat``, like outputs, ``[1, 1, n]``."""
-    dense = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
-    return {f"the gradient of {name}": g.reshape(1, 1, -1) for name, g in dense.items()} if flat else dense
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that are there, dense, by the parameter's name."""
+    return {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class NoDropout(TorchDispatchMode):
@@ -133,14 +127,9 @@ class NoDropout(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@torch.no_grad()
 def run(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    cuts: tuple[int, ...] = (),
-    state: State = None,
-    seed: int = 0,
-    gradients: bool = False,
+    model: nn.Module, tokens: Tensor, *, cuts: tuple[int, ...] = (), state: State = None, seed: int = 0
 ) -> tuple[Outputs, State]:
     """Outputs over ``tokens [B, T]``, fed in segments that end at ``cuts``, and the state after; ``seed`` is dropout's."""
     seed_cpu(seed)
@@ -153,10 +142,9 @@ def run(
 
     hooks = [sublayer.register_forward_hook(partial(listen, name)) for name, sublayer in model.sublayers()]
     try:
-        with torch.set_grad_enabled(gradients):
-            for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
-                pieces.append({})
-                pieces[-1]["logits"], state, *_ = model(tokens[:, begin:end], state)
+        for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
+            pieces.append({})
+            pieces[-1]["logits"], state, *_ = model(tokens[:, begin:end], state)
     finally:
         for hook in hooks:
             hook.remove()
@@ -179,9 +167,8 @@ def differs(case: str, expected: Outputs, actual: Outputs, *, tolerance: float |
         allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5)
         sizes = (a - b).abs().nan_to_num(math.inf).flatten(2).amax(-1)  # [B, T]
         if sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
-            size = sizes.max().item()
-            hint = ", as rounding in float32 would" if size < 1e-5 else ""
-            return [f"{case}: {name} moved by {size:.2g} at {place_of(sizes)}{hint}"]
+            hint = ", as rounding in float32 would" if sizes.max() < 1e-5 else ""
+            return [f"{case}: {name} moved by {sizes.max().item():.2g} at {place_of(sizes)}{hint}"]
     return []
 
 
@@ -193,8 +180,8 @@ def pick(outputs: Outputs, index: slice | list[int]) -> Outputs:
 def infinite(case: str, outputs: Outputs) -> list[str]:
     """A line for each output with an entry that is not finite: how many bytes have one, and the first of them."""
     bad = {name: ~y.isfinite().flatten(2).all(-1) for name, y in outputs.items()}  # [B, T]
-    told = "{}: {} is not finite at {} ({} of {} bytes)"
-    return [told.format(case, n, place_of(b.int()), b.sum(), b.numel()) for n, b in bad.items() if b.any()]
+    line = "{}: {} is not finite at {} ({} of {} bytes)"
+    return [line.format(case, n, place_of(b.int()), b.sum(), b.numel()) for n, b in bad.items() if b.any()]
 
 
 def place_of(sizes: Tensor) -> str:
@@ -205,9 +192,7 @@ def place_of(sizes: Tensor) -> str:
 
 def leaves(state: State) -> list[Tensor]:
     """All tensors of a state."""
-    if isinstance(state, tuple):
-        return [tensor for part in state for tensor in leaves(part)]
-    return [] if state is None else [state]
+    return [x for x in tree_leaves(state) if isinstance(x, Tensor)]
 
 
 def restricted(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
@@ -228,8 +213,8 @@ def push(model: nn.Module, size: float) -> nn.Module:
 
 @torch.no_grad()
 def open_(model: nn.Module, low: float, high: float) -> nn.Module:
-    """The same model; what ``project_`` keeps between two ends is drawn from that share of the way, and what it keeps on one
-    side of an end stands off it."""
+    """The same model; what ``project_`` keeps between two ends is spread over that share of the way, its ends included, in any
+    order, and what it keeps on one side of an end stands off it."""
     parameters = restricted(model)[1]
     before, ends = [p.clone() for p in parameters], []
     for far in (-1e3, 1e3):
@@ -238,7 +223,11 @@ def open_(model: nn.Module, low: float, high: float) -> nn.Module:
         model.project_()
         ends.append([(p.clone(), p == value + far) for p, value in zip(parameters, before, strict=True)])
     for parameter, value, (least, free_below), (most, free_above) in zip(parameters, before, *ends, strict=True):
-        bounded = torch.lerp(least, most, low + (high - low) * torch.rand(value.shape).to(value))
+        share = torch.rand(value.numel())
+        if len(share) > 1:
+            share[0], share[-1] = 0, 1
+        share = low + (high - low) * share[torch.randperm(len(share))]
+        bounded = torch.lerp(least, most, share.view(value.shape).to(value))
         bounded = torch.where(free_above, value.maximum(least + 0.1), bounded)
         parameter.copy_(torch.where(free_below, torch.where(free_above, value, value.minimum(most - 0.1)), bounded))
     model.project_()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.conformance.fixture import MODES, Subject, Verdict, differs, gradients_of, open_, push, run, seed_cpu
+from variants.conformance.fixture import Subject, Verdict, differs, gradients_of, open_, run, seed_cpu
 from variants.conformance.sizes import LONGEST
 from variants.contract import Sublayer, map_state
 
@@ -53,7 +53,6 @@ def derivatives(subject: Subject) -> Verdict:
         else:
             change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {slope:.6g}"
             yield f"train: along a direction of {name} {change}"
-    return f"{len(gradients)} gradients, behind {head.shape[1]} bytes"
 
 
 def modes_agree(subject: Subject) -> Verdict:
@@ -66,14 +65,12 @@ def modes_agree(subject: Subject) -> Verdict:
         yield "train: draws random numbers that are not dropout's, with which nothing compares"
     else:
         yield from differs("train without dropout, against eval", *outputs)
-    return f"{subject.length} bytes, with a past and without"
 
 
 def reach_used(subject: Subject) -> Verdict:
     """Some parameters and inputs must show it: spans fully open, closed or anything between, other weights small and large."""
-    waiting = {name: n for name, sublayer in subject.declared.items() if (n := sublayer.reach()) != 0}
-    told = ", ".join(f"{name} {'all' if n is None else n}" for name, n in waiting.items()) or "no sublayer sees a past"
-    waiting = {name: n for name, n in waiting.items() if n is None or n < LONGEST}
+    waiting = {name: sublayer.reach() for name, sublayer in subject.declared.items()}
+    waiting = {name: n for name, n in waiting.items() if n is None or 0 < n < LONGEST}
     for draw in range(DRAWS if waiting else 0):
         model = open_(subject.build(seed=draw), *((1, 1), (0, 1), (0, 0))[draw % 3])
         width = next(iter(run(model, subject.bytes(length=1))[0].values())).shape[-1]
@@ -86,7 +83,6 @@ def reach_used(subject: Subject) -> Verdict:
         at, declared = ("0 and at the end", "all of the past") if n is None else (f"t - {n}", f"a reach of {n}")
         draws = f"with {DRAWS} draws of parameters"
         yield f"eval: {name} gives the same at byte {at} changed, {draws}: declared is {declared}"
-    return f"bytes back, looked at below {LONGEST}: {told}"
 
 
 @torch.no_grad()
@@ -126,7 +122,6 @@ def likelihood(subject: Subject) -> Verdict:
         if not waiting:
             break
     yield from (f"train: the likelihood gives {name} no gradient in 3 draws of parameters" for name in sorted(waiting))
-    return f"{len(list(model.parameters()))} parameters"
 
 
 def many_streams(subject: Subject) -> Verdict:
@@ -139,29 +134,6 @@ def many_streams(subject: Subject) -> Verdict:
             parts = [run(model, part, cuts=cuts)[0] for part in tokens.split(3)]
         threes = {name: torch.cat([part[name] for part in parts]) for name in together}
         yield from differs(f"{mode}, {number} streams at once", threes, together)
-    return f"{', '.join(map(str, subject.streams))} at once equal three at a time"
-
-
-def equal_backends(fast: Subject, plain: Subject) -> Verdict:
-    """Two backends of one model, in value and in every gradient, where learned spans are uneven and segments ugly.
-
-    Segments of 1, S + 2, 1 and at least S + 1 bytes of two streams: cold and warm, shorter and longer than the window.
-    """
-    tokens, cuts = fast.bytes()[:2], (1, fast.span + 3, fast.span + 4)
-    for mode in MODES:
-        results = []
-        for subject in (fast, plain):
-            model = push(subject.build(mode=mode), 0.3)
-            outputs, _ = run(model, tokens, cuts=cuts, gradients=True)
-            generator = torch.Generator().manual_seed(0)
-            upstream = torch.randn(outputs["logits"].shape, generator=generator, dtype=torch.float64)
-            (outputs["logits"] * upstream).sum().backward()
-            results.append((outputs, gradients_of(model, flat=True)))
-        (outputs, gradients), (expected, wanted) = results
-        yield from (f"{mode}: {name} is in one only" for name in sorted(gradients.keys() ^ wanted.keys()))
-        yield from differs(mode, expected, outputs)
-        yield from differs(mode, {name: g for name, g in wanted.items() if name in gradients}, gradients)
-    return f"values and {len(wanted)} gradients, {fast.length} bytes cut at {', '.join(map(str, cuts))}"
 
 
 CHECKS = (

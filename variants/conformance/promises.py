@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from variants.conformance.fixture import (
     MODES,
+    Outputs,
     Subject,
     Verdict,
     differs,
@@ -20,7 +21,6 @@ from variants.conformance.fixture import (
     pick,
     place_of,
     push,
-    restricted,
     run,
 )
 from variants.conformance.sizes import ROWS
@@ -39,12 +39,10 @@ def logits_shape(subject: Subject) -> Verdict:
         if logits.shape != (3, length, subject.vocabulary) or logits.dtype != torch.float32:
             yield f"{case}: logits are {logits.dtype} {tuple(logits.shape)}"
         yield from infinite(case, outputs)
-    return f"[3, T, {subject.vocabulary}] for T = 1 and {subject.span + 3}"
 
 
 def limits_known(subject: Subject) -> Verdict:
     yield from (f"{limit} is not one of {', '.join(sorted(LIMITS))}" for limit in sorted(subject.limits - LIMITS))
-    return f"declared: {', '.join(sorted(subject.limits)) or 'none'}"
 
 
 def influence(subject: Subject) -> Verdict:
@@ -58,7 +56,6 @@ def influence(subject: Subject) -> Verdict:
     if any(tensor.numel() for tensor in leaves(state[1])) and not moved[at + 1 : at + 1 + within].any():
         to = f"s {at + 1} to {at + within}" if within > 1 else f" {at + 1}"
         yield f"eval, byte {at} changed: state is carried, yet the logits of byte{to} did not"
-    return f"byte {at} moved logits as far as byte {moved.nonzero().amax() if moved.any() else at}"
 
 
 def maps(subject: Subject) -> Verdict:
@@ -74,8 +71,7 @@ def maps(subject: Subject) -> Verdict:
         still = torch.cat([(part[name][1:] == part[name][:1]).all(-1) for part in parts]).T  # [T, n]
         if line := next(_of_a_map(inspection, still), None):
             yield f"{name}: {line}"
-            return None
-    return ", ".join(inspections) or "no sublayer gives one"
+            return
 
 
 def _of_a_map(inspection: Inspection, still: Tensor) -> Iterator[str]:
@@ -102,12 +98,11 @@ def far_start(subject: Subject) -> Verdict:
     tokens, start, cuts = subject.bytes(), FAR + torch.tensor([0, 1, 777]), (subject.span + 2,)
     for dtype in (torch.float64, torch.float32):
         model, case = subject.build(dtype=dtype), f"eval, {str(dtype).removeprefix('torch.')}"
-        absolute = sorted({type(m).__name__ for m in model.modules() if isinstance(m, Position) and not m.relative})
         near, state = run(model, tokens, cuts=cuts)
         far, _ = run(model, tokens, cuts=cuts, state=(start, (None,) * len(state[1])))
         yield from infinite(case, far)
-        if absolute:
-            continue
+        if any(isinstance(module, Position) and not module.relative for module in model.modules()):
+            continue  # of absolute positions no more is promised
         if dtype == torch.float64:
             yield from differs(case, near, far, tolerance=1e-6)
             continue
@@ -115,7 +110,6 @@ def far_start(subject: Subject) -> Verdict:
             sizes = (far[name] - y).abs().amax(-1)  # [B, T]
             if (size := sizes.median()) > 1e-4 * max(1, y.abs().max()):
                 yield f"{case}: {name} moved by {size:.2g}, the median, most at {place_of(sizes)}"
-    return f"absolute positions ({', '.join(absolute)}): not promised" if absolute else "float64 and float32"
 
 
 def streams_separate(subject: Subject) -> Verdict:
@@ -133,7 +127,6 @@ def streams_separate(subject: Subject) -> Verdict:
         yield from differs(f"{mode}, streams and states in another order", pick(both, order), turned)
         yield from differs(f"{mode}, states of single streams concatenated", both, joined)
         yield from differs(f"{mode}, stream 1 alone, its state sliced", pick(both, one), single)
-    return "changed, reordered, joined and alone"
 
 
 def state_detached(subject: Subject) -> Verdict:
@@ -149,7 +142,6 @@ def state_detached(subject: Subject) -> Verdict:
                 yield f"{mode}: {name} is not detached"
             if tensor.dim() == 0 or tensor.shape[0] != 3:
                 yield f"{mode}: dimension 0 of {name} is not the 3 streams"
-    return f"{len(leaves(state))} tensors"
 
 
 def old_state(subject: Subject) -> Verdict:
@@ -162,19 +154,13 @@ def old_state(subject: Subject) -> Verdict:
         for length, state in zip(lengths, states, strict=True):
             after, _ = run(model, tokens[:, :5], state=state)
             yield from infinite(f"eval, parameters moved, state of {length} bytes", after)
-    return f"made by {', '.join(map(str, lengths))} bytes, before parameters moved"
 
 
 def nothing_shared(subject: Subject) -> Verdict:
     """What two builds share, layers share unasked: a class attribute, an object nested in a partial."""
     models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
     first, second = ({t.untyped_storage().data_ptr(): n for n, t in _tensors(m).items() if t.numel()} for m in models)
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in models[0].named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    shared = "; ".join(" = ".join(several) for several in names.values() if len(several) > 1)
     yield from sorted(f"{first[place]} is shared by two models" for place in first.keys() & second.keys())
-    return f"in one model: {shared or 'nothing shared'}"
 
 
 def projection(subject: Subject) -> Verdict:
@@ -186,7 +172,6 @@ def projection(subject: Subject) -> Verdict:
         yield from infinite(case, outputs)
         yield from (f"{case}: a second project_ changed {name}" for name in _changed(model, before))
         yield from differs(f"{case}: a second project_", outputs, run(model, tokens)[0])
-    return ", ".join(restricted(model)[0]) or "no sublayer restricts its parameters"
 
 
 def saved(subject: Subject) -> Verdict:
@@ -198,9 +183,8 @@ def saved(subject: Subject) -> Verdict:
     weights, loaded = torch.load(file, weights_only=True)
     fresh.load_state_dict(weights)
     fresh.project_()
-    again, case = subject.bytes(seed=1), "eval, a fresh model with loaded parameters and state"
-    yield from differs(case, run(model, again, state=state)[0], run(fresh, again, state=loaded)[0])
-    return "parameters and state through torch.save"
+    following, case = subject.bytes(seed=1), "eval, a fresh model with loaded parameters and state"
+    yield from differs(case, run(model, following, state=state)[0], run(fresh, following, state=loaded)[0])
 
 
 def writes(subject: Subject) -> Verdict:
@@ -216,7 +200,6 @@ def writes(subject: Subject) -> Verdict:
     run(model.train(), tokens)
     parameters = {name for name, _ in model.named_parameters()}
     yield from (f"train: a forward changed {name}" for name in _changed(model, before) if name in parameters)
-    return "parameters, buffers and the given state are as before"
 
 
 def auxiliary_loss(subject: Subject) -> Verdict:
@@ -226,7 +209,6 @@ def auxiliary_loss(subject: Subject) -> Verdict:
         yield f"eval: {quiet.item():.2g} nats"
     if loss.dim() or not loss.isfinite() or loss < 0:
         yield f"train: {loss.tolist()} is not a finite scalar of at least 0"
-    return f"{loss.mean().item():.2g} nats per byte in training"
 
 
 def statistics(subject: Subject) -> Verdict:
@@ -236,27 +218,24 @@ def statistics(subject: Subject) -> Verdict:
     attached = [name for name, own in out.stats.items() if any(t.requires_grad for t in own.values())]
     yield from (f"eval: statistics of {name} have a gradient" for name in attached)
 
-    def sums(out) -> dict[str, Tensor]:
+    def sums(out) -> Outputs:
         return {f"{name}.{key}": t.double() for name, own in out.stats.items() for key, t in own.items()}
 
-    whole, first = sums(out), model(tokens[:, :half], collect_stats=True)
+    first = model(tokens[:, :half], collect_stats=True)
     rest = model(tokens[:, half:], first.state, collect_stats=True)
     streams = [model(some, collect_stats=True) for some in (tokens[:1], tokens[1:])]
-    splits = [
-        ("segments", f"bytes before and from {half}", (first, rest)),
-        ("streams_apart", "stream 0 and the others", streams),
-    ]
-    for limit, case, parts in splits:
+    splits = {
+        "segments": (f"bytes before and from {half}", (first, rest)),
+        "streams_apart": ("stream 0 and the others", streams),
+    }
+    for case, parts in (split for limit, split in splits.items() if limit not in subject.limits):
         a, b = map(sums, parts)
-        for name, total in whole.items() if limit not in subject.limits else ():
+        for name, total in sums(out).items():
             if not torch.allclose(a[name] + b[name], total, rtol=1e-9, atol=1e-9):
-                size = (a[name] + b[name] - total).abs().max()
-                yield f"eval, {case}: {name} is off by {size:.2g} from the whole"
+                yield f"eval, {case}: {name} is off by {(a[name] + b[name] - total).abs().max():.2g} from the whole"
     model.metrics({})
     metrics = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in model.metrics(out.stats).items()}
-    wrong = {name: value.tolist() for name, value in metrics.items() if not value.isfinite().all()}
-    yield from (f"eval: metric {name} is {value}" for name, value in wrong.items())
-    return f"{len(whole)} statistics, {len(metrics)} metrics"
+    yield from (f"eval: metric {name} is {x.tolist()}" for name, x in metrics.items() if not x.isfinite().all())
 
 
 def autocast(subject: Subject) -> Verdict:
@@ -265,11 +244,10 @@ def autocast(subject: Subject) -> Verdict:
         first = model(tokens)
         out = model(tokens, first.state)
         (F.cross_entropy(out.logits.flatten(0, 1).float(), tokens.flatten()) + out.loss).backward()
-    wide = model.eval()(tokens, out.state)  # a state may come from a forward of another precision
     yield from infinite("train", {"logits": out.logits})
+    yield from _infinite_gradients("train", model)
+    wide = model.eval()(tokens, out.state)  # a state may come from a forward of another precision
     yield from infinite("eval, float32 after bfloat16", {"logits": wide.logits})
-    yield from infinite("train", gradients_of(model, flat=True))
-    return "forward, backward, and its state in float32"
 
 
 def large_weights(subject: Subject) -> Verdict:
@@ -285,29 +263,32 @@ def large_weights(subject: Subject) -> Verdict:
         outputs = {"logits": out.logits, "logits of a second segment": model(tokens, out.state).logits}
         (sum(map(torch.mean, outputs.values())) + out.loss).backward()
         yield from infinite(case, outputs)
-        yield from infinite(case, gradients_of(model, flat=True))
-    return f"{LARGE} times as large: forward and backward in float32, two segments"
+        yield from _infinite_gradients(case, model)
 
 
 def ideal_flops(subject: Subject) -> Verdict:
     flops = subject.build().ideal_flops()
     if not isinstance(flops, int) or flops <= 0:
         yield f"{flops!r} is not a positive int"
-    return f"{flops} a byte"
 
 
 def needed_flops(subject: Subject) -> Verdict:
-    silent, span = [], subject.span
+    span = subject.span
     for name, sublayer in subject.build().sublayers():
         steps = [(sublayer.period, 2 * span), (1, 0), (span + 2, 0), (span + 2, span)]
         needs = [sublayer.needed_flops(segment, carried=carried) for segment, carried in steps]
         if needs == [None] * len(steps):
-            silent.append(name)
-        elif not all(isinstance(need, NeededFlops) and 0 <= min(need) <= max(need) < math.inf for need in needs):
+            continue  # not said, so three times the ideal is charged
+        if not all(isinstance(need, NeededFlops) and 0 <= min(need) <= max(need) < math.inf for need in needs):
             yield f"{name}: {needs} are not NeededFlops of 0 or more"
         elif needs[0].forward < sublayer.ideal_flops() - 1:  # which is rounded
             yield f"{name}: a warm byte needs {needs[0].forward:,.0f}, ideal is {sublayer.ideal_flops():,}"
-    return f"not said, so 3 x ideal is charged: {', '.join(silent)}" if silent else "said by every sublayer"
+
+
+def _infinite_gradients(case: str, model: nn.Module) -> list[str]:
+    return [
+        f"{case}: the gradient of {n} is not finite" for n, g in gradients_of(model).items() if not g.isfinite().all()
+    ]
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differs, leaves, pick, run
+from variants.conformance.fixture import MODES, NoDropout, Outputs, Subject, Verdict, differs, pick, run
 from variants.contract import State, Sublayer, map_state
 
-MOST_BYTES = 2**30  # of the tensors of one forward pass; fewer streams are looked at where they would be more
-ALIVE = 6  # tensors as large as the largest at once, about
+MOST_PAIRS = (
+    2**23
+)  # of a query and a key of one head in a forward pass: fewer streams are looked at where they would be more
 MOST_SEGMENTS = 8  # read on after the first change; who reaches farther than they are long is not looked at
 SECONDS, LEAST = 1.2, 6  # of work for the places of one size of the run; no more are looked at, once so many were
 EVERY, ROWS = 128, 64  # places of a small stream, and about so many of a longer one; copies that go into one forward
@@ -70,7 +69,7 @@ class Size(NamedTuple):
 
 def _sizes(subject: Subject, *modes: str) -> list[Size]:
     """The run's, or small ones: streams of more than two windows, and halves of one, with a past."""
-    streams, length, half = ROWS if subject.separate else 3, subject.length, subject.length // 2
+    streams, length, half = 3 if "streams_apart" in subject.limits else ROWS, subject.length, subject.length // 2
     small = [Size(mode, min(streams, length), length, False, small=True) for mode in MODES]
     small.append(Size("eval", min(streams, half), half, True, small=True))
     return [size for mode in modes for size in subject.sizes or small if size.mode == mode]
@@ -78,19 +77,15 @@ def _sizes(subject: Subject, *modes: str) -> list[Size]:
 
 def causality(subject: Subject, *, mode: str) -> Verdict:
     """All bytes from p on are changed; nothing before p may move."""
-    told = []
     for size in _sizes(subject, mode):
-        fed = _Fed(subject, size)
-        if moved := fed.moved(f"{size}, all from byte {{at}} on changed"):
+        if moved := _Fed(subject, size).moved(f"{size}, all from byte {{at}} on changed"):
             yield moved[1]
-            break
-        told.append(f"{size} at {fed.looked_at} places{fed.fewer}")
-    return "; ".join(told)
+            return
 
 
 def reach(subject: Subject) -> Verdict:
     """All bytes up to p are changed, those of the state too; nothing after p + reach may move."""
-    reaches, told, seen = total_reaches(subject.declared), [], set()
+    reaches = total_reaches(subject.declared)
     for size in _sizes(subject, "eval"):
         length = LONGEST if size.small and size.carry else size.segment * (MOST_SEGMENTS if size.carry else 1)
         near = {name: int(most) for name, most in reaches.items() if most + 1 < length}
@@ -102,32 +97,23 @@ def reach(subject: Subject) -> Verdict:
             honest = near[name] or name not in subject.declared or subject.declared[name].honours is not None
             end = "" if honest else ": what sees a past declares honours and reach()"
             yield f"{line}, beyond its reach of {near[name]}{end}"
-            break
-        seen |= near.keys()
-        ends = ", ".join(f"{name} {most}" for name, most in near.items())
-        told.append(f"{size} at {fed.looked_at} places{fed.fewer}: {ends}")
-    far = [name for name, most in reaches.items() if name not in seen and most < math.inf]
-    told += [f"too far to look at: {', '.join(far)}"] if far else []
-    return "; ".join(told) or "no sublayer declares an end of its reach"
+            return
 
 
 def segments(subject: Subject) -> Verdict:
     """The same bytes in whole segments and cut at ugly places."""
-    told = []
     for size in _sizes(subject, *subject.still):
         if size.small:
             size = size._replace(streams=3)
         if size.segment < 3 or size.small == size.carry:
             continue
-        fed, schemes = _Fed(subject, size), size.cuts(subject.span, subject.period)
+        fed = _Fed(subject, size)
         whole = fed.run(fed.tokens)
-        for cuts in schemes:
+        for cuts in size.cuts(subject.span, subject.period):
             case = f"{size} cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
             if lines := differs(case, whole, fed.run(fed.tokens, cuts=cuts)):
                 yield from lines
-                return None
-        told.append(f"{size}{fed.fewer} in {len(schemes)} ways")
-    return "; ".join(told) or "nothing is carried"
+                return
 
 
 def total_reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
@@ -137,24 +123,17 @@ def total_reaches(sublayers: Mapping[str, Sublayer]) -> dict[str, float]:
 
 
 class _Fed:
-    """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and what they continue;
-    ``fewer`` says where memory allows fewer streams than were asked for, ``looked_at`` how many places were."""
+    """A model in a mode, and streams of random bytes for it: ``tokens [B, T]`` of some segments, and what they continue."""
 
     def __init__(self, subject: Subject, size: Size, *, number: int = 1):
         self.model, self.still = subject.build(mode=size.mode), subject.still.get(size.mode, NoDropout)
-        self.size, self.separate, self.looked_at = size, subject.separate, 0
+        self.size, self.separate = size, "streams_apart" not in subject.limits
         self.places = size.places(subject.period)
         past = -(-subject.span // size.segment) * size.segment if size.carry else 0
-        with _Largest() as largest:  # that one stream makes
-            _, state = self._read(torch.zeros(1, past + size.segment, dtype=torch.int64), None)
-        if not any(tensor.numel() for tensor in leaves(state[1])):  # it would take time only
-            past = 0
-        streams = min(size.streams, max(1, MOST_BYTES // (ALIVE * largest.bytes)))
-        self.fewer = f" of {streams} streams, for memory's sake" if streams < size.streams else ""
+        streams = min(size.streams, max(1, MOST_PAIRS // (size.segment * (size.segment + subject.span))))
         tokens = subject.bytes(length=past + number * size.segment, streams=streams, seed=2)
-        (before, self.tokens), (self.other_before, self.other) = (
-            some.tensor_split([past], dim=1) for some in (tokens, subject.other(tokens))
-        )
+        before, self.tokens = tokens.tensor_split([past], dim=1)
+        self.other_before, self.other = subject.other(tokens).tensor_split([past], dim=1)
         self.past = self._read(before, None)[1]
 
     def _read(self, tokens: Tensor, state: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
@@ -179,8 +158,7 @@ class _Fed:
         before, byte, late = self.run(self.tokens), torch.arange(self.tokens.shape[1]), reaches is not None
         past = self._read(self.other_before, None)[1] if late else self.past
         for at in self._turns([-1, *self.places] if late else self.places):
-            changed = byte <= at if late else byte >= at
-            after, _ = self._read(torch.where(changed, self.other, self.tokens), past)
+            after, _ = self._read(torch.where(byte <= at if late else byte >= at, self.other, self.tokens), past)
             for name in reaches or before:
                 silent = byte > at + reaches[name] if late else byte < at
                 first, then = {name: before[name]}, {name: torch.where(silent[..., None], after[name], before[name])}
@@ -201,20 +179,7 @@ class _Fed:
             if first >= LEAST and not self.size.small and time.thread_time() - begun > SECONDS:
                 return
             some = places[first : first + streams]
-            self.looked_at = first + len(some)
             yield torch.tensor([some[i % len(some)] for i in range(len(self.tokens))])[:, None]
-
-
-class _Largest(TorchDispatchMode):
-    """Remembers the bytes of the largest tensor that is made."""
-
-    bytes = 1
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        sizes = [t.numel() * t.element_size() for t in tree_leaves(result) if isinstance(t, Tensor)]
-        self.bytes = max(self.bytes, *sizes, 1)
-        return result
 
 
 SIZED = (

@@ -44,10 +44,10 @@ class Finding:
 
     promise: str
     passed: bool
-    detail: str
+    detail: str = ""
 
     def __str__(self) -> str:
-        return f"{'pass' if self.passed else 'FAIL'}  {self.promise}: {self.detail}"
+        return f"{'pass' if self.passed else 'FAIL'}  {': '.join(filter(None, [self.promise, self.detail]))}"
 
 
 def check(
@@ -77,7 +77,7 @@ def check(
         with torch.random.fork_rng(devices=[]):
             limits = subject.limits
     except Exception as error:
-        yield Finding("the model can be built", False, told(error))
+        yield Finding("the model can be built", False, _line_of(error))
         return
     for promise, limit, function in checks:
         if not sizes or limit not in limits:
@@ -97,12 +97,12 @@ def finding_of(promise: str, function: Callable[..., Verdict], *subjects: Subjec
         with torch.random.fork_rng(devices=[]):
             breaks, detail = outcome(function(*subjects))
     except Exception as error:
-        return Finding(promise, False, told(error, *(line for subject in subjects for line in subject.during)))
+        return Finding(promise, False, _line_of(error, *(line for subject in subjects for line in subject.during)))
     if limit is None:
-        return Finding(promise, not breaks, "; ".join(breaks) or detail)
+        return Finding(promise, not breaks, "; ".join(breaks) or detail or "")
     if breaks:
         return Finding(promise, True, f"limit {limit} is declared and real: {breaks[0]}")
-    return Finding(promise, False, f"limit {limit} is declared, but nothing broke: {detail}")
+    return Finding(promise, False, f"limit {limit} is declared, but nothing broke")
 
 
 def outcome(verdict: Verdict) -> tuple[list[str], str | None]:
@@ -116,7 +116,7 @@ def outcome(verdict: Verdict) -> tuple[list[str], str | None]:
     return breaks, None
 
 
-def told(error: Exception, *during: str) -> str:
+def _line_of(error: Exception, *during: str) -> str:
     """An exception as a finding's detail: what, then when, then the line of the last code that is not torch's."""
     torchs = str(Path(torch.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(torchs)]
@@ -159,12 +159,13 @@ def _train(make_model: Callable[[], nn.Module], vocabulary: int, steps: int, bel
         optimizer.step()
         optimizer.zero_grad()
         model.project_()
-        if step % SCORED == 0 or step == steps:
-            logits = run(model.eval(), window[:, :-1], cuts=(16,))[0]["logits"]
-            bits = F.cross_entropy(logits.transpose(1, 2), window[:, 1:], reduction="none") / math.log(2)  # [8, 32]
-            scores = [bits[:4].mean(), *((bits[4:] * after_a).sum(0)[at] / after_a.sum(0)[at]).sort().values[:1]]
-            if max(scores) < below_bits:
-                break
+        if step % SCORED and step < steps:
+            continue
+        logits = run(model.eval(), window[:, :-1], cuts=(16,))[0]["logits"]
+        bits = F.cross_entropy(logits.transpose(1, 2), window[:, 1:], reduction="none") / math.log(2)  # [8, 32]
+        scores = [bits[:4].mean(), *((bits[4:] * after_a).sum(0)[at] / after_a.sum(0)[at]).sort().values[:1]]
+        if max(scores) < below_bits:
+            break
     past = f"{scores[1]:.3f} where the byte two before tells the next" if at.any() else "none that needs a past so near"
     score = f"{scores[0]:.3f} bits per byte, {past}, after {step} steps of seed {seed}"
     if not max(scores) < below_bits:  # not a number, perhaps

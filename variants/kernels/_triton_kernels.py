@@ -223,7 +223,7 @@ def query_gradient(
 ):  # fmt: skip
     """``dq``, ``delta`` = g . y ``[B, H, T]``, and each program's part of dz ``[H, B * blocks]``.
 
-    ``dq`` and ``dz`` may be None. Grid: (B * blocks, H).
+    ``dz`` may be None. Grid: (B * blocks, H).
     """
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
@@ -264,15 +264,13 @@ def query_gradient(
                     # The ramp is closed: at its far end m is 0 and the key is not attended to, but it has a gradient.
                     span += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), change, 0.0), 1)
                 change *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # by tl.where it would spill
-            if dq is not None:
-                moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
-            if dq is not None and vectors is not None:
+            moved = tl.dot(change.to(k.dtype.element_ty), keys, moved, input_precision=PRECISION)
+            if vectors is not None:
                 p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
                 by_distance = tl.gather(change, tl.minimum(tl.maximum(place, 0), BLOCK - 1), 1)
                 by_distance = tl.where((place >= 0) & (place < BLOCK), by_distance, 0.0).to(k.dtype.element_ty)
                 moved = tl.dot(by_distance, p, moved, input_precision=PRECISION)
-    if dq is not None:
-        _store(dq + row * K, t, T, moved, K, WIDTH)
+    _store(dq + row * K, t, T, moved, K, WIDTH)
     if dz is not None:
         tl.store(dz + h * tl.num_programs(0) + tl.program_id(0), tl.sum(span, 0) / ramp)
 
@@ -285,7 +283,7 @@ def key_gradient(
 ):  # fmt: skip
     """``dk`` and ``dv`` of keys from ``first_key`` on, ``[B, H, L - first_key, K]``, also where streams share keys.
 
-    Either may be None. Grid: (B * blocks of those keys, H).
+    Grid: (B * blocks of those keys, H).
     """
     H, written = tl.num_programs(1), L - first_key
     blocks = tl.cdiv(written, BLOCK)
@@ -320,19 +318,15 @@ def key_gradient(
             if seed is None:
                 up = _load(g + row * K, t, T, K, WIDTH)
             drawn = _drawn(seed, b, h, t)[None, :]
-            if dv is not None:
-                kept = _drop(weights, seed, drawn, x, j[:, None], ALL, DROP, SCALE).to(g.dtype.element_ty)
-                dvalues = tl.dot(kept, up, dvalues, input_precision=PRECISION)
-            if dk is not None:
-                paid = tl.load(delta + row + t, mask=t < T, other=0.0)
-                reward = tl.dot(values, tl.trans(up), input_precision=PRECISION)
-                reward = _drop(reward, seed, drawn, x, j[:, None], ALL, DROP, SCALE) - paid[None, :]
-                dkeys = tl.dot((weights * reward).to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
+            dropped = _drop(weights, seed, drawn, x, j[:, None], ALL, DROP, SCALE).to(g.dtype.element_ty)
+            dvalues = tl.dot(dropped, up, dvalues, input_precision=PRECISION)
+            paid = tl.load(delta + row + t, mask=t < T, other=0.0)
+            reward = tl.dot(values, tl.trans(up), input_precision=PRECISION)
+            reward = _drop(reward, seed, drawn, x, j[:, None], ALL, DROP, SCALE) - paid[None, :]
+            dkeys = tl.dot((weights * reward).to(q.dtype.element_ty), own, dkeys, input_precision=PRECISION)
     at, rows = (b * H + h) * written * K, own0 + tl.arange(0, BLOCK)
-    if dk is not None:
-        _store(dk + at, rows, written, dkeys, K, WIDTH)
-    if dv is not None:
-        _store(dv + at, rows, written, dvalues, K, WIDTH)
+    _store(dk + at, rows, written, dkeys, K, WIDTH)
+    _store(dv + at, rows, written, dvalues, K, WIDTH)
 
 
 @triton.jit

@@ -48,7 +48,9 @@ def attend(
         chunk: C, bytes.
     """
     v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the sum of weights is the mean of ones
-    sums, top = _start(k, v, log_scale) if state is None else _given(state, log_scale, v.dtype)
+    if state is None:
+        state = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), v.new_full(k.shape[:2], -torch.inf)
+    sums, top = state[0].to(v.dtype), None if log_scale is None else state[1].to(v.dtype)
     cut = pieces(q.shape[2], chunk)
     lengths = [size * number for size, number in cut]
     parts = [x.split(lengths, dim=2) for x in (q, k, v)]
@@ -67,25 +69,15 @@ def attend(
 
 def unrounded(device: torch.device) -> AbstractContextManager:
     """Without autocast, where the device has it: sums over a long past are no place for bfloat16."""
-    there = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if there else nullcontext()
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 def pieces(length: int, chunk: int) -> list[tuple[int, int]]:
     """(bytes of a chunk, chunks) of each piece of a segment: whole chunks first, then what is left as one."""
     whole = length // chunk
-    found = [(chunk, min(AT_ONCE, whole - n)) for n in range(0, whole, AT_ONCE)]
-    return [*found, (length % chunk, 1)] if length % chunk else found
-
-
-def _start(k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
-    return sums, None if log_scale is None else v.new_full(k.shape[:2], -torch.inf)
-
-
-def _given(state: State, log_scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    sums = state[0].to(dtype)
-    return sums, None if log_scale is None else state[1].to(dtype)
+    cut = [(chunk, min(AT_ONCE, whole - n)) for n in range(0, whole, AT_ONCE)]
+    return [*cut, (length % chunk, 1)] if length % chunk else cut
 
 
 def _piece(
@@ -102,9 +94,9 @@ def _piece(
     """
     added = (k if write is None else k * write).mT @ v  # [B, H, n, F, K + 1]
     before = []
-    for one, kept in zip(added.unbind(2), keep.unbind(2), strict=True):
+    for own_sums, decay in zip(added.unbind(2), keep.unbind(2), strict=True):
         before.append(sums)
-        sums = sums * kept + one
+        sums = sums * decay + own_sums
     out = (q @ k.mT * own) @ v
     return out + (q if read is None else q * read) @ torch.stack(before, dim=2), sums
 

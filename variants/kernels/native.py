@@ -13,8 +13,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import time
-from contextlib import suppress
 from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
@@ -22,8 +20,6 @@ MARCH = "WINDTUNNEL_MARCH"
 """A variable with another CPU to compile for than this one, as ``x86-64-v3``: the compiler's word for ``-march``."""
 FOLDER = "WINDTUNNEL_KERNELS"
 COMPILERS = ("c++", "g++", "clang++")
-LEFT_SECONDS = 3600
-"""No compiler takes longer."""
 
 
 def load(name: str, source: str) -> ctypes.CDLL | str:
@@ -37,8 +33,8 @@ def load(name: str, source: str) -> ctypes.CDLL | str:
     try:
         return ctypes.CDLL(str(_built(name, source, compiler)))
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines()
-        return f"a C++ compiler that fails ({compiler[0]}: {said[0] if said else error})"
+        first = next(iter((error.stderr or "").strip().splitlines()), error)
+        return f"a C++ compiler that fails ({compiler[0]}: {first})"
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         return f"a C++ kernel that cannot be built ({error})"
 
@@ -46,26 +42,19 @@ def load(name: str, source: str) -> ctypes.CDLL | str:
 def _built(name: str, source: str, compiler: list[str]) -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     flags = (*FLAGS, f"-march={os.environ.get(MARCH) or 'native'}")
-    known = "\0".join((source, *flags, *compiler, version, _cpu()))
+    facts = "\0".join((source, *flags, *compiler, version, _cpu()))
     folder = Path(os.environ.get(FOLDER) or Path.home() / ".cache" / "torch_extensions")
-    path = folder / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    path = folder / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("*.tmp"):  # by a process that was killed
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > LEFT_SECONDS:
-                left.unlink()
-    descriptor, passing = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    os.close(descriptor)
-    try:
-        command = [*compiler, *flags, "-x", "c++", "-", "-o", passing]
+    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as passing:
+        built = Path(passing) / path.name
+        command = [*compiler, *flags, "-x", "c++", "-", "-o", str(built)]
         subprocess.run(command, input=source, capture_output=True, text=True, check=True)
-        with open(passing, "rb") as built:
-            os.fsync(built.fileno())  # before the rename: a crash must not leave a name on missing bytes
-        os.replace(passing, path)  # others see a whole library or none
-    finally:
-        Path(passing).unlink(missing_ok=True)
+        with open(built, "rb") as file:
+            os.fsync(file.fileno())  # before the rename: a crash must not leave a name on missing bytes
+        os.replace(built, path)  # others see a whole library or none
     return path
 
 

@@ -15,8 +15,8 @@ SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 @torch.compiler.assume_constant_result
 def available() -> str | None:
     """Why there is no such search on this machine; None if there is."""
-    found = _library()
-    return found if isinstance(found, str) else None
+    library = _library()
+    return library if isinstance(library, str) else None
 
 
 @torch.library.custom_op("windtunnel::product_search", mutates_args=(), device_types="cpu")

@@ -13,15 +13,14 @@ keys can have, from which the diagonals are picked. Every sum has one order: res
 
 import importlib.util
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from variants.kernels.dropout import threshold
-from variants.kernels.given import Given
-from variants.kernels.window import Window
+from variants.kernels.window import Inputs, Window
 
 WIDTH_STEP, MAX_WIDTH = 8, 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,20 +28,15 @@ STREAM_GROUPS = 8
 """Partial sums of the gradient of vectors: more of them fill a device, each holds [H, n, K] in float32."""
 
 
-def available(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why ``attend`` cannot run for queries of this device, dtype and head width K; None if it can.
+def available(device: torch.device, width: int) -> str | None:
+    """Why ``forward`` cannot run on this device for heads of width K; None if it can.
 
     On a CPU it can where triton interprets kernels (TRITON_INTERPRET=1), for tests without a device.
     """
     if not _installed():
         return "triton is not installed"
-    interpreted = _kernels().INTERPRETED
-    if device.type != "cuda" and not interpreted:
+    if device.type != "cuda" and not _kernels().INTERPRETED:
         return f"runtime.device={device.type}: the kernel needs cuda"
-    if dtype not in DTYPES:
-        return f"{dtype}: the kernel takes {', '.join(map(str, DTYPES))}"
-    if dtype == torch.bfloat16 and interpreted:
-        return "torch.bfloat16: triton's interpreter multiplies it as integers"
     if width % WIDTH_STEP or width > MAX_WIDTH:
         return f"head width {width}: the kernel takes multiples of {WIDTH_STEP} up to {MAX_WIDTH}"
     return None
@@ -77,74 +71,64 @@ def launch_options(width: int, dtype: torch.dtype, *, precision: str, vectors: b
     return options if block == columns == 64 else options | {"maxnreg": 255}
 
 
-def forward(given: Given, window: Window) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, K]`` and what ``backward`` needs beside it: the joint log-sum-exp in base 2 ``[B, H, T]``.
 
-    Raises:
-        ValueError: where ``available`` says why not, and for what the kernels do not take.
+    Spans are one a head; there are vectors or a constant bias, or none of both, for as many distances as a head may see.
     """
-    _check(given, window)
+    q, z, distances = inputs.q, inputs.z, _distances(inputs)
+    assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), (q.dtype, z)
+    assert inputs.vectors is None or inputs.bias is None, "vectors and a bias"
+    assert not distances or distances >= max(window.max_keys), f"vectors or a bias of {distances} distances"
     start = (None, None)
-    if given.extra_q is not None:
-        start = _forward(_beside(given), None, None, torch.float32)
-    return _forward(_context(given, window), *start, given.q.dtype)
+    if inputs.extra_q is not None:
+        start = _forward(_beside(inputs), None, None, torch.float32)
+    return _forward(_context(inputs, window), *start, inputs.q.dtype)
 
 
 def backward(
-    g: Tensor, y: Tensor, saved: Tensor, given: Given, window: Window, wanted: frozenset[str], *, own_only: bool = False
+    g: Tensor,
+    y: Tensor,
+    saved: Tensor,
+    inputs: Inputs,
+    window: Window,
+    wanted: frozenset[str],
+    *,
+    own_only: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradients by the names of ``Given``, for the upstream ``g`` and what ``forward`` gave.
+    """Gradients by the names of ``Inputs``, for the upstream ``g`` and what ``forward`` gave.
 
     Args:
-        wanted: names; nothing is computed for others.
+        wanted: names; the gradient of spans is computed only if it is one of them.
         own_only: the past is a constant: ``k`` and ``v`` get gradients ``[B, H, T, K]``, of the last T keys.
     """
-    found: dict[str, Tensor] = {}
     joint = {"g": g.to(y.dtype).contiguous(), "lse": saved, "delta": torch.empty_like(saved)}
-    context = _context(given, window)
-    streams, rows, keys = y.shape[0], y.shape[2], given.k.shape[2]
-    if wanted & {"q", "z"}:
-        found |= _query_gradient(context, y, joint, wanted)
-    else:
-        torch.sum(g.float() * y.float(), -1, out=joint["delta"])
-    if pair := wanted & {"k", "v"}:
-        found |= _key_gradient(context, streams, joint, pair, first_key=keys - rows if own_only else 0)
-    if "vectors" in wanted:
-        found["vectors"] = _vector_gradient(context, joint)
-    extras = {name.removeprefix("extra_") for name in wanted & {"extra_q", "extra_k", "extra_v"}}
-    if extras:
-        beside, parts = _beside(given), {}
-        if "q" in extras:
-            parts |= _query_gradient(beside, y, joint, extras)
-        if pair := extras & {"k", "v"}:
-            of_streams = _key_gradient(beside, streams, joint, pair, dtype=torch.float32)
-            parts |= {name: part.sum(0) for name, part in of_streams.items()}
-        found |= {f"extra_{name}": part for name, part in parts.items()}
-    return {name: gradient.to(getattr(given, name).dtype) for name, gradient in found.items()}
+    context, streams, rows, keys = _context(inputs, window), y.shape[0], y.shape[2], inputs.k.shape[2]
+    results = _query_gradient(context, y, joint, span="z" in wanted)
+    results |= _key_gradient(context, streams, joint, first_key=keys - rows if own_only else 0)
+    if inputs.vectors is not None:
+        results["vectors"] = _vector_gradient(context, joint)
+    if inputs.extra_q is not None:
+        beside = _beside(inputs)
+        results["extra_q"] = _query_gradient(beside, y, joint)["q"]
+        of_streams = _key_gradient(beside, streams, joint, dtype=torch.float32)
+        results |= {f"extra_{name}": part.sum(0) for name, part in of_streams.items()}
+    return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
 
 
 def executed_flops(
-    window: Window,
-    far: Sequence[float] | None,
-    *,
-    streams: int,
-    rows: int,
-    keys: int,
-    width: int,
-    persistent: int,
-    vectors: bool,
-    block: int,
-    wanted: frozenset[str] = frozenset(Given._fields),
-    own_only: bool = False,
+    inputs: Inputs, window: Window, wanted: frozenset[str], *, own_only: bool = False
 ) -> tuple[int, int]:
     """FLOPs that the launches of ``forward`` and of ``backward`` execute: of products of whole tiles, padding included.
 
-    Args:
-        far: z + R of each head; None for a hard window, or where spans have no values.
-        persistent: vectors beside the context, in tiles of as many rows.
-        block: rows of a tile, as ``launch_options`` says.
-        wanted, own_only: as ``backward`` takes them.
+    Where spans have no values, each head meets all that it may see.
     """
+    (streams, _, rows, width), keys, far = inputs.q.shape, inputs.k.shape[2], None
+    vectors = inputs.vectors is not None
+    block = launch_options(width, inputs.q.dtype, precision=precision(), vectors=vectors)["BLOCK"]
+    persistent = 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
+    if inputs.z is not None and not isinstance(inputs.z, FakeTensor):
+        far = (inputs.z.detach() + window.ramp).tolist()  # waits for the device: whoever counts is not timed
     starts, offset = range(0, rows, block), keys - rows - window.shift
     by_queries = by_keys = by_distances = 0
     for h, most in enumerate(window.max_keys):
@@ -160,17 +144,7 @@ def executed_flops(
     beside = len(window.max_keys) * len(starts) * -(-persistent // block)
     near = 2 * vectors  # q . p of the 2 BLOCK distances on a tile's diagonals
     forward = by_queries * (2 + near) + beside * 2
-    backward = 0
-    if wanted & {"q", "z"}:
-        backward += by_queries * (2 + near + (1 + near) * ("q" in wanted))
-    if pair := wanted & {"k", "v"}:
-        backward += by_keys * (1 + near + ("v" in pair) + 2 * ("k" in pair))
-    if vectors and "vectors" in wanted:
-        backward += by_distances * 6
-    if "extra_q" in wanted:
-        backward += beside * 3
-    if pair := wanted & {"extra_k", "extra_v"}:
-        backward += beside * (1 + ("extra_v" in pair) + 2 * ("extra_k" in pair))
+    backward = by_queries * (3 + 2 * near) + by_keys * (4 + near) + by_distances * 6 * vectors + beside * 7
     tile = 2 * streams * block**2 * padded(width)
     return forward * tile, backward * tile
 
@@ -182,62 +156,48 @@ def _heads(max_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
     return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (max_keys, order))
 
 
-def _distances(given: Given) -> int:
+def _distances(inputs: Inputs) -> int:
     """How many a table of them has; 0 without one."""
-    if given.vectors is not None:
-        return len(given.vectors)
-    return 0 if given.bias is None else given.bias.shape[1]
+    if inputs.vectors is not None:
+        return len(inputs.vectors)
+    return 0 if inputs.bias is None else inputs.bias.shape[1]
 
 
-def _check(given: Given, window: Window) -> None:
-    q, z, most = given.q, given.z, max(window.max_keys)
-    if (reason := available(q.device, q.dtype, q.shape[-1])) is not None:
-        raise ValueError(f"runtime.backend=kernel cannot run with {reason}")
-    if z is not None and z.shape != q.shape[1:2]:
-        raise ValueError(f"spans of shape {tuple(z.shape)}: the kernel takes one a head, [{q.shape[1]}]")
-    if given.vectors is not None and given.bias is not None:
-        raise ValueError("vectors and a bias: the kernel takes one of them")
-    if (distances := _distances(given)) and distances < most:
-        raise ValueError(f"vectors or bias of {distances} distances: window.max_keys needs {most}")
-    if given.dropout and given.seed is None:
-        raise ValueError(f"dropout {given.dropout} without a seed: the kernel draws its mask from one")
-
-
-def _context(given: Given, window: Window) -> dict:
+def _context(inputs: Inputs, window: Window) -> dict:
     """What all kernels of the part of the softmax over visible keys are given alike."""
-    rows, keys = given.q.shape[2], given.k.shape[2]
-    max_keys, order = _heads(window.max_keys, given.q.device)
-    far = None if given.z is None else (given.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
-    return _arguments(given, given.q, given.k, given.v) | {
+    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
+    max_keys, order = _heads(window.max_keys, inputs.q.device)
+    far = None if inputs.z is None else (inputs.z + window.ramp).float()  # as in soft_mask: sides of kinks agree
+    return _arguments(inputs, inputs.q, inputs.k, inputs.v) | {
         "far": far,
         "max_keys": max_keys,
         "order": order,
-        "table": None if given.bias is None else given.bias.float().contiguous(),
-        "vectors": None if given.vectors is None else given.vectors.to(given.q.dtype).contiguous(),
-        "distances": _distances(given),
+        "table": None if inputs.bias is None else inputs.bias.float().contiguous(),
+        "vectors": None if inputs.vectors is None else inputs.vectors.to(inputs.q.dtype).contiguous(),
+        "distances": _distances(inputs),
         "offset": keys - rows - window.shift,
         "ramp": window.ramp,
-        "k_stream": given.k[0].numel(),
+        "k_stream": inputs.k[0].numel(),
         "ALL": False,
     }
 
 
-def _beside(given: Given) -> dict:
+def _beside(inputs: Inputs) -> dict:
     """The same of the part over persistent vectors: all are seen, and all streams share them."""
-    arguments = _arguments(given, given.extra_q.to(given.q.dtype), given.extra_k, given.extra_v)
-    max_keys, order = _heads((arguments["L"],) * given.q.shape[1], given.q.device)
+    arguments = _arguments(inputs, inputs.extra_q.to(inputs.q.dtype), inputs.extra_k, inputs.extra_v)
+    max_keys, order = _heads((arguments["L"],) * inputs.q.shape[1], inputs.q.device)
     return arguments | {"max_keys": max_keys, "order": order}
 
 
-def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
+def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Arguments of kernels with which every key is seen."""
-    width, rate = q.shape[-1], given.dropout
+    width, rate = q.shape[-1], inputs.dropout
     return {
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
         "v": v.to(q.dtype).contiguous(),
         **dict.fromkeys(("far", "table", "vectors")),
-        "seed": given.seed if rate else None,
+        "seed": inputs.seed if rate else None,
         "T": q.shape[2],
         "L": k.shape[-2],
         **dict.fromkeys(("distances", "offset", "ramp", "k_stream"), 0),
@@ -247,12 +207,7 @@ def _arguments(given: Given, q: Tensor, k: Tensor, v: Tensor) -> dict:
         "WIDTH": padded(width),
         "ALL": True,
         "PRECISION": precision(),
-    } | launch_options(width, q.dtype, precision=precision(), vectors=given.vectors is not None)
-
-
-def block(given: Given) -> int:
-    """Rows of a tile."""
-    return _arguments(given, given.q, given.k, given.v)["BLOCK"]
+    } | launch_options(width, q.dtype, precision=precision(), vectors=inputs.vectors is not None)
 
 
 def padded(width: int) -> int:
@@ -271,31 +226,24 @@ def _forward(
     return y, lse
 
 
-def _query_gradient(arguments: dict, y: Tensor, joint: dict, wanted: frozenset[str]) -> dict[str, Tensor]:
+def _query_gradient(arguments: dict, y: Tensor, joint: dict, *, span: bool = False) -> dict[str, Tensor]:
     """Gradients of queries and of spans ``[H]``; fills ``joint["delta"]``, which the other gradients need."""
     q, grid = arguments["q"], _grid(arguments, arguments["T"])
-    dq = torch.empty_like(q) if "q" in wanted else None
-    dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if "z" in wanted else None
+    dq = torch.empty_like(q)
+    dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
     _kernels().query_gradient[grid](y=y, dq=dq, dz=dz, **joint, **arguments)
-    return ({} if dq is None else {"q": dq}) | ({} if dz is None else {"z": dz.sum(1)})
+    return {"q": dq} | ({"z": dz.sum(1)} if span else {})
 
 
 def _key_gradient(
-    arguments: dict,
-    streams: int,
-    joint: dict,
-    wanted: frozenset[str],
-    *,
-    first_key: int = 0,
-    dtype: torch.dtype | None = None,
+    arguments: dict, streams: int, joint: dict, *, first_key: int = 0, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Gradients of keys and values from ``first_key`` on, for each stream also where all share them."""
     k = arguments["k"]
     shape = (streams, k.shape[-3], k.shape[-2] - first_key, k.shape[-1])
-    found = {name: torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for name in wanted}
-    grid = _grid(arguments, shape[2])
-    _kernels().key_gradient[grid](dk=found.get("k"), dv=found.get("v"), first_key=first_key, **joint, **arguments)
-    return found
+    dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
+    _kernels().key_gradient[_grid(arguments, shape[2])](dk=dk, dv=dv, first_key=first_key, **joint, **arguments)
+    return {"k": dk, "v": dv}
 
 
 def _vector_gradient(arguments: dict, joint: dict) -> Tensor:

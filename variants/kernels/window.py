@@ -61,10 +61,51 @@ class PastKV(NamedTuple):
     v: Tensor
 
 
+class Inputs(NamedTuple):
+    """Tensors of one call of a backend that writes its own gradients; L keys, N persistent vectors, n distances.
+
+    Attributes:
+        q: scaled queries ``[B, H, T, K]``.
+        k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own.
+        z: spans in keys, or None for a hard window.
+        extra_q, extra_k, extra_v: as ``Persistent`` has them, or None.
+        vectors: ``[n, K]``, adds ``q @ vectors.T`` to scores over columns, or None.
+        bias: added to scores, ``[H, n]`` or ``[B, H, T, n]``, or None.
+        seed: of the dropout, int64 scalar, as ``dropout.draw_seed`` gives it, or None.
+        dropout: rate on attention weights.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor | None = None
+    extra_q: Tensor | None = None
+    extra_k: Tensor | None = None
+    extra_v: Tensor | None = None
+    vectors: Tensor | None = None
+    bias: Tensor | None = None
+    seed: Tensor | None = None
+    dropout: float = 0.0
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, window: Window, *, persistent: Persistent | None = None, **added
+    ) -> "Inputs":
+        """Of a call as ``attend`` takes it."""
+        return cls(q, k, v, window.z, *(persistent or (None, None, None)), **added)
+
+
 def soft_mask(z: Tensor, ramp: int, max_keys: int) -> Tensor:
     """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. max_keys - 1: ``[..., max_keys]`` for ``z [...]``."""
     x = torch.arange(max_keys, device=z.device, dtype=z.dtype)
     return torch.clamp((ramp + z[..., None] - x) / ramp, 0, 1)
+
+
+def ramp_slope(z: Tensor, ramp: int, max_keys: int) -> Tensor:
+    """dm/dz, ``[..., max_keys]``: 1 / R on the closed ramp, also at its far end, where m is 0. z + R is rounded as in
+    ``soft_mask``, so that both agree on which side of a kink z is."""
+    x, far = torch.arange(max_keys, device=z.device), (z + ramp)[..., None]
+    return ((x >= far.ceil() - ramp) & (x <= far)).to(z.dtype) / ramp
 
 
 def skew(band: Tensor, keys: int, *, shift: int) -> Tensor:
@@ -106,17 +147,19 @@ def attend(
     window: Window,
     *,
     bias: Tensor | None = None,
+    vectors: Tensor | None = None,
     persistent: Persistent | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """The plain backend: scores in memory, every gradient by autograd.
+    """The plain backend: scores in memory, every gradient by autograd. The others take the same and compute the same.
 
     Args:
         q: scaled queries ``[B, H, T, K]``.
         k, v: keys and values ``[B, H, L, K]``, the last T of them the segment's own.
         window: what a query may see.
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]`` over columns x, with n the largest of ``window.max_keys``.
+        vectors: ``[n, K]`` in place of a bias, which is then ``q @ vectors.T``.
         persistent: key-value vectors in the same softmax, never masked.
         dropout: rate on attention weights, after they are normalised.
         seed: of the dropout, which is then drawn from counters (``dropout.py``), or the numbers of the rows of weights,
@@ -133,6 +176,7 @@ def attend(
         return skew(band, keep, shift=window.shift)
 
     scores = (q @ k.mT).to(_island(q))
+    bias = bias if vectors is None else q @ vectors.T.to(q.dtype)
     if bias is not None:
         scores = scores + over_keys(bias.to(scores.dtype))
     hidden = ~visible(rows, keep, max_keys, shift=window.shift, device=q.device)

@@ -592,7 +592,6 @@ template <class T> void run(const Call& call, bool backward) {
 
 extern "C" {
 int64_t window_pad() { return PAD; }
-int64_t window_rows() { return ROWS; }
 int64_t window_bytes() { return BYTES; }
 void window_forward_float(const Call* call) { run<float>(*call, false); }
 void window_forward_double(const Call* call) { run<double>(*call, false); }

@@ -12,21 +12,19 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from variants.kernels import native
 from variants.kernels.beside import Beside, gradients, merge
-from variants.kernels.window import PastKV, Persistent, Window, soft_mask
+from variants.kernels.window import Inputs, PastKV, Window, ramp_slope, soft_mask
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
-NAMES = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors")
+NAMES = Inputs._fields[:8]
 """Tensors that may have a gradient, in the order of the operations' arguments; the bias and those of the past follow."""
 PAST = len(NAMES) + 1
-EXTRA = ("extra_k", "extra_v")
-TOGETHER = {"k": ("v", "past"), "v": ("k", "past"), "extra_k": EXTRA, "extra_v": EXTRA}
-"""Gradients that come with others: keys with values, and those of the segment with those of the past."""
+TOGETHER = ({"k", "v", "past"}, {"extra_k", "extra_v"})
+"""Gradients that come together, but those of the past are computed only if they are asked for."""
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
     "extra_k extra_v lse columns flat order table mask slope vectors vectors_turned flops dextra_k dextra_v dvectors dz"
@@ -36,23 +34,13 @@ SIZES = "streams heads rows width persistent distances shift threads"
 
 def available() -> str | None:
     """Why there is no kernel on this machine; None if there is."""
-    found = _library()
-    return found if isinstance(found, str) else None
-
-
-def geometry(dtype: torch.dtype) -> tuple[int, int]:
-    """Rows of a block and numbers of a vector: what is met, and a head's width, is rounded up to whole ones."""
-    return _library().window_rows(), _library().window_bytes() // dtype.itemsize
+    library = _library()
+    return library if isinstance(library, str) else None
 
 
 @lru_cache
 def _library() -> ctypes.CDLL | str:
     return native.load("window_cpu", SOURCE)
-
-
-def _pasts(tensors: list[Tensor | None], owners: list[int], heads: int) -> list[int]:
-    """Keys that each head has before the segment."""
-    return [tensors[PAST + 2 * part].shape[2] for part in owners] or [0] * heads
 
 
 def attend(
@@ -62,39 +50,34 @@ def attend(
     window: Window,
     *,
     past: Sequence[PastKV] = (),
-    bias: Tensor | None = None,
-    vectors: Tensor | None = None,
-    persistent: Persistent | None = None,
     beside: Beside | None = None,
+    **added,
 ) -> Tensor:
-    """The same function as ``window.attend`` without dropout; ``z`` is ``[H]``.
+    """``window.attend`` without dropout; ``z`` is ``[H]``, the bias a constant ``[H, n]``.
 
     Args:
         k, v: keys and values of the segment ``[B, H, T, K]``.
         past: what comes before, in parts that have all heads together, or nothing: heads that look far may have more
             than others. No work is done for gradients that nobody asks for.
-        bias: a constant ``[H, n]``, added to scores.
-        vectors: p ``[n, K]``, shared by heads: adds ``q @ vectors.T``.
         beside: what chunks of queries meet in the same softmax.
     """
-    most = max(window.max_keys)
-    for name, given in (("vectors", vectors), ("bias", None if bias is None else bias.mT)):
-        if given is not None and len(given) < most:
-            raise ValueError(f"{name} of {len(given)} distances: window.max_keys needs {most}")
-    kind = torch.promote_types(q.dtype, torch.float32)
-    old = [x.to(kind) for part in past for x in (part.k, part.v)]
+    inputs, most = Inputs.of(q, k, v, window, **added), max(window.max_keys)
+    for name, x in (("vectors", inputs.vectors), ("bias", None if inputs.bias is None else inputs.bias.mT)):
+        if x is not None and len(x) < most:
+            raise ValueError(f"{name} of {len(x)} distances: window.max_keys needs {most}")
+    if inputs.vectors is not None:
+        inputs = inputs._replace(vectors=inputs.vectors[:most])
     owners = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])] if past else []
-    extra = (None, None, None) if persistent is None else (x.to(kind) for x in persistent)
-    vectors = None if vectors is None else vectors[:most].to(kind)
-    z = None if window.z is None else window.z.to(kind)
-    own = (q.to(kind), k.to(kind), v.to(kind))
-    more = (None, None, None) if beside is None else (x.to(kind) for x in beside)
-    return _Attend.apply(window._replace(z=None), owners, *more, *own, z, *extra, vectors, bias, *old).to(q.dtype)
+    tensors = [*(beside or (None, None, None)), *inputs[: len(NAMES)], *(x for part in past for x in part[1:])]
+    kind, place = torch.promote_types(q.dtype, torch.float32), 3 + len(NAMES)
+    tensors = [None if x is None else x.to(kind) for x in tensors]
+    tensors.insert(place, inputs.bias)
+    return _Attend.apply(owners, window, *tensors).to(q.dtype)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, window, owners, *tensors):
+    def forward(ctx, owners, window, *tensors):
         more, own = tensors[:3], list(tensors[3:])
         sizes = (owners, window.max_keys, window.shift, window.ramp)
         y, lse, _ = _forward(own, *sizes)
@@ -109,18 +92,19 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, g):
         *tensors, y, lse = ctx.saved_tensors
         more, tensors = tensors[:3], tensors[3:]
-        _, _, *needs = ctx.needs_input_grad
-        beside, needs = needs[:3], needs[3:]
-        needed = {name for name, need in zip(NAMES, needs, strict=False) if need}
-        needed |= {"past"} if any(needs[PAST:]) else set()
-        wanted = [name for name in (*NAMES, "past") if needed & {name, *TOGETHER.get(name, ())}]
-        *found, _ = _backward(g, y, lse, tensors, *ctx.sizes, " ".join(wanted))
-        found = iter(found)
-        own = [next(found) if name in wanted else None for name in NAMES]
+        beside, needs = ctx.needs_input_grad[2:5], ctx.needs_input_grad[5:]
+        wanted = {name for name, need in zip(NAMES, needs, strict=False) if need}
+        wanted |= {"past"} if (learns := any(needs[PAST:])) else set()
+        for together in TOGETHER:
+            wanted |= together if wanted & together else set()
+        wanted = [name for name in (*NAMES, "past") if name in wanted and (learns or name != "past")]
+        *results, _ = _backward(g, y, lse, tensors, *ctx.sizes, " ".join(wanted))
+        results = iter(results)
+        own = [next(results) if name in wanted else None for name in NAMES]
         if more[0] is not None and (needs[0] or any(beside)):
             dq, more = gradients(g, y, lse, tensors[0], Beside(*more), added=beside[2])
             own[0] = None if own[0] is None else own[0] + dq
-        return None, None, *more, *own, None, *(next(found, None) for _ in tensors[PAST:])
+        return None, None, *more, *own, None, *(next(results, None) for _ in tensors[PAST:])
 
 
 @torch.library.custom_op("windtunnel::window_forward", mutates_args=(), device_types="cpu")
@@ -139,27 +123,20 @@ def _forward(
 
 @torch.library.custom_op("windtunnel::window_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    g: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    tensors: list[Tensor | None],
-    owners: list[int],
-    max_keys: list[int],
-    shift: int,
-    ramp: int,
-    wanted: str,
-) -> list[Tensor]:
+    g: Tensor, y: Tensor, lse: Tensor, tensors: list[Tensor | None], owners: list[int], max_keys: list[int],
+    shift: int, ramp: int, wanted: str,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of the tensors whose names are wanted, in the order of ``NAMES``, of the past, and FLOPs executed."""
     call = _call(tensors, owners, max_keys, shift, ramp, backward=True)
-    *found, _ = _backward_results(g, y, lse, tensors, owners, max_keys, shift, ramp, wanted)
-    own = dict(zip(wanted.split(), found, strict=False))
+    *results, _ = _backward_results(g, y, lse, tensors, owners, max_keys, shift, ramp, wanted)
+    own = dict(zip(wanted.split(), results, strict=False))
     for name in ("q", "extra_q"):  # the kernel writes them in any case
         if (x := tensors[NAMES.index(name)]) is not None:
             own.setdefault(name, _like(x))
     call.put(g=g, y=y, lse=lse, **{f"d{name}": x for name, x in own.items() if name != "past"})
     if "past" in own:
-        call.put_past(owners, found[-2 * (max(owners) + 1) :], names=("dk_old", "dv_old"))
-    return [*found, call.run("backward")]
+        call.put_past(owners, results[-2 * (max(owners) + 1) :], names=("dk_old", "dv_old"))
+    return [*results, call.run("backward")]
 
 
 @_forward.register_fake
@@ -170,40 +147,14 @@ def _forward_results(tensors, *_):
 
 @_backward.register_fake
 def _backward_results(g, y, lse, tensors, owners, max_keys, shift, ramp, wanted):
-    found = [_like(x) for name, x in zip(NAMES, tensors, strict=False) if name in wanted.split()]
-    found += [_like(x) for x in tensors[PAST:] if "past" in wanted.split()]
-    return [*found, g.new_empty((), dtype=torch.int64)]
+    results = [_like(x) for name, x in zip(NAMES, tensors, strict=False) if name in wanted.split()]
+    results += [_like(x) for x in tensors[PAST:] if "past" in wanted.split()]
+    return [*results, g.new_empty((), dtype=torch.int64)]
 
 
-@register_flop_formula(torch.ops.windtunnel.window_forward, get_raw=True)
-def _forward_flops(tensors, owners, max_keys, *_, out_val) -> int:
-    return _expected_flops(tensors, owners, max_keys) if isinstance(out_val[-1], FakeTensor) else int(out_val[-1])
-
-
-@register_flop_formula(torch.ops.windtunnel.window_backward, get_raw=True)
-def _backward_flops(_g, _y, _lse, tensors, owners, max_keys, _shift, _ramp, wanted, *, out_val) -> int:
-    if isinstance(out_val[-1], FakeTensor):
-        return _expected_flops(tensors, owners, max_keys, wanted.split())
+@register_flop_formula([torch.ops.windtunnel.window_forward, torch.ops.windtunnel.window_backward], get_raw=True)
+def _executed_flops(*_, out_val) -> int:
     return int(out_val[-1])
-
-
-def _expected_flops(
-    tensors: list[Tensor | None], owners: list[int], max_keys: list[int], wanted: list[str] | None = None
-) -> int:
-    """Without data: at the heads' buckets, because spans have no values, and with nothing rounded up to whole vectors."""
-    own = dict(zip(NAMES, tensors, strict=False))
-    streams, _, rows, width = own["q"].shape
-    products = 0.0  # with a key, for each row
-    for n, past in zip(max_keys, _pasts(tensors, owners, len(max_keys)), strict=True):
-        met = min(n + geometry(own["q"].dtype)[0] - 1, past + rows)
-        segment = min(n, rows)
-        learned = met if wanted and "past" in wanted else segment - segment**2 / (2 * rows)
-        products += 2 * met if wanted is None else 3 * met + 2 * learned * ("k" in wanted)
-        if own["vectors"] is not None:
-            products += met if wanted is None else met * (2 + ("vectors" in wanted))
-    if own["extra_k"] is not None:
-        products += own["extra_k"][..., 0].numel() * (2 if wanted is None else 3 + 2 * ("extra_k" in wanted))
-    return round(2 * streams * rows * width * products)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -222,7 +173,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """The ``Call`` of the source; keeps the tensors that it points to."""
+    """The ``Call`` of the source; keeps the tensors that it points to alive."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in SIZES.split()),
@@ -240,7 +191,7 @@ class _Call(ctypes.Structure):
                 continue
             strided = name in STRIDED
             x = x if strided and x.stride(-1) == 1 else x.contiguous()
-            self.kept.append(x)
+            self.alive.append(x)
             setattr(self, name, x.data_ptr())
             if strided:
                 setattr(self, f"{name}_", _Strides(*x.stride()[:3]))
@@ -254,7 +205,7 @@ class _Call(ctypes.Structure):
                 x, place = parts[part], owners[:h].count(part)
                 heads.append(_Rows(x.data_ptr() + place * x.stride(1) * x.element_size(), x.stride(0), x.stride(2)))
             rows = (_Rows * len(heads))(*heads)
-            self.kept += [*parts, rows]
+            self.alive += [*parts, rows]
             setattr(self, name, rows)
 
     def run(self, direction: str) -> Tensor:
@@ -272,51 +223,43 @@ def _call(
     own, bias = dict(zip(NAMES, tensors, strict=False)), tensors[len(NAMES)]
     q, z, vectors = own["q"], own.pop("z"), own.pop("vectors")
     call = _Call(streams=q.shape[0], heads=q.shape[1], rows=q.shape[2], width=q.shape[3], shift=shift)
-    call.dtype, call.kept, call.threads = q.dtype, [], torch.get_num_threads()
+    call.dtype, call.alive, call.threads = q.dtype, [], torch.get_num_threads()
     call.persistent = 0 if own["extra_k"] is None else own["extra_k"].shape[1]
     call.distances = max(max_keys)
-    call.put(**own, past=torch.tensor(_pasts(tensors, owners, q.shape[1])))
+    past = [tensors[PAST + 2 * part].shape[2] for part in owners] or [0] * q.shape[1]  # keys before, of each head
+    call.put(**own, past=torch.tensor(past))
     if owners:
         call.put_past(owners, tensors[PAST:], names=("k_old", "v_old"))
-    met = _columns_met(max_keys, z, ramp)
+    met = list(max_keys)
+    if z is not None:  # up to the far end of the closed ramp; added as in soft_mask, so that sides of kinks agree
+        met = [min(n, int(x) + 1) for n, x in zip(max_keys, (z.detach() + ramp).floor().tolist(), strict=True)]
     order = sorted(range(len(met)), key=lambda h: -met[h])
     call.put(columns=torch.tensor(met), order=torch.tensor(order))
     call.put(**_tables(q.dtype, z, bias, met, call.distances, ramp, backward=backward))
     if vectors is not None:
-        pad, (_, lanes) = _library().window_pad(), geometry(q.dtype)
+        pad, lanes = _library().window_pad(), _library().window_bytes() // q.dtype.itemsize
         around = F.pad(vectors.flip(0), (0, -call.width % lanes, pad, pad + -len(vectors) % lanes))
         call.put(vectors=around, vectors_turned=around.unflatten(0, (-1, lanes)).mT)  # panels
     return call
-
-
-def _columns_met(max_keys: list[int], z: Tensor | None, ramp: int) -> list[int]:
-    """Keys that each head meets: with a soft mask up to the far end of the closed ramp, not to the next round number."""
-    if z is None:
-        return list(max_keys)
-    far = (z.detach() + ramp).floor()  # added as in soft_mask, so that both agree on which side of a kink z is
-    return [min(n, int(x) + 1) for n, x in zip(max_keys, far.tolist(), strict=True)]
 
 
 def _tables(
     dtype: torch.dtype, z: Tensor | None, bias: Tensor | None, met: list[int], most: int, ramp: int, *, backward: bool
 ) -> dict[str, Tensor]:
     """What depends on head and distance, ``[H, n + 2 PAD]`` in reverse, and up to where nothing is added."""
-    pad = _library().window_pad()
-    x = torch.arange(most)
-    hidden = x >= torch.tensor(met)[:, None]
+    flat, pad = torch.tensor(met), _library().window_pad()
     added = torch.zeros(len(met), most, dtype=dtype) if bias is None else bias[:, :most].to(dtype)
-    flat, found = torch.tensor(met), {}
+    tables = {}
     if z is not None:
         mask = soft_mask(z.detach(), ramp, most).to(dtype)
         flat = torch.minimum(flat, (mask == 1).sum(1))
         if backward:
-            far = (z.detach() + ramp)[:, None]
-            slope = ((x >= far.ceil() - ramp) & (x <= far)).to(dtype) / ramp
+            slope = ramp_slope(z.detach(), ramp, most).to(dtype)
             # At a whole z the ramp begins where m is still 1.
-            flat = torch.minimum(flat, (x < far.ceil() - ramp).sum(1))
-            found = {"mask": (mask, 0.0), "slope": (slope, 0.0)}
+            flat = torch.minimum(flat, (slope.cumsum(1) == 0).sum(1))
+            tables = {"mask": (mask, 0.0), "slope": (slope, 0.0)}
         else:
             added = added + mask.log()
-    found["table"] = (added.masked_fill(hidden, -torch.inf), -torch.inf)
-    tables = {name: F.pad(band.flip(-1), (pad, pad), value=around) for name, (band, around) in found.items()}
-    return tables | {"flat": flat if bias is None else torch.zeros_like(flat)}
+    tables["table"] = (added.masked_fill(torch.arange(most) >= flat.new_tensor(met)[:, None], -torch.inf), -torch.inf)
+    padded = {name: F.pad(band.flip(-1), (pad, pad), value=around) for name, (band, around) in tables.items()}
+    return padded | {"flat": flat if bias is None else torch.zeros_like(flat)}

@@ -1,0 +1,234 @@
+"""``runtime.backend`` on a device that was not tested: proven once, in processes of their own, remembered and recorded."""
+
+import json
+import threading
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from harness.device import runtime
+from harness.device.cell import CellError
+from harness.loop import select_backend
+from harness.loop.select_backend import agreement, select, settled
+from harness.plan.build import Plan, plan_run
+from harness.plan.small import at_own_width
+from harness.record.rows import RECORD, read_rows
+from tests.composing import TINY, compose_config, plan
+from tests.runs import (
+    make_job,
+    own_folder,  # noqa: F401 - a fixture
+    restored,  # noqa: F401 - a fixture
+    run_job,
+    stop,
+)
+from variants import backends
+from variants.kernels import window
+
+GOOD = (True, "1e-6 of the gradient of x")
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch, tmp_path):
+    """The CPU as a device whose code has no tests; an empty cache."""
+    monkeypatch.setattr(select_backend, "TESTED", ())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """Backends whose process was asked: ``fused`` is right, ``chunked`` hangs, others are wrong."""
+    names = []
+
+    class Quick:
+        def __init__(self, make, config, trusted, settings):
+            self.backend = settings.backend
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def ask(self, method, *, limit_seconds):
+            names.append(self.backend)
+            if self.backend == "chunked":
+                raise CellError("failed", "the process hung: not done after 120 s")
+            return GOOD if self.backend == "fused" else (False, "2e-2 of the gradient of y, at most 1e-4")
+
+    monkeypatch.setattr(select_backend, "Cell", Quick)
+    return names
+
+
+def offering(*offered: str, **runtime_keys: object) -> Plan:
+    """A plan whose attention offers these."""
+    config = OmegaConf.to_container(compose_config("variant=mhsa", "data=recall", *TINY), resolve=True)
+    target = {"_target_": "tests.candidates.Offering", "_partial_": True, "offered": list(offered)}
+    config["variant"]["attention"] = target
+    config["runtime"] |= runtime_keys
+    return plan_run(OmegaConf.create(config), trusted=("tests.candidates",))
+
+
+def chosen(made: Plan, **same) -> dict | None:
+    return select(made, runtime.start(made.runtime), **same)
+
+
+def test_candidates_are_proven_in_processes_of_their_own(capfd):
+    """The whole machinery, on a CPU: one is wrong, one crashes, one is right."""
+    made = offering("kernel", "chunked", "fused")
+    done = settled(made, runtime.start(made.runtime))
+    choice = done.backend_choice
+    assert done.runtime.backend == choice["backend"] == "fused" and done.config == made.config
+    assert {name: one["passed"] for name, one in choice["verdicts"].items()} == {
+        "kernel": False,
+        "chunked": False,
+        "fused": True,
+    }
+    assert "of the gradient of layers.0.attention" in choice["verdicts"]["kernel"]["said"]
+    assert "the process ended by SIGSEGV" in choice["verdicts"]["chunked"]["said"]
+    json.dumps(choice, allow_nan=False)
+    assert len([line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]) == 2
+
+
+def test_a_cpu_is_left_as_it_is_and_so_is_plain(monkeypatch, asked):
+    plain = offering("fused", backend="plain")
+    assert settled(plain, runtime.start(plain.runtime)) is plain
+    monkeypatch.setattr(select_backend, "TESTED", ("cpu",))
+    made = offering("fused")
+    assert settled(made, runtime.start(made.runtime)) is made and not asked
+
+
+def test_finished_comparisons_are_remembered_and_others_are_asked_again(asked, monkeypatch):
+    made = offering("kernel", "chunked", "fused")
+    assert chosen(made)["backend"] == "fused" and asked == ["kernel", "chunked", "fused"]
+    assert chosen(made)["verdicts"]["kernel"]["said"].startswith("2e-2 of") and asked[3:] == ["chunked"]
+    del asked[:]
+    config = made.config | {"batch": made.config["batch"] | {"segment": 32}}
+    assert chosen(plan_run(OmegaConf.create(config), trusted=made.trust)) and asked == ["chunked"]
+    for section, keys in {"model": {"heads": 4}, "runtime": {"precision": "bfloat16"}}.items():
+        del asked[:]
+        config = made.config | {section: made.config[section] | keys}
+        assert chosen(plan_run(OmegaConf.create(config), trusted=made.trust)) and len(asked) == 3, section
+    describe = runtime.Runtime.describe
+    monkeypatch.setattr(runtime.Runtime, "describe", lambda self: describe(self) | {"versions": {"driver": "2"}})
+    del asked[:]
+    assert chosen(made) and len(asked) == 3
+
+
+def test_nothing_passes_is_plain_with_a_warning(asked, capsys):
+    choice = chosen(offering("kernel", "chunked"))
+    assert choice["backend"] == "plain" and len(choice["why"]) == 3
+    first, second, last = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert "kernel failed: 2e-2 of the gradient of y" in first and "hung: not done after 120 s" in second
+    assert "plain, because no other code is proven here" in last
+
+
+def test_what_is_asked_for_by_name_is_proven_and_its_failure_is_an_error(asked):
+    assert chosen(offering("kernel", "fused", backend="fused"))["backend"] == "fused" and asked == ["fused"]
+    with pytest.raises(
+        ValueError, match=r"runtime.backend=kernel: asked for by name.*2e-2 of.*allowed are auto, plain"
+    ):
+        chosen(offering("kernel", "fused", backend="kernel"))
+
+
+def test_a_run_goes_on_with_what_it_recorded_or_says_why_not(asked):
+    made = offering("kernel", "fused")
+    assert chosen(made, recorded={"backend": "fused"})["backend"] == "fused" and asked == ["fused"]
+    assert chosen(made, recorded={"backend": "plain"})["backend"] == "plain"
+    with pytest.raises(ValueError, match=r"runtime.backend=kernel: this run has recorded it.*2e-2 of"):
+        chosen(made, recorded={"backend": "kernel"})
+    with pytest.raises(ValueError, match=r"runtime.backend=chunked: this run has recorded it.*force=true begins anew"):
+        chosen(made, recorded={"backend": "chunked"})
+
+
+def test_jobs_side_by_side_prove_a_candidate_once(asked):
+    made, results = offering("fused"), []
+    jobs = [threading.Thread(target=lambda: results.append(chosen(made)["backend"])) for _ in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert results == ["fused"] * 3 and asked == ["fused"]
+
+
+def test_a_run_records_how_its_backend_was_chosen_and_goes_on_with_it(asked):
+    words = ("variant=mhsa", "budget.steps=6", "checkpoint.every_steps=2")
+    job = make_job(*words)
+    assert job.trainer.backend == "fused"
+    stop(job, step=3)
+    (row,) = [row for row in read_rows(job.folder.path / RECORD) if row["kind"] == "provenance"]
+    assert (
+        row["config"]["runtime"]["backend"] == "auto" and row["backend_choice"]["backend"] == row["backend"] == "fused"
+    )
+    del asked[:]
+    resumed = make_job(*words)
+    assert resumed.folder.path == job.folder.path and not asked
+    summary = run_job(resumed)
+    assert summary["backend"] == "fused" and "has recorded it" in summary["backend_choice"]["why"][0]
+
+
+def test_a_proof_has_a_layer_of_each_kind_of_attention_at_the_runs_width():
+    made = plan(
+        "variant=product_key_memory", "data=recall", *TINY, "model.layers=3", "model.heads=4", "batch.accumulate=2"
+    )
+    small = at_own_width(made, sublayers={"attention"}, longest=5)
+    assert [list(layer) for layer in small.layers] == [["attention"]] and small.batch.streams == 2
+    assert (small.model.heads, small.model.d_model, small.model.span) == (4, made.model.d_model, 5)
+
+
+# Agreement
+
+SMALL = ("data=recall", *TINY, "model.span=24", "batch.streams=2", "position=relative")
+SHORT = (30, 31, 1)
+
+
+def agrees(*words: str) -> tuple[bool, str]:
+    made = plan(*SMALL, *words)
+    return agreement(made, runtime.start(made.runtime), segments=SHORT)
+
+
+def test_right_backends_agree_and_dropped_weights_are_the_same():
+    passed, detail = agrees("variant=adaptive_span", "runtime.backend=chunked")
+    assert passed, detail
+    attention = ("variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2")
+    passed, detail = agrees("variant=mhsa", *attention, "runtime.precision=bfloat16")
+    assert passed, detail
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"), [("seed", ""), ("nan", "inf of "), ("one number", ""), ("runs", "two runs")]
+)
+def test_what_is_wrong_fails(monkeypatch, wrong, name):
+    right, calls = backends._attend, []
+
+    def attend(backend, q, *arguments, seed, **same):
+        calls.append(q)
+        y = right(
+            backend, q, *arguments, seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed, **same
+        )
+        if wrong == "nan":
+            y = torch.where(torch.arange(y.shape[2])[:, None] == y.shape[2] - 1, torch.nan, y)
+        if wrong == "one number" and q.dtype == torch.float32:
+            y = y + torch.nn.functional.one_hot(torch.tensor(0), y.shape[2])[:, None]
+        return y + 1e-7 * len(calls) if wrong == "runs" else y
+
+    monkeypatch.setattr(backends, "_attend", attend)
+    passed, detail = agrees(
+        "variant=mhsa", "variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2"
+    )
+    assert not passed and name in detail, detail
+
+
+def test_coarse_products_are_allowed_where_plain_has_them(monkeypatch):
+    """A made-up TF32: products round their factors, plain's too where the mode says so."""
+    inner = window.attend
+
+    def coarse(q, k, v, *arguments, **same):
+        if q.dtype == torch.float32:
+            q, k, v = (x.detach().bfloat16().float() + (x - x.detach()) for x in (q, k, v))
+        return inner(q, k, v, *arguments, **same)
+
+    monkeypatch.setattr(window, "attend", coarse)
+    assert not agrees("variant=mhsa", "runtime.backend=plain")[0]
+    monkeypatch.setattr(select_backend, "_rounding", lambda where: where)
+    assert agrees("variant=mhsa", "runtime.backend=plain")[0]
