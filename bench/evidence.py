@@ -1,9 +1,9 @@
 """Evidence: the runs of one stage of the front page, each on a core of its own: ``python -m bench.evidence stage=b path=FILE``.
 
-``conf/evidence.yaml`` says which cells a stage has: points of a sweep's grid, rates one step beyond those that have a row, and
-spans replayed from a run of the same seed. A finished or failed run becomes one line of ``<rows>/<table>.jsonl``: its
-cell, its summary, its record without train rows. A cell that has a line is skipped on any machine, and a run that was interrupted
-goes on in its folder.
+``conf/evidence.yaml`` says which cells a stage has: points of a sweep's grid, rates one step beyond those that have a row,
+and spans replayed from a run of the same seed. A finished or failed run becomes one line of ``<rows>/<table>.jsonl``: its
+cell, its summary, and of its record the configuration and the scores. A cell that has a line is skipped on any machine, and
+a run that was interrupted goes on in its folder.
 """
 
 import json
@@ -88,6 +88,13 @@ def cells(grids: list[dict], *, words: list[str], rows: Path, replays: dict[str,
     return every
 
 
+def short(row: dict) -> dict:
+    """A row of a record without what the summary has: identity, protocol and the last metrics."""
+    if row["kind"] == "provenance":
+        return {key: row[key] for key in ("kind", "config") if key in row}
+    return {key: value for key, value in row.items() if key not in ("metrics", "protocol")}
+
+
 def span_word(line: dict | None, *, mean: bool) -> str:
     """Spans of a run's line as the word that replays them; ValueError if it has none."""
     metrics = (line or {}).get("summary", {}).get("valid_metrics") or {}
@@ -126,7 +133,7 @@ class Runner:
         code, run = self.child("train.py", *words), folder / "latest"
         if code in RECORDED and (run / SUMMARY).exists():
             line = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
-            line["record"] = [row for row in read_rows(run / RECORD) if row["kind"] != "train"]
+            line["record"] = [short(row) for row in read_rows(run / RECORD) if row["kind"] != "train"]
             if cell.context and not code:
                 asked = (f"run={run.resolve()}", "split=test", "runtime.threads=1", "runtime.device=cpu")
                 code = self.child("-m", "bench.evaluate", *asked)

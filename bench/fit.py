@@ -207,13 +207,10 @@ def on_gpu(model: LanguageModel, *, asked: str) -> AbstractContextManager:
         name = sublayer.backend(torch.device("cuda"), training=True)
         name = "chunked" if name in ("fused", "kernel") else name
         sublayer.backend = lambda device, *, training, name=name: name
-    return (
-        nullcontext()
-        if asked == "chunked"
-        else patch(
-            "variants.kernels.chunked.attend", partial(resolve_name("variants.kernels.operation:attend"), "kernel")
-        )
-    )
+    if asked == "chunked":
+        return nullcontext()
+    kernel = partial(resolve_name("variants.kernels.operation:attend"), "kernel")
+    return patch("variants.kernels.chunked.attend", kernel)
 
 
 def make_fake(model: nn.Module) -> None:

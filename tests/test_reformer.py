@@ -1,4 +1,4 @@
-"""Reformer beyond its reference: limits, spans that change, and what is kept for the backward pass."""
+"""Reformer beyond its reference: limits, spans that change, and the tensors saved for the backward pass."""
 
 import pytest
 import torch

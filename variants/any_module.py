@@ -88,7 +88,7 @@ class AnyModule(Sublayer):
 
 
 def _check_followed(honours: dict[str, str], cls: Callable[..., nn.Module]) -> None:
-    """ValueError where a choice cannot be followed, or a keyword is none of the module's."""
+    """ValueError where a choice cannot be followed, or the module has no such keyword."""
     named, takes_others = _keywords(cls)
     for name, keyword in honours.items():
         if name not in FOLLOWED:

@@ -219,7 +219,7 @@ class KernelSublayer(Sublayer):
     preferred: ``variants/backends.py`` has all of this for attention over a window."""
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        """The code that would compute the same there by its own word, in order of preference. Nothing is run."""
+        """Names of the backends that support this sublayer on a device, in order of preference. Nothing is run."""
         raise NotImplementedError
 
 
@@ -326,7 +326,7 @@ def check_numbers(least: int, *, null: str = "", **numbers: float | None) -> Non
 
 
 def check_choice(allowed: Iterable[str], **choices: str) -> None:
-    """Refuse what is none of the allowed words."""
+    """ValueError for a word that is not allowed."""
     for name, choice in choices.items():
         if choice not in allowed:
             raise ValueError(f"{name}={choice}: allowed are {', '.join(allowed)}")

@@ -1,4 +1,4 @@
-"""Multi-head mechanisms: queries, keys and values of H heads of width K, and what all that have them share."""
+"""Multi-head mechanisms: queries, keys and values of H heads of width K, and the projections that all of them share."""
 
 from collections.abc import Sequence
 

@@ -65,7 +65,7 @@ def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
     """The keywords of a class that are configuration: name to (annotation, whether it must be given).
 
     Not among them is what the harness passes itself: the first argument (a ``LayerContext``, or parameters), the width of a head
-    to positions and parts, the learning rate to optimizers; and nothing to a module that is none of the contract's.
+    to positions and parts, the learning rate to optimizers; and nothing to a module outside the contract.
     """
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]

@@ -68,7 +68,7 @@ def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, 
         typed: keys that the user gave: the space's own must not be among them.
 
     Raises:
-        ValueError: a space that is none, or has a key that is none of the configuration's.
+        ValueError: a malformed space, or one with a key that the configuration lacks.
     """
     cfg = cfg.copy()
     if cfg.trial is None:

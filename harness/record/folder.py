@@ -119,12 +119,10 @@ class RunFolder:
             if time.monotonic() > last:
                 self._lock.seek(0)
                 whose = self._lock.read().decode(errors="replace").strip()
-                error = ValueError(
+                raise ValueError(
                     f"outputs={self.path.parent}: {self.path.name} is held by {whose}; allowed is to wait for it, or "
                     "another outputs"
                 )
-                error.held = True  # a sweep waits
-                raise error
             time.sleep(HOLD_SECONDS / 10)
         passing = self.path / "latest.tmp"
         try:
@@ -205,20 +203,6 @@ class RunFolder:
                 f"outputs={self.path.parent}: {self.path.name} was run otherwise: {'; '.join(differ)}; "
                 "allowed are another folder, or force=true to run it again"
             )
-
-
-def holder(path: Path) -> str | None:
-    """Who holds a run folder now, or None."""
-    try:
-        with open(path / LOCK, encoding="utf-8") as lock:
-            return None if try_lock(lock, shared=True) else lock.read().strip()
-    except OSError:
-        return None
-
-
-def status_of(path: Path) -> str | None:
-    """How a run folder's last try ended; None while there is no summary."""
-    return read_object(path / SUMMARY).get("status")
 
 
 def finished_summary(path: Path) -> dict | None:
