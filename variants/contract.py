@@ -39,7 +39,7 @@ class LayerContext:
         attend_self: whether a position attends to itself; the span papers say no.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
         dropout: rate on attention weights and inside feed-forward blocks.
-        backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` for the fastest that computes the same here.
+        backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` for the first that computes the same here.
         scheme: makes the run's position scheme for one sublayer.
         pool: objects shared by several layers; a dictionary that lives while the model is built.
     """
