@@ -51,6 +51,8 @@ class Case:
     persistent: int = 0
     backend: str = "plain"
     dropout: float = 0.0
+    kv_heads: int | None = None
+    parts: str = ""  # of qk_norm, gate and sink, some
 
     def context(self, **changes) -> LayerContext:
         names = ("heads", "span", "attend_self", "cache", "backend", "dropout")
@@ -78,8 +80,13 @@ class Case:
             d_head=self.d_head,
             span=spans.get(self.spans, partial(AdaptiveSpan, ramp=self.ramp)),
             persistent=persistent,
+            kv_heads=self.kv_heads,
+            **dict.fromkeys(self.parts.split(), True),
             **keywords,
         ).to(DOUBLE)
+        for parameter in (attention.query_gain, attention.key_gain, attention.sink):
+            if parameter is not None:
+                parameter.data += torch.randn(parameter.shape, dtype=DOUBLE)
         if self.spans in FRACTIONS:
             first = list(FRACTIONS).index(self.spans)
             set_fractions(attention, [list(FRACTIONS.values())[(first + h) % 4] for h in range(self.heads)])
@@ -144,6 +151,9 @@ def by_reference(attention: Attention, *, x: Tensor, past: Tensor, position: str
         mask=reference_mask(attention),
         persistent_keys=keys,
         persistent_values=values,
+        gains=None if attention.key_gain is None else torch.stack([attention.query_gain, attention.key_gain]),
+        wg=attention.gate.weight if "gate" in attention.maps else None,
+        sink=attention.sink,
         past=past,
         past_is_constant=attention.cache == "kv",
     )

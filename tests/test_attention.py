@@ -199,3 +199,14 @@ def test_the_backend_that_is_taken_or_why_it_is_impossible(choices, device, reas
 def test_bad_input_names_its_key():
     with pytest.raises(ValueError, match=r"model\.heads=3 must divide model\.d_model=5"):
         Attention(Case().context())
+    with pytest.raises(ValueError, match=r"kv_heads=2: must divide model\.heads=3"):
+        Case(kv_heads=2).build()
+
+
+@pytest.mark.cpu_kernel
+def test_heads_that_share_keys_carry_the_longest_past_of_theirs_once():
+    case = Case(length=400, span=300, heads=4, kv_heads=2, spans="zero", position="rotary", backend="kernel")
+    attention, (_, x) = case.build(), case.stream()
+    state = attention(x, None, starts(0)).state
+    assert attention.span.max_keys == (64, 128, 128, 300) and lengths(state) == [191, 299]
+    assert Case(heads=4, kv_heads=1).build()(x, None, starts(0)).state[0].shape == (B, 1, 7, case.d_head)

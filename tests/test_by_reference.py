@@ -140,9 +140,14 @@ LSHS = [
     {"length": 4, "past": 3, "span": 1},
     {"rounds": 1, "buckets": 6, "span": 5},
 ]
+PARTS = {"parts": ["", "sink", "qk_norm gate", "gate sink"], "heads, kv_heads": [(4, 1), (4, 2), (3, 1)]}
+PARTS |= {"spans": ["fixed", "dynamic", "zero"], "persistent": [0, 3], "position": ["rotary", "relative", "alibi"]}
+PARTS |= SHAPES | {"span": [3, 8]}
+del PARTS["heads"]
 ALL = ("plain", "fused", "kernel", "chunked")
 MECHANISMS = {
     "attention": Mechanism(None, of_attention, OF_ATTENTION, [WHOLE_SPANS | {"ramp": r} for r in (1, 20)], ALL),
+    "parts": Mechanism(None, of_attention, PARTS, backends=ALL),
     "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, moved=1.0),
     "linear": Mechanism(LinearAttention, of_features, OF_LINEAR),
     "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),

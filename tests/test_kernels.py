@@ -146,6 +146,27 @@ def test_trimmed_columns_are_all_that_matter(backend):
 
 
 @BACKENDS
+def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_takes_all(backend):
+    case = Case(T=9, past=4, shift=1, max_keys=(6, 3), persistent=2, sink=True)
+    for start, persistent in ((0, 2), (4, 0)):  # with nothing before it, a query sees nothing
+        case = replace(case, past=start, persistent=persistent)
+        inputs = case.inputs()
+        none, without = (
+            {"sink": torch.full((2,), -torch.inf, dtype=DOUBLE)},
+            {n: x for n, x in inputs.items() if n != "sink"},
+        )
+        y = case.call(ATTEND[backend], inputs | none)
+        assert torch.equal(y, case.call(ATTEND[backend], without))
+        moved = [*without.values(), sink := (-none["sink"]).neg().requires_grad_()]
+        *mine, dsink = gradients(case.call(ATTEND[backend], inputs | {"sink": sink}), moved)
+        expected = gradients(case.call(ATTEND[backend], without), [*without.values()])
+        assert all(map(torch.equal, mine, expected)) and not dsink.any()
+        huge = torch.tensor([1e4, 1e4], dtype=DOUBLE).requires_grad_()
+        y = case.call(ATTEND[backend], inputs | {"sink": huge})
+        assert not y.any() and all(x.isfinite().all() for x in gradients(y, [*without.values(), huge]))
+
+
+@BACKENDS
 def test_huge_scores_do_not_overflow(backend):
     q, k, v = 1e4 * normal(1, 1, 6, 4), normal(1, 1, 6, 4, seed=1), normal(1, 1, 6, 4, seed=2)
     z = torch.tensor([1.5], dtype=DOUBLE, requires_grad=True)

@@ -27,6 +27,8 @@ CASES = {
     "attend_self": [True, False],
     "spans": ["fixed", "between", "zero", "dynamic"],
     "persistent": [0, 3],
+    "kv_heads": [None, 1],
+    "parts": ["", "gate sink"],
 }
 
 
@@ -43,14 +45,14 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     """Forward and backward FLOPs of one segment, product by product; the first key of the segment is number 0."""
     width, hidden = attention.d_head, attention.cache == "hidden"
     forward = backward = 0
-    for name in ("query", "key", "value", "output"):
+    for name in (*attention.maps, "output"):
         size = getattr(attention, name).weight.numel()
         forward, backward = forward + segment * 2 * size, backward + segment * (2 * size + 2 * size)
     if hasattr(attention.span, "gate"):
         gate = segment * 2 * attention.span.gate.weight.numel()
         forward, backward = forward + gate, backward + 2 * gate
+    inputs = set()
     for head in range(attention.heads):
-        inputs = set()
         for t in range(segment):
             for x in seen_by(attention, head):
                 key = t - attention.shift - x
@@ -63,13 +65,13 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
                 if relative:  # the score's vector: it, and the query through it
                     forward, backward = forward + 2 * width, backward + 2 * width + 2 * width
                 if key < 0:
-                    inputs.add(key)
+                    inputs.add((head * attention.kv_heads // attention.heads, key))
             if attention.persistent is not None:
                 for _ in range(attention.persistent.number):
                     forward, backward = forward + 4 * width, backward + 8 * width
-        if hidden:  # a key and a value of each past input, and the gradients of their matrices
-            forward += len(inputs) * 2 * (2 * D * width)
-            backward += len(inputs) * 2 * (2 * D * width)
+    if hidden:  # a key and a value of each past input, and the gradients of their matrices
+        forward += len(inputs) * 2 * (2 * D * width)
+        backward += len(inputs) * 2 * (2 * D * width)
     return forward, backward
 
 

@@ -80,7 +80,7 @@ class Case(window_case.Case):
         lasting = {"v", "extra_v", "bias", "z"}
         small = {n: x if n in lasting else x * self.width**-0.25 for n, x in super().inputs().items()}
         moved = {n: heads_inside(x) if x.dim() == 4 else x for n, x in small.items()}
-        fine = {n: torch.float32 if n in ("z", "bias") else self.dtype for n in moved}
+        fine = {n: torch.float32 if n in ("z", "bias", "sink") else self.dtype for n in moved}
         return {n: x.detach().to(DEVICE, fine[n]) for n, x in moved.items()}
 
     def compare(self, *, like: torch.dtype = torch.float64, tolerance: float) -> None:
@@ -106,6 +106,7 @@ INTERPRETED = (
     ),
     *("uneven heads, out of order", "a ramp wider than blocks", "blind first rows and a bias", "vectors"),
     "persistent and everything",
+    *("a sink and nothing else", "a sink", "a sink beside vectors"),
 )
 
 

@@ -44,6 +44,7 @@ class Case:
     bias: str | None = None
     vectors: bool = False
     persistent: int = 0
+    sink: bool = False
     dropout: float = 0.0
     streams: int = 2
     dtype: torch.dtype = DOUBLE
@@ -60,6 +61,7 @@ class Case:
         if self.persistent:
             vectors = (heads, self.persistent, self.width)
             shapes |= {"extra_q": shapes["q"], "extra_k": vectors, "extra_v": vectors}
+        shapes |= {"sink": (heads,)} if self.sink else {}
         shapes |= {"vectors": (most, self.width)} if self.vectors else {}
         shapes |= {"bias": (*self.rows, most)} if self.bias == "query" else {}
         generator = torch.Generator().manual_seed(0)
@@ -75,7 +77,7 @@ class Case:
     def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
         """Dropout draws from counters, by a seed that is always the same."""
         given = Inputs(**inputs)
-        added = {"bias": given.bias, "vectors": given.vectors, "dropout": self.dropout}
+        added = {"bias": given.bias, "vectors": given.vectors, "sink": given.sink, "dropout": self.dropout}
         if given.extra_q is not None:
             added["persistent"] = Persistent(given.extra_q, given.extra_k, given.extra_v)
         seed = torch.tensor(2**40 + 5, device=given.q.device)
@@ -90,6 +92,11 @@ small = partial(Case, streams=1, width=16)
 UGLY = {
     "one byte": small(T=1, max_keys=(24,)),
     "one byte that sees nothing": small(T=1, shift=1, max_keys=(4, 4), z=(0.0, 3.5), persistent=3),
+    "a sink and nothing else": small(T=1, shift=1, max_keys=(4, 4), sink=True),
+    "a sink": small(
+        T=33, past=30, max_keys=(16, 50, 30), z=(3.3, 47.6, 20.0), ramp=3, shift=1, sink=True, bias="column"
+    ),
+    "a sink beside vectors": small(T=19, past=50, max_keys=(17, 17), persistent=3, vectors=True, sink=True),
     "one byte after a long past": small(T=1, past=40, z=(2.5, 19.0), vectors=True),
     "one byte, shifted": small(T=1, past=9, shift=1, max_keys=(4, 4)),
     "a segment longer than the window": small(max_keys=(9, 9), bias="column"),

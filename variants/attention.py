@@ -3,7 +3,15 @@
     q, k, v = W_q x, W_k x, W_v x;   s_tx = (q_t . k_x + position) / sqrt(K);   y = W_o concat_h(softmax(s) v)
 
 (1706.03762, 3.2). A mechanism is a part of it: ``span`` says how far a head looks (``adaptive_span.py``),
-``persistent`` adds key-value vectors to the same softmax (``all_attention.py``).
+``persistent`` adds key-value vectors to the same softmax (``all_attention.py``), and, for each head o_h alone:
+
+- ``kv_heads`` G: heads h G / H .. share keys and values, of which G are carried (2305.13245; G = 1 is 1911.02150).
+  Every backend is given them H / G times, so that what is saved is state and projections.
+- ``qk_norm``: q / rms(q) and k / rms(k), each times a learned gain a number, before positions. (2010.04245 has the
+  Euclidean norm and one learned scale in place of 1 / sqrt(K).) Persistent keys meet the same queries.
+- ``gate``: o_h sigmoid(W_g x), number by number, before W_o (2505.06708, G1).
+- ``sink``: a learned score a head in the softmax whose value is 0: o_h exp(lse) / (exp(lse) + exp(sink)). It begins at
+  0, and dropout does not thin it.
 
 Past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2) are carried, detached, as far
 back as the window reaches. Shapes describe the state: a shorter past is simply fewer keys. Heads of unequal spans carry
@@ -16,7 +24,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from variants import backends
 from variants.all_attention import PersistentKV
@@ -88,12 +96,14 @@ class AttentionSpan(Spans):
 
 
 FixedSpan = AttentionSpan
+EPSILON = 1e-6
+"""Added to the mean square of a query or key before its root."""
 
 
 class Segment(NamedTuple):
-    """What a segment brings: inputs ``[B, T, D]``; scaled queries, keys and values ``[B, H, T, K]`` in their positions;
-    stream positions of the first bytes ``[B]``; spans in keys, as ``Window`` has them; and vectors beside the context,
-    or None."""
+    """What a segment brings: inputs ``[B, T, D]``; scaled queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` in
+    their positions; stream positions of the first bytes ``[B]``; spans in keys, as ``Window`` has them; and vectors
+    beside the context, or None."""
 
     x: Tensor
     q: Tensor
@@ -108,9 +118,10 @@ class Attention(MultiHead, OnKernels):
     """Causal multi-head attention over a window of the past.
 
     Args:
-        context, d_head, bias, zero_init: as ``MultiHead`` has them.
+        context, d_head, bias, zero_init, kv_heads: as ``MultiHead`` has them.
         span: makes the ``AttentionSpan``; None for a fixed span.
         persistent: makes the ``PersistentKV``; None for none.
+        qk_norm, gate, sink: whether it has these parts.
     """
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
@@ -124,12 +135,20 @@ class Attention(MultiHead, OnKernels):
         zero_init: bool = False,
         span: Callable[[LayerContext], AttentionSpan] | None = None,
         persistent: Callable[..., PersistentKV] | None = None,
+        kv_heads: int | None = None,
+        qk_norm: bool = False,
+        gate: bool = False,
+        sink: bool = False,
     ):
-        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        self.maps, self.scaled = (*self.maps, *["gate"] * gate), not qk_norm
+        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, kv_heads=kv_heads)
         self.position = context.position(self.d_head)
         self.span = (span or FixedSpan)(context)
         self.honours, self.spans_of_input = replace(self.honours, span=self.span.bounded), not self.span.fusable
         self.persistent = persistent(context, d_head=self.d_head) if persistent else None
+        for name in ("query_gain", "key_gain"):
+            self.register_parameter(name, nn.Parameter(torch.ones(self.d_head)) if qk_norm else None)
+        self.sink = nn.Parameter(torch.zeros(self.heads)) if sink else None
 
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
@@ -138,13 +157,28 @@ class Attention(MultiHead, OnKernels):
         traced = torch.compiler.is_compiling() and self._traceable(x.device)
         over_window = self._over_window if traced else self._outside_the_graph
         y, state, stats = over_window(segment, state, collect_stats)
+        if "gate" in self.maps:
+            y = y * self.project(x, "gate")[0].sigmoid()
         return SublayerOutput(self.join(y), state, self.span.loss(segment.z) if self.training else None, stats)
 
     def project_qkv(self, x: Tensor, start: Tensor) -> Segment:
         z = self.span(x)
         q, k, v = self.project(x, "query", "key", "value")
+        if self.key_gain is not None:
+            q, k = self._normed(q, self.query_gain * self.d_head**-0.5), self._normed(k, self.key_gain)
         persistent = None if self.persistent is None else Persistent(q, *self.persistent())
         return Segment(x, self.position.rotate(q, start), self.position.rotate(k, start), v, start, z, persistent)
+
+    @staticmethod
+    def _normed(x: Tensor, gain: Tensor) -> Tensor:
+        """``x [.., K]`` over its root mean square, times ``gain [K]``; in float32 under autocast, too."""
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (exact * (exact.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * gain).to(x.dtype)
+
+    def _by_kv_head(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Of numbers a head the largest of the heads that share keys."""
+        size = self.heads // self.kv_heads
+        return tuple(max(numbers[first : first + size]) for first in range(0, self.heads, size))
 
     def _traceable(self, device: torch.device) -> bool:
         """Whether attention is one operation in a compiled graph; everything else is a break in it."""
@@ -179,7 +213,7 @@ class Attention(MultiHead, OnKernels):
         if self.cache == "kv":
             parts = before(state, past, segment.k.dtype)
         else:
-            groups = fused.groups(self.span.max_keys) if on_cpu else [(0, [])]
+            groups = fused.groups(self._by_kv_head(self.span.max_keys)) if on_cpu else [(0, [])]
             apart = [(past, None)] if len(groups) == 1 else [(n - 1 + self.shift, heads) for n, heads in groups]
             parts = [] if state is None else [self.reproject_past(state, segment, *part) for part in apart]
         if on_cpu:
@@ -190,7 +224,8 @@ class Attention(MultiHead, OnKernels):
         """Keys and values of some heads, or all, from the last ``past`` of the inputs before the segment."""
         old = old if past is None else old[:, max(0, old.shape[1] - past) :]
         k, v = self.project(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
-        return PastKV(tuple(heads or range(self.heads)), self.position.rotate(k, segment.start - old.shape[1]), v)
+        k = k if self.key_gain is None else self._normed(k, self.key_gain)
+        return PastKV(tuple(heads or range(self.kv_heads)), self.position.rotate(k, segment.start - old.shape[1]), v)
 
     def _carried(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
         """The last ``past`` inputs, or of keys and values what ``_numbers`` says; all of them where that is None."""
@@ -212,8 +247,8 @@ class Attention(MultiHead, OnKernels):
 
     def _numbers(self, past: list[PastKV], backend: str) -> list[int]:
         """Keys to carry: of all heads alike, or of each."""
-        if len(past) > 1 or (backend != "plain" and len(set(self.span.max_keys)) > 1):
-            return [n - 1 + self.shift for n in self.span.keys_to_carry()]
+        if len(past) > 1 or (backend != "plain" and len(set(self._by_kv_head(self.span.max_keys))) > 1):
+            return [n - 1 + self.shift for n in self._by_kv_head(self.span.keys_to_carry())]
         return [self.reach_now()]
 
     def reach_now(self) -> int:
@@ -231,8 +266,9 @@ class Attention(MultiHead, OnKernels):
 
     def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **added: Tensor | None) -> Tensor:
         """One call of a backend, for all heads or some, with this sublayer's dropout."""
-        rate = self.dropout if self.training else 0.0
-        return backends.attend(backend, q, keys, visible, dropout=rate, past_learns=self.cache == "hidden", **added)
+        keys, rate = keys.repeated(self.heads // self.kv_heads), self.dropout if self.training else 0.0
+        added |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
+        return backends.attend(backend, q, keys, visible, dropout=rate, **added)
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
@@ -244,12 +280,16 @@ class Attention(MultiHead, OnKernels):
         if z is not None:
             mask = soft_mask(z, self.span.ramp, self.span.span)
             seen = seen._replace(mask=mask if z.dim() == 1 else mask.mean(dim=(0, 2)))
-        if vectors is None:
+        if vectors is None and self.sink is None:
             return seen
-        nothing = segment._replace(v=torch.zeros_like(segment.v))
-        shares = weights_of(
-            lambda values: self._from_the_start(nothing._replace(persistent=vectors._replace(v=values))), vectors.v
-        )
+        shares = seen.weights[..., :0]
+        if vectors is not None:
+            nothing = segment._replace(v=torch.zeros_like(segment.v))
+            shares = weights_of(
+                lambda values: self._from_the_start(nothing._replace(persistent=vectors._replace(v=values))), vectors.v
+            )
+        if self.sink is not None:  # the last entry
+            shares = torch.cat([shares, 1 - seen.weights.sum(-1, keepdim=True) - shares.sum(-1, keepdim=True)], dim=-1)
         entries = torch.arange(shares.shape[-1], device=x.device).expand(shares.shape)
         return seen._replace(entries=entries, shares=shares)
 
@@ -304,7 +344,7 @@ class Attention(MultiHead, OnKernels):
         at all; sums over heads."""
         windows = self.span.visible_keys
         own, past = map(sum, zip(*(pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True))
-        return own, past, sum(min(carried, n - 1 + self.shift) for n in windows)
+        return own, past, sum(min(carried, n - 1 + self.shift) for n in self._by_kv_head(windows))
 
     def _forward_flops(self, keys: float) -> float:
         """Per byte, where a head sees so many keys, the mean over bytes and heads, and those of the past are there."""

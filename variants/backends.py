@@ -41,6 +41,7 @@ def attend(
     bias: Tensor | None = None,
     vectors: Tensor | None = None,
     persistent: Persistent | None = None,
+    sink: Tensor | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
     past_learns: bool = False,
@@ -54,9 +55,8 @@ def attend(
         others: as ``window.attend`` and ``chunked.attend`` have them.
     """
     if (backend, q.device.type) == ("kernel", "cpu"):  # reads the past where it is
-        return window_cpu.attend(
-            q, keys.k, keys.v, visible, past=keys.past, bias=bias, vectors=vectors, persistent=persistent
-        )
+        same = {"bias": bias, "vectors": vectors, "persistent": persistent, "sink": sink}
+        return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, **same)
     if dropout and backend != "plain" and seed is None:
         seed = draw_seed(q.device)
     outputs = []
@@ -75,7 +75,7 @@ def attend(
         beside = persistent and Persistent(of(persistent.q, 1), of(persistent.k, 0), of(persistent.v, 0))
         own = None if past_learns or not keys.past else (of(keys.k, 1), of(keys.v, 1))
         draws = {"dropout": dropout, "seed": seed if seed is None or not first else seed + first}
-        same = {"bias": added, "vectors": vectors, "persistent": beside}
+        same = {"bias": added, "vectors": vectors, "persistent": beside, "sink": of(sink, 0)}
         outputs.append(_attend(backend, of(q, 1), k, v, part, own, **same, **draws))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

@@ -47,6 +47,15 @@ class VisibleKeys(NamedTuple):
         """What some heads meet, numbered anew; views."""
         return self.each(lambda part: of_heads(part, first, number))
 
+    def repeated(self, times: int) -> "VisibleKeys":
+        """With every head as often as ``times`` neighbouring heads of queries read it; copies where that is above 1."""
+
+        def of(part: PastKV) -> PastKV:
+            heads = tuple(h * times + i for h in part.heads for i in range(times))
+            return PastKV(heads, *(x.repeat_interleave(times, dim=1) for x in part[1:]))
+
+        return self if times == 1 else self.each(of)
+
     def state(self) -> State:
         """All that is in ``whole``, detached."""
         pairs = [(part.k.detach(), part.v.detach()) for part in self.whole]

@@ -17,6 +17,7 @@ class MultiHead(Sublayer):
         context: heads, span, cache, positions and dropout of the run.
         d_head: head width K, or None for D / H.
         bias: whether the projections have biases.
+        kv_heads: G, heads of keys and values, each read by H / G queries' heads (2305.13245; 1 is 1911.02150); None for H.
         zero_init: start W_o at zero, so that the sublayer starts as the identity.
     """
 
@@ -25,15 +26,25 @@ class MultiHead(Sublayer):
     """Whether queries are divided by sqrt(K)."""
 
     def __init__(
-        self, context: LayerContext, *, d_head: int | None = None, bias: bool = False, zero_init: bool = False
+        self,
+        context: LayerContext,
+        *,
+        d_head: int | None = None,
+        bias: bool = False,
+        zero_init: bool = False,
+        kv_heads: int | None = None,
     ):
         super().__init__()
         check_numbers(1, d_head=d_head, null="null for D / H")
+        if kv_heads is not None and (kv_heads < 1 or context.heads % kv_heads):
+            raise ValueError(f"kv_heads={kv_heads}: must divide model.heads={context.heads}; null for as many")
         if d_head is None and context.d_model % context.heads:
             raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
         self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
+        self.kv_heads = kv_heads or self.heads
         for name in self.maps:
-            setattr(self, name, nn.Linear(context.d_model, self.heads * self.d_head, bias=bias))
+            heads = self.kv_heads if name in ("key", "value") else self.heads
+            setattr(self, name, nn.Linear(context.d_model, heads * self.d_head, bias=bias))
         self.output = nn.Linear(self.heads * self.d_head, context.d_model, bias=bias)
         if zero_init:
             nn.init.zeros_(self.output.weight)
@@ -41,8 +52,9 @@ class MultiHead(Sublayer):
         self.cache, self.dropout, self.wanted_backend = context.cache, context.dropout, context.backend
 
     def project(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> list[Tensor]:
-        """``[B, H, T, K]`` by each of the maps, of all heads or some: one product with all matrices."""
-        return [self.split(part) for part in self.project_flat(x, *names, heads=heads).chunk(len(names), dim=-1)]
+        """``[B, H, T, K]`` by each of the maps, of all their heads or some: one product with all matrices."""
+        widths = [getattr(self, n).out_features if heads is None else len(heads) * self.d_head for n in names]
+        return [self.split(part) for part in self.project_flat(x, *names, heads=heads).split(widths, dim=-1)]
 
     def project_flat(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> Tensor:
         """The same beside each other, ``[B, T, n H K]``."""
@@ -54,7 +66,7 @@ class MultiHead(Sublayer):
             if heads is not None:
                 at = torch.tensor(heads, device=x.device)
                 parts = {
-                    n: p.unflatten(0, (self.heads, -1)).index_select(0, at).flatten(0, 1) for n, p in parts.items()
+                    n: p.unflatten(0, (-1, self.d_head)).index_select(0, at).flatten(0, 1) for n, p in parts.items()
                 }
             if self.scaled and "query" in parts:
                 parts["query"] = parts["query"] * self.d_head**-0.5

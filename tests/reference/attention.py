@@ -8,6 +8,10 @@ its persistent vectors n:
     o_h = (sum_x w_x W_v x_r + sum_n w_n M_v[n]) / (sum_x w_x + sum_n w_n)
     y_t = W_o [o_1; ...; o_H]
 
+Heads of keys and values may be fewer: head h then reads W_k and W_v of head floor(h G / H) (2305.13245). With gains c, q and
+k are divided by sqrt(mean of squares + 1e-6), then multiplied by c_q and c_k, number by number. A gate multiplies o_h by
+sigmoid(W_g x_t), number by number (2505.06708). A sink s_h adds exp(s_h) to the denominator of o_h (gpt-oss, 2508.10925).
+
 Without mask and persistent vectors this is 1706.03762, sections 3.2.1 and 3.2.2. The mask m is that of 1905.07799,
 section 2 (adaptive_span.py), the persistent vectors those of 1907.01470 (all_attention.py). A query that sees
 nothing has o_h = 0.
@@ -42,6 +46,11 @@ def weighted_mean(weights: list[Tensor], vectors: list[Tensor], *, width: int) -
     return sum(w * v for w, v in zip(weights, vectors, strict=True)) / sum(weights)
 
 
+def normed(vector: Tensor, gain: Tensor | None) -> Tensor:
+    """``vector [K]`` over its root mean square, times a gain; itself where there is none."""
+    return vector if gain is None else gain * vector / torch.sqrt((vector**2).mean() + 1e-6)
+
+
 def attention(
     x: Tensor,
     *,
@@ -58,6 +67,9 @@ def attention(
     mask: Mask | None = None,
     persistent_keys: Tensor | None = None,
     persistent_values: Tensor | None = None,
+    gains: Tensor | None = None,
+    wg: Tensor | None = None,
+    sink: Tensor | None = None,
     past: Tensor | None = None,
     past_is_constant: bool = False,
     visible: Visible | None = None,
@@ -67,6 +79,7 @@ def attention(
 
     Args:
         wq, wk, wv: ``[H K, D]``, head h owns rows h K to (h + 1) K.
+        wk, wv: of G heads, G a divisor of H.
         wo: ``[D, H K]``.
         span: S, how many keys of the context a query sees at most; 0 leaves only the persistent vectors.
         attend_self: whether the query's own position is the nearest key; if not, the one before it is.
@@ -75,6 +88,9 @@ def attention(
         weigh: in place of ``exp(score)`` with a position.
         mask: soft mask on the context.
         persistent_keys, persistent_values: ``[H, N, K]`` as they enter the equations: already scaled.
+        gains: ``[2, K]``, c_q and c_k.
+        wg: ``[H K, D]``, as ``wq``.
+        sink: ``[H]``.
         past: ``[B, L, D]``, inputs of the same streams just before ``x``; detached by the caller if so wanted.
         past_is_constant: whether no gradient goes to ``wk`` and ``wv`` by keys and values of the past.
         visible: what a query sees in place of the nearest ``span`` keys; indices count from the first of ``past``.
@@ -92,10 +108,13 @@ def attention(
             outputs = []
             for h in range(heads):
                 block = slice(h * width, (h + 1) * width)
-                query = wq[block] @ stream[b, now]
+                query = normed(wq[block] @ stream[b, now], None if gains is None else gains[0])
+                shared = h * (wk.shape[0] // width) // heads  # the head whose keys and values it reads
+                of_keys = slice(shared * width, (shared + 1) * width)
                 weights, values = [], []
                 for number, index in visible(h, now):
-                    key, value = wk[block] @ stream[b, index], wv[block] @ stream[b, index]
+                    key, value = wk[of_keys] @ stream[b, index], wv[of_keys] @ stream[b, index]
+                    key = normed(key, None if gains is None else gains[1])
                     if past_is_constant and index < before:
                         key, value = key.detach(), value.detach()
                     if weigh is not None:
@@ -111,6 +130,10 @@ def attention(
                     for n in range(persistent_keys.shape[1]):
                         weights.append(torch.exp(query @ persistent_keys[h, n] / math.sqrt(width)))
                         values.append(persistent_values[h, n])
-                outputs.append(weighted_mean(weights, values, width=width))
+                if sink is not None:
+                    weights.append(torch.exp(sink[h]))
+                    values.append(torch.zeros(width, dtype=x.dtype))
+                mean = weighted_mean(weights, values, width=width)
+                outputs.append(mean if wg is None else mean * torch.sigmoid(wg[block] @ stream[b, now]))
             y[b, t] = wo @ torch.cat(outputs)
     return y

@@ -23,7 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from variants.kernels.window import Inputs, Window, highest, ramp_slope, skew, soft_mask, visible
+from variants.kernels.window import (
+    Inputs,
+    Window,
+    highest,
+    ramp_slope,
+    sink_gradient,
+    skew,
+    soft_mask,
+    visible,
+    with_sink,
+)
 
 ALIGNED = 8
 """Numbers that rows of a mask and heads are rounded up to: 16 bytes, which CUDA's kernel reads at once."""
@@ -97,7 +107,8 @@ def is_triangle(window: Window, inputs: Inputs) -> bool:
     (``batch.carry=false``), and the beginning of a stream. Spans are soft where the window has a ramp or z."""
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
     hard = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
-    return hard and keys == rows and inputs.bias is None and inputs.vectors is None and inputs.extra_q is None
+    added = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink)
+    return hard and keys == rows and all(x is None for x in added)
 
 
 def triangle(inputs: Inputs) -> Tensor:
@@ -124,7 +135,7 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
         shares = ((x - joint).exp()[..., None] for x in (lse, part))
         y = sum(x * share for x, share in zip((y, out), shares, strict=True)).to(q.dtype)
         lse = joint
-    return y, lse
+    return with_sink(y, lse, inputs.sink)
 
 
 def backward(
@@ -163,6 +174,8 @@ def backward(
     if inputs.extra_q is not None:
         results["extra_q"], *others = engine.backward(g, inputs.extra_q, *_persistent(inputs), None, y, lse)
         results["extra_k"], results["extra_v"] = (x.sum(0, dtype=lse.dtype) for x in others)
+    if "sink" in wanted:
+        results["sink"] = sink_gradient((g * y).sum(-1, dtype=lse.dtype), lse, inputs.sink)
     return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
 
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from variants.kernels import fused, triton_window
 from variants.kernels.window import Inputs, Window
 
-LEARNED = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors")
+LEARNED = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors", "sink")
 """Of ``Inputs``, what may have a gradient."""
 SEGMENT = ("own_k", "own_v")
 MODULES: dict[str, ModuleType] = {"fused": fused, "kernel": triton_window}

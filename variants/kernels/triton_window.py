@@ -20,9 +20,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from variants.kernels.dropout import threshold
-from variants.kernels.window import Inputs, Window
+from variants.kernels.window import Inputs, Window, sink_gradient
 
 WIDTH_STEP, MAX_WIDTH = 8, 128
+LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAM_GROUPS = 8
 """Partial sums of the gradient of vectors: more of them fill a device, each holds [H, n, K] in float32."""
@@ -81,8 +82,11 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     assert inputs.vectors is None or inputs.bias is None, "vectors and a bias"
     assert not distances or distances >= max(window.max_keys), f"vectors or a bias of {distances} distances"
     start = (None, None)
+    if inputs.sink is not None:  # a part whose output is 0
+        lse = (inputs.sink.float() * LOG2E).clamp(min=-1e30)[:, None].expand(q.shape[:3]).contiguous()
+        start = torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse
     if inputs.extra_q is not None:
-        start = _forward(_beside(inputs), None, None, torch.float32)
+        start = _forward(_beside(inputs), *start, torch.float32)
     return _forward(_context(inputs, window), *start, inputs.q.dtype)
 
 
@@ -113,6 +117,8 @@ def backward(
         results["extra_q"] = _query_gradient(beside, y, joint)["q"]
         of_streams = _key_gradient(beside, streams, joint, dtype=torch.float32)
         results |= {f"extra_{name}": part.sum(0) for name, part in of_streams.items()}
+    if "sink" in wanted:
+        results["sink"] = sink_gradient(joint["delta"], saved / LOG2E, inputs.sink)
     return {name: results[name].to(getattr(inputs, name).dtype) for name in wanted}
 
 

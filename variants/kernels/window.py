@@ -71,6 +71,7 @@ class Inputs(NamedTuple):
         extra_q, extra_k, extra_v: as ``Persistent`` has them, or None.
         vectors: ``[n, K]``, adds ``q @ vectors.T`` to scores over columns, or None.
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]``, or None.
+        sink: a score ``[H]`` in the softmax whose value is 0, or None.
         seed: of the dropout, int64 scalar, as ``dropout.draw_seed`` gives it, or None.
         dropout: rate on attention weights.
     """
@@ -84,6 +85,7 @@ class Inputs(NamedTuple):
     extra_v: Tensor | None = None
     vectors: Tensor | None = None
     bias: Tensor | None = None
+    sink: Tensor | None = None
     seed: Tensor | None = None
     dropout: float = 0.0
 
@@ -149,6 +151,7 @@ def attend(
     bias: Tensor | None = None,
     vectors: Tensor | None = None,
     persistent: Persistent | None = None,
+    sink: Tensor | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
@@ -161,6 +164,7 @@ def attend(
         bias: added to scores, ``[H, n]`` or ``[B, H, T, n]`` over columns x, with n the largest of ``window.max_keys``.
         vectors: ``[n, K]`` in place of a bias, which is then ``q @ vectors.T``.
         persistent: key-value vectors in the same softmax, never masked.
+        sink: ``[H]``, one more score in each head's softmax, which takes weight and gives nothing; -inf is none.
         dropout: rate on attention weights, after they are normalised.
         seed: of the dropout, which is then drawn from counters (``dropout.py``), or the numbers of the rows of weights,
             ``[B, H, T]``, as made from it; None for torch's generator.
@@ -194,13 +198,17 @@ def attend(
         mask = mask if persistent is None else F.pad(mask, (0, extra.shape[-1]), value=1.0)
         weighed = weighed.masked_fill(mask.detach() == 0, -torch.inf)
     top = weighed.amax(dim=-1, keepdim=True)
-    scores = scores - top.masked_fill(top == -torch.inf, 0)
+    sink = None if sink is None else sink.to(scores.dtype)[:, None, None]
+    top = top if sink is None else top.maximum(sink.detach())
+    top = top.masked_fill(top == -torch.inf, 0)
+    scores = scores - top
     if mask is None:
         weights = torch.exp(scores)
     else:  # a key of weight 0 may be above the top: its gradient for the span is bounded
         bound = highest(scores.dtype)
         weights = torch.exp(scores.masked_fill_(scores.detach() > bound, bound)) * mask
     total = weights.sum(dim=-1, keepdim=True)
+    total = total if sink is None else total + torch.exp(sink - top)
     weights = weights / total.masked_fill(total == 0, 1)
     if dropout and seed is not None:
         stays = _drawn(seed, q, keep, shift=window.shift, beside=weights.shape[-1] - keep, rate=dropout)
@@ -219,6 +227,24 @@ def _drawn(seed: Tensor, q: Tensor, keys: int, *, shift: int, beside: int, rate:
     x = queries[:, None] + (keys - q.shape[2] - shift) - torch.arange(keys, device=q.device)
     extra = dropout_counters.PERSISTENT + torch.arange(beside, device=q.device)
     return dropout_counters.keep(row, torch.cat([x, extra.expand(len(x), -1)], dim=1), rate)
+
+
+def with_sink(y: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf or -inf where nothing is seen, when the sink ``[H]`` is
+    one more part of the softmax: a backward pass that is given these has the other gradients right."""
+    if sink is None:
+        return y, lse
+    near = lse.masked_fill(lse == torch.inf, -torch.inf)
+    joint = torch.logaddexp(near, sink.to(lse.dtype)[:, None].expand_as(lse))
+    nothing = joint == -torch.inf
+    share = (near - joint.masked_fill(nothing, 0)).exp()
+    return (y * share[..., None]).to(y.dtype), joint.where(~nothing, lse)
+
+
+def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """``[H]``, of ``delta``, the upstream gradient's product with the output ``[B, H, T]``, and the joint ``lse``."""
+    weights = (sink.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
+    return -(weights * delta).sum(dim=(0, 2))
 
 
 def highest(dtype: torch.dtype) -> float:

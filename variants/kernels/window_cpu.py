@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from variants.kernels import native
 from variants.kernels.beside import Beside, gradients, merge
-from variants.kernels.window import Inputs, PastKV, Window, ramp_slope, soft_mask
+from variants.kernels.window import Inputs, PastKV, Window, ramp_slope, sink_gradient, soft_mask, with_sink
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 NAMES = Inputs._fields[:8]
@@ -68,8 +68,13 @@ def attend(
     if inputs.vectors is not None:
         inputs = inputs._replace(vectors=inputs.vectors[:most])
     owners = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])] if past else []
-    tensors = [*(beside or (None, None, None)), *inputs[: len(NAMES)], *(x for part in past for x in part[1:])]
-    kind, place = torch.promote_types(q.dtype, torch.float32), 3 + len(NAMES)
+    tensors = [
+        inputs.sink,
+        *(beside or (None, None, None)),
+        *inputs[: len(NAMES)],
+        *(x for part in past for x in part[1:]),
+    ]
+    kind, place = torch.promote_types(q.dtype, torch.float32), 4 + len(NAMES)
     tensors = [None if x is None else x.to(kind) for x in tensors]
     tensors.insert(place, inputs.bias)
     return _Attend.apply(owners, window, *tensors).to(q.dtype)
@@ -77,22 +82,23 @@ def attend(
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owners, window, *tensors):
+    def forward(ctx, owners, window, sink, *tensors):
         more, own = tensors[:3], list(tensors[3:])
         sizes = (owners, window.max_keys, window.shift, window.ramp)
         y, lse, _ = _forward(own, *sizes)
         if more[0] is not None:
             y, lse = merge(y, lse, own[0], Beside(*more))
-        ctx.save_for_backward(*tensors, y, lse)
+        y, lse = with_sink(y, lse, sink)
+        ctx.save_for_backward(sink, *tensors, y, lse)
         ctx.sizes = sizes
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        *tensors, y, lse = ctx.saved_tensors
+        sink, *tensors, y, lse = ctx.saved_tensors
         more, tensors = tensors[:3], tensors[3:]
-        beside, needs = ctx.needs_input_grad[2:5], ctx.needs_input_grad[5:]
+        beside, needs = ctx.needs_input_grad[3:6], ctx.needs_input_grad[6:]
         wanted = {name for name, need in zip(NAMES, needs, strict=False) if need}
         wanted |= {"past"} if (learns := any(needs[PAST:])) else set()
         for together in TOGETHER:
@@ -104,7 +110,8 @@ class _Attend(torch.autograd.Function):
         if more[0] is not None and (needs[0] or any(beside)):
             dq, more = gradients(g, y, lse, tensors[0], Beside(*more), added=beside[2])
             own[0] = None if own[0] is None else own[0] + dq
-        return None, None, *more, *own, None, *(next(results, None) for _ in tensors[PAST:])
+        dsink = sink_gradient((g * y).sum(-1), lse, sink) if ctx.needs_input_grad[2] else None
+        return None, None, dsink, *more, *own, None, *(next(results, None) for _ in tensors[PAST:])
 
 
 @torch.library.custom_op("windtunnel::window_forward", mutates_args=(), device_types="cpu")
