@@ -29,24 +29,19 @@ def train(run) -> float | None:
     if not run.hold():
         return run.earlier_result()
     trainer, plan = run.trainer, run.plan
-    with run.opened() as progress, run.stop as stop:
+    with run.opened(), run.stop as stop:
         while not trainer.finished and not stop.number:
             run.step()
             if trainer.spent.steps % plan.record.every_steps == 0:
                 run.append(trainer.train_row())
             if run.validation_due():
-                run.validate(progress)
+                run.validate()
             if run.checkpoint_due():
                 run.save()
-            if progress.due:
-                progress.update(**run.standing())
         run.save()
         if stop.number:
-            stop.pass_on()
-            same = "the same command without force=true" if plan.force else "the same command"
-            progress.print(f"stopped at {trainer.spent.bytes:,} bytes; {same} goes on: {run.command}")
-            raise SystemExit(128 + stop.number)
-        summary = run.finish(progress)
+            run.end_early()
+        summary = run.finish()
     run.show(summary)
     return summary["valid_bits_per_byte"]
 

@@ -101,7 +101,11 @@ def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str)
     what = f"{key}={path}"
     config = read_config(path / CONFIG, what=what)
     try:
-        config.runtime, config.trust = runtime, trust
+        config.runtime, config.trust, config.record = (
+            runtime,
+            trust,
+            OmegaConf.load(Path(CONF) / "record" / "default.yaml"),
+        )
         return plan_run(config)
     except MISTAKES as error:
         raise ValueError(f"{what}: {CONFIG}: {explain(error)}") from error

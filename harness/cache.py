@@ -2,14 +2,12 @@
 
 import errno
 import fcntl
-import glob
 import hashlib
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import IO
@@ -17,8 +15,6 @@ from typing import IO
 from harness.failures import StorageFailure
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LEFT_SECONDS = 3600
-"""Nobody pauses as long while a file is written: a process that was killed has left it."""
 
 
 def cache_folder() -> Path:
@@ -26,10 +22,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention-windtunnel"
 
 
-def try_lock(file: IO, *, shared: bool = False) -> bool:
+def try_lock(file: IO) -> bool:
     """Lock an open file among all processes if it is free; the lock goes when the file is closed, also by the process's end."""
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -52,8 +48,8 @@ def storage_failure(path: Path, error: OSError, *, needed: int = 0) -> StorageFa
         return error
     room = ""
     if error.errno in NO_ROOM:
-        there = next(place for place in path.absolute().parents if place.exists())
-        room = f": {needed:,} bytes are needed, {shutil.disk_usage(there).free:,} are left on its disk"
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        room = f": {needed:,} bytes are needed, {shutil.disk_usage(folder).free:,} are left on its disk"
     return StorageFailure(f"{path}: cannot be written ({error.strerror or error}){room}")
 
 
@@ -73,66 +69,18 @@ def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:
         left = left[file.write(left) :]
 
 
-class Writer:
-    """Writer that keeps counting after the disk is full, so the error can state the size needed.
-
-    Attributes:
-        needed: bytes written, or refused.
-        refused: the error of the first write that failed.
-    """
-
-    file: FileIO
-    needed = 0
-    refused: OSError | None = None
-
-    def write(self, content: bytes | bytearray | memoryview) -> int:
-        size = memoryview(content).nbytes
-        self.needed += size
-        try:
-            if self.refused is None:
-                write_all(self.file, content)
-        except OSError as error:
-            self.refused = error
-        return size
-
-    def replace_end(self, length: int, content: bytes) -> None:
-        """Write in the place of the last ``length`` bytes."""
-        if self.refused is None:
-            self.file.seek(-length, os.SEEK_CUR)
-        self.write(content)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Writer]:
-    """A file to write to, of which others see all or nothing. StorageFailure if it cannot be written."""
-    passing, out = path.with_name(f"{path.name}.{os.getpid()}.tmp"), Writer()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        forget_left(path.parent, glob.escape(path.name))
-        with passing.open("wb", buffering=0) as out.file:
-            yield out
-            if out.refused:
-                raise out.refused
-            os.fsync(out.file.fileno())  # before the rename: a crash must not leave a name on missing bytes
-            passing.replace(path)
-    except OSError as error:
-        passing.unlink(missing_ok=True)  # before it is said how much is left
-        raise storage_failure(path, error, needed=out.needed) from error
-    except Exception as error:
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None  # torch hides it when it closes a file that is not whole
-        raise
-    finally:
-        passing.unlink(missing_ok=True)
-
-
 def write_whole(path: Path, content: bytes | bytearray | memoryview) -> None:
     """Write a file so that others see all of it or nothing. StorageFailure if it cannot be written."""
-    with written_whole(path) as out:
-        out.write(content)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with storing(path, needed=memoryview(content).nbytes):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb", buffering=0) as file:
+                write_all(file, content)
+                os.fsync(file.fileno())  # before the rename: a crash must not leave a name on missing bytes
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def append_whole(path: Path, line: bytes) -> None:
@@ -146,14 +94,6 @@ def append_whole(path: Path, line: bytes) -> None:
             except OSError:
                 file.truncate(before)
                 raise
-
-
-def forget_left(folder: Path, name: str = "*") -> None:
-    """Remove what processes that were killed have left in a folder, of files whose name is like ``name``."""
-    for left in folder.glob(f"{name}.*[0-9].tmp"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > LEFT_SECONDS:
-                left.unlink()
 
 
 def sha256_of(path: Path) -> str:

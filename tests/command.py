@@ -20,7 +20,7 @@ TINY = (
     *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=32", "batch.streams=2", "batch.segment=32"),
     *("budget.steps=3", "eval.selection_bytes=200", "eval.bytes=300", "eval.segment=32", "eval.streams=2"),
     *("eval.every=0", "eval.windows=false", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"),
-    *("record.wandb.mode=disabled", "record.figures=false"),
+    "record.wandb.mode=disabled",
 )
 """A run of a second."""
 MADE = ("data=recall", "data.bytes=60000")

@@ -31,7 +31,6 @@ SMALL = (
         "runtime.precision=float32",
         "runtime.threads=1",
         "record.every_steps=2",
-        "record.figures=false",
     ),
     *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.selection_bytes=200", "eval.bytes=400"),
     *("eval.windows=false", "eval.test=true", "checkpoint.every_seconds=null"),

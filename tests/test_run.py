@@ -1,14 +1,12 @@
-"""Whole runs: the same record again, state, budgets, the best weights, summary and figures."""
+"""Whole runs: the same record again, state, budgets, the best weights and the summary."""
 
 import math
 import traceback
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from harness.device.runtime import Runtime
 from harness.loop.scoring import score_stream
 from harness.loop.trainer import Trainer
 from harness.loop.update import Update
@@ -32,9 +30,8 @@ from tests.runs import (
 )
 
 
-@pytest.mark.parametrize("variant", ["all_attention", "product_key_memory"])
-def test_the_same_configuration_gives_the_same_record(variant, here, monkeypatch):
-    words = (*VARIANTS[variant], *DROPOUT, "budget.steps=8")
+def test_the_same_configuration_gives_the_same_record(here, monkeypatch):
+    words = (*VARIANTS["product_key_memory"], *DROPOUT, "budget.steps=8")
     one, summary = whole_run(*words)
     elsewhere(here, monkeypatch)
     other, again = whole_run(*words)
@@ -44,9 +41,6 @@ def test_the_same_configuration_gives_the_same_record(variant, here, monkeypatch
     assert differ <= {"seconds", "bytes_per_second", "memory", "load"}
     weights = [checkpoint.load(checkpoint.newest(job.folder.path))["model"] for job in (one, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    reseeded, _ = whole_run(*words, "seed=1")
-    bits = [[row.get("bits_per_byte") for row in rows_of(job)[1:]] for job in (one, reseeded)]
-    assert all(a != b for a, b in zip(*bits, strict=True))
 
 
 def test_an_update_is_three_frames_below_the_loop(monkeypatch):
@@ -151,16 +145,13 @@ def test_budget_of_flops_is_what_each_step_needs_at_its_spans_however_often_rows
         assert often[key] == rarely[key]
 
 
-# Summary and figures
+# Summary
 
 
 @pytest.mark.parametrize("variant", ["adaptive_span", "product_key_memory"])
-def test_summary_table_and_figures(variant, monkeypatch, capsys):
-    load = {"busy": True, "cores": 2, "wanted_cores": 2, "average_at_start": 0.0, "seconds": 9.0}
-    load |= {"others_cores": 0.5, "stolen_cores": 0.0}
-    monkeypatch.setattr(Runtime, "load_meter", lambda self: Mock(read=lambda: load))
+def test_summary_and_closing_table(variant, monkeypatch, capsys):
     monkeypatch.setattr(Optimizers, "unreached", lambda self: ["layers.0.a", "layers.1.a"])
-    words = ("record.figures=true", "eval.windows=true", "budget.steps=8", "runtime.allocator=return")
+    words = ("eval.windows=true", "budget.steps=8", "runtime.allocator=return", "record.progress_seconds=0")
     job, summary = whole_run(*VARIANTS[variant], *words)
     assert summary["status"] == "finished" and misfit(summary, shape=shapes()["summary"]) is None
     assert summary["data"].keys() >= {"name", "bytes", "sha256"}
@@ -170,15 +161,12 @@ def test_summary_table_and_figures(variant, monkeypatch, capsys):
     assert summary["capped"] == {"valid": 400, "test": 400} and summary["protocol"]["bytes"] == 400
     assert summary["bytes_seen"] == 512 and summary["epochs"] == pytest.approx(512 / 18_000)
     assert summary["training_flops"] > 0 and math.isfinite(summary["valid_windows_bits_per_byte"])
-    assert summary["load"] == load and summary["allocator"] in ("return", None)
-    shown = capsys.readouterr().out
-    score, allocator = f"{summary['valid_bits_per_byte']:.4f}*", f"allocator: {summary['allocator'] or '-'}"
-    for text in (score, allocator, "xz -9e", "window 1024, stride 512", "bytes per second of training !", "sha256"):
-        assert text in shown
-    assert shown.count("BUSY MACHINE: others had 0.50") == 1
-    assert "no gradient ever came to layers.0.a, layers.1.a:" in shown
-    assert (job.folder.path / "learning_curve.png").stat().st_size > 1000
-    assert (job.folder.path / "spans.png").exists() == (variant == "adaptive_span")
+    assert summary["load"].keys() >= {"busy", "cores"} and summary["allocator"] in ("return", None)
+    shown, rows = capsys.readouterr().out, rows_of(job)
+    words = ("xz -9e", "window 1024, stride 512", "no gradient ever came to layers.0.a, layers.1.a:", "sha256")
+    words += tuple(f"{row['bits_per_byte']:.4f} bits/byte after" for row in rows if row["kind"] == "train")
+    words += tuple(f"{row['bits_per_byte']:.4f}* bits/byte after" for row in rows if "size" in row)
+    assert not [word for word in (*words, f"{summary['valid_bits_per_byte']:.4f}*") if word not in shown]
     spans = summary["spans"]
     assert spans["min"] <= spans["mean"] <= spans["max"] if variant == "adaptive_span" else spans is None
 

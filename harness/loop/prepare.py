@@ -2,7 +2,6 @@
 perhaps from another run. Nothing is written."""
 
 import dataclasses
-from contextlib import ExitStack
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -42,11 +41,9 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
         return Run(plan, place, None, command=command, processes=processes)
     plan = dataclasses.replace(plan, admission=processes.on_main(lambda: admission(plan)))
     provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
-    with ExitStack() as held, recording(plan, place, provenance, processes):
+    with recording(plan, place, provenance, processes):
         with processes.fail_together():
-            lease = runtime.take_gpu(plan.runtime) if processes.world_size == 1 else None
-            held.callback(lease.release if lease else lambda: None)
-            device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
+            device = runtime.start(plan.runtime, processes=processes)
         plan = settled(plan, device, recorded=processes.on_main(lambda: _recorded_choice(place)))
         with processes.fail_together():
             _warm(plan, corpus, device)
@@ -56,7 +53,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
         trainer.spread()
         if place.checkpoint is None and plan.init_from.run is not None:
             begin_from(trainer)
-        return Run(plan, place, trainer, command=command, processes=processes, peak=peak, held=held.pop_all())
+        return Run(plan, place, trainer, command=command, processes=processes, peak=peak)
 
 
 def planned(cfg: DictConfig, **facts: object) -> Plan:
@@ -128,28 +125,23 @@ def _read_start(path: Path) -> tuple[dict, dict]:
 
 
 def _restore(trainer: Trainer, content: dict, theirs: dict) -> None:
-    plan, everything = trainer.plan, trainer.plan.init_from.restore == "everything"
-    what, unit = f"init_from.run={plan.init_from.run}", plan.budget.unit
-    if everything and content["spent"][unit] >= plan.budget.amount:
+    plan, restore = trainer.plan, trainer.plan.init_from.restore
+    what, unit, optimizers = f"init_from.run={plan.init_from.run}", plan.budget.unit, trainer.optimizers
+    if restore == "everything" and content["spent"][unit] >= plan.budget.amount:
         raise ValueError(
             f"budget.{unit}={plan.budget.amount}: {what} has spent {content['spent'][unit]} already; "
             "allowed with init_from.restore=everything is more"
         )
-    if not everything:
+    if restore == "weights":
         trainer.take_weights(content["model"])
-    ours = {
-        "config": plan.config,
-        "data": {"sha256": trainer.corpus.sha256},
-        "optimizers": trainer.optimizers.describe(),
-    }
-    then, now = (_facts(row, everything=everything) for row in (theirs, ours))
-    differ = [f"{key} was {then.get(key)}, is {now.get(key)}" for key in now | then if then.get(key) != now.get(key)]
-    if differ:
-        raise ValueError(
-            f"{what}: cannot be taken up with init_from.restore={plan.init_from.restore}: {'; '.join(differ)}"
-        )
-    if everything:
-        for name, optimizer in trainer.optimizers.optimizers.items():
+    ours = {"config": plan.config, "data": {"sha256": trainer.corpus.sha256}, "optimizers": optimizers.describe()}
+    then, now = (_facts(row, everything=restore == "everything") for row in (theirs, ours))
+    if differ := [
+        f"{key} was {then.get(key)}, is {now.get(key)}" for key in now | then if then.get(key) != now.get(key)
+    ]:
+        raise ValueError(f"{what}: cannot be taken up with init_from.restore={restore}: {'; '.join(differ)}")
+    if restore == "everything":
+        for name, optimizer in optimizers.optimizers.items():
             content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
         trainer.restore(content | {"nats": 0.0, "steps": 0})
 

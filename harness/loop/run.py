@@ -3,9 +3,7 @@ at the end scores the best weights and writes the summary. What comes before is 
 
 import json
 import math
-import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,13 +19,12 @@ from harness.device.units import gathered, taken_out
 from harness.failures import OutOfMemory, StorageFailure, is_out_of_memory
 from harness.loop import summary
 from harness.loop.futures import NOT_CAUSAL
-from harness.loop.progress import ProgressBar
 from harness.loop.trainer import Trainer
 from harness.optim.budget import Spent
 from harness.plan.build import Plan
 from harness.record import checkpoint, folder, shards
 from harness.record.closing_table import bits, print_closing_table, scored_splits
-from harness.record.rows import CONFIG, Record, read_rows, write_summary
+from harness.record.rows import CONFIG, Record, write_summary
 from harness.record.wandb_run import WandbRun
 
 WARM_STEPS = 2
@@ -67,7 +64,7 @@ class Run:
         trainer: what trains; None where an earlier command finished the run, which is returned.
         stop: the signals that end training between two steps.
         best_bits: lowest bits per byte of the validations on the way, or infinity.
-        validated: bytes and fraction of the budget spent before the last validation, and the pairs that each reads, once known.
+        validated: bytes and fraction of the budget spent before the last validation, and the pairs that each reads, or None.
     """
 
     def __init__(
@@ -79,16 +76,13 @@ class Run:
         command: str,
         processes: ProcessGroup,
         peak: PeakMemory | None = None,
-        held: ExitStack | None = None,
     ):
         self.plan, self.folder, self.trainer, self.command = plan, place, trainer, command
-        self._processes, self._held = processes, held
-        self._peak, self._most, self._steps_here = peak, Peak(None, approximate=False), 0
+        self._processes, self._peak, self._highest = processes, peak, Peak(None, approximate=False)
         self.stop = StopSignal(alone=processes.world_size == 1)
-        self._saved, self._saved_seconds, self._save_late = Spent(), time.monotonic(), False
-        if trainer:
-            self._saved = trainer.spent
-        self.best_bits, self._last_bits = math.inf, math.nan
+        self._saved = trainer.spent if trainer else Spent()
+        self._saved_seconds, self._save_late = time.monotonic(), False
+        self._steps_here, self._shown_seconds, self.best_bits = 0, time.monotonic(), math.inf
         self.validated = {"bytes": self._saved.bytes, "fraction": plan.budget.fraction(self._saved), "size": None}
 
     @property
@@ -101,27 +95,22 @@ class Run:
         print(f"finished before: {self.folder.path} (force=true runs it again)")
         if not self.plan.sweeping:
             print_closing_table(self.earlier)
-        if "WANDB_SWEEP_ID" in os.environ and self._processes.is_main:  # its agent waits for a run that has the metric
-            with self._wandb_run(id=None, data=self.earlier["data"]["name"]) as again:
-                again.log_end(summary=self.earlier, figures=sorted(self.folder.path.glob("*.png")))
         return self.earlier["valid_bits_per_byte"]
 
     def hold(self) -> bool:
         """Take the folder; False where another process has finished the run since ``prepare`` looked for it."""
-        with self._held as held:
-            if self._processes.is_main:
-                held.callback(self.folder.release)
-            self.folder.summary, self.folder.checkpoint = self._processes.on_main(self.folder.hold)
-            if self.earlier is None:
-                self._held = held.pop_all()
-        return self.earlier is None
+        self.folder.summary, self.folder.checkpoint = self._processes.on_main(self.folder.hold)
+        if self.earlier:
+            self.folder.release()
+        return not self.earlier
 
     @contextmanager
-    def opened(self) -> Iterator[ProgressBar]:
-        """Record and W&B are open, the run stands where its checkpoint left it; yields progress."""
+    def opened(self) -> Iterator[None]:
+        """Record and W&B are open, and the run stands where its checkpoint left it."""
         plan, trainer = self.plan, self.trainer
-        with self._held as stack:
-            provenance = summary.identity(trainer, self.folder.identity, command=self.command)
+        provenance = summary.identity(trainer, self.folder.identity, command=self.command)
+        with ExitStack() as stack:
+            stack.callback(self.folder.release)
             stack.enter_context(recording(plan, self.folder, provenance, self._processes))
             rows, sha256, wandb_id = self._restore()
             verb = f"resuming at {trainer.spent.bytes:,} bytes" if rows else "training"
@@ -131,15 +120,17 @@ class Run:
                 self._processes.standing = self._losses
             with self._processes.fail_together():
                 if self._processes.is_main:
+                    config = json.loads(json.dumps(plan.config))  # the numbers of layers are keys: as text
                     write_whole(self.folder.path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
                     self._record = stack.enter_context(Record(self.folder.path, rows=rows, sha256=sha256))
-                    self._wandb = stack.enter_context(self._wandb_run(id=wandb_id, data=trainer.corpus.name))
-                    if not rows:  # the numbers of layers are keys: as text, for JSON
-                        config = json.loads(json.dumps(plan.config))
+                    tags = (*plan.record.wandb.tags, plan.variant, trainer.corpus.name)
+                    settings = vars(plan.record.wandb) | {"name": self.folder.path.name, "tags": tags}
+                    settings |= {"job_type": plan.purpose, "config": config, "id": wandb_id}
+                    self._wandb = stack.enter_context(WandbRun(self.folder.path, **settings))
+                    if not rows:
                         self.append({"kind": "provenance", **provenance, "config": config})
             self._load = trainer.runtime.load_meter()
-            name = self.folder.path.name if plan.beside_others else None
-            yield stack.enter_context(ProgressBar(every_seconds=plan.record.progress_seconds, name=name))
+            yield
 
     def _losses(self) -> str:
         """What a run that ends now, without saving, loses; as sentences."""
@@ -147,12 +138,6 @@ class Run:
         what = f"The newest whole checkpoint is {newest}" if newest else f"{self.folder.path} has no checkpoint yet"
         lost = f"{spent - self._saved.bytes:,} of {spent:,} bytes of training are lost"
         return f"{what}, and {lost}; the same command goes on: {self.command}"
-
-    def _wandb_run(self, *, id: str | None, data: str) -> WandbRun:
-        plan, name = self.plan, self.folder.path.name
-        tags = (*plan.record.wandb.tags, *filter(None, (plan.variant, data)))
-        settings = vars(plan.record.wandb) | {"name": name, "job_type": plan.purpose, "tags": tags}
-        return WandbRun(self.folder.path, config=plan.config, id=id, **settings)
 
     def _restore(self) -> tuple[int, str | None, str | None]:
         """Go on from the newest checkpoint that is whole, if there is one: the rows that it had seen, their digest, W&B's run."""
@@ -174,12 +159,23 @@ class Run:
             checkpoint.load_best(self.folder.path, vars(self.folder.identity))
         return content
 
+    def print(self, line: str) -> None:
+        """A line, with the run's name where several runs write to one terminal."""
+        print(f"{self.folder.path.name}: {line}" if self.plan.beside_others else line, flush=True)
+
     def append(self, row: dict) -> None:
-        """A row for the record and for W&B."""
-        if self._processes.is_main:
-            row = self._record.append(row)
-            self._last_bits = row.get("bits_per_byte") or self._last_bits
-            self._wandb.log(row)
+        """A row for the record and for W&B; of train rows, one in ``record.progress_seconds`` is shown."""
+        if not self._processes.is_main:
+            return
+        row = self._record.append(row)
+        self._wandb.log(row)
+        if row["kind"] == "train" and time.monotonic() - self._shown_seconds >= self.plan.record.progress_seconds:
+            self._shown_seconds, speed = time.monotonic(), f"{row['clock']['bytes_per_second']:,.0f} bytes/s"
+            self.print(f"{self.trainer.fraction:6.1%}  {self._score(row['bits_per_byte'])}, {speed}")
+
+    def _score(self, bits_per_byte: float | None, *, capped: object = False) -> str:
+        bits = "not finite" if bits_per_byte is None else f"{bits_per_byte:.4f}"
+        return f"{bits}{'*' * bool(capped)} bits/byte after {self.trainer.spent.bytes:,} bytes"
 
     def step(self) -> None:
         """One training step, after which all processes know of a signal that one has received, and whether by the clock of the
@@ -194,17 +190,6 @@ class Run:
         if self._steps_here == WARM_STEPS:
             self._peak.reset()
 
-    def standing(self) -> dict:
-        """For the progress line."""
-        trainer, fraction = self.trainer, self.trainer.fraction
-        return {
-            "bits_per_byte": trainer.recent_bits(self._last_bits),
-            "fraction": fraction,
-            "bytes_seen": trainer.spent.bytes,
-            "bytes_per_second": trainer.bytes_per_second,
-            "left_seconds": trainer.spent.seconds * (1 - fraction) / fraction if fraction else None,
-        }
-
     def validation_due(self) -> bool:
         """Whether another ``eval.every`` of the budget is spent, and enough read since the last validation; the end has
         its own."""
@@ -214,26 +199,32 @@ class Run:
         marks, before = (int(fraction / every + 1e-9) for fraction in (trainer.fraction, last["fraction"]))
         return marks > before and trainer.spent.bytes - last["bytes"] >= TRAINED_PER_SCORED * (last["size"] or 1)
 
-    def validate(self, progress: ProgressBar) -> None:
+    def validate(self) -> None:
         """Score bytes of valid that are in no reported score, and save the weights if they are the best so far. The first
         validation decides how many pairs each of them reads, or they would not compare."""
         trainer, last, part = self.trainer, self.validated, self.trainer.choosing()
         most = min(len(part), self.plan.eval.bytes or math.inf) - 1
         size = last["size"] or max(1, min(most, (trainer.spent.bytes - last["bytes"]) // TRAINED_PER_SCORED))
-        self._most = self._most.or_higher(self._peak.read())  # of training steps: scoring is apart
-        score = trainer.evaluate(part, pairs=size)
-        value = score.bits_per_byte
-        self.validated = {"bytes": trainer.spent.bytes, "fraction": trainer.fraction, "size": size}
-        row = {"kind": "valid", **trainer.place(), "bits_per_byte": value, "capped_bytes": len(score.nats)}
-        self.append(row | {"metrics": trainer.model.metrics(score.stats)})
-        progress.evaluated(split="valid", bits_per_byte=value, bytes_seen=trainer.spent.bytes, capped=True)
-        # The first always, even NaN: there must be weights to score.
-        if value < self.best_bits or self.best_bits == math.inf:
-            self.best_bits = value if value < math.inf else math.inf
-            best = {"model": gathered(trainer.model.state_dict()), "bytes": trainer.spent.bytes}
-            with self._processes.fail_together():
-                if self._processes.is_main:
-                    checkpoint.save_best(self.folder.path, best | {"identity": vars(self.folder.identity)})
+        with self._unmeasured():
+            score = trainer.evaluate(part, pairs=size)
+            bits_per_byte = score.bits_per_byte
+            self.validated = {"bytes": trainer.spent.bytes, "fraction": trainer.fraction, "size": size}
+            row = {"kind": "valid", **trainer.place(), "bits_per_byte": bits_per_byte, "capped_bytes": len(score.nats)}
+            self.append(row | {"metrics": trainer.model.metrics(score.stats)})
+            self.print(f" valid  {self._score(bits_per_byte, capped=True)}")
+            # The first always, even NaN: there must be weights to score.
+            if bits_per_byte < self.best_bits or self.best_bits == math.inf:
+                self.best_bits = bits_per_byte if bits_per_byte < math.inf else math.inf
+                best = {"model": gathered(trainer.model.state_dict()), "bytes": trainer.spent.bytes}
+                with self._processes.fail_together():
+                    if self._processes.is_main:
+                        checkpoint.save_best(self.folder.path, best | {"identity": vars(self.folder.identity)})
+
+    @contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        """What is in memory here is none of training's peak."""
+        self._highest = self._highest.or_higher(self._peak.read())
+        yield
         self._peak.reset()
 
     def checkpoint_due(self) -> bool:
@@ -243,15 +234,16 @@ class Run:
     def save(self) -> None:
         """A checkpoint that agrees with the rows written so far."""
         step = self.trainer.spent.steps
-        content, divided = taken_out(self.trainer.content())
-        if divided:
-            content[shards.KEY] = self._save_shards(divided, step=step)
-        with self._processes.fail_together():
-            if self._processes.is_main:
-                content |= {"best_bits": self.best_bits, "validated": self.validated, "wandb_id": self._wandb.id}
-                content |= {"rows": self._record.rows, "sha256": self._record.sha256}
-                content["identity"] = vars(self.folder.identity)
-                checkpoint.save(self.folder.path, content, step=step, keep=self.plan.checkpoint.keep)
+        with self._unmeasured():
+            content, divided = taken_out(self.trainer.content())
+            if divided:
+                content[shards.KEY] = self._save_shards(divided, step=step)
+            with self._processes.fail_together():
+                if self._processes.is_main:
+                    content |= {"best_bits": self.best_bits, "validated": self.validated, "wandb_id": self._wandb.id}
+                    content |= {"rows": self._record.rows, "sha256": self._record.sha256}
+                    content["identity"] = vars(self.folder.identity)
+                    checkpoint.save(self.folder.path, content, step=step, keep=self.plan.checkpoint.keep)
         self._saved, self._saved_seconds = self.trainer.spent, time.monotonic()
 
     def _save_shards(self, divided: dict, *, step: int) -> dict:
@@ -270,16 +262,23 @@ class Run:
                 )
         return {"folder": place.name, "tensors": tensors, "sha256": digests}
 
-    def finish(self, progress: ProgressBar) -> dict:
-        """The last validation, the best weights' scores on whole splits, the summary and the figures."""
-        trainer, plan = self.trainer, self.plan
+    def end_early(self) -> None:
+        """Say how to go on after a signal, and end the process as it asks."""
+        self.stop.pass_on()
+        same = "the same command without force=true" if self.plan.force else "the same command"
+        self.print(f"stopped at {self.trainer.spent.bytes:,} bytes; {same} goes on: {self.command}")
+        raise SystemExit(128 + self.stop.number)
+
+    def finish(self) -> dict:
+        """The last validation, the best weights' scores on whole splits, and the summary."""
+        trainer = self.trainer
         row = summary.identity(trainer, self.folder.identity, command=self.command) | {"load": self._load.read()}
-        self.validate(progress)
+        self.validate()
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.take_weights(best["model"])
-        row |= summary.costs(trainer, peak=self._most.across(self._processes.largest))  # FLOPs of the best weights
+        row |= summary.costs(trainer, peak=self._highest.across(self._processes.largest))  # FLOPs of the best weights
         if row["unreached"]:
-            progress.print(f"no gradient ever came to {', '.join(row['unreached'])}: in this run they learn nothing")
+            self.print(f"no gradient ever came to {', '.join(row['unreached'])}: in this run they learn nothing")
         row |= {"best_bytes_seen": best["bytes"], "spans": summary.spans(trainer.model.metrics({}))}
         row |= {"compressors": {}, "capped": {}, "test_bits_per_byte": None}
         for split in trainer.splits:
@@ -287,41 +286,21 @@ class Run:
             self.append(scored)
             if scored["check"] == NOT_CAUSAL:
                 change = f"what comes after a byte changes its prediction by {scored['future_nats']:.2g} nats"
-                progress.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
-            shown = {"bits_per_byte": scored["bits_per_byte"], "capped": bool(scored["capped_bytes"])}
-            progress.evaluated(split=f"final {split}", bytes_seen=best["bytes"], **shown)
+                self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
         row["memory"]["inference_peak_bytes"] = self._peak.read().across(self._processes.largest).bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
         row["status"] = "finished"
         if self._processes.is_main:
             write_summary(self.folder.path, summary=row)
-            self._wandb.log_end(summary=row, figures=self._figures(row) if plan.record.figures else [])
+            self._wandb.log_end(summary=row)
         return row
-
-    def _figures(self, row: dict) -> list:
-        """What could be drawn: the result does not depend on it."""
-        drawn, plan = [], self.plan
-        try:
-            from harness.record.figures import draw_figures  # late: matplotlib is slow to import
-
-            drawn += draw_figures(
-                read_rows(self._record.path),
-                folder=self.folder.path,
-                label=f"{plan.variant}, seed {plan.seed}: {self.trainer.corpus.label()}",
-                compressors=row["compressors"]["valid"],
-                span_limit=plan.model.span,
-            )
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            print(f"figures: {reason} (the run itself is finished)", file=sys.stderr)
-        return drawn
 
     def show(self, row: dict) -> None:
         """The closing table, and how to sync W&B; of a sweep's job one line."""
         if not self._processes.is_main:
             return
         if self.plan.sweeping:  # bench.report has tables of all
-            scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits([row]))
+            scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits(row))
             print(f"finished: {self.folder.path}  {scores} bits per byte")
             return
         print_closing_table(row)

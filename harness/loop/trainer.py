@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from harness.data.streams import Streams, sample_cut, score_streams, share
 from harness.device import random_state
 from harness.device.runtime import Runtime
 from harness.device.units import gathered, is_divided
-from harness.loop.divergence import FiniteCheck
+from harness.failures import Diverged
 from harness.loop.scoring import Score, score_samples, score_stream
 from harness.loop.update import Update
 from harness.model import LanguageModel
@@ -54,7 +55,7 @@ class Trainer:
         self._nats, self._steps, self._unread = 0.0, 0, []  # since the last train row; of the last steps, on the device
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._timed, self._ahead = plan.budget.unit == "seconds", False  # whether the device may have steps to do
-        self._finite = FiniteCheck(self.update)
+        self._unchecked: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
             score_streams(len(self.reported(split)) - 1, plan.eval.streams)
         self.choosing()
@@ -77,12 +78,6 @@ class Trainer:
     def finished(self) -> bool:
         return self.plan.budget.done(self.spent)
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Of training, so far."""
-        self.settle()
-        return self.spent.bytes / max(self.spent.seconds, 1e-9)
-
     def step(self) -> None:
         """One training step.
 
@@ -98,8 +93,10 @@ class Trainer:
         middle = (self.fraction + self.plan.budget.fraction(self.spent + self._last)) / 2
         with self.runtime.compile_clock() as compiling:
             nats, after = self.update(inputs, targets, state, fraction=middle)
-        self._finite.add(number, middle)
-        self._finite.check(but=1)
+        if not self.optimizers.skip_nonfinite:
+            rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=number)
+            self._unchecked.append((self.runtime.to_host(self.optimizers.found_inf), number, rate))
+        self._check_steps(but=1)
         self.state = after if self.plan.batch.carry else None
         if self._timed:
             self.runtime.synchronise()
@@ -122,6 +119,33 @@ class Trainer:
         needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried(self.spent.steps))
         return round(needed.training * self.stream.bytes_per_step)
 
+    def _check_steps(self, *, but: int = 0) -> None:
+        """Raise Diverged for the first step that was not finite, whose update the optimizers left out; the last ``but`` steps
+        are not read, which would wait for the device. All processes check the same steps at the same time."""
+        while len(self._unchecked) > but:
+            left_out, number, rate = self._unchecked.popleft()
+            if left_out():
+                self._unchecked.clear()
+                self._diverge(
+                    f"step {number + 1:,} diverged at a learning rate of {rate:.3g}: its loss or a gradient is not finite. The "
+                    "weights are as they were before it, and optim.skip_nonfinite=true goes on without such steps"
+                )
+
+    def _check_weights(self) -> None:
+        """Raise Diverged as ``_check_steps``, and where a finite gradient led to a parameter that is not finite."""
+        self._check_steps()
+        units, names = self.update.units, [name for name, _ in self.model.named_parameters()]
+        bad = units.total(torch.stack([~p.isfinite().all() for p in units.parameters]).float(), of="max").tolist()
+        if any(bad):
+            self._diverge(f"an update left the parameter {names[bad.index(1)]} with numbers that are not finite")
+
+    def _diverge(self, message: str) -> None:
+        """In all processes, of which the first one speaks."""
+        clip = "" if self.optimizers.clip is None else f" or optim.clip={self.optimizers.clip:g}"
+        with self.runtime.processes.fail_together():
+            if self.runtime.processes.is_main:
+                raise Diverged(f"{message}. Lower optim.lr={self.optimizers.lr:g}{clip}")
+
     def settle(self) -> None:
         """Wait for the device, so that its seconds count to the steps that it was given; and read their losses."""
         if self._ahead:
@@ -135,30 +159,26 @@ class Trainer:
                 self._steps -= 1
         self._unread = []
 
-    def recent_bits(self, default: float) -> float:
-        """Mean bits per byte since the last train row, or ``default`` right after one."""
-        self.settle()
-        return self._nats / self._steps / math.log(2) if self._steps else default
-
     def place(self) -> dict:
         """Where in the run a row stands: in bytes, steps, FLOPs and seconds of training."""
         self.settle()
         epochs = self.spent.bytes / len(self.corpus.splits["train"])
         place = {"bytes_seen": self.spent.bytes, "step": self.spent.steps, "epochs": epochs}
         place |= {} if self._timed else {"fraction": self.fraction}
-        clock = {"seconds": self.spent.seconds, "bytes_per_second": self.bytes_per_second}
+        clock = {"seconds": self.spent.seconds, "bytes_per_second": self.spent.bytes / max(self.spent.seconds, 1e-9)}
         clock |= {"compile_seconds": self.compile_seconds}
         return place | {"training_flops": self.spent.flops, "clock": clock}
 
     def train_row(self) -> dict:
         """The mean since the last such row, and where the parameters are."""
-        bits = self.recent_bits(0.0)
-        self._finite.check()
+        place = self.place()
+        self._check_steps()
+        bits = self._nats / self._steps / math.log(2) if self._steps else 0.0
         self._nats, self._steps = 0.0, 0
         shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
         return {
             "kind": "train",
-            **self.place(),
+            **place,
             "bits_per_byte": bits,
             "learning_rate": self.optimizers.lr * shape,
             "ideal_flops_per_byte": self.model.ideal_flops(),
@@ -171,10 +191,10 @@ class Trainer:
         return {"skipped_steps": int(self.optimizers.skipped)} if self.optimizers.skip_nonfinite else {}
 
     def evaluate(self, part: Tensor, *, pairs: int | None = None, look: int | None = None) -> Score:
-        """Score bytes, uint8 ``[n]``, with the weights of now: all, streamed as ``eval`` says, or a sample of ``pairs`` from all
-        over, for a page of a text is no measure of the others; ``look`` as ``score_stream`` has it."""
+        """Score bytes, uint8 ``[n]``, with the present weights: all, streamed as ``eval`` says, or a sample of ``pairs`` from all
+        over, for a page of a text is no measure of the rest; ``look`` as ``score_stream`` has it."""
         self.settle()  # or the steps before it would count to the scoring
-        self._finite.check_weights()
+        self._check_weights()
         e = self.plan.eval
         with self.update.units.gathered():
             if pairs is None:
@@ -231,7 +251,7 @@ class Trainer:
         """What an exact resume needs of it, in the first process: all must call it. Where parameters are divided, they and the
         optimizers' tensors are so here, in each."""
         self.settle()
-        self._finite.check_weights()
+        self._check_weights()
         processes = self.runtime.processes
         state = cat_streams(processes.all_gather(map_state(lambda s: s.cpu(), self.state)))
         random, *others = processes.all_gather(random_state.random_state())

@@ -122,14 +122,12 @@ class WandbSettings:
     entity: str | None
     group: str | None
     tags: list
-    system_statistics: bool
 
 
 @section
 class RecordSettings:
     every_steps: Positive
     progress_seconds: float
-    figures: bool
     wandb: WandbSettings
 
 

@@ -9,6 +9,7 @@ anything is unpickled: torch does not look whether the bytes are those it wrote.
 """
 
 import hashlib
+import io
 import re
 import secrets
 import sys
@@ -17,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from harness.cache import Writer, written_whole
+from harness.cache import write_whole
 from harness.failures import Damaged
 from harness.record import shards
-from harness.record.rows import FORMAT, check_format
+from harness.record.rows import FORMAT, check_format, read_file
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
@@ -41,8 +42,8 @@ def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
     newest = every[: every.index(path) + 1][-keep:]
     for old in set(every).difference(newest):
         old.unlink()
-    names, own = {older.name for older in newest[:-1]}, content.get(shards.KEY, {}).get("folder")
-    shards.forget(path.parent, lambda name: name == own or name.rpartition("-")[0] in names)
+    names, mine = {older.name for older in newest[:-1]}, content.get(shards.KEY, {}).get("folder")
+    shards.forget(path.parent, lambda name: name == mine or name.rpartition("-")[0] in names)
     return path
 
 
@@ -100,11 +101,13 @@ def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
         ValueError: it is of another format or of another run.
     """
     try:
-        _verify(path)
+        file = read_file(path, most=path.stat().st_size)
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror})") from error
+    if damage := _damage(file):
+        raise Damaged(f"{path} {damage}")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(io.BytesIO(file), map_location="cpu", weights_only=True)
         identity = dict(content.get("identity") or {})
     except MemoryError:
         raise
@@ -136,43 +139,24 @@ def _all(folder: Path) -> list[Path]:
 
 
 def _write(path: Path, content: dict) -> Path:
-    with written_whole(path) as file:
-        archive = _Digesting(file)
-        torch.save({"format": FORMAT} | content, archive)
-        file.replace_end(len(_NO_COMMENT), _ending(archive.sha256))
+    file = io.BytesIO()
+    torch.save({"format": FORMAT} | content, file)
+    digest = _ending(file.getbuffer())
+    file.seek(-len(_NO_COMMENT), io.SEEK_END)
+    file.write(digest)
+    write_whole(path, file.getbuffer())
     return path
 
 
-class _Digesting:
-    """A file whose bytes are hashed on their way."""
-
-    def __init__(self, file: Writer):
-        self._file, self.sha256 = file, hashlib.sha256()
-
-    def write(self, content: bytes | memoryview) -> int:
-        self.sha256.update(content)
-        return self._file.write(content)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
-def _ending(sha256: "hashlib._Hash") -> bytes:
-    """How a file ends that was an archive with this digest: the comment's length, and the digest as a comment."""
-    comment = _MARK + sha256.hexdigest().encode()
+def _ending(archive: bytes | memoryview) -> bytes:
+    """How a file ends that was this archive: the comment's length, and the digest as a comment."""
+    comment = _MARK + hashlib.sha256(archive).hexdigest().encode()
     return len(comment).to_bytes(len(_NO_COMMENT), "little") + comment
 
 
-def _verify(path: Path) -> None:
-    """``Damaged`` if the file's digest is not that of the archive before it, or there is none."""
-    sha256, left = hashlib.sha256(), max(0, path.stat().st_size - _ENDING_BYTES)
-    with path.open("rb") as file:
-        while left > 0 and (chunk := file.read(min(left, 1 << 20))):
-            sha256.update(chunk)
-            left -= len(chunk)
-        ending = file.read()
-    sha256.update(_NO_COMMENT)
+def _damage(file: bytes) -> str | None:
+    """Why a file is not what was written: its digest is not that of the archive before it, or there is none."""
+    archive, ending = file[:-_ENDING_BYTES], file[-_ENDING_BYTES:]
     if _MARK not in ending:
-        raise Damaged(f"{path} is damaged or cut off: it has no digest")
-    if ending != _ending(sha256):
-        raise Damaged(f"{path} is damaged: its bytes are not those of its digest")
+        return "is damaged or cut off: it has no digest"
+    return None if ending == _ending(archive + _NO_COMMENT) else "is damaged: its bytes are not those of its digest"

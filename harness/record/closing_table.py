@@ -1,14 +1,11 @@
-"""Closing tables: what a run reached and what it cost, beside general compressors.
+"""Closing table: what a run reached and what it cost, beside general compressors.
 
 A number from a prefix of its split carries ``*``. FLOPs of training are "about" where a sublayer does not say what it needs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-
-from rich.console import Console
+from collections.abc import Iterator
 
 from harness.record import cells
-from harness.record.table import Column, Table, print_table
 
 COMPRESSORS = {"gzip": "gzip -9", "bzip2": "bzip2 -9", "xz": "xz -9e"}
 COMPRESSORS |= {f"order-{order}": f"counts of order {order}" for order in (2, 3, 5)}
@@ -16,20 +13,23 @@ WINDOWS = "window 1024, stride 512"
 """What a score without carried state is called."""
 
 
-def print_closing_table(summary: dict, *, console: Console | None = None) -> None:
-    """Print the tables of a finished run; what its ``summary`` lacks shows as ``-`` or is left out."""
-    splits = scored_splits([summary])
-    rows = [("this run", *(bits(summary, split=split) for split in splits))]
-    rows += [(f"  {WINDOWS}", *(bits(summary, split=split, how="_windows") for split in splits))]
+def print_closing_table(summary: dict) -> None:
+    """Print scores and costs of a finished run; what its ``summary`` lacks shows as ``-`` or is left out."""
+    splits = scored_splits(summary)
+    rows = [("this run", [summary.get(f"{split}_bits_per_byte") for split in splits])]
+    rows += [(WINDOWS, [summary.get(f"{split}_windows_bits_per_byte") for split in splits])]
     for key, label in COMPRESSORS.items():
-        packed = {split: ((summary.get("compressors") or {}).get(split) or {}).get(key) for split in splits}
-        rows.append((label, *(_marked(summary, value, split=split) for split, value in packed.items())))
-    title = f"{summary['variant']}, seed {summary['seed']}"
-    print_table(
-        _table(title, heads=("bits per byte", *splits), rows=rows, caption=data_label(summary["data"])), console=console
-    )
-    costs = _table("Costs", heads=("cost", ""), rows=_costs(summary), notes=_notes(summary))
-    print_table(costs, console=console)
+        rows.append((label, [(summary["compressors"].get(split) or {}).get(key) for split in splits]))
+    print(f"\n{summary['variant']}, seed {summary['seed']}: {data_label(summary['data'])}\n")
+    print(f"{'bits per byte':<24}" + "".join(f"{split:>10}" for split in splits))
+    for label, numbers in rows:
+        texts = [_marked(summary, number, split=split) for split, number in zip(splits, numbers, strict=True)]
+        print(f"{label:<24}" + "".join(f"{text:>{10 + text.endswith(cells.CAPPED)}}" for text in texts).rstrip())
+    print()
+    for label, text in _costs(summary):
+        print(f"{label:<17}{text}")
+    for split, n_bytes in summary["capped"].items():
+        print(f"{cells.CAPPED} first {n_bytes:,} bytes of {split} only")
 
 
 def data_label(data: dict) -> str:
@@ -44,91 +44,41 @@ def short_commit(row: dict) -> str:
     return f"{commit[:8]}{dash}{state}"
 
 
-def scored_splits(summaries: Sequence[dict]) -> list[str]:
-    """Valid, and test where one of the runs has scored it."""
-    tested = any(summary.get("test_bits_per_byte") is not None for summary in summaries)
-    return ["valid", "test"] if tested else ["valid"]
+def scored_splits(summary: dict) -> list[str]:
+    """Valid, and test where the run has scored it."""
+    return ["valid"] + ["test"] * (summary.get("test_bits_per_byte") is not None)
 
 
-def bits(summary: dict, *, split: str, how: str = "") -> str:
-    """A split's bits per byte to four places, marked if capped; ``how`` is ``_windows`` for that column."""
-    return _marked(summary, summary.get(f"{split}{how}_bits_per_byte"), split=split)
+def bits(summary: dict, *, split: str) -> str:
+    """A split's bits per byte to four places, marked if capped."""
+    return _marked(summary, summary.get(f"{split}_bits_per_byte"), split=split)
 
 
-def _marked(summary: dict, value: float | None, *, split: str) -> str:
-    return cells.bits(value, capped=split in (summary.get("capped") or {})).text or "-"
-
-
-def _table(title: str, *, heads: Sequence[str], rows: Iterable[Sequence[str]], **rest: object) -> Table:
-    """Texts as a table: a name on the left, then numbers under headings; ``rest`` as in ``Table``."""
-    columns = tuple(Column(heading=head, number=place > 0 and head != "") for place, head in enumerate(heads))
-    texts = tuple(tuple(map(cells.text, row)) for row in rows)
-    return Table(name="closing", title=title, columns=columns, rows=texts, **{"caption": ""} | rest)
+def _marked(summary: dict, number: float | None, *, split: str) -> str:
+    return cells.bits(number, capped=split in summary["capped"]).text or "-"
 
 
 def _costs(summary: dict) -> Iterator[tuple[str, str]]:
-    keys = ("parameters", "flops_per_byte", "memory", "spans")
-    parameters, flops, memory, spans = (summary.get(key) or {} for key in keys)
-    if parameters:
-        yield (
-            "parameters",
-            f"{_count(parameters.get('total'))} in all, {_count(parameters.get('touched'))} touched per byte",
-        )
-    if flops:
-        yield "FLOPs per byte", f"{_executed(summary)} executed, {_short(flops.get('ideal'))} ideal (forward)"
-    if summary.get("training_flops") is not None:
-        thrice = len(summary.get("flops_estimated_3x") or [])
-        about, how = ("about ", f" (3 x forward in {cells.count_of(thrice, 'sublayer')})") if thrice else ("", "")
-        yield "training FLOPs", f"{about}{_short(summary['training_flops'])} needed{how}"
-    if memory:
-        about, peak, state = (
-            "about " * bool(memory.get("approximate")),
-            memory.get("peak_bytes"),
-            memory.get("state_bytes"),
-        )
-        allocator = summary.get("allocator") or "-"
-        yield "memory", f"{about}{_size(peak)} peak, {_size(state)} carried state; allocator: {allocator}"
-    if summary.get("bytes_per_second") is not None:
-        speed, mark = _count(round(summary["bytes_per_second"])), cells.busy_mark(summary.get("load"))
-        yield "speed", f"{speed} bytes per second of training{mark}"
-    if summary.get("seconds") is not None:
-        compiling = summary.get("compile_seconds")
-        beside = f", and {compiling:,.1f} s of compiling" if compiling else ""
-        yield "training", f"{summary['seconds']:,.1f} s, {_count(summary.get('bytes_seen'))} bytes{beside}"
+    parameters, flops, memory, spans = (summary[key] for key in ("parameters", "flops_per_byte", "memory", "spans"))
+    yield "parameters", f"{parameters['total']:,} in all, {parameters['touched']:,} touched per byte"
+    backend = summary["evaluation_backend"]
+    backend = f" ({backend})" if backend != summary["backend"] else ""
+    yield "FLOPs per byte", f"{_short(flops['executed'])}{backend} executed, {_short(flops['ideal'])} ideal (forward)"
+    about = "about " * bool(summary["flops_estimated_3x"])
+    yield "training FLOPs", f"{about}{_short(summary['training_flops'])} needed"
+    about, peak = "about " * memory["approximate"], memory["peak_bytes"]
+    peak = "-" if peak is None else f"{peak / 2**20:,.1f} MiB"
+    yield "memory", f"{about}{peak} peak, {memory['state_bytes'] / 2**20:,.1f} MiB carried state"
+    compiling = f", and {seconds:,.1f} s of compiling" if (seconds := summary["compile_seconds"]) else ""
+    speed = f"{summary['bytes_per_second']:,.0f} bytes per second"
+    yield "training", f"{summary['bytes_seen']:,} bytes in {summary['seconds']:,.1f} s, {speed}{compiling}"
     if spans:
         yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
-    number, where = summary.get("processes") or 1, [summary.get(key) for key in ("device", "precision", "backend")]
-    yield "where", ", ".join([f"{number} processes"] * (number > 1) + [str(word) for word in where if word])
+    processes = [f"{summary['processes']} processes"] * (summary["processes"] > 1)
+    yield "where", ", ".join([*processes, summary["device"], summary["precision"], summary["backend"]])
 
 
-def _notes(summary: dict) -> tuple[str, ...]:
-    """Marks explained."""
-    capped = ", ".join(f"{n_bytes:,} bytes of {split}" for split, n_bytes in (summary.get("capped") or {}).items())
-    busy = cells.busy_words(summary.get("load"))
-    return tuple([f"* first {capped} only"] * bool(capped) + [f"{cells.BUSY} {busy}"] * bool(busy))
-
-
-def _executed(run: dict) -> str:
-    """FLOPs, with the code that ran them where it is not that of training."""
-    name = run.get("evaluation_backend")
-    by_whom = f" ({name})" if name and name != run.get("backend") else ""
-    return f"{_short((run.get('flops_per_byte') or {}).get('executed'))}{by_whom}"
-
-
-def _count(number: int | None) -> str:
-    return "-" if number is None else f"{number:,}"
-
-
-def _short(number: float | None) -> str:
+def _short(number: float) -> str:
     """Three digits and a power of 1000: ``858k``, ``2.11M``."""
-    if number is None:
-        return "-"
     power = next(power for power in range(5) if number < 999.5 * 1000**power or power == 4)
     return f"{number / 1000**power:.3g}{('', 'k', 'M', 'G', 'T')[power]}"
-
-
-def _size(n_bytes: int | None) -> str:
-    """MiB = 2^20 or GiB = 2^30 bytes."""
-    if n_bytes is None:
-        return "-"
-    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

@@ -8,10 +8,9 @@ unfinished run and returns a finished one.
 import hashlib
 import json
 import os
-import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +24,8 @@ NOT_HASHED = ("outputs", "force", "record", "checkpoint", "trust", "hydra")
 FAILED = "failed.txt"
 """The trace of a run that failed, until the next try."""
 LOCK = "lock"
-RESERVE_BYTES = 32_768
-"""Of the lock, which says who holds it: room for saying later that the disk is full."""
 SECTIONS = ("model", "position", "batch")
 """Of a configuration, those that are compared with another run's."""
-HOLD_SECONDS = 0.5
-"""How long to try for a folder: whoever asks whether it is held has it for an instant."""
 
 
 def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str:
@@ -98,54 +93,38 @@ class RunFolder:
         self.checkpoint = None if self._force else checkpoint.newest(self.path)
         return self.summary, self.checkpoint
 
-    @property
-    def begun(self) -> bool:
-        """Whether a run has been here that was not finished."""
-        return self.summary is None and (self.path / RECORD).exists()
-
     def hold(self) -> tuple[dict | None, Path | None]:
         """Create the folder, take it for this process, point ``latest`` at it, and return summary and checkpoint.
 
         Another process may have had the folder since it was looked at, and may even have finished the run.
         """
+        holder, link = f"process {os.getpid()} on {os.uname().nodename}".encode(), self.path / "latest.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, key="outputs")
             self._lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 - held until release
-        except OSError as error:
-            raise self._refused(error) from error
-        last = time.monotonic() + HOLD_SECONDS
-        while not try_lock(self._lock):
-            if time.monotonic() > last:
+            if not try_lock(self._lock):
                 self._lock.seek(0)
-                whose = self._lock.read().decode(errors="replace").strip()
                 raise ValueError(
-                    f"outputs={self.path.parent}: {self.path.name} is held by {whose}; allowed is to wait for it, or "
-                    "another outputs"
+                    f"outputs={self.path.parent}: {self.path.name} is held by {self._lock.read().decode(errors='replace')}; "
+                    "allowed is to wait for it, or another outputs"
                 )
-            time.sleep(HOLD_SECONDS / 10)
-        passing = self.path / "latest.tmp"
-        try:
             self._lock.truncate(0)
-            write_all(self._lock, f"process {os.getpid()} on {os.uname().nodename}".ljust(RESERVE_BYTES).encode())
-            for left in (*self.path.glob("*.tmp"), *(self.path / checkpoint.FOLDER).glob("*.tmp")):
-                left.unlink()  # by a process that was killed while it wrote
-            passing.symlink_to(self.path.name)
-            passing.replace(self.path.parent / "latest")
+            write_all(self._lock, holder)
+            for file in (*self.path.glob("*.tmp"), *(self.path / checkpoint.FOLDER).glob("*.tmp")):
+                file.unlink()  # by a process that was killed while it wrote
+            link.symlink_to(self.path.name)
+            link.replace(self.path.parent / "latest")
         except OSError as error:
-            for made in (passing, *[self.path / LOCK] * (not (self.path / RECORD).exists())):
-                made.unlink(missing_ok=True)
+            for file in (link, *[self.path / LOCK] * (not (self.path / RECORD).exists())):
+                file.unlink(missing_ok=True)
             with suppress(OSError):  # not empty
                 self.path.rmdir()
-            raise self._refused(error) from error
+            if error.errno in NO_ROOM:
+                raise storage_failure(self.path / LOCK, error, needed=len(holder)) from error
+            where = f"{error.filename2}: " if error.filename2 else ""
+            raise ValueError(f"outputs={self.path.parent}: cannot be written ({where}{error.strerror})") from error
         return self._look()
-
-    def _refused(self, error: OSError) -> Exception:
-        """A user's mistake, or a disk that is full."""
-        if error.errno in NO_ROOM:
-            return storage_failure(self.path / LOCK, error, needed=RESERVE_BYTES)
-        where = f"{error.filename2}: " if error.filename2 else ""
-        return ValueError(f"outputs={self.path.parent}: cannot be written ({where}{error.strerror})")
 
     def begin(self) -> None:
         """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
@@ -158,34 +137,35 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
     @contextmanager
-    def failing(self, known: dict) -> Iterator[None]:
+    def failing(self, facts: dict) -> Iterator[None]:
         """Record an error that ends the block: its trace in ``failed.txt``, and a summary that says so.
 
         Before the folder is held, a user's mistake leaves nothing behind, and an earlier result stays.
 
         Args:
-            known: what a summary has, as far as the run came.
+            facts: what a summary has, as far as the run came.
         """
         try:
             yield
         except Exception as error:
-            with ExitStack() as stack, suppress(OSError, ValueError):  # a full disk must not hide the error
-                if finished_summary(self.path):
-                    raise error  # what comes after a result does not change it
-                if self._lock is None or self._lock.closed:
-                    if isinstance(error, ValueError):
-                        raise error
-                    self.hold()
-                    stack.callback(self.release)
-                if not os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
-                    raise error  # somebody has removed the folder, and it shall stay so
-                self._lock.truncate(0)  # room on a full disk
-                status = kind.status if (kind := kind_of(error)) else "failed"
-                told = {"status": status, "error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
-                write_summary(self.path, summary=known | told)
-                trace = "".join(traceback.format_exception(error))
-                write_whole(self.path / FAILED, trace.encode(errors="replace"))
+            with suppress(OSError, ValueError):  # a full disk must not hide the error
+                self._record_failure(error, facts)
             raise
+
+    def _record_failure(self, error: Exception, facts: dict) -> None:
+        is_held = self._lock is not None and not self._lock.closed
+        if finished_summary(self.path) or (isinstance(error, ValueError) and not is_held):
+            return  # what comes after a result does not change it
+        if not is_held:
+            self.hold()
+        if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):  # or somebody has removed it
+            status = kind.status if (kind := kind_of(error)) else "failed"
+            message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+            write_summary(self.path, summary=facts | {"status": status, "error": message})
+            trace = "".join(traceback.format_exception(error))
+            write_whole(self.path / FAILED, trace.encode(errors="replace"))
+        if not is_held:
+            self.release()
 
     def release(self) -> None:
         """Let others have it."""
@@ -193,11 +173,11 @@ class RunFolder:
             self._lock.close()
 
     def _must_agree(self) -> None:
-        row, own = read_object(self.path / RECORD, first_line=True), self.identity
+        row, ours = read_object(self.path / RECORD, first_line=True), self.identity
         if row.get("kind") != "provenance":
             return
-        pairs = {"data.sha256": (row["data"]["sha256"], own.data), "device_kind": (row["device_kind"], own.device)}
-        pairs |= {"precision": (row["precision"], own.precision)}
+        pairs = {"data.sha256": (row["data"]["sha256"], ours.data), "device_kind": (row["device_kind"], ours.device)}
+        pairs |= {"precision": (row["precision"], ours.precision)}
         if differ := [f"{key} was {then}, is {now}" for key, (then, now) in pairs.items() if then != now]:
             raise ValueError(
                 f"outputs={self.path.parent}: {self.path.name} was run otherwise: {'; '.join(differ)}; "

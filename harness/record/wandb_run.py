@@ -5,12 +5,11 @@ said in one line on stderr, and the run goes on without W&B. What was logged sta
 
 Metrics, which ``conf/dashboard.yaml`` names, too: ``bytes_seen``, the x axis of everything, as a resumed run repeats W&B's steps,
 and the others of ``PLACE``; ``train/learning_rate``, a number of a row by the row's kind; ``valid_bits_per_byte``, a final
-score; ``train_span/layers.0.attention``, a sublayer's metric, where a list, one entry a head, is a histogram beside ``/mean``,
-``/min`` and ``/max``; ``train_span/mean``, the same of all sublayers, and ``train_span/all``, the histogram of all heads.
+score; ``train_span/layers.0.attention``, a sublayer's metric, and of a list, one entry a head, ``/mean``, ``/min`` and ``/max``;
+``train_span/mean``, the same of all sublayers.
 """
 
 import json
-import math
 import os
 import secrets
 import shlex
@@ -19,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
+
+from harness.record.shapes import is_number
 
 PLACE = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "seconds", "bytes_per_second")
 INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
@@ -33,7 +34,6 @@ class WandbRun:
         config: plain nested dictionary; numbers of layers that are keys become text, as in the record.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the run to continue, from a checkpoint; None makes a new one.
-        system_statistics: whether W&B samples processors, memory and devices; it would be measured with the run.
         tags: those that W&B would refuse are left out or cut.
         more: project, entity, name, group and job_type as W&B means them; None leaves the choice to W&B.
 
@@ -49,7 +49,6 @@ class WandbRun:
         config: dict,
         mode: str = "auto",
         id: str | None = None,
-        system_statistics: bool = False,
         tags: Iterable[str] = (),
         **more: str | None,
     ):
@@ -59,10 +58,8 @@ class WandbRun:
             return
         tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag))  # W&B refuses others, and the run with them
         more |= {"tags": tags or None, "dir": str(folder), "config": json.loads(json.dumps(config))}
-        settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
-        settings |= {"finish_timeout_raises": True, "x_disable_stats": not system_statistics}
         with self._harmless():
-            self._run = _start(mode, _unless_in_environment(more) | {"id": self.id}, _unless_in_environment(settings))
+            self._run = _start(mode, _unless_in_environment(more) | {"id": self.id})
             self.hint = _hint(self._run)
 
     def log(self, row: dict) -> None:
@@ -70,29 +67,16 @@ class WandbRun:
         if self._run is None:
             return
         with self._harmless():
-            import wandb
-
             if row["kind"] == "provenance":
-                self._run.summary.update(facts({key: row[key] for key in row if key not in ("kind", "config")}))
-                return
-            sent = {k: wandb.Histogram(v) if isinstance(v, list) else v for k, v in numbers(row).items()}
-            if sent.keys() - set(PLACE):
-                self._run.log(sent)
+                self.log_end(summary={key: row[key] for key in row if key not in ("kind", "config")})
+            elif (metrics := numbers(row)).keys() - set(PLACE):
+                self._run.log(metrics)
 
-    def log_end(self, *, summary: dict, figures: list[Path]) -> None:
-        """Send the run's summary and figures."""
-        if self._run is None:
-            return
-        with self._harmless():
-            import wandb
-
-            self._run.summary.update(facts(summary))
-            sent = {}
-            for path in figures:
-                with suppress(Exception):  # a picture that cannot be read takes nothing else away
-                    sent[f"figures/{path.stem}"] = wandb.Image(str(path))
-            if sent:
-                self._run.log(sent | {"bytes_seen": summary.get("bytes_seen")})
+    def log_end(self, *, summary: dict) -> None:
+        """Send the run's summary."""
+        if self._run is not None:
+            with self._harmless():
+                self._run.summary.update(facts(summary))
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -127,17 +111,17 @@ def _unless_in_environment(keywords: dict) -> dict:
     return {key: value for key, value in keywords.items() if not os.environ.get(names[key])}
 
 
-def _start(mode: str, keywords: dict, settings: dict):
+def _start(mode: str, keywords: dict):
     """The started run: online if wanted and possible, else offline, with a line on stderr where that was not wanted."""
     import wandb  # late: it takes a second
 
+    settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
+    settings |= {"finish_timeout_raises": True, "x_disable_stats": True}  # samples would be measured with the run
+    settings = wandb.Settings(**_unless_in_environment(settings))
     # finish_previous: without it a second job in this process would silently log into the first job's run
     keywords |= {"resume": "allow", "reinit": "finish_previous"}
-    wandb.setup(settings=wandb.Settings(**settings))
-    wanted, mode = (
-        mode,
-        wandb.setup().settings.mode if mode == "auto" else mode,
-    )  # `wandb offline` was typed in this folder
+    wandb.setup(settings=settings)
+    wanted, mode = mode, wandb.setup().settings.mode if mode == "auto" else mode  # `wandb offline` was typed here
     if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False, verify=False):
         mode = "offline"
         if wanted != "auto":
@@ -148,7 +132,7 @@ def _start(mode: str, keywords: dict, settings: dict):
         reason = (str(error).splitlines() or ["no reason given"])[0]
         print(f"wandb: cannot go online, so this run is written offline: {reason[:160]}", file=sys.stderr)
         wandb.teardown()  # the failed start keeps the id to itself
-        wandb.setup(settings=wandb.Settings(**settings))
+        wandb.setup(settings=settings)
         run = wandb.init(mode="offline", **keywords)
     run.define_metric("bytes_seen")
     run.define_metric("*", step_metric="bytes_seen")
@@ -164,48 +148,41 @@ def _hint(run, *, uploaded: bool = True) -> str:
     return f"wandb sync {shlex.quote(min(folder, os.path.relpath(folder), key=len))}/*run-*-{run.id}*"
 
 
-def numbers(row: dict) -> dict[str, float | list[float]]:
-    """Numbers of one row by metric; a list is one of a head each, to become a histogram. Texts are left out."""
+def numbers(row: dict) -> dict[str, float]:
+    """Numbers of one row by metric. Texts and lists are left out, but for lists of one number a head."""
     kind, row = row["kind"], row | (row.get("clock") or {})
-    sent = {name: row.get(name) for name in PLACE}
+    metrics = {name: row.get(name) for name in PLACE}
     if row.get("final"):
-        return facts(sent | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")})
-    rest = {name: value for name, value in row.items() if name not in (*PLACE, "kind", "metrics", "clock")}
-    sent, pooled, lists = sent | _flat(rest, name=kind), {}, {}
+        return facts(metrics | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")})
+    rest = {name: number for name, number in row.items() if name not in (*PLACE, "kind", "metrics", "clock")}
+    metrics, pooled = metrics | _flat(rest, name=kind), {}
     for name, metric in (row.get("metrics") or {}).items():
         place, _, word = name.rpartition(".")
-        values = [value for value in (metric if isinstance(metric, list) else [metric]) if _is_number(value)]
-        section, key = f"{kind}_{word}", f"{kind}_{word}/{place or 'model'}"
-        if values:
-            pooled.setdefault(section, []).extend(values)
-            if isinstance(metric, list):
-                lists |= {key: values, f"{section}/all": pooled[section]}
-                sent |= _extent(key, values)
-            else:
-                sent[key] = values[0]
-    for section, values in pooled.items():
-        sent |= _extent(section, values)
-    return {name: value for name, value in facts(sent).items() if not isinstance(value, str | bool)} | lists
+        heads = [number for number in (metric if isinstance(metric, list) else [metric]) if is_number(number)]
+        pooled.setdefault(f"{kind}_{word}", []).extend(heads)
+        key = f"{kind}_{word}/{place or 'model'}"
+        metrics |= _extent(key, heads) if isinstance(metric, list) else {key: metric}
+    for section, heads in pooled.items():
+        metrics |= _extent(section, heads)
+    return {name: number for name, number in facts(metrics).items() if not isinstance(number, str | bool)}
 
 
 def facts(summary: dict) -> dict[str, float | str]:
     """Numbers, truths and texts of a summary or provenance row: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
-    stored = {key: item for key, item in _flat(summary).items() if isinstance(item, str | bool) or _is_number(item)}
+    stored = {key: leaf for key, leaf in _flat(summary).items() if isinstance(leaf, str | bool) or is_number(leaf)}
     # Readers make floats of larger integers anyway.
-    return {key: float(item) if type(item) is int and abs(item) > 2**53 else item for key, item in stored.items()}
+    return {key: float(leaf) if type(leaf) is int and abs(leaf) > 2**53 else leaf for key, leaf in stored.items()}
 
 
-def _flat(value: object, *, name: str = "") -> dict[str, object]:
+def _flat(node: object, *, name: str = "") -> dict[str, object]:
     """``{"a": {"b": 1}}`` named ``x`` as ``{"x/a/b": 1}``."""
-    if not isinstance(value, dict):
-        return {name: value}
+    if not isinstance(node, dict):
+        return {name: node}
     before = name and f"{name}/"
-    return {key: item for inner, part in value.items() for key, item in _flat(part, name=f"{before}{inner}").items()}
+    return {key: leaf for inner, part in node.items() for key, leaf in _flat(part, name=f"{before}{inner}").items()}
 
 
-def _extent(name: str, values: list[float]) -> dict[str, float]:
-    return {f"{name}/mean": sum(values) / len(values), f"{name}/min": min(values), f"{name}/max": max(values)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _extent(name: str, heads: list[float]) -> dict[str, float]:
+    if not heads:
+        return {}
+    return {f"{name}/mean": sum(heads) / len(heads), f"{name}/min": min(heads), f"{name}/max": max(heads)}
