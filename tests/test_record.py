@@ -1,17 +1,13 @@
-"""The record of a run: rows, summary, which of them compare, closing table, figures, progress. W&B has its own file."""
+"""The record of a run: rows, summary, which of them compare, closing table. W&B has its own file."""
 
-import io
 import json
 import math
 
 import pytest
 import torch
-from rich.console import Console
 
-from harness.loop.progress import ProgressBar
 from harness.record.closing_table import print_closing_table
 from harness.record.comparison import held_equal, same_numbers
-from harness.record.figures import draw_figures, draw_spans
 from harness.record.rows import FORMAT, Record, plain, read_rows, repeatable, write_summary
 from harness.record.shapes import misfit, shapes
 
@@ -73,35 +69,32 @@ def make_summary(**changes):
         "protocol": protocol | {"vocabulary": 256, "drop_newlines": False},
         "budget": {"bytes": 7_654_321},
         "parameters": {"total": 858_112, "touched": 858_000},
-        **{"bytes_seen": 7_654_321, "seconds": 181.73, "bytes_per_second": 42_118.4},
+        **{"bytes_seen": 7_654_321, "seconds": 181.73, "bytes_per_second": 42_118.4, "compile_seconds": 12.34},
         **{"valid_bits_per_byte": 2.39128, "test_bits_per_byte": 2.41234, "valid_windows_bits_per_byte": 2.52113},
         "capped": {"valid": 65_536},
         "flops_per_byte": {"executed": 2_112_345, "ideal": 1_404_000},
+        **{"training_flops": 4_000_000, "flops_estimated_3x": ["layers.0.mine"]},
         "memory": {"peak_bytes": 312 * 2**20, "approximate": True, "state_bytes": 3 * 2**30},
-        **{"backend": "plain", "precision": "float32", "compile": False, "threads": 1, "versions": {}},
-        **{"device": "cpu", "device_kind": "cpu", "source": "aa", "config_hash": "11"},
+        **{"backend": "plain", "evaluation_backend": "kernel", "precision": "float32", "compile": False, "threads": 1},
+        **{"device": "cpu", "device_kind": "cpu", "source": "aa", "config_hash": "11", "versions": {}, "processes": 1},
         "compressors": {"valid": {"gzip": 3.04, "bzip2": 2.58, "xz": 2.71}, "test": {"gzip": 3.055}},
         "spans": {"mean": 83.21, "min": 3.14, "max": 488.8},
     }
     return summary | changes
 
 
-def printed_table(summary):
-    console = Console(file=io.StringIO(), width=80)
-    print_closing_table(summary, console=console)
-    text = console.file.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
-    return text
-
-
-def test_closing_table_has_the_numbers_and_marks():
-    text = printed_table(make_summary())
-    words = ("2.3913*", "2.4123\n", "2.5211*", "3.0400*", "2.5800*", "2.7100*", "3.0550", "858,112", "858,000")
-    words += ("2.11M executed", "1.4M ideal", "about 312.0 MiB peak", "3.00 GiB carried", "42,118 bytes per second")
-    words += ("83.2", "3.1", "488.8", "cpu, float32, plain", "stdlib (fallback for enwik8), 10,485,760 bytes")
-    assert not [word for word in (*words, "* first 65,536 bytes of valid only") if word not in text]
-    whole = printed_table(make_summary(capped={}))
-    assert "*" not in whole and "first" not in whole
+def test_closing_table_has_the_numbers_and_marks(capsys):
+    print_closing_table(make_summary())
+    text = capsys.readouterr().out
+    words = ("2.3913*", "2.4123\n", "2.5211*", "3.0400*", "2.5800*", "2.7100*", "3.0550\n", "858,112", "858,000")
+    words += ("2.11M (kernel) executed", "1.4M ideal", "about 4M needed", "about 312.0 MiB peak, 3,072.0 MiB carried")
+    words += ("42,118 bytes per second", "83.2", "3.1", "488.8", "cpu, float32, plain", "and 12.3 s of compiling")
+    words += ("stdlib (fallback for enwik8), 10,485,760 bytes", "* first 65,536 bytes of valid only")
+    assert not [word for word in words if word not in text]
+    assert max(map(len, text.splitlines())) <= 82
+    print_closing_table(make_summary(capped={}, compile_seconds=0.0))
+    whole = capsys.readouterr().out
+    assert "*" not in whole and "first" not in whole and "compiling" not in whole
 
 
 def comparable(one, other):
@@ -160,41 +153,3 @@ def test_a_summary_is_whole_and_a_misfit_is_named_by_its_key(tmp_path):
         assert misfit(summary | {key: value}, shape=shapes()["summary"]).startswith(said.get(key, "purpose is 'play'"))
     del summary["variant"]
     assert misfit(summary, shape=shapes()["summary"]) == "variant is missing"
-
-
-def test_figures_are_pictures_of_the_rows(tmp_path):
-    rows = [{"kind": "provenance", "command": "train"}]
-    for step in range(40):
-        row = train_row(step) | {"bytes_seen": 1000 * step}
-        spans = {f"layers.{layer}.attention.span": [1.0 * step, None, layer * step] for layer in range(3)}
-        rows.append(row | {"metrics": spans | {"layers.0.attention.span_with_ramp": [step + 32.0, None, 32.0]}})
-        if step % 10 == 9:
-            rows.append({"kind": "valid", "bytes_seen": 1000 * step, "bits_per_byte": 2.5, "capped_bytes": 512})
-    rows.append({"kind": "train", "bytes_seen": 41_000, "bits_per_byte": None})
-    about = {"label": r"a $\nonsense{ run$", "span_limit": 64}
-    drawn = [*draw_figures(rows, folder=tmp_path, compressors={"gzip": 3.0, "xz": 2.7}, **about)]
-    assert [path.name for path in drawn] == ["learning_curve.png", "spans.png"]
-    for path in drawn:
-        picture = path.read_bytes()
-        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000, path
-    rows[-3]["metrics"]["layers.1.attention.span"][0] = 5.0
-    assert draw_spans(rows, path=tmp_path / "other.png", **about).read_bytes() != drawn[1].read_bytes()
-    without = [*draw_figures([row | {"metrics": {}} for row in rows], folder=tmp_path, label="a run")]
-    assert [path.name for path in without] == ["learning_curve.png"]
-    assert [*draw_figures(rows[:1], folder=tmp_path, label="a run")] == []
-
-
-def test_progress_in_a_log_is_plain_lines_at_intervals():
-    console = Console(file=io.StringIO(), width=80, soft_wrap=True)
-    with ProgressBar(every_seconds=3600, console=console) as progress:
-        assert not progress.due
-        progress.evaluated(split="valid", bits_per_byte=2.51234, bytes_seen=1_000_000, capped=True)
-    with ProgressBar(every_seconds=0, console=console) as progress:
-        assert progress.due
-        now = {"fraction": 0.5, "bytes_seen": 2_000_000, "bits_per_byte": 2.4567, "bytes_per_second": 41234.5}
-        progress.update(**now, left_seconds=None)
-        progress.update(**now, left_seconds=83.4)
-    text = console.file.getvalue()
-    assert "\x1b" not in text and len(text.splitlines()) == 3
-    assert "2.5123* bits/byte after 1,000,000 bytes" in text and "ETA 1:23" in text
-    assert "50.0%  2,000,000 bytes  2.457 bits/byte  41,234 bytes/s  ETA -" in text

@@ -20,7 +20,7 @@ def print_closing_table(summary: dict) -> None:
     rows += [(WINDOWS, [summary.get(f"{split}_windows_bits_per_byte") for split in splits])]
     for key, label in COMPRESSORS.items():
         rows.append((label, [(summary["compressors"].get(split) or {}).get(key) for split in splits]))
-    print(f"\n{summary['variant']}, seed {summary['seed']}: {data_label(summary['data'])}\n")
+    print(f"\n{summary['variant']}, seed {summary['seed']}\n{data_label(summary['data'])}\n")
     print(f"{'bits per byte':<24}" + "".join(f"{split:>10}" for split in splits))
     for label, numbers in rows:
         texts = [_marked(summary, number, split=split) for split, number in zip(splits, numbers, strict=True)]

@@ -72,7 +72,7 @@ def undisturbed_rows(tmp_path_factory) -> list[dict]:
 @pytest.mark.parametrize("name", FILES)
 def test_a_full_disk_at_any_file_is_one_message_and_the_same_command_goes_on(name, disk, undisturbed_rows, capsys):
     job = make_job(*FULL)
-    disk.fill(name, after=100)
+    disk.fill(name, after=10)
     with pytest.raises(
         StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are left"
     ) as told:
@@ -123,10 +123,7 @@ def test_a_disk_that_is_really_full(left_kib, wandb, small_disk, undisturbed_row
         assert run_job(job, wandb=wandb)["status"] == "finished"
     except StorageFailure as error:
         assert "are needed" in str(error) and "are left on its disk" in str(error)
-        folder = job.folder.path
         assert not left_behind(small_disk)
-        if folder.exists():
-            assert json.loads((folder / SUMMARY).read_text())["status"] == "storage"
     filling.unlink()
     again = make_job(*FULL)
     if not again.earlier:
