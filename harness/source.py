@@ -1,7 +1,6 @@
-"""The code that runs: a digest of every file that can change a number of this run, as this process read them.
+"""The code that runs: a digest of every file that can change a number of this run.
 
-A sweep goes on with the modules that it has loaded, whatever is edited meanwhile. So each file is read once and
-remembered, and a module that is loaded later must still be what it was then.
+A sweep goes on with the modules that it has loaded, whatever is edited meanwhile. So a process reads each file once.
 """
 
 import ast
@@ -10,7 +9,6 @@ import hashlib
 import os
 import re
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -40,24 +38,24 @@ def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = Fa
         measuring: whether the code of bench counts, for its rows.
 
     Raises:
-        ValueError: a trusted module has no source file, or a file was edited before this process had loaded it.
+        ValueError: a trusted module has no source file.
     """
     return digest_of((*_ours("train.py", "harness", *["bench"] * measuring), *mechanism_files(config, trust=trust)))
 
 
 def digest_of_tree(*, measuring: bool = False) -> str:
     """The same of all of ours that any run may use: where it is equal, times and memory of two variants are of one code."""
-    return _hash(_ours("train.py", "variants", "harness", *["bench"] * measuring))
+    return digest_of(_ours("train.py", "variants", "harness", *["bench"] * measuring))
 
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
     """Names and paths of the files below ``variants/`` that the targets of a configuration, and the user's modules, import
     anywhere in them; and of those modules."""
-    named = tuple(file for module in trust for file in _named(module))
-    imported = (name for _, path in named if path.suffix == ".py" for name in _imports(path, _first_read(path)))
+    theirs = tuple(file for module in trust for file in _files_of(module))
+    imported = (name for _, path in theirs if path.suffix == ".py" for name in _imports(path))
     names = {name for name in (*_targets(config), *imported) if name.startswith("variants.")}
-    paths = sorted((path.relative_to(ROOT).as_posix(), path) for path in _reached(names, ROOT))
-    return (*(file for file in paths if not LEFT_OUT.match(file[0])), *named)
+    ours = sorted((path.relative_to(ROOT).as_posix(), path) for path in _reached(names, ROOT))
+    return (*(file for file in ours if not LEFT_OUT.match(file[0])), *theirs)
 
 
 def _reached(names: Iterable[str], root: Path) -> set[Path]:
@@ -68,7 +66,7 @@ def _reached(names: Iterable[str], root: Path) -> set[Path]:
         path = waiting.pop()
         if path not in reached:
             reached.add(path)
-            waiting += (other for name in _imports(path, _first_read(path)) for other in _paths(name, root))
+            waiting += (file for name in _imports(path) for file in _paths(name, root))
     return {file for path in reached for file in path.parent.glob(f"{path.stem}.*") if file.is_file()}
 
 
@@ -80,12 +78,8 @@ def _paths(name: str, root: Path) -> Iterator[Path]:
 
 
 @functools.cache
-def _imports(path: Path, content: str) -> frozenset[str]:
-    """What a file of Python imports, late or early; a name may be of something in a module.
-
-    Args:
-        content: its digest, by which it is remembered.
-    """
+def _imports(path: Path) -> frozenset[str]:
+    """What a file of Python imports, late or early; a name may be of something in a module."""
     names = set()
     with suppress(SyntaxError, OSError, ValueError):  # an import will say so
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -97,7 +91,7 @@ def _imports(path: Path, content: str) -> frozenset[str]:
 
 
 @functools.cache
-def _named(module: str) -> Files:
+def _files_of(module: str) -> Files:
     """Names and paths of the files of a module that the user named."""
     spec = find_spec(module)
     origin = Path((spec and spec.origin) or "").resolve()
@@ -136,37 +130,22 @@ def _tree(place: Path, root: Path) -> Iterator[Path]:
 
 
 def digest_of(files: Files) -> str:
-    """SHA-256 of these files' names and contents; ValueError where one was edited before this process had loaded it."""
-    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    for _, path in files:
-        if path not in _checked and str(path.with_suffix(".py")) in loaded:
-            if _read(path) != _first_read(path):
-                raise ValueError(
-                    f"{path} was edited while this process ran; the same command again runs the new source"
-                )
-            _checked.add(path)
-    return _hash(files)
+    """SHA-256 of these files' names and contents."""
+    return hashlib.sha256("".join(f"{name}\0{_read_once(path)}\n" for name, path in files).encode()).hexdigest()
 
 
-def _hash(files: Files) -> str:
-    return hashlib.sha256("".join(f"{name}\0{_first_read(path)}\n" for name, path in files).encode()).hexdigest()
-
-
-def _read(path: Path) -> str:
+@functools.cache
+def _read_once(path: Path) -> str:
+    """The digest of a file, as this process read it first."""
     try:
         return sha256_of(path)
     except OSError:
         return "cannot be read"
 
 
-_first_read = functools.cache(_read)
-_checked: set[Path] = set()
-"""Files that were what they had been when they were first read, after this process had loaded them."""
-
-
 def forget() -> None:
     """Forget what this process has read, as a new one would."""
-    _named.cache_clear(), _first_read.cache_clear(), _checked.clear()
+    _files_of.cache_clear(), _read_once.cache_clear(), _imports.cache_clear()
 
 
 def commit() -> str | None:

@@ -29,11 +29,10 @@ SECTIONS = ("variant", "model", "position", "batch", "eval")
 
 def admission(plan: Plan) -> str:
     """``shipped``, ``passed``, or ``unchecked`` with ``check=false``; ValueError with the first promise that is broken."""
-    shipped, files = (
-        json.loads(SHIPPED.read_text(encoding="utf-8")),
-        source.mechanism_files(plan.config, trust=plan.trust),
-    )
-    if all(shipped.get(name) == sha256_of(path) for name, path in files):
+    shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    if all(
+        shipped.get(name) == sha256_of(path) for name, path in source.mechanism_files(plan.config, trust=plan.trust)
+    ):
         return "shipped"
     if not plan.check:
         print("check=false: the mechanism is not checked, so that no table compares this run", flush=True)

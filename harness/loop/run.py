@@ -3,7 +3,6 @@ at the end scores the best weights and writes the summary. What comes before is 
 
 import json
 import math
-import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -46,12 +45,10 @@ def recording(plan: Plan, place: folder.RunFolder, provenance: dict, processes: 
             if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
             b, reason = plan.batch, str(error).partition("\n")[0][:200] or type(error).__name__
-            words = re.split(r"\btrain(?:\.py)?(?: |$)", provenance["command"], maxsplit=1)[-1]
             short = OutOfMemory(
                 f"out of memory ({reason}). Lower batch.streams={b.streams}, batch.segment={b.segment} or model.span="
                 f"{plan.model.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
-                f"runtime.checkpoint=layers. What fits is predicted by: python -m bench.fit {words} "
-                "device_memory=24GiB (or as much as there is)"
+                "runtime.checkpoint=layers; python -m bench.fit with the same words predicts what fits"
             )
             short.already_printed = getattr(error, "already_printed", None)
             raise short from error

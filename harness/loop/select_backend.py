@@ -2,14 +2,11 @@
 
 Candidates are taken in the order in which the sublayers prefer them; the first that agrees with plain PyTorch in float64
 runs. Each computes in a process that is thrown away: one that reads where it must not leaves a device's context unusable, and
-one that hangs must not hang the run. Finished comparisons are remembered under everything that they depend on, so that all
-jobs of a sweep, and all later runs, share one.
+one that hangs must not hang the run.
 """
 
 import dataclasses
-import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,8 +15,6 @@ from unittest.mock import patch
 import torch
 from omegaconf import OmegaConf
 
-from harness import source
-from harness.cache import cache_folder, locked, write_whole
 from harness.device import runtime
 from harness.device.cell import Cell, CellError
 from harness.device.runtime import Runtime
@@ -38,9 +33,8 @@ SEGMENTS = (300, 301, 1, 65)
 """Bytes: more than blocks of kernels, and what divides nothing."""
 LEAST = 1e-4
 """Relative error that is always allowed."""
-LIMIT_SECONDS, ALL_SECONDS = 120.0, 480.0
-"""The longest that a candidate, and that all, may take: other processes of the run wait for ten minutes, and no longer."""
-VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+LIMIT_SECONDS = 120.0
+"""The longest that a candidate may take: other processes of the run wait for ten minutes, and no longer."""
 SEED = 0x123456789ABCDEF
 HOST = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
 
@@ -50,48 +44,40 @@ def settled(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> Plan
     decides.
 
     Args:
-        recorded: the choice that the run's record has, which a run that goes on must keep.
+        recorded: the choice that the run's record has, which a run that goes on keeps.
 
     Raises:
-        ValueError: what was asked for by name, or recorded, fails its proof.
+        ValueError: what was asked for by name fails its proof.
     """
     if plan.runtime.backend == PLAIN or where.device.type in TESTED:
         return plan
-    choice = where.processes.on_main(lambda: select(plan, where, recorded=recorded))
+    choice = recorded or where.processes.on_main(lambda: select(plan, where))
     if choice is None:
         return plan
     chosen = dataclasses.replace(plan.runtime, backend=choice["backend"])
     return dataclasses.replace(plan, runtime=chosen, backend_choice=choice)
 
 
-def select(plan: Plan, where: Runtime, *, recorded: dict | None = None) -> dict | None:
+def select(plan: Plan, where: Runtime) -> dict | None:
     """``backend``; ``why``, in lines for a reader; and ``verdicts`` by candidate: ``passed``, ``said`` and ``seconds``.
 
     None where no sublayer has a choice, or none has what was asked for: then the sublayers say so.
     """
-    asked, because = plan.runtime.backend, "asked for by name"
-    if recorded is not None and asked == "auto":
-        asked, because = recorded["backend"], "this run has recorded it, and goes on with no other"
-        if asked == PLAIN:
-            return recorded
-    possible, small = candidates(plan, where)
-    if asked != "auto" and asked not in possible and recorded is not None and plan.runtime.backend == "auto":
-        raise ValueError(f"runtime.backend={asked}: {because}; it cannot run here now; force=true begins anew")
+    asked, (possible, small) = plan.runtime.backend, candidates(plan, where)
     if not possible or asked not in ("auto", *possible):
         return None
-    verdicts, why, ends = {}, [], time.monotonic() + ALL_SECONDS
+    verdicts, why = {}, []
     for backend in possible if asked == "auto" else [asked]:
-        verdict = verdicts[backend] = prove(small, where, backend, seconds=min(LIMIT_SECONDS, ends - time.monotonic()))
+        verdict = verdicts[backend] = prove(small, where, backend)
         if verdict["passed"]:
-            why.append(f"{backend}: {verdict['said']}" if asked == "auto" else because)
+            why.append(f"{backend}: {verdict['said']}" if asked == "auto" else "asked for by name")
             return {"backend": backend, "why": why, "verdicts": verdicts}
-        failure = f"{backend} failed: {verdict['said']}"
+        why.append(f"{backend} failed: {verdict['said']}")
         if asked != "auto":
-            raise ValueError(f"runtime.backend={asked}: {because}; {failure}; allowed are auto, {PLAIN}")
-        why.append(failure)
-        _warn(failure)
+            raise ValueError(f"runtime.backend={asked}: asked for by name; {why[-1]}; allowed are auto, {PLAIN}")
+        print(f"WARNING: runtime.backend=auto: {why[-1]}", file=sys.stderr)
     why.append(f"{PLAIN}, because no other code is proven here: slow, with all scores in memory")
-    _warn(why[-1])
+    print(f"WARNING: runtime.backend=auto: {why[-1]}", file=sys.stderr)
     return {"backend": PLAIN, "why": why, "verdicts": verdicts}
 
 
@@ -103,8 +89,8 @@ def candidates(plan: Plan, where: Runtime) -> tuple[list[str], Plan]:
     sublayers = {name.rpartition(".")[2]: s for name, s in sublayers.items() if isinstance(s, KernelSublayer)}
     offers = {name: s.backends(where.device, training=True) for name, s in sublayers.items()}
     offers = {name: names for name, names in offers.items() if names != (PLAIN,)}
-    first, *others = offers.values() or [()]
-    common = [one for one in first if one != PLAIN and all(one in names for names in others)]
+    first = next(iter(offers.values()), ())
+    common = [backend for backend in first if backend != PLAIN and all(backend in names for names in offers.values())]
     small = at_own_width(plan, sublayers=offers.keys(), longest=sum(SEGMENTS) // 2) if common else plan
     return common, dataclasses.replace(small, runtime=plan.runtime)
 
@@ -126,24 +112,17 @@ def agreement(
     shape = (plan.batch.streams, sum(segments) + 1)
     tokens = torch.randint(plan.data["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
 
-    def of(made: Plan, mode: Runtime, *, twice: bool = False) -> list[dict[str, torch.Tensor]]:
+    def outcome_of(made: Plan, mode: Runtime) -> dict[str, torch.Tensor]:
         model = made.make_model()
         model.load_state_dict(weights)
         model.project_()
         forward = mode.forward(model.to(mode.device).train())
-        same = {"forward": forward, "autocast": mode.autocast}
-        return [outcome(model, tokens.to(mode.device), segments, **same) for _ in range(1 + twice)]
+        return outcome(model, tokens.to(mode.device), segments, forward=forward, autocast=mode.autocast)
 
     with patch("variants.backends.draw_seed", lambda device: torch.full((), SEED, dtype=torch.int64, device=device)):
         expected = outcome(reference.double().train(), tokens, segments)
-        actual, *again = of(plan, where, twice=plan.runtime.deterministic)
-        mode = _rounding(where)
-        (plain,) = [None] if mode is None else of(host, mode)
-    passed, detail = compare(actual, expected, least=least, plain=plain)
-    for name, x in actual.items() if passed and again else ():
-        if not torch.equal(x, again[0][name]):
-            return False, f"two runs differ in {name}"
-    return passed, detail
+        actual, mode = outcome_of(plan, where), _rounding(where)
+        return compare(actual, expected, least=least, plain=None if mode is None else outcome_of(host, mode))
 
 
 def _rounding(where: Runtime) -> Runtime | None:
@@ -162,46 +141,23 @@ def _products() -> str:
         return torch.backends.cuda.matmul.fp32_precision
 
 
-def prove(small: Plan, where: Runtime, backend: str, *, seconds: float = LIMIT_SECONDS) -> dict:
-    """A verdict, remembered, or found out and, where the comparison ended, remembered."""
-    key = _facts(small, where) | {"backend": backend}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    path = cache_folder() / "verdicts" / f"{digest}.json"
-    with locked(path, waiting=f"runtime.backend: waiting for another process that proves {backend}, verdict in"):
-        if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))["verdict"]
-        print(f"runtime.backend: proving {backend} on {where.device}, once for this machine", file=sys.stderr)
+def prove(small: Plan, where: Runtime, backend: str) -> dict:
+    """A verdict; one that was reached stands for all jobs of this process."""
+    key = json.dumps([backend, where.describe(), *(small.config[name] for name in ("variant", "position", "model"))])
+    if key not in _verdicts:
+        print(f"runtime.backend: proving {backend} on {where.device}", file=sys.stderr)
         settings = dataclasses.replace(small.runtime, backend=backend, device=str(where.device), compile=False)
         began = time.monotonic()
         try:
             with Cell(Candidate, small.config, small.trust, settings) as cell:
-                passed, detail = cell.ask("agrees", limit_seconds=max(0.0, seconds))
+                passed, detail = cell.ask("agrees", limit_seconds=LIMIT_SECONDS)
         except (CellError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0][:300]
-            return {"passed": False, "said": reason, "seconds": time.monotonic() - began}
-        detail += "" if passed else f" (remembered in {path})"
-        verdict = {"passed": passed, "said": detail, "seconds": time.monotonic() - began}
-        try:
-            write_whole(path, json.dumps({"key": key, "verdict": verdict}, indent=1).encode())
-        except OSError as error:
-            _warn(f"the verdict is not remembered ({error})")
-        return verdict
+            passed, detail = False, str(error).strip().partition("\n")[0][:300]
+        _verdicts[key] = {"passed": passed, "said": detail, "seconds": time.monotonic() - began}
+    return _verdicts[key]
 
 
-def _facts(small: Plan, where: Runtime) -> dict[str, object]:
-    """What a verdict depends on beside the backend, as JSON gives it back."""
-    there = where.describe()
-    facts = {key: there[key] for key in ("device", "device_kind", "versions", "precision", "tf32")}
-    facts |= {"deterministic": small.runtime.deterministic, "products": _products()}
-    facts["capability"] = torch.cuda.get_device_capability(where.device) if where.device.type == "cuda" else None
-    facts["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    facts["source"] = source.digest_of(source.mechanism_files(small.config, trust=small.trust))
-    facts |= {section: small.config[section] for section in ("variant", "position", "model")}
-    return json.loads(json.dumps(facts))
-
-
-def _warn(line: str) -> None:
-    print(f"WARNING: runtime.backend=auto: {line}", file=sys.stderr)
+_verdicts: dict[str, dict] = {}
 
 
 class Candidate:

@@ -128,8 +128,8 @@ def final_score(trainer: Trainer, split: str, summary: dict) -> dict:
 
 def parameters(model) -> dict:
     """Counts: all of them, those read for one byte, and those of each sublayer."""
-    total = sum(p.numel() for p in model.parameters())
-    return {"total": total, "touched": model.touched_parameters(), "by_sublayer": model.parameters_by_sublayer()}
+    by_sublayer = model.parameters_by_sublayer()
+    return {"total": sum(by_sublayer.values()), "touched": model.touched_parameters(), "by_sublayer": by_sublayer}
 
 
 def spans(metrics: dict) -> dict | None:
