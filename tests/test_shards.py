@@ -90,7 +90,7 @@ class Attack:
         return open, ("attacked", "w")
 
 
-@pytest.mark.parametrize("how", ["bit", "gone", "pickle", "outside", "pieces"])
+@pytest.mark.parametrize("how", ["bit", "pickle", "outside", "pieces"])
 def test_shards_that_are_not_as_they_were_written_are_refused(run, capsys, how):
     """Also by whoever can make digests that fit; the one before is taken, or the run ends in one message."""
     *_, index, folder = sorted(run.glob("step-*"))
@@ -102,8 +102,6 @@ def test_shards_that_are_not_as_they_were_written_are_refused(run, capsys, how):
         flipped = bytearray(shard.read_bytes())
         flipped[len(flipped) // 2] ^= 1
         shard.write_bytes(flipped)
-    elif how == "gone":
-        shard.unlink()
     elif how == "pickle":
         torch.save(Attack(), shard)
         named["sha256"][shard.name] = sha256_of(shard)
@@ -114,7 +112,7 @@ def test_shards_that_are_not_as_they_were_written_are_refused(run, capsys, how):
         named["sha256"]["../../config.yaml"] = sha256_of(run.parent / "config.yaml")
     else:
         tensor["pieces"] = [[[0], [1 << 40], shard.name, 0, 1]]
-    if how not in ("bit", "gone"):
+    if how != "bit":
         checkpoint._write(index, content | {shards.KEY: named})
     if how not in ("pickle", "pieces"):
         assert checkpoint.load_newest(run.parent, {})["spent"]["steps"] == 4

@@ -14,8 +14,8 @@ from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.runtime import Runtime
 from harness.device.sharded_tables import ShardedTables
 from harness.device.units import gathered
-from harness.loop.kept_whole import kept_whole
 from harness.loop.scoring import score_stream, score_windows
+from harness.loop.unsharded_parameters import unsharded_parameters
 from harness.loop.update import Update
 from harness.optim import Muon
 from harness.optim.budget import Schedule
@@ -215,7 +215,7 @@ def test_gradients_are_averaged_where_some_have_none(ranks):
 def test_what_cannot_be_in_a_unit_is_found():
     model = model_of(Outsider)()
     before, random = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
-    whole = kept_whole(model)
+    whole = unsharded_parameters(model)
     units = {name for name, parameter in model.named_parameters() if parameter not in whole}
     inside = {f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")}
     assert units == inside | {"embedding.weight", "head.weight"}

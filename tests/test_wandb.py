@@ -153,12 +153,11 @@ def test_variables_win_over_config(fake, monkeypatch, tmp_path):
     for name in ("PROJECT", "DIR", "RUN_ID", "JOB_TYPE"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
     ours = {"project": "ours", "group": "sweep", "job_type": "train", "tags": ("mine", "", "x" * 70, "mine")}
-    assert run_job(tmp_path, **ours, id="ours", config={"at": {-2: ["memory"]}}).id == "theirs"
+    assert run_job(tmp_path, **ours, id="ours").id == "theirs"
     (keywords,) = module.arguments("init")
     assert not {"project", "dir", "job_type"} & keywords.keys()
     assert (keywords["id"], keywords["group"], keywords["resume"]) == ("theirs", "sweep", "allow")
     assert keywords["reinit"] == "finish_previous" and keywords["tags"] == ["mine", "x" * 64], "W&B would refuse others"
-    assert keywords["config"] == {"at": {"-2": ["memory"]}}, "numbers of layers are keys"
 
 
 def test_the_numbers_of_a_row():

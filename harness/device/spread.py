@@ -4,7 +4,7 @@ on.
 A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
 ``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its
 gradient and of its optimizer's state (``fully_shard``): a unit's rows are gathered before it computes, forward and
-backward. What FSDP cannot shard (``harness/loop/kept_whole.py``) stays a plain tensor for
+backward. What FSDP cannot shard (``harness/loop/unsharded_parameters.py``) stays a plain tensor for
 ``ProcessGroup.average_gradients_``; of tables a process has some columns with ``full`` (``sharded_tables.py``).
 
 torch makes ``DTensor`` of a unit's parameters. Nobody else needs to know: what an optimizer was given stays a plain

@@ -36,14 +36,14 @@ class Update:
         processes = self.runtime.processes
         if processes.world_size > 1:
             from harness.device.spread import SpreadUnits  # late: slow to import
-            from harness.loop.kept_whole import kept_whole
+            from harness.loop.unsharded_parameters import unsharded_parameters
 
             processes.copy_first_(self.model)
             self.units = SpreadUnits(
                 self.model,
                 processes,
                 self.model.residuals(),
-                whole=kept_whole(self.model),
+                whole=unsharded_parameters(self.model),
                 tables=[(sublayer, name) for _, sublayer in self.model.sublayers() for name in sublayer.tables],
                 shard=shard,
                 device=self.runtime.device,

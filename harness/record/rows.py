@@ -1,13 +1,9 @@
 """Rows: JSON objects, one a line, and the one place that reads and writes them. A run's own are in its record, which only ever
 grows; its summary appears whole or not at all.
 
-``record.jsonl`` has one JSON object a line, each with a ``kind`` (provenance, train, valid, test, ...). Every number
-shown anywhere, on the terminal, in a figure or in W&B, is in a row, so all of those are mere readers of this file. A
-checkpoint stores how many rows it had seen; a resumed run cuts the file back to them and writes the same rows again.
-What may differ between two equal runs lives under the keys ``clock`` and ``memory`` of a row: :func:`repeatable`.
-
-JSON has no NaN and no infinity. Such a number is written as null, and its name and kind go into ``not_finite``, so that
-a column stays numbers and nulls and a diverged run still says what happened.
+Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...). Every number shown anywhere is in a row. A
+checkpoint stores how many rows it had seen; a resumed run cuts the file back to them and writes the same rows again. What may
+differ between two equal runs lives under the keys ``clock`` and ``memory`` of a row: :func:`repeatable`.
 """
 
 import errno
@@ -19,7 +15,7 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from harness.cache import append_whole, storing, write_all, write_whole
 from harness.failures import Damaged, Failure, StorageFailure
@@ -29,7 +25,6 @@ SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 EVALUATIONS = "evaluations.jsonl"
 """What ``bench.evaluate`` appends to."""
-LARGEST_LIST = 4096
 LARGEST_OBJECT = 2**24
 """Bytes of a summary or of a row."""
 LARGEST_RECORD = 2**29
@@ -48,15 +43,14 @@ class Record:
 
     Args:
         folder: the run folder; it exists.
-        rows: number of rows to keep, as a checkpoint counted them; 0 begins anew, None keeps all complete rows.
-            A last line that was cut off while it was written is dropped in any case.
-        sha256: of the rows to keep, as the checkpoint has it.
+        rows: number of rows to keep, as a checkpoint counted them; 0 begins anew.
+        sha256: of the rows to keep, as the checkpoint has it, or None.
 
     Raises:
         Damaged: the file has not the rows that the checkpoint had seen.
     """
 
-    def __init__(self, folder: Path, *, rows: int | None = None, sha256: str | None = None):
+    def __init__(self, folder: Path, *, rows: int = 0, sha256: str | None = None):
         self.path = folder / RECORD
         content = _cut_back(self.path, rows=rows, sha256=sha256)
         self._rows, self._sha256 = content.count(b"\n"), hashlib.sha256(content)
@@ -77,8 +71,7 @@ class Record:
         return self._sha256.hexdigest()
 
     def append(self, row: dict) -> dict:
-        """Write one row, ``kind`` among its keys, and return it as written, see :func:`plain`: for W&B and figures."""
-        assert isinstance(row.get("kind"), str), f"a row needs a kind: {row}"
+        """Write one row, ``kind`` among its keys, and return it as written."""
         row = plain(row)
         line = _line(row)
         self._must_be_there()
@@ -104,13 +97,12 @@ class Record:
         self._file.close()
 
 
-def _cut_back(path: Path, *, rows: int | None, sha256: str | None) -> bytes:
-    """Truncate to the first ``rows`` complete rows (None: all of them), which have that digest, and return them."""
+def _cut_back(path: Path, *, rows: int, sha256: str | None) -> bytes:
+    """Truncate to the first ``rows`` complete rows, which have that digest, and return them."""
     content = path.read_bytes() if path.exists() else b""
     *complete, _ = content.split(b"\n")
-    wanted = b"".join(line + b"\n" for line in complete[:rows])
-    wrong = None
-    if rows is not None and rows > len(complete):
+    wanted, wrong = b"".join(line + b"\n" for line in complete[:rows]), None
+    if rows > len(complete):
         wrong = f"{path} has {len(complete)} complete rows, but the checkpoint had seen {rows}: the record was cut or replaced"
     elif sha256 not in (None, hashlib.sha256(wanted).hexdigest()):
         wrong = f"{path}: its first {rows} rows are not those that the checkpoint had seen: the record was damaged or changed"
@@ -144,43 +136,18 @@ def repeatable(row: dict) -> dict:
     return {key: value for key, value in row.items() if key not in ("clock", "memory")}
 
 
-def plain(row: dict) -> dict:
-    """``row`` out of what JSON has: text, numbers, booleans, None, lists and dictionaries with string keys.
-
-    Tensors and arrays of at most 4096 entries become lists, paths become text. Non-finite numbers become None and are
-    named in ``not_finite``: ``{"loss": None, "not_finite": {"loss": "nan"}}``.
-
-    Raises:
-        TypeError: a value or key of another type, or a larger tensor.
-    """
-    not_finite: dict[str, str] = {}
-    row = _plain(row, place="", not_finite=not_finite)
-    return row | {"not_finite": not_finite} if not_finite else row
-
-
-def _plain(value, *, place: str, not_finite: dict[str, str]):
-    """``value`` out of JSON's own types; ``place`` is its path of keys, for messages and for ``not_finite``."""
-
-    def inside(name, item):
-        return _plain(item, place=f"{place}/{name}" if place else str(name), not_finite=not_finite)
-
-    match value:
-        case float() if not math.isfinite(value):
-            not_finite[place] = str(value)
-            return None
-        case bool() | int() | float() | str() | None:
-            return value
-        case Path():
-            return str(value)
+def plain(node: object) -> Any:
+    """The same with None in place of numbers that are not finite, which JSON has not, and texts in place of paths."""
+    match node:
+        case float():
+            return node if math.isfinite(node) else None
         case dict():
-            if strange := [key for key in value if not isinstance(key, str)]:
-                raise TypeError(f"{place or 'a row'} has keys that are not strings: {strange}")
-            return {key: inside(key, item) for key, item in value.items()}
+            return {key: plain(child) for key, child in node.items()}
         case list() | tuple():
-            return [inside(index, item) for index, item in enumerate(value)]
-    if not hasattr(value, "tolist") or math.prod(value.shape) > LARGEST_LIST:
-        raise TypeError(f"{place} cannot go into a record: {type(value).__name__}")
-    return _plain(value.tolist(), place=place, not_finite=not_finite)
+            return [plain(child) for child in node]
+        case Path():
+            return str(node)
+    return node
 
 
 def read_rows(path: Path) -> list[dict]:

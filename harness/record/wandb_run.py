@@ -1,12 +1,9 @@
 """W&B beside the run and never in its way: one W&B run per job, online if a key is configured, else offline.
 
-``WANDB_*`` variables win over what is given, nothing asks for a key, and nothing is printed but our own lines: what fails is
-said in one line on stderr, and the run goes on without W&B. What was logged stays on disk for ``wandb sync``.
-
-Metrics, which ``conf/dashboard.yaml`` names, too: ``bytes_seen``, the x axis of everything, as a resumed run repeats W&B's steps,
-and the others of ``PLACE``; ``train/learning_rate``, a number of a row by the row's kind; ``valid_bits_per_byte``, a final
-score; ``train_span/layers.0.attention``, a sublayer's metric, and of a list, one entry a head, ``/mean``, ``/min`` and ``/max``;
-``train_span/mean``, the same of all sublayers.
+``WANDB_*`` variables win over what is given, and what fails is one line on stderr. Metrics, which ``conf/dashboard.yaml`` names,
+too: those of ``PLACE``, of which ``bytes_seen`` is the x axis; ``train/learning_rate``, a number of a row by the row's kind;
+``valid_bits_per_byte``, a final score; ``train_span/layers.0.attention``, a sublayer's metric, and of a list, one entry a head,
+``/mean``, ``/min`` and ``/max``; ``train_span/mean``, the same of all sublayers.
 """
 
 import json
@@ -31,7 +28,7 @@ class WandbRun:
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
-        config: plain nested dictionary; numbers of layers that are keys become text, as in the record.
+        config: plain nested dictionary.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the run to continue, from a checkpoint; None makes a new one.
         tags: those that W&B would refuse are left out or cut.
@@ -43,24 +40,16 @@ class WandbRun:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        config: dict,
-        mode: str = "auto",
-        id: str | None = None,
-        tags: Iterable[str] = (),
-        **more: str | None,
+        self, folder: Path, *, config: dict, mode: str = "auto", id: str | None = None, tags: Iterable[str] = (), **more
     ):
         self.id, self.hint, self._run = os.environ.get("WANDB_RUN_ID") or id or secrets.token_hex(4), "", None
         mode = os.environ.get("WANDB_MODE") or mode
-        if mode == "disabled":
-            return
-        tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag))  # W&B refuses others, and the run with them
-        more |= {"tags": tags or None, "dir": str(folder), "config": json.loads(json.dumps(config))}
-        with self._harmless():
-            self._run = _start(mode, _unless_in_environment(more) | {"id": self.id})
-            self.hint = _hint(self._run)
+        if mode != "disabled":
+            tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # W&B refuses others
+            keywords = _unless_in_environment(more | {"tags": tags, "dir": str(folder), "config": config})
+            with self._harmless():
+                self._run = _start(mode, keywords | {"id": self.id, "resume": "allow", "reinit": "finish_previous"})
+                self.hint = _hint(self._run)
 
     def log(self, row: dict) -> None:
         """Send the numbers of one row, as ``Record.append`` returned it; a provenance row goes into the run's summary."""
@@ -117,24 +106,20 @@ def _start(mode: str, keywords: dict):
 
     settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
     settings |= {"finish_timeout_raises": True, "x_disable_stats": True}  # samples would be measured with the run
-    settings = wandb.Settings(**_unless_in_environment(settings))
-    # finish_previous: without it a second job in this process would silently log into the first job's run
-    keywords |= {"resume": "allow", "reinit": "finish_previous"}
-    wandb.setup(settings=settings)
-    wanted, mode = mode, wandb.setup().settings.mode if mode == "auto" else mode  # `wandb offline` was typed here
+    settings, reason = wandb.Settings(**_unless_in_environment(settings)), None
+    session = wandb.setup(settings=settings)
+    wanted, mode = mode, session.settings.mode if mode == "auto" else mode  # `wandb offline` was typed here
     if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False, verify=False):
-        mode = "offline"
-        if wanted != "auto":
-            print("wandb: no API key is configured, so this run is written offline", file=sys.stderr)
+        mode, reason = "offline", "no API key is configured" if wanted != "auto" else None
     try:
         run = wandb.init(mode=mode, **keywords)
     except wandb.errors.CommError as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        print(f"wandb: cannot go online, so this run is written offline: {reason[:160]}", file=sys.stderr)
+        reason = f"cannot go online: {' '.join(str(error).split())[:160]}"
         wandb.teardown()  # the failed start keeps the id to itself
         wandb.setup(settings=settings)
         run = wandb.init(mode="offline", **keywords)
-    run.define_metric("bytes_seen")
+    if reason:
+        print(f"wandb: {reason}; this run is written offline", file=sys.stderr)
     run.define_metric("*", step_metric="bytes_seen")
     run.define_metric("valid/bits_per_byte", step_metric="bytes_seen", summary="min")
     return run

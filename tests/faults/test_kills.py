@@ -110,19 +110,3 @@ def test_the_same_command_goes_on_after_any_end(undisturbed, tmp_path, monkeypat
         assert code == 0 and rows_in(Path("outputs")) == rows, (at, said)
         left = [path.name for path in Path("outputs").rglob("*") if path.name.endswith((".tmp", ".part"))]
         assert not left and Path("outputs/latest").exists(), (at, left)
-
-
-@pytest.mark.parametrize("pair", [("run", "run"), ("sweep", "sweep"), ("sweep", "run"), ("run", "sweep")])
-def test_commands_at_once_make_each_run_once(undisturbed, here, pair):
-    given = os.environ | {"WANDB_MODE": "disabled", "COLUMNS": "200"}
-    codes = []
-    with (
-        started("train.py", *COMMANDS[pair[0]], out=here / "first", environment=given) as first,
-        started("train.py", *COMMANDS[pair[1]], out=here / "second", environment=given) as second,
-    ):
-        codes = [exit_code(process) for process in (first, second)]
-    for what, code, said in zip(pair, codes, ("first", "second"), strict=True):
-        text = (here / said).read_text()
-        assert "Traceback" not in text
-        assert code == 0 or (what == "run" and code == 2 and "is held by process" in text), text
-    assert rows_in(here / "outputs") == undisturbed["sweep" if "sweep" in pair else "run"][1]

@@ -76,33 +76,18 @@ def test_no_door_believes_the_folders_trust(run):
     assert f"{RUN}: {CONFIG}: variant.attention._target_={RUN}.evil.Evil: allowed are classes of" in said
 
 
-def test_a_module_that_is_trusted_on_the_command_line_is_the_users_own_to_run(run, monkeypatch):
-    (run.parent / "friend.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(run.parent))
-    configure(run, trust=["another"], variant={"attention": {"_target_": "friend.Evil", "_partial_": True}})
-    with pytest.raises(ValueError, match=r"friend\.Evil: allowed are classes of"):
-        opened(run)
-    assert opened(run, trust=["friend"]).trust == ("friend",) and (run.parent / "PWNED").exists()
-
-
 def hostile_configurations() -> dict[str, object]:
     """Texts of a ``config.yaml``, or what changes in a good one."""
     return {
-        "an alias": "a: &a [x]\nb: *a\n",
         "a list in itself": "variant: &a [*a]\n",
         "deep": f"variant: {'[' * 1000}\n",
         "long": f"# {'x' * 300_000}\n",
-        "a word": "mhsa\n",
         "a list": "[variant]\n",
-        "no YAML": "variant: [\n",
         "a tag": "variant: !!python/object/apply:os.system ['touch PWNED']\n",
         "no text": b"\xff\xfe\x00",
-        "a variable": {"data": {"path": "${oc.env:HOME}"}},
         "a variable, escaped": 'data: {path: "\\x24{oc.env:HOME}"}\n',
         "trust, tuned": {"trial": 0, "purpose": "tune", "space": {"trust": {"choices": [["evil"], ["evil"]]}}},
         "layers": {"model": {"layers": 10**12}},
-        "a section missing": {"model": None},
-        "a variant of text": {"variant": "mhsa"},
         "a seed of text": {"seed": "zero"},
         "a key too many": {"callbacks": {"x": {"_target_": "torch.utils.collect_env.run"}}},
     }
@@ -120,26 +105,22 @@ def test_a_hostile_configuration_is_one_message(run, attack):
     assert os.environ["HOME"] not in str(caught.value).replace(str(run), "") and not (run.parent / "PWNED").exists()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "nothing"])
 @pytest.mark.parametrize("name", [CONFIG, RECORD])
-def test_what_is_no_file_is_not_waited_for(run, name, kind):
+def test_what_is_no_file_is_not_waited_for(run, name):
     (run / name).unlink()
-    os.mkfifo(run / name) if kind == "pipe" else None
+    os.mkfifo(run / name)
     with pytest.raises(ValueError, match=f"{RUN}: {name}"):
         opened(run) if name == CONFIG else read_provenance(run, key="run")
 
 
 RECORDS = {
-    "empty": b"",
     "garbage": b"\xff\x00garbage{\n",
     "deep": b"[" * 200_000 + b"\n",
-    "another row": b'{"kind": "train"}\n',
     "no keys": b'{"kind": "provenance", "format": %d}\n' % FORMAT,
     "another format": b'{"kind": "provenance", "format": [1]}\n',
     "long": b'{"kind": "' + b"x" * (5 << 20) + b'"}\n',
 }
 WRONG = {
-    "variant": 3,
     "config.model": "tiny",
     "data": None,
     "optimizers": {},
@@ -162,17 +143,13 @@ def test_a_hostile_record_is_one_message(run, attack):
             read_provenance(run, key=key)
 
 
-@pytest.mark.parametrize("restore", ["weights", "everything"])
-def test_a_start_from_a_checkpoint_of_nonsense_is_one_message(run, restore, monkeypatch):
+def test_a_start_from_a_checkpoint_of_nonsense_is_one_message(run, monkeypatch):
     theirs, training = read_provenance(run, key="init_from.run"), make_job("variant=mhsa", "outputs=mine").trainer
     good = prepare.checkpoint.load(prepare.checkpoint.newest(run))
     contents = [{}, *(good | {"model": value} for value in ("text", None, {"a": 1}))]
-    if restore == "everything":
-        contents += [good | {name: "text"} for name in ("spent", "last", "optimizers", "random")]
-        contents += [
-            {key: value for key, value in good.items() if key != name} for name in ("spent", "state", "random")
-        ]
-    init_from = prepare.dataclasses.replace(training.plan.init_from, run=str(run), restore=restore)
+    contents += [good | {name: "text"} for name in ("spent", "last", "optimizers", "random")]
+    contents += [{key: good[key] for key in good if key != name} for name in ("spent", "state", "random")]
+    init_from = prepare.dataclasses.replace(training.plan.init_from, run=str(run), restore="everything")
     training.plan = prepare.dataclasses.replace(training.plan, init_from=init_from)
     for content in contents:
         monkeypatch.setattr(prepare, "_read_start", lambda path, content=content: (dict(content), theirs))
@@ -192,8 +169,6 @@ class Touching:
 
 CALLS = {
     "system": (os.system, "touch PWNED"),
-    "exec": (exec, "open('PWNED', 'w')"),
-    "hub": (torch.hub.load, ".", "x"),
     "getattr": (getattr, dict, "pop"),
 }
 

@@ -1,7 +1,5 @@
 """Parameters FSDP cannot shard: vectors, shared ones, what is read outside of the forward pass, and what has no dense
-gradient.
-
-They stay whole, plain tensors in each of several processes (``harness/device/spread.py``). They are found out, so that
+gradient. They stay whole, plain tensors in each of several processes (``harness/device/spread.py``); a trial finds them, so that
 a mechanism need not know of processes.
 """
 
@@ -15,19 +13,15 @@ from harness.model import LanguageModel
 PROBE_BYTES = 16
 
 
-def kept_whole(model: LanguageModel) -> set[nn.Parameter]:
-    """The parameters that are in no unit; a small step tells which of them are read elsewhere, or get no dense
-    gradient."""
+def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
+    """The parameters that are in no unit."""
     holders: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []
         holders.setdefault(parameter, set()).add(".".join(unit))
     unfit = _read_outside_forward(model) | _without_dense_gradient(model)
-    return {
-        parameter
-        for parameter, units in holders.items()
-        if parameter.ndim < 2 or len(units) > 1 or not parameter.is_contiguous() or parameter in unfit
-    }
+    unfit |= {p for p, units in holders.items() if p.ndim < 2 or len(units) > 1 or not p.is_contiguous()}
+    return unfit & holders.keys()
 
 
 class _Reads(TorchDispatchMode):
