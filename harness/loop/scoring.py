@@ -64,8 +64,8 @@ def score_stream(
         look: a seed, to find ``future_nats`` as well.
     """
     context = whole_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
-    cut, part = {"streams": streams, "segment": segment, "context": context}, runtime.processes.shard
-    batches = segments(split, **cut, part=part) if len(range(streams)[share(streams, part)]) else ()
+    cut = {"streams": streams, "segment": segment, "context": context, "part": runtime.processes.shard}
+    batches = segments(split, **cut) if len(range(streams)[share(streams, cut["part"])]) else ()
     first = context // segment
     futures = Futures(look, batches, rows=streams, vocabulary=model.head.out_features, first=first)
     return _score(model, batches, runtime, stats_from=first if collect_stats else None, futures=futures)
@@ -76,8 +76,8 @@ def score_samples(
 ) -> Score:
     """Score some pairs from all over ``split`` (uint8 ``[n]``) with statistics: of what streams read, all but the first
     ``context`` pairs, whole segments."""
-    cut, part = {"streams": streams, "segment": segment, "context": context}, runtime.processes.shard
-    batches = samples(split, pairs=pairs, **cut, part=part) if len(range(streams)[share(streams, part)]) else ()
+    cut = {"streams": streams, "segment": segment, "context": context, "part": runtime.processes.shard}
+    batches = samples(split, pairs=pairs, **cut) if len(range(streams)[share(streams, cut["part"])]) else ()
     return _score(model, batches, runtime, stats_from=context // segment)
 
 
@@ -119,29 +119,20 @@ def score_context(
     return curve
 
 
-def _score(
-    model: LanguageModel,
-    batches: Iterable,
-    runtime: Runtime,
-    *,
-    carry: bool = True,
-    stats_from: int | None = None,
-    futures: Futures | None = None,
-) -> Score:
+def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **how) -> Score:
     """All processes' nats, streams or windows in their order, their statistics together, and by how much later bytes changed
-    a prediction."""
+    a prediction; ``how`` as ``_predicted`` has it."""
     nats, masks, stats, processes = [], [], {}, runtime.processes
-    how = {"carry": carry, "stats_from": stats_from, "futures": futures}
-    for batch_nats, mask, batch_stats in _predicted(model, batches, runtime, **how):
+    for batch_nats, mask, batch_stats in _predicted(model, batches, runtime, carry=carry, **how):
         nats.append(batch_nats)
         masks.append(mask)
         stats = add_stats(stats, batch_stats)
     along = 1 if carry else 0
     scored = torch.cat(nats, along)[torch.cat(masks, along)] if nats else torch.empty(0)
     if processes.world_size > 1:
-        stats = {name: {key: value.cpu() for key, value in own.items()} for name, own in stats.items()}
+        stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
     stats = functools.reduce(add_stats, processes.all_gather(stats))
-    changes = torch.cat(processes.gather(futures.changes if futures else torch.empty(0)))
+    changes = torch.cat(processes.gather(how["futures"].changes if "futures" in how else torch.empty(0)))
     return Score(torch.cat(processes.gather(scored)), stats, changes.mean().item() if len(changes) else 0.0)
 
 

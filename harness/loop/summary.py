@@ -104,26 +104,23 @@ def final_score(trainer: Trainer, split: str, summary: dict) -> dict:
     """Score a split as ``eval`` says, with the weights the model has now: into the ``summary``, and as a row."""
     plan, corpus, part = trainer.plan, trainer.corpus, trainer.reported(split)
     score = trainer.evaluate(part, look=plan.seed)
-    bits, metrics, change = (
-        {"bits_per_byte": score.bits_per_byte},
-        trainer.model.metrics(score.stats),
-        score.future_nats,
-    )
+    bits, metrics = {"bits_per_byte": score.bits_per_byte}, trainer.model.metrics(score.stats)
+    change = score.future_nats
     if plan.eval.windows:
         with trainer.update.units.gathered():
             windows = score_windows(trainer.model, part, runtime=trainer.runtime, look=plan.seed)
         bits["windows_bits_per_byte"], change = windows.bits_per_byte, max(change, windows.future_nats)
     if copies := corpus.copied_from(part):  # bits of the bytes that are a copy from so far back
         bits["bits_per_copy"] = {str(distance): score.bits_of(where) for distance, where in copies.items()}
-    capped = len(part) < len(corpus.reported(split, selection_bytes=plan.eval.selection_bytes))
-    summary |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
-    summary["capped"] |= {split: len(part)} if capped else {}
+    capped = len(part) if len(part) < len(corpus.reported(split, selection_bytes=plan.eval.selection_bytes)) else None
     main = trainer.runtime.processes.is_main  # a second of work for each MB
+    summary |= {f"{split}_{name}": value for name, value in bits.items()} | {f"{split}_metrics": metrics}
+    summary["capped"] |= {split: capped} if capped else {}
     summary["compressors"][split] = compressed_bits(part, train=corpus.splits["train"]) if main else {}
     summary["check"] = NOT_CAUSAL if not change <= MOST_NATS else summary["check"]
-    row = {"kind": split, **trainer.place(), "final": True, **bits, "capped_bytes": len(part) if capped else None}
-    row |= {"check": summary["check"], "future_nats": change, "protocol": plan.protocol()}
-    return row | {"block_nats": score.blocks(), "metrics": metrics}
+    row = {"kind": split, **trainer.place(), "final": True, **bits, "capped_bytes": capped, "check": summary["check"]}
+    row |= {"future_nats": change, "protocol": plan.protocol(), "block_nats": score.blocks()}
+    return row | {"metrics": metrics}
 
 
 def parameters(model) -> dict:

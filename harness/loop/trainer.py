@@ -291,10 +291,7 @@ class Trainer:
 def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, what: str) -> None:
     """Put saved weights into a model; ValueError naming ``what`` where sizes or types differ: none is cut or rounded."""
     state = model.state_dict()
-    ours, theirs = (
-        {name: f"{tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors.items()}
-        for tensors in (state, weights)
-    )
+    ours, theirs = ({n: f"{tuple(t.shape)} of {t.dtype}" for n, t in each.items()} for each in (state, weights))
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise ValueError(

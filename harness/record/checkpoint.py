@@ -1,8 +1,7 @@
-"""Checkpoints: everything an exact resume needs, written whole or not at all, and known again.
+"""Checkpoints: everything an exact resume needs, written whole or not at all: ``Trainer.content``, and what ``Run.save`` adds.
 
-A checkpoint is one file of tensors and plain values: ``Trainer.content``, and what ``Run.save`` adds. The newest are kept, beside
-``best.pt``, which holds weights only. It does not depend on the number of processes but for their random states. Where
-parameters are divided among processes, it names shards, in a folder beside it, and what of each tensor is in which.
+The newest are kept, with ``best.pt``, which holds weights only. A checkpoint does not depend on the number of processes but for
+their random states. Where parameters are divided among processes, it names shards, in a folder of their own.
 
 The file is a zip archive as torch writes it, whose comment is the SHA-256 of the archive without it. It is compared before
 anything is unpickled: torch does not look whether the bytes are those it wrote.

@@ -1,8 +1,8 @@
 """Run folders: which run this is, whether it was run already, and who is running it now.
 
-``outputs/<variant>-s<seed>-<hash>/``. The hash covers the resolved configuration, less what cannot change a number, and the
-source: edited code is another run, and a stale number is never shown. The same command again finds its folder, resumes an
-unfinished run and returns a finished one.
+``outputs/<variant>-s<seed>-<hash>/``. The hash covers the resolved configuration, less what cannot change a number, source,
+data, device and precision: edited code is another run, and a stale number is never shown. The same command again finds its
+folder, resumes an unfinished run and returns a finished one.
 """
 
 import hashlib
@@ -49,12 +49,12 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a run is: two runs of equal identity give equal numbers.
+    """What a run is: two runs of equal identity give equal numbers, and have one folder.
 
     Attributes:
         variant, seed: for the folder's name.
-        config, source: digests.
-        data: SHA-256 of the corpus; device, precision: kinds. These must agree for a folder to be used again.
+        config, source, data: digests.
+        device, precision: kinds.
     """
 
     variant: str
@@ -67,7 +67,8 @@ class Identity:
 
     @property
     def name(self) -> str:
-        return f"{self.variant}-s{self.seed}-{hashlib.sha256((self.config + self.source).encode()).hexdigest()[:8]}"
+        words = (self.config, self.source, self.data, self.device, self.precision)
+        return f"{self.variant}-s{self.seed}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:8]}"
 
 
 class RunFolder:
@@ -79,13 +80,11 @@ class RunFolder:
         checkpoint: to resume from, or None; looked at together.
 
     Raises:
-        ValueError: the folder cannot be written, belongs to other data, device or precision, or is in use.
+        ValueError: the folder cannot be written, or is in use.
     """
 
     def __init__(self, outputs: Path, identity: Identity, *, force: bool = False):
         self.path, self.identity, self._lock, self._force = outputs / identity.name, identity, None, force
-        if not force:
-            self._must_agree()
         self._look()
 
     def _look(self) -> tuple[dict | None, Path | None]:
@@ -171,18 +170,6 @@ class RunFolder:
         """Let others have it."""
         if self._lock:
             self._lock.close()
-
-    def _must_agree(self) -> None:
-        row, ours = read_object(self.path / RECORD, first_line=True), self.identity
-        if row.get("kind") != "provenance":
-            return
-        pairs = {"data.sha256": (row["data"]["sha256"], ours.data), "device_kind": (row["device_kind"], ours.device)}
-        pairs |= {"precision": (row["precision"], ours.precision)}
-        if differ := [f"{key} was {then}, is {now}" for key, (then, now) in pairs.items() if then != now]:
-            raise ValueError(
-                f"outputs={self.path.parent}: {self.path.name} was run otherwise: {'; '.join(differ)}; "
-                "allowed are another folder, or force=true to run it again"
-            )
 
 
 def finished_summary(path: Path) -> dict | None:

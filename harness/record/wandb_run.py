@@ -6,7 +6,6 @@ too: those of ``PLACE``, of which ``bytes_seen`` is the x axis; ``train/learning
 ``/mean``, ``/min`` and ``/max``; ``train_span/mean``, the same of all sublayers.
 """
 
-import json
 import os
 import secrets
 import shlex
@@ -120,6 +119,7 @@ def _start(mode: str, keywords: dict):
         run = wandb.init(mode="offline", **keywords)
     if reason:
         print(f"wandb: {reason}; this run is written offline", file=sys.stderr)
+    run.define_metric("bytes_seen")
     run.define_metric("*", step_metric="bytes_seen")
     run.define_metric("valid/bits_per_byte", step_metric="bytes_seen", summary="min")
     return run
