@@ -283,6 +283,8 @@ class Run:
             self.append(scored)
             if scored["check"] == NOT_CAUSAL:
                 change = f"what comes after a byte changes its prediction by {scored['future_nats']:.2g} nats"
+                if floor := scored.get("floor_bits_per_byte"):
+                    change += f"; the data's floor is {floor:.4f}"
                 self.print(f"final {split}: NOT CAUSAL: {change}; no table compares this run")
         row["memory"]["inference_peak_bytes"] = self._peak.read().across(self._processes.largest).bytes
         row["spans"] = row["spans"] or summary.spans(row["valid_metrics"])
