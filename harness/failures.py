@@ -28,8 +28,7 @@ class Diverged(Failure):
 
 
 class StorageFailure(Failure, OSError):
-    """A file that cannot be written or read: no space, no permission, or its content is damaged. Who can do without the file
-    takes it for any OSError."""
+    """A file that cannot be written or read: no space, no permission, or its content is damaged."""
 
     exit_code, status = 4, "storage"
 
@@ -64,10 +63,8 @@ def kind_of(error: Exception) -> type[Failure] | None:
         return type(error)
     if is_out_of_memory(error):
         return OutOfMemory
-    if isinstance(error, Damaged):
-        return StorageFailure
     of_a_file = isinstance(error, OSError) and (error.filename is not None or error.errno in OF_STORAGE)
-    return StorageFailure if of_a_file else None
+    return StorageFailure if of_a_file or isinstance(error, Damaged) else None
 
 
 def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:
@@ -80,6 +77,4 @@ def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (Valu
 def is_out_of_memory(error: Exception) -> bool:
     """Whether memory was short; torch has a class for it on a GPU, on a CPU its allocator raises a RuntimeError."""
     kinds = (OutOfMemory, MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
-    return isinstance(error, kinds) or any(
-        said in str(error) for said in ("can't allocate memory", "not enough memory")
-    )
+    return isinstance(error, kinds) or "can't allocate memory" in str(error) or "not enough memory" in str(error)

@@ -149,18 +149,15 @@ def forget() -> None:
 
 
 def commit() -> str | None:
-    """The commit of the working tree, with ``-dirty`` where files differ from it, or None outside git.
-
-    Of our own repository alone: one that our folder lies in may be a stranger's, whose settings git would run.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    """The commit of the working tree, with ``-dirty`` where files differ from it, or None outside git. Of our own repository
+    alone: one that our folder lies in may be a stranger's, whose settings git would run."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(ROOT.parent), "GIT_OPTIONAL_LOCKS": "0"}
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(ROOT), "-c", "core.fsmonitor=false", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    command, options = ["git", "-C", str(ROOT), "-c", "core.fsmonitor=false"], {"capture_output": True, "text": True}
+    with suppress(OSError, subprocess.CalledProcessError):
+        head, status = (
+            subprocess.run([*command, *words], env=environment, check=True, **options).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+        return head + ("-dirty" if status else "")
+    return None

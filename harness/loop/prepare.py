@@ -44,7 +44,10 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     with recording(plan, place, provenance, processes):
         with processes.fail_together():
             device = runtime.start(plan.runtime, processes=processes)
-        plan = settled(plan, device, recorded=processes.on_main(lambda: _recorded_choice(place)))
+        record = processes.on_main(
+            lambda: read_object(place.path / RECORD, first_line=True) if place.checkpoint else {}
+        )
+        plan = settled(plan, device, recorded=record.get("backend_choice"))
         with processes.fail_together():
             _warm(plan, corpus, device)
             runtime.forget_earlier_jobs()
@@ -80,11 +83,6 @@ def locate(plan: Plan, *, data_digest: str) -> folder.RunFolder:
         precision=plan.runtime.precision,
     )
     return folder.RunFolder(plan.outputs, identity, force=plan.force)
-
-
-def _recorded_choice(place: folder.RunFolder) -> dict | None:
-    """How the run that is resumed chose its backend."""
-    return read_object(place.path / RECORD, first_line=True).get("backend_choice") if place.checkpoint else None
 
 
 def _warm(plan: Plan, corpus: corpora.Corpus, device: runtime.Runtime) -> None:

@@ -28,38 +28,22 @@ def provenance(
 ) -> dict:
     """What a number is of: enough to measure it again, and to refuse to compare it with something else; ``measuring`` where bench
     has measured it."""
-    return {
-        "format": FORMAT,
-        "variant": plan.variant,
-        "seed": plan.seed,
-        "command": command,
-        "config_hash": config_hash,
-        "source": source,
-        "tree": digest_of_tree(measuring=measuring),
-        "commit": commit(),
-        "data": corpus.provenance() | ({"fallback_for": corpus.fallback_from} if corpus.fallback_from else {}),
-        "protocol": plan.protocol(),
-        "numerics": {"variant": None if plan.trust else plan.config["variant"].get("numerics"), "shared": NUMERICS},
-        "recomputation": plan.runtime.checkpoint,
-        **runtime.describe(),
-    }
+    row = {"format": FORMAT, "variant": plan.variant, "seed": plan.seed, "command": command, "config_hash": config_hash}
+    row |= {"source": source, "tree": digest_of_tree(measuring=measuring), "commit": commit()}
+    row["data"] = corpus.provenance() | ({"fallback_for": corpus.fallback_from} if corpus.fallback_from else {})
+    numerics = {"variant": None if plan.trust else plan.config["variant"].get("numerics"), "shared": NUMERICS}
+    row |= {"protocol": plan.protocol(), "numerics": numerics, "recomputation": plan.runtime.checkpoint}
+    return row | runtime.describe()
 
 
 def identity(trainer: Trainer, run: Identity, *, command: str) -> dict:
     """The provenance of a run, and what was built for it."""
     plan, model, digests = trainer.plan, trainer.model, {"config_hash": run.config, "source": run.source}
-    return {
-        **provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **digests),
-        "purpose": plan.purpose,
-        "point": plan.point,
-        "budget": {plan.budget.unit: plan.budget.amount},
-        "parameters": parameters(model),
-        "optimizers": trainer.optimizers.describe(),
-        "backend": trainer.backend,
-        "evaluation_backend": trainer.evaluation_backend,
-        "backend_choice": plan.backend_choice,
-        "check": plan.admission,
-    }
+    row = provenance(plan, corpus=trainer.corpus, runtime=trainer.runtime, command=command, **digests)
+    row |= {"purpose": plan.purpose, "point": plan.point, "budget": {plan.budget.unit: plan.budget.amount}}
+    row |= {"parameters": parameters(model), "optimizers": trainer.optimizers.describe(), "backend": trainer.backend}
+    row |= {"evaluation_backend": trainer.evaluation_backend, "backend_choice": plan.backend_choice}
+    return row | {"check": plan.admission}
 
 
 def costs(trainer: Trainer, *, peak: Peak) -> dict:
@@ -71,33 +55,22 @@ def costs(trainer: Trainer, *, peak: Peak) -> dict:
     segment, span, units = trainer.plan.eval.segment, trainer.plan.model.span, trainer.update.units
     with trainer.runtime.autocast(), units.gathered():
         executed = forward_flops_per_byte(trainer.model, segment=segment, most_bytes=span + 4 * segment)
-    place = trainer.place()
-    return {
-        "bytes_seen": place["bytes_seen"],
-        "epochs": place["epochs"],
-        "steps": place["step"],
-        **trainer.skipped_steps(),
-        **place["clock"],
-        "flops_per_byte": {
-            "executed": executed.per_byte,
-            "ideal": trainer.model.ideal_flops(),
-            "unknown": executed.unknown,
-            "warm": executed.warm,
-        },
-        "ideal_excuses": excuses(trainer.model),
-        "training_flops": trainer.spent.flops,
-        "flops_estimated_3x": trainer.model.flops_estimated_3x(),
-        "unreached": trainer.optimizers.unreached(),
-        "memory": {
-            "peak_bytes": peak.bytes,
-            "peak_reserved_bytes": peak.reserved_bytes,
-            "approximate": peak.approximate,
-            "parameter_bytes": tensor_bytes(units.parameters),
-            "gradient_bytes": trainer.update.gradient_bytes,
-            "optimizer_bytes": optimizer_bytes(trainer.optimizers.optimizers.values()),
-            "state_bytes": executed.state_bytes,
-        },
+    model, optimizers, place = trainer.model, trainer.optimizers, trainer.place()
+    row = {"bytes_seen": place["bytes_seen"], "epochs": place["epochs"], "steps": place["step"], **place["clock"]}
+    row |= trainer.skipped_steps() | {"training_flops": trainer.spent.flops, "unreached": optimizers.unreached()}
+    row["flops_per_byte"] = {"executed": executed.per_byte, "ideal": model.ideal_flops()}
+    row["flops_per_byte"] |= {"unknown": executed.unknown, "warm": executed.warm}
+    row |= {"ideal_excuses": excuses(model), "flops_estimated_3x": model.flops_estimated_3x()}
+    row["memory"] = {
+        "peak_bytes": peak.bytes,
+        "peak_reserved_bytes": peak.reserved_bytes,
+        "approximate": peak.approximate,
+        "parameter_bytes": tensor_bytes(units.parameters),
+        "gradient_bytes": trainer.update.gradient_bytes,
+        "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
+        "state_bytes": executed.state_bytes,
     }
+    return row
 
 
 def final_score(trainer: Trainer, split: str, summary: dict) -> dict:

@@ -176,15 +176,9 @@ class Trainer:
         bits = self._nats / self._steps / math.log(2) if self._steps else 0.0
         self._nats, self._steps = 0.0, 0
         shape = self.optimizers.schedule.factor(self.fraction, step=self.spent.steps)
-        return {
-            "kind": "train",
-            **place,
-            "bits_per_byte": bits,
-            "learning_rate": self.optimizers.lr * shape,
-            "ideal_flops_per_byte": self.model.ideal_flops(),
-            **self.skipped_steps(),
-            "metrics": self.model.metrics({}),
-        }
+        row = {"kind": "train", **place, "bits_per_byte": bits, "learning_rate": self.optimizers.lr * shape}
+        row |= {"ideal_flops_per_byte": self.model.ideal_flops(), **self.skipped_steps()}
+        return row | {"metrics": self.model.metrics({})}
 
     def skipped_steps(self) -> dict[str, int]:
         """So far, where they are skipped at all."""
@@ -254,19 +248,10 @@ class Trainer:
         self._check_weights()
         processes = self.runtime.processes
         state = cat_streams(processes.all_gather(map_state(lambda s: s.cpu(), self.state)))
-        random, *others = processes.all_gather(random_state.random_state())
-        content = {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-            "spent": vars(self.spent),
-            "last": vars(self._last),
-            "state": state,
-            "nats": self._nats,
-            "steps": self._steps,
-            "compile_seconds": self.compile_seconds,
-            "random": random,
-            "random_others": others,
-        }
+        random, *randoms = processes.all_gather(random_state.random_state())
+        content = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict(), "state": state}
+        content |= {"spent": vars(self.spent), "last": vars(self._last), "compile_seconds": self.compile_seconds}
+        content |= {"nats": self._nats, "steps": self._steps, "random": random, "random_others": randoms}
         return content if self.update.units.parts else gathered(content)
 
     def restore(self, content: dict) -> None:

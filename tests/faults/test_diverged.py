@@ -53,7 +53,7 @@ def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks
     return parameter.register_hook(spoilt)
 
 
-@pytest.mark.parametrize(("optimizer", "value"), zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True))
+@pytest.mark.parametrize(("optimizer", "value"), list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True)))
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     run = make_run(*OPTIMIZERS[optimizer], "budget.steps=100")
     parameters = dict(run.model.named_parameters())
