@@ -115,9 +115,10 @@ class RunFolder:
             link.symlink_to(self.path.name)
             link.replace(self.path.parent / "latest")
         except OSError as error:
-            for file in (link, *[self.path / LOCK] * (not (self.path / RECORD).exists())):
-                file.unlink(missing_ok=True)
-            with suppress(OSError):  # not empty
+            with suppress(OSError):  # not empty, or no folder
+                link.unlink(missing_ok=True)
+                if not (self.path / RECORD).exists():
+                    (self.path / LOCK).unlink(missing_ok=True)
                 self.path.rmdir()
             if error.errno in NO_ROOM:
                 raise storage_failure(self.path / LOCK, error, needed=len(holder)) from error
