@@ -102,8 +102,8 @@ def _through(
     """What a layer makes of ``x``, and the state, loss and statistics of each of its sublayers."""
     outputs = []
     for residual, state in zip(layer.values(), states, strict=True):
-        x, *beside = residual(x, state, start, collect_stats=collect_stats)
-        outputs.append(tuple(beside))
+        x, *rest = residual(x, state, start, collect_stats=collect_stats)
+        outputs.append(tuple(rest))
     return x, outputs
 
 
@@ -209,7 +209,7 @@ class LanguageModel(nn.Module):
     def trim(self, state: State) -> State:
         """What of a state that a compiled forward returned is worth carrying."""
         start, states = state
-        return start, tuple(s.trim(own) for (_, s), own in zip(self.sublayers(), states, strict=True))
+        return start, tuple(s.trim(part) for (_, s), part in zip(self.sublayers(), states, strict=True))
 
     def project_(self) -> None:
         """Every sublayer's parameters back into their range; one copy tells the host all that shapes follow from."""

@@ -56,9 +56,8 @@ def test_a_pass_is_remembered_for_these_sizes(here, monkeypatch):  # noqa: F811
     assert "checking it" in train(*words).out
     again = train(*words, "seed=1")
     assert again.code == 0 and "checking it" not in again.out
-    for size in ("batch", "eval"):
-        ended = train(*words, f"{size}.segment=200")
-        assert ended.code == 2 and "does not see the future at the sizes of the run" in ended.err
+    ended = train(*words, "batch.segment=200")
+    assert ended.code == 2 and "does not see the future at the sizes of the run" in ended.err
     monkeypatch.setattr("torch.__version__", "0.0")
     assert "checking it" in train(*words, "seed=2").out
 
@@ -68,19 +67,15 @@ def summaries(here: Path) -> list[dict]:  # noqa: F811
 
 
 def test_unchecked_trains_and_is_compared_with_nothing(here):  # noqa: F811
-    words = toy(here, "NextInWholeBlocks")
-    ended = train(*words, "check=false")
+    ended = train(*toy(here, "NextInWholeBlocks"), "check=false")
     assert ended.code == 0 and "not checked" in ended.out, ended
     (summary,) = summaries(here)
     assert summary["check"] == "not causal" and "NOT CAUSAL" in ended.out
-    ended = train(*toy(here, "LeaksInTwoHundred"), "check=false", "seed=1")
-    assert sorted(own["check"] for own in summaries(here)) == ["not causal", "unchecked"]
-    ended = train(*TINY, *MADE, *SIZES, "variant=mhsa")
-    assert "shipped" in {own["check"] for own in summaries(here)} and "mine" not in ended.out
+    words = toy(here, "LeaksInTwoHundred")
+    ended = train(*words, "check=false", "seed=1")
+    assert sorted(row["check"] for row in summaries(here)) == ["not causal", "unchecked"]
     report = call("bench/report/__main__.py", "outputs")
-    assert (
-        "unchecked: not compared" in report.out + report.err and "not causal: not compared" in report.out + report.err
-    )
+    assert "unchecked" in report.out + report.err and "not causal" in report.out + report.err
     assert "checking it" in train(*words, "seed=1").out  # the unchecked run is not returned for it
 
 

@@ -85,8 +85,8 @@ def test_the_format_is_the_known_one(tmp_path):
     tensors = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor(1.0, dtype=torch.bfloat16)}
     assert exported.packed(tensors) == content
     (tmp_path / "w").write_bytes(content)
-    found = exported.unpacked(tmp_path / "w")
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors) and found.keys() == tensors.keys()
+    unpacked = exported.unpacked(tmp_path / "w")
+    assert all(torch.equal(unpacked[name], tensors[name]) for name in tensors) and unpacked.keys() == tensors.keys()
     for length in range(0, len(content), 7):
         (tmp_path / "cut").write_bytes(content[:length])
         with pytest.raises(ValueError, match="cut"):
@@ -114,9 +114,9 @@ def test_attention_maps_are_the_models_own(taken_away):
     model, text = windtunnel.load(taken_away[1]), TEXT[:40]
     maps = model.attention(text)
     assert set(maps) == {"layers.0.attention", "layers.1.attention"}
-    for own in maps.values():
-        assert own.shape == (2, 40, 40) and torch.equal(own, own.tril())
-        torch.testing.assert_close(own.sum(-1), torch.ones(2, 40))
+    for layer in maps.values():
+        assert layer.shape == (2, 40, 40) and torch.equal(layer, layer.tril())
+        torch.testing.assert_close(layer.sum(-1), torch.ones(2, 40))
 
 
 def test_what_the_readme_types(taken_away, monkeypatch, capsys):

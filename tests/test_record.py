@@ -142,8 +142,10 @@ def test_a_summary_is_whole_and_a_misfit_is_named_by_its_key(tmp_path):
     assert summary["valid_bits_per_byte"] is None
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
     wrong = {"seed": "0", "memory": {"peak_bytes": -1}, "valid_metrics": {"x.span": ["long"]}, "purpose": "play"}
-    said = {"seed": "seed is '0'", "memory": "memory.peak_bytes is -1", "valid_metrics": "valid_metrics.x.span"}
+    places = {"seed": "seed is '0'", "memory": "memory.peak_bytes is -1", "valid_metrics": "valid_metrics.x.span"}
     for key, value in wrong.items():
-        assert misfit(summary | {key: value}, shape=shapes()["summary"]).startswith(said.get(key, "purpose is 'play'"))
+        assert misfit(summary | {key: value}, shape=shapes()["summary"]).startswith(
+            places.get(key, "purpose is 'play'")
+        )
     del summary["variant"]
     assert misfit(summary, shape=shapes()["summary"]) == "variant is missing"

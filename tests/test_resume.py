@@ -47,11 +47,11 @@ RESUMED = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch):
-    given = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
-    whole, summary = whole_run(*given)
+    words = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
+    whole, summary = whole_run(*words)
     elsewhere(here, monkeypatch)
-    stop(make_job(*given), step=5)  # between two train rows, and after a validation that made best.pt
-    resumed = make_job(*given)
+    stop(make_job(*words), step=5)  # between two train rows, and after a validation that made best.pt
+    resumed = make_job(*words)
     assert resumed.folder.checkpoint is not None and resumed.trainer.spent.steps == 0
     again = run_job(resumed)
     assert rows_of(resumed) == rows_of(whole)
@@ -59,22 +59,22 @@ def test_resume_gives_the_record_without_the_stop(name, here, monkeypatch):
     last = [checkpoint.load(checkpoint.newest(job.folder.path)) for job in (whole, resumed)]
     for name, tensor in last[0]["model"].items():
         assert torch.equal(tensor, last[1]["model"][name]), name
-    if given[: len(MOVING)] == MOVING:
+    if words[: len(MOVING)] == MOVING:
         assert len(set(spans(resumed))) > 1
 
 
 def test_a_crash_goes_back_to_the_last_checkpoint(here, monkeypatch):
-    given = (*MOVING, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
-    whole, _ = whole_run(*given)
+    words = (*MOVING, *CARRY, "budget.steps=13", "checkpoint.every_steps=3", "checkpoint.keep=2")
+    whole, _ = whole_run(*words)
     elsewhere(here, monkeypatch)
-    crash(make_job(*given), step=11)
-    folder = make_job(*given).folder.path / checkpoint.FOLDER
+    crash(make_job(*words), step=11)
+    folder = make_job(*words).folder.path / checkpoint.FOLDER
     assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "step-000000006.pt", "step-000000009.pt"]
     written = len(read_rows(folder.parent / RECORD))
     (folder / "step-000000099.part").write_bytes(b"the beginning of a checkpoint")
     with (folder.parent / RECORD).open("ab") as record:
         record.write(b'{"kind": "tra')
-    resumed = make_job(*given)
+    resumed = make_job(*words)
     assert checkpoint.load(resumed.folder.checkpoint)["rows"] < written
     run_job(resumed)
     assert rows_of(resumed) == rows_of(whole)

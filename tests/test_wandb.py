@@ -184,13 +184,13 @@ def test_two_jobs_of_a_multirun_are_two_runs_with_their_configurations_and_summa
         written = yaml.safe_load((folder / "config.yaml").read_text())
         assert run["config"] == json.loads(json.dumps(_without_empty(written)))
         rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-        summary, own = run["summary"], json.loads((folder / "summary.json").read_text())
+        summary, saved = run["summary"], json.loads((folder / "summary.json").read_text())
         valid = [row["bits_per_byte"] for row in rows if row["kind"] == "valid" and not row.get("final")]
         assert summary["valid/bits_per_byte"] == {"min": min(valid)} and len(valid) > 1
         trained = [row["bits_per_byte"] for row in rows if row["kind"] == "train"]
         assert summary["train/bits_per_byte"] == trained[-1]
-        same = {name: own[name] for name in ("variant", "seed", "valid_bits_per_byte", "training_flops")}
-        same |= {"parameters/total": own["parameters"]["total"], "data/sha256": own["data"]["sha256"]}
+        same = {name: saved[name] for name in ("variant", "seed", "valid_bits_per_byte", "training_flops")}
+        same |= {"parameters/total": saved["parameters"]["total"], "data/sha256": saved["data"]["sha256"]}
         assert {name: summary.get(name) for name in same} == same
     assert written["variant"]["at"].keys() == {-2} and run["config"]["variant"]["at"].keys() == {"-2"}
 

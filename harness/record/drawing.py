@@ -111,7 +111,9 @@ def spans_of(metrics: dict | None) -> dict[str, list[float]]:
     """Spans by sublayer, ``layers.3.attention``, one entry a head; one that is not finite is NaN and leaves a gap."""
     spans = {name: value for name, value in (metrics or {}).items() if name.endswith(".span")}
     heads = {name: value if isinstance(value, list) else [value] for name, value in spans.items()}
-    return {name.removesuffix(".span"): [math.nan if z is None else z for z in own] for name, own in heads.items()}
+    return {
+        name.removesuffix(".span"): [math.nan if z is None else z for z in lengths] for name, lengths in heads.items()
+    }
 
 
 def layer_names(names: Iterable[str]) -> list[str]:

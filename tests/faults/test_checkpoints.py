@@ -126,15 +126,15 @@ def test_the_last_good_one_is_gone_on_from_with_one_warning(died, once, capsys, 
     job = make_job(*GIVEN)
     capsys.readouterr()
     run_job(job)
-    said = capsys.readouterr()
-    assert "resuming at 384 bytes" in said.out  # six steps
-    named = [line for line in said.err.splitlines() if line.startswith("WARNING")]
+    printed = capsys.readouterr()
+    assert "resuming at 384 bytes" in printed.out  # six steps
+    named = [line for line in printed.err.splitlines() if line.startswith("WARNING")]
     reason = "cannot be read" if damage == "gone" else "is damaged"
     assert len(named) == 1 and f"step-000000009.pt {reason}" in named[0]
     assert "step-000000006.pt, the one before, is taken" in named[0]
     assert rows_of(job)[1:] == once[1]
-    kept = list((died / "checkpoints").glob("step-*.pt"))
-    assert len(kept) == 2 and [checkpoint.load(path) for path in kept]
+    checkpoints = list((died / "checkpoints").glob("step-*.pt"))
+    assert len(checkpoints) == 2 and [checkpoint.load(path) for path in checkpoints]
 
 
 def test_a_name_that_is_no_file_is_refused(died):

@@ -59,34 +59,34 @@ finally:
 
 def ended(*words: str, moments: tuple[int, ...] = (), number: int = 0) -> tuple[int, str]:
     """Exit code and output of a training command that a signal reaches at some of its moments."""
-    program, said = Path("program.py").absolute(), Path("said")
+    program, printed = Path("program.py").absolute(), Path("said")
     program.write_text(AT_A_MOMENT, encoding="utf-8")
     program_of = str(Path(__file__).resolve().parents[2] / "train.py")
-    given = {"MOMENTS": " ".join(map(str, moments)), "SIGNAL": str(int(number)), "PROGRAM": program_of}
-    given |= {"WANDB_MODE": "disabled", "COLUMNS": "200"}
-    said.unlink(missing_ok=True)
-    with started(program, *words, out=said, environment=os.environ | given) as process:
-        return exit_code(process), said.read_text()
+    variables = {"MOMENTS": " ".join(map(str, moments)), "SIGNAL": str(int(number)), "PROGRAM": program_of}
+    variables |= {"WANDB_MODE": "disabled", "COLUMNS": "200"}
+    printed.unlink(missing_ok=True)
+    with started(program, *words, out=printed, environment=os.environ | variables) as process:
+        return exit_code(process), printed.read_text()
 
 
 def rows_in(outputs: Path) -> dict[str, list[dict]]:
     """What must be equal bit for bit, by run folder; the command is another program's here, and a sweep names its group."""
-    found = {path.name: [json.loads(line) for line in (path / RECORD).open()] for path in run_folders(outputs)}
+    records = {path.name: [json.loads(line) for line in (path / RECORD).open()] for path in run_folders(outputs)}
     mine = ("clock", "memory", "command", "commit", "config")
-    return {name: [{key: row[key] for key in row.keys() - mine} for row in rows] for name, rows in found.items()}
+    return {name: [{key: row[key] for key in row.keys() - mine} for row in rows] for name, rows in records.items()}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, tuple[int, dict[str, list[dict]]]]:
     """Of a run and of a sweep that nobody disturbs: their moments, and their records."""
-    found = {}
+    records = {}
     with pytest.MonkeyPatch.context() as patched:
         for name, words in COMMANDS.items():
             patched.chdir(tmp_path_factory.mktemp("undisturbed"))
-            code, said = ended(*words)
-            assert code == 0, said
-            found[name] = int(Path("moments").read_text()), rows_in(Path("outputs"))
-    return found
+            code, printed = ended(*words)
+            assert code == 0, printed
+            records[name] = int(Path("moments").read_text()), rows_in(Path("outputs"))
+    return records
 
 
 COMMANDS = {"run": (*SMALL, *GIVEN), "sweep": ("-m", *SMALL, *GIVEN, "seed=0,1")}
@@ -101,12 +101,12 @@ def test_the_same_command_goes_on_after_any_end(undisturbed, tmp_path, monkeypat
     for at in chance.sample(range(1, most + 1), tries):
         (tmp_path / str(at)).mkdir()
         monkeypatch.chdir(tmp_path / str(at))
-        code, said = ended(*COMMANDS[what], moments=tuple(range(at, at + times)), number=number)
+        code, printed = ended(*COMMANDS[what], moments=tuple(range(at, at + times)), number=number)
         finished = [json.loads((path / SUMMARY).read_text())["status"] for path in run_folders(Path("outputs"))
                     if (path / SUMMARY).exists()]  # fmt: skip
-        assert code in ENDS[number] or (code == 0 and finished), (at, code, said)
-        assert "Traceback" not in said and set(finished) <= {"finished"}, (at, said)
-        code, said = ended(*COMMANDS[what])
-        assert code == 0 and rows_in(Path("outputs")) == rows, (at, said)
+        assert code in ENDS[number] or (code == 0 and finished), (at, code, printed)
+        assert "Traceback" not in printed and set(finished) <= {"finished"}, (at, printed)
+        code, printed = ended(*COMMANDS[what])
+        assert code == 0 and rows_in(Path("outputs")) == rows, (at, printed)
         left = [path.name for path in Path("outputs").rglob("*") if path.name.endswith((".tmp", ".part"))]
         assert not left and Path("outputs/latest").exists(), (at, left)

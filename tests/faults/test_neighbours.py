@@ -40,8 +40,8 @@ KINDS = ("pipe", "zeros", "folder", "loop", *ODD)
 def test_an_object_of_anybodys_is_read_or_refused_at_once(kind, tmp_path):
     put(tmp_path / SUMMARY, kind)
     for first_line in (False, True):
-        found, reason = look_at(tmp_path / SUMMARY, first_line=first_line)
-        assert found is None and reason and "\n" not in reason and len(reason) < 200
+        rows, reason = look_at(tmp_path / SUMMARY, first_line=first_line)
+        assert rows is None and reason and "\n" not in reason and len(reason) < 200
         assert ("no regular file" in reason) == (kind in ("pipe", "zeros")), reason
     assert look_at(tmp_path / "nothing") == (None, None)
 
@@ -50,11 +50,11 @@ def test_a_report_waits_for_nobody(tmp_path):
     write_run(tmp_path / "good")
     for kind in ("pipe", "zeros", "folder", "loop"):
         for name in (RECORD, SUMMARY, "rows.jsonl", "evaluations.jsonl"):
-            beside = write_run(tmp_path / kind / name)
-            put(beside / name, kind)
-    found = read([tmp_path])
-    assert any(folder.is_relative_to(tmp_path / "good") for folder in found.of("run")["folder"])
-    told = "\n".join(found.refused)
+            folder = write_run(tmp_path / kind / name)
+            put(folder / name, kind)
+    rows = read([tmp_path])
+    assert any(folder.is_relative_to(tmp_path / "good") for folder in rows.of("run")["folder"])
+    messages = "\n".join(rows.refused)
     for name in (RECORD, SUMMARY, "rows.jsonl"):
-        assert f"{tmp_path / 'pipe' / name}" in told
-    assert f"{tmp_path / 'zeros'}" in told, "links to one file are read once"
+        assert f"{tmp_path / 'pipe' / name}" in messages
+    assert f"{tmp_path / 'zeros'}" in messages, "links to one file are read once"

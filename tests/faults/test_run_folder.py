@@ -44,8 +44,8 @@ def configure(run: Path, **sections: object) -> None:
     """Change sections of a run's configuration; a dictionary adds to what is there."""
     config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
     for name, value in sections.items():
-        known = config.get(name)
-        config[name] = known | value if isinstance(value, dict) and isinstance(known, dict) else value
+        section = config.get(name)
+        config[name] = section | value if isinstance(value, dict) and isinstance(section, dict) else value
     (run / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
 
@@ -72,8 +72,8 @@ def test_no_door_believes_the_folders_trust(run):
     (run / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
     node = {"_target_": f"{RUN}.evil.Evil", "_partial_": True}
     configure(run, trust=[f"{RUN}.evil"], variant={"attention": node})
-    said = refused(run, *EVALUATE)
-    assert f"{RUN}: {CONFIG}: variant.attention._target_={RUN}.evil.Evil: allowed are classes of" in said
+    message = refused(run, *EVALUATE)
+    assert f"{RUN}: {CONFIG}: variant.attention._target_={RUN}.evil.Evil: allowed are classes of" in message
 
 
 def hostile_configurations() -> dict[str, object]:

@@ -72,16 +72,16 @@ def test_a_full_disk_at_any_file_is_one_message_and_the_same_command_goes_on(nam
     disk.fill(name, after=10)
     with pytest.raises(
         StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are left"
-    ) as told:
+    ) as caught:
         run_job(job)
-    assert name in str(told.value) and "\n" not in str(told.value)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
     folder = job.folder.path
     assert not left_behind(folder)
     if name == LOCK:
         assert not folder.exists(), "nothing was begun"
     elif name != SUMMARY:  # where the status itself cannot be written
-        found = json.loads((folder / SUMMARY).read_text())
-        assert found["status"] == "storage" and "bytes are needed" in found["error"]
+        summary = json.loads((folder / SUMMARY).read_text())
+        assert summary["status"] == "storage" and "bytes are needed" in summary["error"]
         assert "No space left" in (folder / FAILED).read_text()
     disk.fill(None)
     again = make_job(*FULL)
