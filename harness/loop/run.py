@@ -105,9 +105,9 @@ class Run:
     def opened(self) -> Iterator[None]:
         """Record and W&B are open, and the run stands where its checkpoint left it."""
         plan, trainer = self.plan, self.trainer
-        provenance = summary.identity(trainer, self.folder.identity, command=self.command)
         with ExitStack() as stack:
             stack.callback(self.folder.release)
+            provenance = summary.identity(trainer, self.folder.identity, command=self.command)
             stack.enter_context(recording(plan, self.folder, provenance, self._processes))
             rows, sha256, wandb_id = self._restore()
             verb = f"resuming at {trainer.spent.bytes:,} bytes" if rows else "training"

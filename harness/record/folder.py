@@ -8,21 +8,18 @@ folder, resumes an unfinished run and returns a finished one.
 import hashlib
 import json
 import os
-import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cache import NO_ROOM, sha256_of, storage_failure, try_lock, write_all, write_whole
+from harness.cache import NO_ROOM, sha256_of, storage_failure, try_lock, write_all
 from harness.failures import kind_of
 from harness.record import checkpoint, shards
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, check_format, look_at, read_object, write_summary
 from harness.record.shapes import misfit, shapes
 
 NOT_HASHED = ("outputs", "force", "record", "checkpoint", "trust", "hydra")
-FAILED = "failed.txt"
-"""The trace of a run that failed, until the next try."""
 LOCK = "lock"
 SECTIONS = ("model", "position", "batch")
 """Of a configuration, those that are compared with another run's."""
@@ -128,7 +125,7 @@ class RunFolder:
 
     def begin(self) -> None:
         """Forget how an earlier try ended and, unless there is a checkpoint to go on from, all else that it left."""
-        old = [self.path / SUMMARY, self.path / FAILED]
+        old = [self.path / SUMMARY]
         if self.checkpoint is None:
             old += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
             old += (path for path in (self.path / checkpoint.FOLDER).glob("*") if not path.is_dir())
@@ -138,7 +135,7 @@ class RunFolder:
 
     @contextmanager
     def failing(self, facts: dict) -> Iterator[None]:
-        """Record an error that ends the block: its trace in ``failed.txt``, and a summary that says so.
+        """Record an error that ends the block: a summary that says so.
 
         Before the folder is held, a user's mistake leaves nothing behind, and an earlier result stays.
 
@@ -162,8 +159,6 @@ class RunFolder:
             status = kind.status if (kind := kind_of(error)) else "failed"
             message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             write_summary(self.path, summary=facts | {"status": status, "error": message})
-            trace = "".join(traceback.format_exception(error))
-            write_whole(self.path / FAILED, trace.encode(errors="replace"))
         if not is_held:
             self.release()
 
