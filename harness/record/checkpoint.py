@@ -129,11 +129,9 @@ def load(path: Path, whose: Mapping[str, object] | None = None) -> dict:
 
 
 def _all(folder: Path) -> list[Path]:
-    """Those with a checkpoint's name, the newest last; ValueError where one is no file."""
+    """Those with a checkpoint's name, the newest last; what is no file is none."""
     paths = [path for path in (folder / FOLDER).glob("step-*.pt") if _NAME.fullmatch(path.name)]
-    for path in paths:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path}: must be a file; allowed is to remove it")
+    paths = [path for path in paths if path.is_file() or not path.exists()]
     return sorted(paths, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
 
 

@@ -13,12 +13,11 @@ import math
 import os
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from harness.cache import append_whole, storing, write_all, write_whole
-from harness.failures import Damaged, Failure, StorageFailure
+from harness.failures import Damaged, Failure
 
 RECORD = "record.jsonl"
 SUMMARY = "summary.json"
@@ -60,7 +59,6 @@ class Record:
     @property
     def rows(self) -> int:
         """Number of rows, for the checkpoint: so many are safely on disk, even if the power fails now."""
-        self._must_be_there()
         with storing(self.path):
             os.fsync(self._file.fileno())
         return self._rows
@@ -74,21 +72,11 @@ class Record:
         """Write one row, ``kind`` among its keys, and return it as written."""
         row = plain(row)
         line = _line(row)
-        self._must_be_there()
         with storing(self.path, needed=len(line)):
             write_all(self._file, line)
         self._rows += 1
         self._sha256.update(line)
         return row
-
-    def _must_be_there(self) -> None:
-        """StorageFailure if somebody has removed or replaced the file, or its folder: what is written would be lost."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
-                return
-        raise StorageFailure(
-            f"{self.path} was removed or replaced while the run wrote to it; the same command begins anew"
-        )
 
     def __enter__(self) -> Self:
         return self

@@ -27,11 +27,9 @@ class WandbRun:
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
-        config: plain nested dictionary.
         mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
         id: that of the run to continue, from a checkpoint; None makes a new one.
-        tags: those that W&B would refuse are left out or cut.
-        more: project, entity, name, group and job_type as W&B means them; None leaves the choice to W&B.
+        config, tags, more: as ``wandb.init`` has them, None for W&B's choice; tags that it would refuse are left out or cut.
 
     Attributes:
         id: for the checkpoint.
@@ -168,6 +166,5 @@ def _flat(node: object, *, name: str = "") -> dict[str, object]:
 
 
 def _extent(name: str, heads: list[float]) -> dict[str, float]:
-    if not heads:
-        return {}
-    return {f"{name}/mean": sum(heads) / len(heads), f"{name}/min": min(heads), f"{name}/max": max(heads)}
+    extent = {"mean": sum(heads) / len(heads), "min": min(heads), "max": max(heads)} if heads else {}
+    return {f"{name}/{key}": number for key, number in extent.items()}

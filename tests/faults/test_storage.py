@@ -1,10 +1,9 @@
-"""Storage that fails: every file that a run writes, on a full disk, and files that vanish. One message with what is needed and
-what is left, a status that says so, nothing half-written, and the same command goes on."""
+"""Storage that fails: every file that a run writes, on a full disk. One message with what is needed and what is left, a
+status that says so, nothing half-written, and the same command goes on."""
 
 import errno
 import json
 import os
-import shutil
 from io import FileIO
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from harness.failures import StorageFailure
 from harness.record.folder import LOCK
 from harness.record.rows import RECORD, SUMMARY
 from tests.runs import (
-    after_step,
     make_job,
     own_folder,  # noqa: F401 - a fixture
     restored,  # noqa: F401 - a fixture
@@ -87,11 +85,3 @@ def test_a_full_disk_at_any_file_is_one_message_and_the_same_command_goes_on(nam
     assert run_job(again)["status"] == "finished"
     assert rows_of(again) == undisturbed_rows
     assert not left_behind(folder)
-
-
-def test_a_run_whose_folder_is_removed_ends_at_the_next_row():
-    job = make_job(*FULL)
-    after_step(job, 3, lambda: shutil.rmtree(job.folder.path))
-    with pytest.raises(StorageFailure, match=f"{RECORD} was removed or replaced while the run wrote to it"):
-        run_job(job)
-    assert job.trainer.spent.steps == 3 and not job.folder.path.exists(), "what was removed shall stay so"
