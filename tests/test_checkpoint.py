@@ -3,11 +3,9 @@
 import os
 import random
 
-import numpy as np
 import pytest
 import torch
 
-from harness.device import random_state
 from harness.record import checkpoint
 from tests.runs import make_run, restored  # noqa: F401 - a fixture
 
@@ -73,18 +71,3 @@ def test_content_comes_back_as_it_was_and_runs_nothing(tmp_path):
     restored_run = make_run("batch.carry=true", "model.dropout=0.1")
     restored_run.restore(again)
     assert_same(restored_run.content() | {"rows": 7}, content)
-
-
-def test_random_state_goes_on_where_it_was():
-    random_state.seed(5)
-    state = random_state.random_state()
-
-    def draws() -> tuple:
-        return torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()
-
-    first = draws()
-    assert draws() != first
-    random_state.set_random_state(state)
-    assert draws() == first
-    random_state.seed(5)
-    assert draws() == first

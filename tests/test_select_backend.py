@@ -11,7 +11,6 @@ from harness.device.cell import CellError
 from harness.loop import select_backend
 from harness.loop.select_backend import agreement, select, settled
 from harness.plan.build import Plan, plan_run
-from harness.plan.small import at_own_width
 from harness.record.rows import RECORD, read_rows
 from tests.composing import TINY, compose_config, plan
 from tests.runs import (
@@ -22,7 +21,6 @@ from tests.runs import (
     stop,
 )
 from variants import backends
-from variants.kernels import window
 
 GOOD = (True, "1e-6 of the gradient of x")
 
@@ -138,15 +136,6 @@ def test_a_run_records_how_its_backend_was_chosen_and_goes_on_with_it(asked):
     assert not asked and summary["backend"] == "fused" and summary["backend_choice"] == row["backend_choice"]
 
 
-def test_a_proof_has_a_layer_of_each_kind_of_attention_at_the_runs_width():
-    made = plan(
-        "variant=product_key_memory", "data=recall", *TINY, "model.layers=3", "model.heads=4", "batch.accumulate=2"
-    )
-    small = at_own_width(made, sublayers={"attention"}, longest=5)
-    assert [list(layer) for layer in small.layers] == [["attention"]] and small.batch.streams == 2
-    assert (small.model.heads, small.model.d_model, small.model.span) == (4, made.model.d_model, 5)
-
-
 # Agreement
 
 SMALL = ("data=recall", *TINY, "model.span=24", "batch.streams=2", "position=relative")
@@ -185,18 +174,3 @@ def test_what_is_wrong_fails(monkeypatch, wrong, name):
         "variant=mhsa", "variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2"
     )
     assert not passed and name in detail, detail
-
-
-def test_coarse_products_are_allowed_where_plain_has_them(monkeypatch):
-    """A made-up TF32: products round their factors, plain's too where the mode says so."""
-    inner = window.attend
-
-    def coarse(q, k, v, *arguments, **same):
-        if q.dtype == torch.float32:
-            q, k, v = (x.detach().bfloat16().float() + (x - x.detach()) for x in (q, k, v))
-        return inner(q, k, v, *arguments, **same)
-
-    monkeypatch.setattr(window, "attend", coarse)
-    assert not agrees("variant=mhsa", "runtime.backend=plain")[0]
-    monkeypatch.setattr(select_backend, "_rounding", lambda where: where)
-    assert agrees("variant=mhsa", "runtime.backend=plain")[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.data.recall import recall_floor
 from harness.data.streams import score_streams, whole_context
 from harness.device.runtime import Runtime
-from harness.loop.scoring import Score, score_context, score_stream, score_windows
+from harness.loop.scoring import score_context, score_stream, score_windows
 from harness.loop.summary import final_score
 from harness.loop.update import Update
 from harness.optim.budget import Schedule
@@ -143,13 +143,6 @@ def test_statistics_are_of_the_scored_bytes_alone(model):
         assert len(score.nats) == 100 and score.stats["layers.0.memory"]["bytes"] == number
         assert score.stats["layers.0.memory"]["usage_count"].sum() == number * 2 * 4
     assert not score_stream(model, some_bytes(101), runtime=CPU, streams=4, segment=9).stats
-
-
-def test_blocks_sum_to_the_total():
-    score = Score(torch.rand(25_000, generator=torch.Generator().manual_seed(0)), {})
-    blocks = score.blocks()
-    assert len(blocks) == 3 and blocks[2] == pytest.approx(score.nats[20_000:].double().sum().item())
-    assert score.bits_per_byte == pytest.approx(sum(blocks) / math.log(2) / 25_000, rel=1e-12)
 
 
 @torch.no_grad()
