@@ -231,7 +231,7 @@ class Run:
     def save(self) -> None:
         """A checkpoint that agrees with the rows written so far."""
         step = self.trainer.spent.steps
-        with self._unmeasured():
+        with self._unmeasured() if self._steps_here >= WARM_STEPS else nullcontext():
             content, divided = taken_out(self.trainer.content())
             if divided:
                 content[shards.KEY] = self._save_shards(divided, step=step)
