@@ -50,35 +50,29 @@ def score_stream(
     streams: int,
     segment: int,
     context: int = 0,
+    pairs: int | None = None,
     collect_stats: bool = False,
     look: int | None = None,
 ) -> Score:
-    """Score every pair of ``split`` (uint8 ``[n]``) once, streamed with carried state.
+    """Score pairs of ``split`` (uint8 ``[n]``), streamed with carried state.
 
     Each of ``runtime.processes`` scores some of the streams, and all return the score of the whole.
 
     Args:
         streams, segment, context: how the split is cut, and how many bytes each stream reads unscored before its own,
             in whole segments and as far as ``whole_context`` allows; part of the number.
+        pairs: so many from all over the split, of which each stream's begin after ``context``; None for every pair once.
         collect_stats: also collect the sublayers' statistics, from where all streams are scored.
         look: a seed, to find ``future_nats`` as well.
     """
-    context = whole_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
-    cut = {"streams": streams, "segment": segment, "context": context, "part": runtime.processes.shard}
-    batches = segments(split, **cut) if len(range(streams)[share(streams, cut["part"])]) else ()
+    cut = {"streams": streams, "segment": segment, "part": runtime.processes.shard}
+    if pairs is None:
+        context = whole_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
+    make = segments if pairs is None else partial(samples, pairs=pairs)
+    batches = make(split, context=context, **cut) if len(range(streams)[share(streams, cut["part"])]) else ()
     first = context // segment
     futures = Futures(look, batches, rows=streams, vocabulary=model.head.out_features, first=first)
     return _score(model, batches, runtime, stats_from=first if collect_stats else None, futures=futures)
-
-
-def score_samples(
-    model: LanguageModel, split: Tensor, *, runtime: Runtime, pairs: int, streams: int, segment: int, context: int = 0
-) -> Score:
-    """Score some pairs from all over ``split`` (uint8 ``[n]``) with statistics: of what streams read, all but the first
-    ``context`` pairs, whole segments."""
-    cut = {"streams": streams, "segment": segment, "context": context, "part": runtime.processes.shard}
-    batches = samples(split, pairs=pairs, **cut) if len(range(streams)[share(streams, cut["part"])]) else ()
-    return _score(model, batches, runtime, stats_from=context // segment)
 
 
 def score_windows(

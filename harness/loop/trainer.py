@@ -14,7 +14,7 @@ from harness.device import random_state
 from harness.device.runtime import Runtime
 from harness.device.units import gathered, is_divided
 from harness.failures import Diverged
-from harness.loop.scoring import Score, score_samples, score_stream
+from harness.loop.scoring import Score, score_stream
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
@@ -189,15 +189,13 @@ class Trainer:
         over, for a page of a text is no measure of the rest; ``look`` as ``score_stream`` has it."""
         self.settle()  # or the steps before it would count to the scoring
         self._check_weights()
-        e = self.plan.eval
-        with self.update.units.gathered():
-            if pairs is None:
-                cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
-                return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, look=look, **cut)
+        cut = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
+        if pairs is not None:
             pairs = min(pairs, len(part) - 1)
-            streams, context = sample_cut(pairs, streams=e.streams, segment=e.segment, context=self.plan.model.span)
-            cut = {"pairs": pairs, "streams": streams, "segment": e.segment, "context": context}
-            return score_samples(self.model, part, runtime=self.runtime, **cut)
+            streams, context = sample_cut(pairs, **cut | {"context": self.plan.model.span})
+            cut |= {"pairs": pairs, "streams": streams, "context": context}
+        with self.update.units.gathered():
+            return score_stream(self.model, part, runtime=self.runtime, collect_stats=True, look=look, **cut)
 
     @property
     def splits(self) -> tuple[str, ...]:
