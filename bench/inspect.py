@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 
 from bench import CONF
 from harness.compose.cli import run_command
-from harness.record.drawing import GREY, INK, draw_context, layer_names, panels, save
+from harness.record.drawing import GREY, INK, layer_names, panels
+from harness.record.figures import draw_context, save
 from variants.contract import Inspection
 
 MAX_CELLS = 12 * 16 * 256**2  # weights in one figure

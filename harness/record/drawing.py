@@ -1,13 +1,11 @@
-"""Learning curves, spans of heads and bits by context, for the report and for commands that look at one run.
+"""Learning curves and spans of heads on axes that are given: for one run's own figures and for the report's.
 
 Scores on the way are often of a shorter prefix of the valid split than the last one: they are joined by a line, and the
 last stands apart. matplotlib's object interface only: no window system, no global state, nothing left behind in a sweep.
 """
 
-import io
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
@@ -17,10 +15,7 @@ from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from harness.cache import write_whole
-
 GREY, FAINT, INK = "#7F7F7F", "0.9", "0.15"
-BLUE = "#0072B2"  # of Okabe and Ito's, distinct with any colour vision
 LAYERS = "viridis"
 """A map whose lightness rises evenly, also in grey prints."""
 BINS = 200
@@ -154,28 +149,3 @@ def draw_span_cells(ax: Axes, spans: Mapping[str, list[float]], *, limit: float 
                 style = {"ha": "center", "va": "center", "fontsize": size, "color": INK if bright else "white"}
                 ax.text(head, layer, f"{span:.0f}", **style)
     ax.figure.colorbar(image, ax=ax, format="{x:,.0f}", label="span [positions]").minorticks_off()
-
-
-def draw_context(curve: list[dict], *, path: Path, label: str) -> Path:
-    """Bits per byte against bytes of context: rows ``{from_bytes, to_bytes, bits_per_byte}``, drawn as steps.
-
-    Args:
-        label: the run, and after a colon its data. A dollar is a dollar: nothing in it is a formula.
-    """
-    run, _, data = label.replace("$", r"\$").partition(": ")
-    figure, (ax,) = panels(1, 1, width=7.0, height=4.2, title=run, subtitle=data)
-    for point in curve:
-        ax.hlines(point["bits_per_byte"], point["from_bytes"], point["to_bytes"] + 1, color=BLUE, linewidth=2)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.set_xlabel("bytes of context")
-    ax.set_ylabel("bits per byte")
-    return save(figure, path)
-
-
-def save(figure, path: Path) -> Path:
-    """Write a figure as PNG, whole or not at all."""
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    write_whole(path, png.getbuffer())
-    return path
