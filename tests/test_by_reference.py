@@ -22,6 +22,7 @@ from tests.attention_case import (
     set_fractions,
 )
 from tests.reference import linear
+from tests.reference.gated_linear import gated_linear
 from tests.reference.linformer import linformer
 from tests.reference.local import local_attention
 from tests.reference.longformer import longformer_attention
@@ -29,6 +30,7 @@ from tests.reference.performer import random_feature_product
 from tests.reference.reformer import reformer
 from tests.reference.transformer_xl import transformer_xl
 from variants.contract import Sublayer
+from variants.gated_linear import GatedLinear
 from variants.kernels import carried_sums, window_cpu
 from variants.linear import LinearAttention
 from variants.linformer import Linformer
@@ -89,6 +91,11 @@ def of_features(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
     return linear.linear_attention(x, **same, product=lambda head, query, key: phi(query) @ phi(key))
 
 
+def of_gated_linear(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    decays = {"wa": sublayer.decay.up.weight, "ba": sublayer.decay.up.bias, "attend_self": case.attend_self}
+    return gated_linear(x, **matrices(sublayer), **decays, heads=case.heads, past=past)
+
+
 def of_linformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
     weights = {n.removesuffix(".weight").split("compressor.")[-1]: p for n, p in sublayer.named_parameters()}
     if "position.table" in weights:
@@ -117,6 +124,7 @@ SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **KE
 OF_ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic", *FRACTIONS], "persistent": [0, 3]}
 CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
 OF_LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
+GATED = {"length": [1, 8, 11], "past": [0, 4], "attend_self": [True, False], "chunk": [1, 3, 64], "d_head": [2, 3]}
 OF_PERFORMER = CARRIED | {"chunk": [2, 3, 64], "features": [1, 5, None], "heads": [1, 3], "d_head": [2, 3]}
 BLOCKS = {"ratio, window, span": [(3, 4, 13), (4, 2, 11), (1, 3, 8), (2, 5, 9), (5, 1, 12)]}
 BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **KEPT, "position": list(SCHEMES)}
@@ -150,6 +158,7 @@ MECHANISMS = {
     "parts": Mechanism(None, of_attention, PARTS, backends=ALL),
     "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, moved=1.0),
     "linear": Mechanism(LinearAttention, of_features, OF_LINEAR),
+    "gated_linear": Mechanism(GatedLinear, of_gated_linear, GATED, moved=1.0),
     "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),
     "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel"), moved=0.3),
     "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),

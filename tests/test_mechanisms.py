@@ -52,6 +52,7 @@ def at(place: int, *, streams: int = STREAMS) -> Tensor:
         "local runtime.backend=fused",
         "reformer",
         "performer_decay model.attend_self=false",
+        "gated_linear model.attend_self=false",
         pytest.param("compressed_top_k runtime.backend=plain", marks=pytest.mark.faults),
         pytest.param("transformer_xl runtime.backend=plain", marks=pytest.mark.faults),
     ],
@@ -83,6 +84,7 @@ def test_compiled_it_is_one_graph(words):
         "reformer position=rotary model.cache=hidden",
         "linear",
         "linear_decay",
+        "gated_linear",
         "transformer_xl model.cache=hidden",
     ],
 )
@@ -178,7 +180,7 @@ def test_dropout_keeps_the_mean_follows_the_seed_and_is_for_training(variant, ba
         assert_near(drawn(later, 1)[:, :early], drawn(x, 1)[:, :early])
 
 
-@pytest.mark.parametrize("variant", ["linear", "performer", "reformer"])
+@pytest.mark.parametrize("variant", ["linear", "performer", "gated_linear", "reformer"])
 def test_memory_goes_by_the_segment(variant):
     """Forward and backward make nothing that has a number for each pair of places."""
     layer, sizes = mechanism(variant, "model.span=1000"), []

@@ -1,0 +1,80 @@
+"""Sums over all of the past whose decay is made of the input, in a state that does not grow:
+
+    S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
+
+with one number g_t for a head (2312.06635, 4; 2405.21060) or one for each of its F channels. A chunk of C bytes meets
+itself by pairs, with G_t = g_1 + .. + g_t from its begin, and what is before it by S, so that one S a chunk is in memory:
+
+    o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j,    S' = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
+
+No exponent is above 0, and none is a difference over more than a chunk.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from variants.kernels.carried_sums import pieces
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    sums: Tensor | None = None,
+    attend_self: bool = True,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """What queries read, ``[B, H, T, V]``, and S after the segment ``[B, H, F, V]``, detached.
+
+    Args:
+        q, k: ``[B, H, T, F]``, in the precision of the sums.
+        v: ``[B, H, T, V]``.
+        log_decay: g, ``[B, H, T, 1]`` for a head or ``[B, H, T, F]`` for each channel; none above 0.
+        sums: S of the segment before; None for zeros.
+        attend_self: whether a query reads S_t; if not, S_{t-1}.
+        chunk: C, bytes.
+    """
+    sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
+    cut = pieces(q.shape[2], chunk)
+    lengths = [size * number for size, number in cut]
+    parts = [x.split(lengths, dim=2) for x in (q, k, v, log_decay)]
+    outputs = []
+    for sizes, *part in zip(cut, *parts, strict=True):
+        out, sums = _piece(*(x.unflatten(2, sizes[::-1]) for x in part), sums, 0 if attend_self else 1)
+        outputs.append(out.flatten(2, 3))
+    return torch.cat(outputs, dim=2), sums.detach()
+
+
+def _piece(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, sums: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """The same for whole chunks ``[B, H, n, C, .]``."""
+    total = log_decay.cumsum(-2)  # G
+    seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # of a query without itself, G_{t-1}
+    own = _products(q, k, _between(seen, total, shift))  # [B, H, n, C, C]
+    written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
+    keep = total[..., -1:, :].exp().mT  # [B, H, n, F or 1, 1]
+    before = []
+    for decay, added in zip(keep.unbind(2), (written @ v).unbind(2), strict=True):
+        before.append(sums)
+        sums = decay * sums + added
+    return own @ v + (q * seen.exp()) @ torch.stack(before, dim=2), sums
+
+
+def _between(seen: Tensor, total: Tensor, shift: int) -> Tensor:
+    """exp(G_t - G_j) for keys j <= t - shift and 0 for later ones: ``[B, H, n, C, C]``, or ``[.., C, C, F]``."""
+    size = total.shape[-2]
+    hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1 - shift)
+    if total.shape[-1] == 1:
+        between = seen - total.mT
+    else:
+        between, hidden = seen[..., None, :] - total[..., None, :, :], hidden[..., None]
+    return between.clamp(max=0).masked_fill(hidden, -torch.inf).exp()
+
+
+def _products(q: Tensor, k: Tensor, between: Tensor) -> Tensor:
+    """q_t . (between_tj k_j), ``[B, H, n, C, C]``."""
+    if between.dim() == q.dim():
+        return q @ k.mT * between
+    return ((between * k[..., None, :, :]) @ q[..., None]).squeeze(-1)
