@@ -22,6 +22,7 @@ from tests.attention_case import (
     set_fractions,
 )
 from tests.reference import linear
+from tests.reference.gated_delta import gated_delta
 from tests.reference.gated_linear import gated_linear
 from tests.reference.linformer import linformer
 from tests.reference.local import local_attention
@@ -30,6 +31,7 @@ from tests.reference.performer import random_feature_product
 from tests.reference.reformer import reformer
 from tests.reference.transformer_xl import transformer_xl
 from variants.contract import Sublayer
+from variants.gated_delta import GatedDelta
 from variants.gated_linear import GatedLinear
 from variants.kernels import carried_sums, window_cpu
 from variants.linear import LinearAttention
@@ -91,9 +93,14 @@ def of_features(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
     return linear.linear_attention(x, **same, product=lambda head, query, key: phi(query) @ phi(key))
 
 
-def of_gated_linear(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
-    decays = {"wa": sublayer.decay.up.weight, "ba": sublayer.decay.up.bias, "attend_self": case.attend_self}
-    return gated_linear(x, **matrices(sublayer), **decays, heads=case.heads, past=past)
+def of_gates(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    decay, same = sublayer.decay, {"heads": case.heads, "attend_self": case.attend_self, "past": past}
+    of_decays = decay.up.weight if decay.down is None else decay.up.weight @ decay.down.weight
+    same |= matrices(sublayer) | {"wa": of_decays, "ba": decay.up.bias}
+    if isinstance(sublayer, GatedLinear):
+        return gated_linear(x, **same)
+    more = {"wg": sublayer.gate.weight, "wb": sublayer.strength.weight}
+    return gated_delta(x, **same, **more, filters=sublayer.filters, gain=sublayer.gain)
 
 
 def of_linformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -125,6 +132,7 @@ OF_ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic"
 CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
 OF_LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
 GATED = {"length": [1, 8, 11], "past": [0, 4], "attend_self": [True, False], "chunk": [1, 3, 64], "d_head": [2, 3]}
+DELTA = GATED | {"decay": ["head", "channel"], "filter_bytes": [1, 3]}
 OF_PERFORMER = CARRIED | {"chunk": [2, 3, 64], "features": [1, 5, None], "heads": [1, 3], "d_head": [2, 3]}
 BLOCKS = {"ratio, window, span": [(3, 4, 13), (4, 2, 11), (1, 3, 8), (2, 5, 9), (5, 1, 12)]}
 BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **KEPT, "position": list(SCHEMES)}
@@ -158,7 +166,8 @@ MECHANISMS = {
     "parts": Mechanism(None, of_attention, PARTS, backends=ALL),
     "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, moved=1.0),
     "linear": Mechanism(LinearAttention, of_features, OF_LINEAR),
-    "gated_linear": Mechanism(GatedLinear, of_gated_linear, GATED, moved=1.0),
+    "gated_linear": Mechanism(GatedLinear, of_gates, GATED, moved=1.0),
+    "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, moved=1.0),
     "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),
     "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel"), moved=0.3),
     "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),

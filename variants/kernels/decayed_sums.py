@@ -8,6 +8,13 @@ itself by pairs, with G_t = g_1 + .. + g_t from its begin, and what is before it
     o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j,    S' = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
 
 No exponent is above 0, and none is a difference over more than a chunk.
+
+**Delta rule**, with a strength b_t: k_t is written with u_t = b_t (v_t - (D_t S_{t-1})^T k_t) in place of v_t, which puts
+S_t^T k_t at v_t where b_t = 1 and |k_t| = 1 (2412.06464, 3.1; 2510.26692, 3). In a chunk these are one triangular system
+
+    u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)),
+
+which is solved for v and for exp(G) k of all chunks at once; S then goes from chunk to chunk (2412.06464, 3.3).
 """
 
 import torch
@@ -23,6 +30,7 @@ def attend(
     v: Tensor,
     log_decay: Tensor,
     *,
+    strength: Tensor | None = None,
     sums: Tensor | None = None,
     attend_self: bool = True,
     chunk: int,
@@ -33,6 +41,7 @@ def attend(
         q, k: ``[B, H, T, F]``, in the precision of the sums.
         v: ``[B, H, T, V]``.
         log_decay: g, ``[B, H, T, 1]`` for a head or ``[B, H, T, F]`` for each channel; none above 0.
+        strength: b, ``[B, H, T, 1]``, of the delta rule; None for sums.
         sums: S of the segment before; None for zeros.
         attend_self: whether a query reads S_t; if not, S_{t-1}.
         chunk: C, bytes.
@@ -41,24 +50,36 @@ def attend(
     cut = pieces(q.shape[2], chunk)
     lengths = [size * number for size, number in cut]
     parts = [x.split(lengths, dim=2) for x in (q, k, v, log_decay)]
+    strengths = [None] * len(cut) if strength is None else strength.split(lengths, dim=2)
     outputs = []
-    for sizes, *part in zip(cut, *parts, strict=True):
-        out, sums = _piece(*(x.unflatten(2, sizes[::-1]) for x in part), sums, 0 if attend_self else 1)
+    for (size, number), own, *part in zip(cut, strengths, *parts, strict=True):
+        own = None if own is None else own.unflatten(2, (number, size))
+        out, sums = _piece(*(x.unflatten(2, (number, size)) for x in part), own, sums, 0 if attend_self else 1)
         outputs.append(out.flatten(2, 3))
     return torch.cat(outputs, dim=2), sums.detach()
 
 
-def _piece(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, sums: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+def _piece(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor | None, sums: Tensor, shift: int
+) -> tuple[Tensor, Tensor]:
     """The same for whole chunks ``[B, H, n, C, .]``."""
     total = log_decay.cumsum(-2)  # G
     seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # of a query without itself, G_{t-1}
-    own = _products(q, k, _between(seen, total, shift))  # [B, H, n, C, C]
+    between = _between(total, total, 0)
+    own = _products(q, k, _between(seen, total, 1) if shift else between)  # [B, H, n, C, C]
     written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
     keep = total[..., -1:, :].exp().mT  # [B, H, n, F or 1, 1]
-    before = []
-    for decay, added in zip(keep.unbind(2), (written @ v).unbind(2), strict=True):
+    if strength is not None:
+        right = strength * torch.cat([v, k * total.exp()], dim=-1)
+        left = strength * _products(k, k, between)  # below its diagonal, which is taken to be 1
+        right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
+        v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
+    before, values = [], []
+    for n in range(v.shape[2]):
         before.append(sums)
-        sums = decay * sums + added
+        values.append(v[:, :, n] if strength is None else v[:, :, n] - reads[:, :, n] @ sums)
+        sums = keep[:, :, n] * sums + written[:, :, n] @ values[-1]
+    v = v if strength is None else torch.stack(values, dim=2)
     return own @ v + (q * seen.exp()) @ torch.stack(before, dim=2), sums
 
 
