@@ -35,7 +35,7 @@ def test_a_constant_decay_is_linear_attention_with_alibi(attend_self):
 
 
 def drawn(*, length: int = 40, channels: int = 1) -> tuple[torch.Tensor, ...]:
-    """Queries, keys of length 1, values ``[2, 2, T, 3]``, logarithms of decays ``[2, 2, T, channels]`` and strengths."""
+    """Queries, keys of length 1, values ``[2, 2, T, 3]``, logarithms of decays ``[2, 2, T, channels]``, strengths."""
     random = torch.Generator().manual_seed(0)
     q, k, v, g, b = torch.randn(5, 2, 2, length, 3, dtype=DOUBLE, generator=random)
     return q, torch.nn.functional.normalize(k, dim=-1), v, -g[..., :channels].abs(), b[..., :1].sigmoid()

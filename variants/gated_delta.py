@@ -1,18 +1,18 @@
 """Gated delta rule: sums that decay as the input says, and in which a key's old value makes room for its new one.
 
-    S_t = D_t S_{t-1} + b_t k_t (v_t - (D_t S_{t-1})^T k_t)^T,    o_t = S_t^T q_t,    b_t = sigmoid(w . x_t) for each head,
+    S_t = D_t S_{t-1} + b_t k_t (v_t - (D_t S_{t-1})^T k_t)^T,    o_t = S_t^T q_t,    b_t = sigmoid(w_h . x_t),
     y_t = W_o concat_h(rms(o_t) c * sigmoid(W_g x_t)),            D_t = diag(a_t)
 
-With one decay a_t for a head this is the Gated DeltaNet (2412.06464, 3.1), with one for each channel Kimi Delta Attention
-(2510.26692, 3). Queries, keys and values pass a causal filter of a few bytes for each channel, then SiLU; queries and
+With one decay a_t for a head this is the Gated DeltaNet (2412.06464, 3.1), with one for each channel Kimi Delta
+Attention (2510.26692, 3). Queries, keys and values pass a causal filter of a few bytes for each channel, then SiLU; queries and
 keys have length 1, so that no step makes the state larger than its values. A stream carries S, in float32 or wider, and
 the last inputs of the filters.
 
     ``decay: channel`` with equal channels is ``decay: head``; without the delta rule, S is ``decayed_sums.py``'s.
 
 Where it departs:
-- Decays are those of ``gated_linear.py``, sigmoid(W x + b) from ALiBi's slopes on, in place of exp(-A softplus(..)) with
-  a drawn A. Those of channels are of rank K, as in 2510.26692, and begin equal.
+- Decays are those of ``gated_linear.py``, sigmoid(W x + b) from ALiBi's slopes on, where the papers have
+  exp(-A softplus(W x + b)) with drawn A and b. Those of channels are of rank K, as in 2510.26692, and begin equal.
 - The output gate is a sigmoid of a whole matrix: 2412.06464 has SiLU, 2510.26692 a matrix of rank K.
 - Values are as wide as keys, K = D / H (2412.06464 has them twice as wide and fewer heads). No norm is in the sublayer.
 - A query that does not see itself reads S_{t-1}; its filters do see its own byte.
@@ -101,8 +101,8 @@ class GatedDelta(MultiHead):
         return super().matrix_sizes() + self.decay.matrix_sizes() + self.strength.weight.numel()
 
     def ideal_flops(self) -> int:
-        """Projections, and the recurrence: 2 K^2 each for what a key reads, what it writes and what a query reads. Pairs
-        within a chunk are another way to the same sums and are not counted, nor is what is no product."""
+        """Projections, and the recurrence: 2 K^2 each for what a key reads, what it writes and what a query reads.
+        Pairs within a chunk are another way to the same sums and are not counted, nor is what is no product."""
         return 2 * self.matrix_sizes() + 6 * self.heads * self.d_head**2
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:

@@ -3,8 +3,8 @@
     y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = a_t S_{t-1} + phi(k_t) v_t^T,    z_t = a_t z_{t-1} + phi(k_t),
     a_t = sigmoid(w_h . x_t + b_h)
 
-One decay a head: the scalar form of gated linear attention (2312.06635, 4) and of state space duality (2405.21060, 2). w
-starts at 0 and b where a is ALiBi's decay, so that it begins as ``linear`` with alibi (``linear_decay``) and is that
+One decay a head: the scalar form of gated linear attention (2312.06635, 4) and of state space duality (2405.21060,
+2). w starts at 0 and b where a is ALiBi's decay, so that it begins as ``linear`` with alibi (``linear_decay``) and is that
 wherever a stays constant.
 
 Where it departs:

@@ -3,14 +3,16 @@
     S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
 
 with one number g_t for a head (2312.06635, 4; 2405.21060) or one for each of its F channels. A chunk of C bytes meets
-itself by pairs, with G_t = g_1 + .. + g_t from its begin, and what is before it by S, so that one S a chunk is in memory:
+itself by pairs, with G_t = g_1 + .. + g_t from its begin, and what is before it by S, so that one S a chunk is in
+memory:
 
-    o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j,    S' = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
+    o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j
+    S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
 
 No exponent is above 0, and none is a difference over more than a chunk.
 
-**Delta rule**, with a strength b_t: k_t is written with u_t = b_t (v_t - (D_t S_{t-1})^T k_t) in place of v_t, which puts
-S_t^T k_t at v_t where b_t = 1 and |k_t| = 1 (2412.06464, 3.1; 2510.26692, 3). In a chunk these are one triangular system
+**Delta rule**, with a strength b_t: k_t is written with u_t = b_t (v_t - (D_t S_{t-1})^T k_t) in place of v_t, which
+puts S_t^T k_t at v_t where b_t = 1 and |k_t| = 1 (2412.06464, 3.1; 2510.26692, 3). In a chunk these are one system
 
     u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)),
 
@@ -65,13 +67,15 @@ def _piece(
     """The same for whole chunks ``[B, H, n, C, .]``."""
     total = log_decay.cumsum(-2)  # G
     seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # of a query without itself, G_{t-1}
-    between = _between(total, total, 0)
-    own = _products(q, k, _between(seen, total, 1) if shift else between)  # [B, H, n, C, C]
+    if strength is None or shift:
+        (own,) = _products(_between(seen, total, shift), k, q)  # [B, H, n, C, C]
     written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
     keep = total[..., -1:, :].exp().mT  # [B, H, n, F or 1, 1]
     if strength is not None:
+        left, *both = _products(_between(total, total, 0), k, *((k,) if shift else (k, q)))
+        own = own if shift else both[0]
         right = strength * torch.cat([v, k * total.exp()], dim=-1)
-        left = strength * _products(k, k, between)  # below its diagonal, which is taken to be 1
+        left = strength * left  # of which what is below the diagonal is read; on it is 1
         right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
         v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
     before, values = [], []
@@ -94,8 +98,8 @@ def _between(seen: Tensor, total: Tensor, shift: int) -> Tensor:
     return between.clamp(max=0).masked_fill(hidden, -torch.inf).exp()
 
 
-def _products(q: Tensor, k: Tensor, between: Tensor) -> Tensor:
-    """q_t . (between_tj k_j), ``[B, H, n, C, C]``."""
-    if between.dim() == q.dim():
-        return q @ k.mT * between
-    return ((between * k[..., None, :, :]) @ q[..., None]).squeeze(-1)
+def _products(between: Tensor, k: Tensor, *readers: Tensor) -> list[Tensor]:
+    """q_t . (between_tj k_j), ``[B, H, n, C, C]``, for each q of ``readers``."""
+    if between.dim() == k.dim():
+        return [q @ k.mT * between for q in readers]
+    return list(((between * k[..., None, :, :]) @ torch.stack(readers, dim=-1)).unbind(-1))
