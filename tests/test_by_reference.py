@@ -22,8 +22,10 @@ from tests.attention_case import (
     set_fractions,
 )
 from tests.reference import linear
+from tests.reference.differential import differential
 from tests.reference.gated_delta import gated_delta
 from tests.reference.gated_linear import gated_linear
+from tests.reference.latent import latent_attention
 from tests.reference.linformer import linformer
 from tests.reference.local import local_attention
 from tests.reference.longformer import longformer_attention
@@ -31,9 +33,11 @@ from tests.reference.performer import random_feature_product
 from tests.reference.reformer import reformer
 from tests.reference.transformer_xl import transformer_xl
 from variants.contract import Sublayer
+from variants.differential import Differential
 from variants.gated_delta import GatedDelta
 from variants.gated_linear import GatedLinear
 from variants.kernels import carried_sums, window_cpu
+from variants.latent import Latent
 from variants.linear import LinearAttention
 from variants.linformer import Linformer
 from variants.local import LocalAttention
@@ -91,6 +95,21 @@ def of_features(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
         return linear.linear_attention(x, **same, product=random_feature_product(sublayer.directions))
     phi = getattr(linear, choices.get("feature_map", "elu"))
     return linear.linear_attention(x, **same, product=lambda head, query, key: phi(query) @ phi(key))
+
+
+def of_differential(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    same = shared(sublayer, case, past) | {name: getattr(sublayer, name) for name in ("gain", "initial", "heads")}
+    table = getattr(sublayer.position, "table", None)
+    return differential(x, **same, factors=[*sublayer.factors], span=case.span, table=table)
+
+
+def of_latent(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    down, up = sublayer.down.weight, sublayer.up.weight
+    weights = {"wq": sublayer.query.weight, "wo": sublayer.output.weight, "gain": sublayer.gain}
+    weights |= {"wc": down[: sublayer.latent], "wr": down[sublayer.latent :]}
+    weights |= dict(zip(("wk", "wv"), up.chunk(2), strict=True))
+    same = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position")}
+    return latent_attention(x, **weights, **same, past=past)
 
 
 def of_gates(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
@@ -160,12 +179,17 @@ PARTS = {"parts": ["", "sink", "qk_norm gate", "gate sink"], "heads, kv_heads": 
 PARTS |= {"spans": ["fixed", "dynamic", "zero"], "persistent": [0, 3], "position": ["rotary", "relative", "alibi"]}
 PARTS |= SHAPES | {"span": [3, 8]}
 del PARTS["heads"]
+PAIRS = SHAPES | {"span": [3, 8], "heads": [2, 4], "position": list(SCHEMES)}
+LATENTS = {"span": [3, 8], "heads": [1, 3], "latent": [1, 3], "d_position": [2, 4], "attend_self": [True, False]}
+LATENTS |= LENGTHS | {"position": ["none", "rotary", "alibi"]}
 ALL = ("plain", "fused", "kernel", "chunked")
 MECHANISMS = {
     "attention": Mechanism(None, of_attention, OF_ATTENTION, [WHOLE_SPANS | {"ramp": r} for r in (1, 20)], ALL),
     "parts": Mechanism(None, of_attention, PARTS, backends=ALL),
     "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, moved=1.0),
     "linear": Mechanism(LinearAttention, of_features, OF_LINEAR),
+    "differential": Mechanism(Differential, of_differential, PAIRS, backends=ALL, moved=0.3),
+    "latent": Mechanism(Latent, of_latent, LATENTS, backends=ALL, moved=0.3),
     "gated_linear": Mechanism(GatedLinear, of_gates, GATED, moved=1.0),
     "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, moved=1.0),
     "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),

@@ -13,7 +13,9 @@ from tests.composing import CONF, TINY, plan, small
 from variants.conformance import move
 from variants.conformance.fixture import leaves
 from variants.contract import Sublayer, cat_streams, map_state
+from variants.differential import Differential
 from variants.gated_delta import GatedDelta
+from variants.latent import Latent
 from variants.linear import LinearAttention
 from variants.linformer import Linformer
 from variants.local import LocalAttention
@@ -51,6 +53,8 @@ def at(place: int, *, streams: int = STREAMS) -> Tensor:
     [
         "longformer runtime.backend=fused model.cache=hidden model.attend_self=false",
         "local runtime.backend=fused",
+        "differential runtime.backend=fused",
+        "latent runtime.backend=fused",
         "reformer",
         "performer_decay model.attend_self=false",
         "gated_linear model.attend_self=false",
@@ -87,6 +91,8 @@ def test_compiled_it_is_one_graph(words):
         "reformer position=rotary model.cache=hidden",
         "linear",
         "linear_decay",
+        "differential",
+        "latent position=rotary",
         "gated_linear",
         "gated_delta",
         "gated_delta_channel",
@@ -206,6 +212,8 @@ REFUSED = [
     (LinearAttention, {"feature_map": "cosine"}, "feature_map=cosine: allowed are elu, relu"),
     (LinearAttention, {"d_head": 0}, "d_head=0: allowed are numbers from 1, or null"),
     (LinearAttention, {"d_head": None}, "model.heads=3 must divide model.d_model=5"),
+    (Differential, {}, "model.heads=3: must be even"),
+    (Latent, {"latent": 0}, "latent=0: allowed are numbers from 1, or null for 2 d_head"),
     (GatedDelta, {"decay": "byte"}, "decay=byte: allowed are head, channel"),
     (Performer, {"features": 0}, "features=0: allowed are numbers from 1, or null"),
     (Reformer, LSH | {"buckets": 3}, "buckets=3: allowed are even integers from 2"),

@@ -1,0 +1,23 @@
+"""Differential attention beyond its reference: the limit in which both maps of a pair are one."""
+
+import torch
+
+from tests.attention_case import Case, assert_near
+from variants.differential import Differential
+
+
+def test_of_two_equal_maps_a_share_is_left_of_attention():
+    """With the second query and key of each pair as the first: 1 - lambda of what ``mhsa`` gives."""
+    case = Case(length=9, past=4, heads=4, position="rotary")
+    attention, pairs = case.build(), case.build(Differential)
+    with torch.no_grad():
+        for layer in (attention.query, attention.key):
+            by_head = layer.weight.view(2, 2, 2, -1)  # [pairs, 2, K, D]
+            by_head[:, 1] = by_head[:, 0]
+    pairs.load_state_dict(attention.state_dict(), strict=False)
+    attention.join = pairs.join = lambda y: y
+    past, x = case.stream()
+    q1, k1, q2, k2 = pairs.factors
+    share = (q1 @ k1).exp() - (q2 @ k2).exp() + 0.2  # of the first layer
+    outputs = [layer(x, layer(past, None).state, torch.tensor([4, 4])).y for layer in (pairs, attention)]
+    assert_near(outputs[0], (1 - share) * outputs[1])
