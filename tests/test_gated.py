@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.attention_case import DOUBLE, Case, assert_near, assert_same
+from variants.conformance.fixture import leaves
 from variants.gated_delta import GatedDelta
 from variants.gated_linear import GatedLinear
 from variants.kernels import decayed_sums
@@ -29,8 +30,8 @@ def test_a_constant_decay_is_linear_attention_with_alibi(attend_self):
     (expected, of_linear), (actual, of_gated) = outputs
     assert_near(actual, expected, tolerance=1e-7)  # biases begin in float32
     gradients = [torch.autograd.grad(y.square().sum(), list(named.values())) for y, named in outputs]
-    for name, one, other in zip(of_linear, *gradients, strict=True):
-        assert_near(other, one, tolerance=1e-6, what=name)
+    for name, reference, gradient in zip(of_linear, *gradients, strict=True):
+        assert_near(gradient, reference, tolerance=1e-6, what=name)
     assert of_gated.keys() == of_linear.keys()
 
 
@@ -53,7 +54,7 @@ def test_delta_rule_by_channels_with_equal_channels_is_that_by_heads():
     case = Case(length=21, heads=4)
     layers = [case.build(GatedDelta, chunk=4, decay=decay) for decay in ("head", "channel")]
     layers[1].load_state_dict(
-        {name: own for name, own in layers[0].state_dict().items() if "decay" not in name}, strict=False
+        {name: tensor for name, tensor in layers[0].state_dict().items() if "decay" not in name}, strict=False
     )
     x = case.stream()[1]
     assert_near(layers[1](x).y, layers[0](x).y)
@@ -66,9 +67,9 @@ def test_without_delta_the_sums_decay():
     forgets = decayed_sums.attend(q, k, v, decay, strength=0 * strength, sums=start, chunk=2)
     sums = decayed_sums.attend(q, k, 0 * v, decay, sums=start, chunk=2)
     assert all(map(torch.allclose, forgets, sums))
-    apart = torch.eye(3, dtype=DOUBLE).expand(2, 2, 3, 3)
-    written = decayed_sums.attend(q, apart, v, decay, strength=strength, chunk=2)
-    assert all(map(torch.allclose, written, decayed_sums.attend(q, apart, strength * v, decay, chunk=2)))
+    orthogonal = torch.eye(3, dtype=DOUBLE).expand(2, 2, 3, 3)
+    written = decayed_sums.attend(q, orthogonal, v, decay, strength=strength, chunk=2)
+    assert all(map(torch.allclose, written, decayed_sums.attend(q, orthogonal, strength * v, decay, chunk=2)))
 
 
 def test_a_key_written_with_strength_one_gives_its_last_value_back():
@@ -93,3 +94,12 @@ def test_decays_from_nothing_to_all_stay_finite_and_exact_in_float32(channels, d
     rounded, _ = decayed_sums.attend(*(x.float() for x in (q, k, v, decay)), chunk=16, **rule)
     assert_near(rounded.double(), expected, tolerance=3e-4)
     assert all(g.isfinite().all() for g in torch.autograd.grad(rounded.sum(), [decay]))
+
+
+@pytest.mark.parametrize("make", [GatedLinear, GatedDelta])
+def test_sums_are_float32_under_autocast(make):
+    layer, x = Case(length=9).build(make).float(), Case(length=9).whole().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    *_, sums = leaves(out.state)
+    assert sums.dtype == torch.float32 and out.y.dtype == torch.bfloat16

@@ -2,7 +2,8 @@
 
 import torch
 
-from tests.attention_case import Case, D, assert_near
+from harness.count.flops import count_flops
+from tests.attention_case import B, Case, D, assert_near
 from variants.latent import Latent
 
 
@@ -30,3 +31,12 @@ def test_a_byte_of_the_past_is_one_latent_and_one_key():
     assert states[0].shape == (2, 7, 12 + 2) and sum(part[0, :, 0].numel() for part in states[1]) == 2 * 4 * 6
     states = [sum(part.numel() for part in state) for state in ((states[0],), states[1])]
     assert states == [2 * 7 * 14, 2 * 7 * 48]
+
+
+def test_flops_are_those_that_are_executed_but_for_values_filled_up():
+    """Of a single byte behind a whole window of 5 keys, whose latents are made into keys and values again."""
+    case = Case(length=1, past=4, span=5)
+    latent, (past, x) = case.build(Latent, latent=3, d_position=2).eval(), case.stream()
+    state, needed = latent(past).state, latent.needed_flops(1, carried=4)
+    executed = count_flops(lambda: latent(x, state)).total / B
+    assert executed - 3 * 2 * 5 * 2 == needed.forward == latent.ideal_flops() + 4 * 2 * 3 * (2 * 3 * 2)

@@ -46,12 +46,12 @@ class Differential(Attention):
     ) -> Tensor:
         def seen_by(member: int) -> Tensor:
             of_pair = keys.each(lambda part: part._replace(k=_of_pairs(part.k, member)))
-            own = None if bias is None else _of_pairs(bias, member, dim=int(bias.dim() > 2))
-            return super(Differential, self).attend(backend, _of_pairs(q, member), of_pair, visible, bias=own, **added)
+            added["bias"] = None if bias is None else _of_pairs(bias, member, dim=int(bias.dim() > 2))
+            return super(Differential, self).attend(backend, _of_pairs(q, member), of_pair, visible, **added)
 
         q1, k1, q2, k2 = self.factors
-        one, two = ((q * k).sum().clamp(max=LARGEST).exp() for q, k in ((q1, k1), (q2, k2)))
-        share = one - two + self.initial
+        more, less = ((x * y).sum().clamp(max=LARGEST).exp() for x, y in ((q1, k1), (q2, k2)))
+        share = more - less + self.initial
         return seen_by(0) - share.to(q.dtype) * seen_by(1)
 
     def join(self, y: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class Latent(Attention):
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """As ``Attention`` has it; what is made of carried latents has gradients for W_k and W_v alone."""
-        own, past, met = self._pairs(segment, carried)
-        needed = NeededFlops.of_products(self._forward_flops((own + past) / segment / self.heads))
+        new, past, met = self._pairs(segment, carried)
+        needed = NeededFlops.of_products(self._forward_flops((new + past) / segment / self.heads))
         again = 4 * self.d_head * self.latent * met / segment
         return NeededFlops(needed.forward + again, needed.backward + again - 2 * self.d_position * past / segment)

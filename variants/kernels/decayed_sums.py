@@ -51,29 +51,27 @@ def attend(
     sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
     cut = pieces(q.shape[2], chunk)
     lengths = [size * number for size, number in cut]
-    parts = [x.split(lengths, dim=2) for x in (q, k, v, log_decay)]
-    strengths = [None] * len(cut) if strength is None else strength.split(lengths, dim=2)
+    tensors = (q, k, v, log_decay) if strength is None else (q, k, v, log_decay, strength)
     outputs = []
-    for (size, number), own, *part in zip(cut, strengths, *parts, strict=True):
-        own = None if own is None else own.unflatten(2, (number, size))
-        out, sums = _piece(*(x.unflatten(2, (number, size)) for x in part), own, sums, 0 if attend_self else 1)
+    for (size, number), *part in zip(cut, *(x.split(lengths, dim=2) for x in tensors), strict=True):
+        out, sums = _piece(sums, 0 if attend_self else 1, *(x.unflatten(2, (number, size)) for x in part))
         outputs.append(out.flatten(2, 3))
     return torch.cat(outputs, dim=2), sums.detach()
 
 
 def _piece(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor | None, sums: Tensor, shift: int
+    sums: Tensor, shift: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same for whole chunks ``[B, H, n, C, .]``."""
     total = log_decay.cumsum(-2)  # G
     seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # of a query without itself, G_{t-1}
     if strength is None or shift:
-        (own,) = _products(_between(seen, total, shift), k, q)  # [B, H, n, C, C]
+        (scores,) = _products(_between(seen, total, shift), k, q)  # [B, H, n, C, C]
     written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
     keep = total[..., -1:, :].exp().mT  # [B, H, n, F or 1, 1]
     if strength is not None:
         left, *both = _products(_between(total, total, 0), k, *((k,) if shift else (k, q)))
-        own = own if shift else both[0]
+        scores = scores if shift else both[0]
         right = strength * torch.cat([v, k * total.exp()], dim=-1)
         left = strength * left  # of which what is below the diagonal is read; on it is 1
         right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
@@ -84,7 +82,7 @@ def _piece(
         values.append(v[:, :, n] if strength is None else v[:, :, n] - reads[:, :, n] @ sums)
         sums = keep[:, :, n] * sums + written[:, :, n] @ values[-1]
     v = v if strength is None else torch.stack(values, dim=2)
-    return own @ v + (q * seen.exp()) @ torch.stack(before, dim=2), sums
+    return scores @ v + (q * seen.exp()) @ torch.stack(before, dim=2), sums
 
 
 def _between(seen: Tensor, total: Tensor, shift: int) -> Tensor:
