@@ -22,6 +22,10 @@ from tests.attention_case import (
     set_fractions,
 )
 from tests.reference import linear
+from tests.reference.differential import differential
+from tests.reference.gated_delta import gated_delta
+from tests.reference.gated_linear import gated_linear
+from tests.reference.latent import latent_attention
 from tests.reference.linformer import linformer
 from tests.reference.local import local_attention
 from tests.reference.longformer import longformer_attention
@@ -29,7 +33,11 @@ from tests.reference.performer import random_feature_product
 from tests.reference.reformer import reformer
 from tests.reference.transformer_xl import transformer_xl
 from variants.contract import Sublayer
+from variants.differential import Differential
+from variants.gated_delta import GatedDelta
+from variants.gated_linear import GatedLinear
 from variants.kernels import carried_sums, window_cpu
+from variants.latent import Latent
 from variants.linear import LinearAttention
 from variants.linformer import Linformer
 from variants.local import LocalAttention
@@ -89,6 +97,31 @@ def of_features(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: 
     return linear.linear_attention(x, **same, product=lambda head, query, key: phi(query) @ phi(key))
 
 
+def of_differential(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    same = shared(sublayer, case, past) | {name: getattr(sublayer, name) for name in ("gain", "initial", "heads")}
+    table = getattr(sublayer.position, "table", None)
+    return differential(x, **same, factors=[*sublayer.factors], span=case.span, table=table)
+
+
+def of_latent(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    down, up = sublayer.down.weight, sublayer.up.weight
+    weights = {"wq": sublayer.query.weight, "wo": sublayer.output.weight, "gain": sublayer.gain}
+    weights |= {"wc": down[: sublayer.latent], "wr": down[sublayer.latent :]}
+    weights |= dict(zip(("wk", "wv"), up.chunk(2), strict=True))
+    same = {name: getattr(case, name) for name in ("heads", "span", "attend_self", "position")}
+    return latent_attention(x, **weights, **same, past=past)
+
+
+def of_gates(sublayer: Sublayer, case: Case, _: dict, x: Tensor, past: Tensor) -> Tensor:
+    decay, same = sublayer.decay, {"heads": case.heads, "attend_self": case.attend_self, "past": past}
+    of_decays = decay.up.weight if decay.down is None else decay.up.weight @ decay.down.weight
+    same |= matrices(sublayer) | {"wa": of_decays, "ba": decay.up.bias}
+    if isinstance(sublayer, GatedLinear):
+        return gated_linear(x, **same)
+    more = {"wg": sublayer.gate.weight, "wb": sublayer.strength.weight}
+    return gated_delta(x, **same, **more, filters=sublayer.filters, gain=sublayer.gain)
+
+
 def of_linformer(sublayer: Sublayer, case: Case, choices: dict, x: Tensor, past: Tensor) -> Tensor:
     weights = {n.removesuffix(".weight").split("compressor.")[-1]: p for n, p in sublayer.named_parameters()}
     if "position.table" in weights:
@@ -117,6 +150,8 @@ SHAPES = {"span": [3, 8, 20], "heads": [1, 3], "d_head": [2, 6], **LENGTHS, **KE
 OF_ATTENTION = SHAPES | {"position": list(SCHEMES), "spans": ["fixed", "dynamic", *FRACTIONS], "persistent": [0, 3]}
 CARRIED = {"length": [1, 8], "past": [0, 4], "position": ["none", "alibi"], "attend_self": [True, False]}
 OF_LINEAR = CARRIED | {"chunk": [1, 3, 4, 64], "feature_map": ["elu", "relu"], "heads": [2, 5], "d_head": [2, 3]}
+GATED = {"length": [1, 8, 11], "past": [0, 4], "attend_self": [True, False], "chunk": [1, 3, 64], "d_head": [2, 3]}
+DELTA = GATED | {"decay": ["head", "channel"], "filter_bytes": [1, 3]}
 OF_PERFORMER = CARRIED | {"chunk": [2, 3, 64], "features": [1, 5, None], "heads": [1, 3], "d_head": [2, 3]}
 BLOCKS = {"ratio, window, span": [(3, 4, 13), (4, 2, 11), (1, 3, 8), (2, 5, 9), (5, 1, 12)]}
 BLOCKS |= {"past, length": [(0, 11), (7, 6), (14, 1), (16, 4)], "heads": [2], **KEPT, "position": list(SCHEMES)}
@@ -144,12 +179,19 @@ PARTS = {"parts": ["", "sink", "qk_norm gate", "gate sink"], "heads, kv_heads": 
 PARTS |= {"spans": ["fixed", "dynamic", "zero"], "persistent": [0, 3], "position": ["rotary", "relative", "alibi"]}
 PARTS |= SHAPES | {"span": [3, 8]}
 del PARTS["heads"]
+PAIRS = SHAPES | {"span": [3, 8], "heads": [2, 4], "position": list(SCHEMES)}
+LATENTS = {"span": [3, 8], "heads": [1, 3], "latent": [1, 3], "d_position": [2, 4], "attend_self": [True, False]}
+LATENTS |= LENGTHS | {"position": ["none", "rotary", "alibi"]}
 ALL = ("plain", "fused", "kernel", "chunked")
 MECHANISMS = {
     "attention": Mechanism(None, of_attention, OF_ATTENTION, [WHOLE_SPANS | {"ramp": r} for r in (1, 20)], ALL),
     "parts": Mechanism(None, of_attention, PARTS, backends=ALL),
     "transformer_xl": Mechanism(TransformerXL, of_transformer_xl, SHAPES, backends=ALL, moved=1.0),
     "linear": Mechanism(LinearAttention, of_features, OF_LINEAR),
+    "differential": Mechanism(Differential, of_differential, PAIRS, backends=ALL, moved=0.3),
+    "latent": Mechanism(Latent, of_latent, LATENTS, backends=ALL, moved=0.3),
+    "gated_linear": Mechanism(GatedLinear, of_gates, GATED, moved=1.0),
+    "gated_delta": Mechanism(GatedDelta, of_gates, DELTA, moved=1.0),
     "performer": Mechanism(Performer, of_features, OF_PERFORMER, moved=0.5),
     "linformer": Mechanism(Linformer, of_linformer, BLOCKS, [CHUNKS], ("plain", "kernel"), moved=0.3),
     "local": Mechanism(LocalAttention, of_local, OF_LOCAL, backends=ALL),

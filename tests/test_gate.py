@@ -12,6 +12,10 @@ HIDDEN = ("model.cache=hidden", "model.attend_self=false")
 OTHER_CHOICES = {
     "compressed": ("position=relative", *HIDDEN),
     "compressed_top_k": ("position=alibi", *HIDDEN),
+    "differential": ("position=relative", *HIDDEN),
+    "gated_delta": ("position=none", "model.attend_self=false"),
+    "gated_linear": ("position=sinusoidal", "model.attend_self=false"),
+    "latent": ("position=alibi", "model.attend_self=false"),
     "linear": ("position=alibi", "model.attend_self=false"),
     "linformer": ("position=none", *HIDDEN),
     "local": ("position=alibi", *HIDDEN),

@@ -13,6 +13,9 @@ from tests.composing import CONF, TINY, plan, small
 from variants.conformance import move
 from variants.conformance.fixture import leaves
 from variants.contract import Sublayer, cat_streams, map_state
+from variants.differential import Differential
+from variants.gated_delta import GatedDelta
+from variants.latent import Latent
 from variants.linear import LinearAttention
 from variants.linformer import Linformer
 from variants.local import LocalAttention
@@ -50,8 +53,13 @@ def at(place: int, *, streams: int = STREAMS) -> Tensor:
     [
         "longformer runtime.backend=fused model.cache=hidden model.attend_self=false",
         "local runtime.backend=fused",
+        "differential runtime.backend=fused",
+        "latent runtime.backend=fused",
         "reformer",
         "performer_decay model.attend_self=false",
+        "gated_linear model.attend_self=false",
+        "gated_delta model.attend_self=false",
+        "gated_delta_channel",
         pytest.param("compressed_top_k runtime.backend=plain", marks=pytest.mark.faults),
         pytest.param("transformer_xl runtime.backend=plain", marks=pytest.mark.faults),
     ],
@@ -83,6 +91,11 @@ def test_compiled_it_is_one_graph(words):
         "reformer position=rotary model.cache=hidden",
         "linear",
         "linear_decay",
+        "differential",
+        "latent position=rotary",
+        "gated_linear",
+        "gated_delta",
+        "gated_delta_channel",
         "transformer_xl model.cache=hidden",
     ],
 )
@@ -138,6 +151,7 @@ def test_streams_of_a_batch_may_be_at_any_phase_and_of_any_age(words):
         pytest.param("compressed runtime.backend=kernel", marks=pytest.mark.cpu_kernel),
         "reformer position=rotary",
         "performer_decay",
+        "gated_delta_channel",
     ],
 )
 def test_nothing_looks_at_values(words):
@@ -178,7 +192,9 @@ def test_dropout_keeps_the_mean_follows_the_seed_and_is_for_training(variant, ba
         assert_near(drawn(later, 1)[:, :early], drawn(x, 1)[:, :early])
 
 
-@pytest.mark.parametrize("variant", ["linear", "performer", "reformer"])
+@pytest.mark.parametrize(
+    "variant", ["linear", "performer", "gated_linear", "gated_delta", "gated_delta_channel", "reformer"]
+)
 def test_memory_goes_by_the_segment(variant):
     """Forward and backward make nothing that has a number for each pair of places."""
     layer, sizes = mechanism(variant, "model.span=1000"), []
@@ -196,6 +212,9 @@ REFUSED = [
     (LinearAttention, {"feature_map": "cosine"}, "feature_map=cosine: allowed are elu, relu"),
     (LinearAttention, {"d_head": 0}, "d_head=0: allowed are numbers from 1, or null"),
     (LinearAttention, {"d_head": None}, "model.heads=3 must divide model.d_model=5"),
+    (Differential, {}, "model.heads=3: must be even"),
+    (Latent, {"latent": 0}, "latent=0: allowed are numbers from 1, or null for 2 d_head"),
+    (GatedDelta, {"decay": "byte"}, "decay=byte: allowed are head, channel"),
     (Performer, {"features": 0}, "features=0: allowed are numbers from 1, or null"),
     (Reformer, LSH | {"buckets": 3}, "buckets=3: allowed are even integers from 2"),
     (Reformer, LSH | {"rounds": 0}, "rounds=0: allowed are numbers from 1"),

@@ -76,7 +76,7 @@ OWN = {
     **dict.fromkeys(("all_attention", "all_attention_6", "all_attention_10"), SPANS + PERSISTENT),
     "all_attention_fixed": PERSISTENT,
     "dynamic_span": SPANS,
-    "product_key_memory": MEMORY,
+    **dict.fromkeys(("product_key_memory", "memory_plus", "experts"), MEMORY),
     "replayed_spans": (SPANS[0], "variant.attention.span.spans=[[5,9],[2,16]]"),
     "uniform_span": (SPANS[0], "variant.attention.span.spans=[[7,7],[7,7]]"),
 }

@@ -1,0 +1,66 @@
+"""Differential attention, 2410.05258, sections 2.1 and 2.2, pair by pair.
+
+    o_p = (1 - s) c * d / sqrt(mean of d^2 + 1e-6),    d = sum_j (a_1j - lambda a_2j) v_j,    y_t = W_o [o_1; o_2; ...],
+    lambda = exp(l_0 . l_1) - exp(l_2 . l_3) + s
+
+Pair p has the queries and keys of heads 2 p and 2 p + 1, whose weights a_1 and a_2 are softmaxes of their own, and both
+their values one behind the other.
+"""
+
+import torch
+from torch import Tensor
+
+from tests.reference.attention import normed, visible_keys, weighted_mean
+from tests.reference.positions import alibi_slopes, score
+
+
+def differential(
+    x: Tensor,
+    *,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    wo: Tensor,
+    factors: list[Tensor],
+    gain: Tensor,
+    initial: float,
+    heads: int,
+    span: int,
+    attend_self: bool,
+    position: str,
+    table: Tensor | None,
+    past: Tensor,
+    past_is_constant: bool,
+) -> Tensor:
+    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+
+    Args:
+        factors: l_0 .. l_3, ``[K]`` each.
+        gain: c, ``[2 K]``.
+        initial: s.
+        others: as ``attention`` has them.
+    """
+    stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
+    share = torch.exp(factors[0] @ factors[1]) - torch.exp(factors[2] @ factors[3]) + initial
+    slopes = alibi_slopes(heads)
+    y = torch.zeros_like(x)
+    for b in range(x.shape[0]):
+        for t in range(before, stream.shape[1]):
+            outputs = []
+            for pair in range(heads // 2):
+                both = slice(2 * pair * width, 2 * (pair + 1) * width)
+                means = []
+                for h in (2 * pair, 2 * pair + 1):
+                    rows, weights, values = slice(h * width, (h + 1) * width), [], []
+                    for number, j in visible_keys(t, span=span, attend_self=attend_self):
+                        key, value = wk[rows] @ stream[b, j], wv[both] @ stream[b, j]
+                        if past_is_constant and j < before:
+                            key, value = key.detach(), value.detach()
+                        place = {"number": number, "slope": float(slopes[h]), "query_at": t, "key_at": j}
+                        logit = score(wq[rows] @ stream[b, t], key, position=position, table=table, **place)
+                        weights.append(torch.exp(logit))
+                        values.append(value)
+                    means.append(weighted_mean(weights, values, width=2 * width))
+                outputs.append(normed(means[0] - share * means[1], (1 - initial) * gain))
+            y[b, t - before] = wo @ torch.cat(outputs)
+    return y

@@ -1,0 +1,66 @@
+"""Latent attention, 2405.04434, sections 2.1.2 and 2.1.3, without compressed queries.
+
+    c_j = g * W_c x_j / sqrt(mean of squares + 1e-6),    r_j = W_r x_j,    k_hj = W_k c_j,    v_hj = W_v c_j
+    weight of j = exp((W_q x_t . k_hj + rotate(W_p x_t, t) . rotate(r_j, j)) / sqrt(K + R) - slope_h number)
+
+rotate is the identity but for rotary positions. c and r of the past are constants, W_k and W_v are not.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.reference.attention import normed, visible_keys, weighted_mean
+from tests.reference.positions import alibi_slopes, rotary
+
+
+def latent_attention(
+    x: Tensor,
+    *,
+    wq: Tensor,
+    wc: Tensor,
+    wr: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    wo: Tensor,
+    gain: Tensor,
+    heads: int,
+    span: int,
+    attend_self: bool,
+    position: str,
+    past: Tensor,
+) -> Tensor:
+    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+
+    Args:
+        wq: ``[H (K + R), D]``, of each head W_q, then W_p.
+        wc, wr: ``[latent, D]`` and ``[R, D]``.
+        wk, wv: ``[H K, latent]``.
+        gain: g, ``[latent]``.
+        others: as ``attention`` has them.
+    """
+    stream, before = torch.cat([past, x], dim=1), past.shape[1]
+    width, shared = len(wk) // heads, len(wr)
+    slopes = alibi_slopes(heads) if position == "alibi" else torch.zeros(heads, dtype=x.dtype)
+
+    def turned(vector: Tensor, at: int) -> Tensor:
+        return rotary(vector, position=at) if position == "rotary" else vector
+
+    y = torch.zeros_like(x)
+    for b in range(x.shape[0]):
+        for t in range(before, stream.shape[1]):
+            outputs = []
+            for h in range(heads):
+                rows, weights, values = slice(h * width, (h + 1) * width), [], []
+                query = wq[h * (width + shared) : (h + 1) * (width + shared)] @ stream[b, t]
+                for number, j in visible_keys(t, span=span, attend_self=attend_self):
+                    c, r = normed(wc @ stream[b, j], gain), wr @ stream[b, j]
+                    if j < before:
+                        c, r = c.detach(), r.detach()
+                    product = query[:width] @ (wk[rows] @ c) + turned(query[width:], t) @ turned(r, j)
+                    weights.append(torch.exp(product / math.sqrt(width + shared) - slopes[h] * number))
+                    values.append(wv[rows] @ c)
+                outputs.append(weighted_mean(weights, values, width=width))
+            y[b, t - before] = wo @ torch.cat(outputs)
+    return y

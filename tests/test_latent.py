@@ -1,0 +1,42 @@
+"""Latent attention beyond its reference: as wide as the input it is ``mhsa``, and what it carries is small."""
+
+import torch
+
+from harness.count.flops import count_flops
+from tests.attention_case import B, Case, D, assert_near
+from variants.latent import Latent
+
+
+def test_a_latent_that_is_the_input_is_attention_whose_past_is_projected_again():
+    """Without what heads share of the key; inputs whose mean square is that of a normed latent."""
+    case = Case(length=9, past=4, cache="hidden")
+    attention, latent = case.build(), case.build(Latent, latent=D, d_position=2)
+    with torch.no_grad():
+        latent.down.weight.copy_(torch.eye(D + 2, D))
+        latent.up.weight.copy_(torch.cat([attention.key.weight, attention.value.weight]))
+        latent.query.weight.zero_()
+        latent.query.weight.view(3, 4, D)[:, :2] = attention.query.weight.view(3, 2, D) * 2**0.5
+    latent.output = attention.output
+    x = case.whole()
+    x = x * ((1 - 1e-6) / x.square().mean(-1, keepdim=True)).sqrt()
+    past, x = x.split([4, 9], dim=1)
+    outputs = [layer(x, layer(past).state, torch.tensor([4, 4])).y for layer in (latent, attention)]
+    assert_near(*outputs)
+
+
+def test_a_byte_of_the_past_is_one_latent_and_one_key():
+    """mhsa carries 2 H K numbers of it."""
+    case = Case(length=20, heads=4, d_head=6, position="rotary", span=8)
+    states = [layer(case.stream()[1]).state for layer in (case.build(Latent), case.build())]
+    assert states[0].shape == (2, 7, 12 + 2) and sum(part[0, :, 0].numel() for part in states[1]) == 2 * 4 * 6
+    states = [sum(part.numel() for part in state) for state in ((states[0],), states[1])]
+    assert states == [2 * 7 * 14, 2 * 7 * 48]
+
+
+def test_flops_are_those_that_are_executed_but_for_values_filled_up():
+    """Of a single byte behind a whole window of 5 keys, whose latents are made into keys and values again."""
+    case = Case(length=1, past=4, span=5)
+    latent, (past, x) = case.build(Latent, latent=3, d_position=2).eval(), case.stream()
+    state, needed = latent(past).state, latent.needed_flops(1, carried=4)
+    executed = count_flops(lambda: latent(x, state)).total / B
+    assert executed - 3 * 2 * 5 * 2 == needed.forward == latent.ideal_flops() + 4 * 2 * 3 * (2 * 3 * 2)

@@ -1,0 +1,78 @@
+"""Differential attention: the difference of two attention maps over the same values, in which common noise cancels.
+
+    y = W_o concat_p((1 - s) c * rms((A_1 - lambda A_2) v)),    A_i = softmax(q_i k_i^T / sqrt(K)),
+    lambda = exp(l_q1 . l_k1) - exp(l_q2 . l_k2) + s,           s = 0.8 - 0.6 exp(-0.3 layer)
+
+(2410.05258, 2.1 and 2.2). Heads 2 p and 2 p + 1 are a pair: each has a query and a key of width K, both read the pair's
+values, which are 2 K wide. lambda is a layer's, layers are counted from 0, c has a number for each of 2 K. Parameters
+are those of ``mhsa`` and 6 K more. Each of the two maps is a call of any backend, for all heads: head h reads its own K
+numbers of the pair's values. Both calls have scores of their own, so that a quarter of what is executed is done twice.
+
+Where it departs: exponents in lambda end at 20. The mean square has 1e-6 added to it, as in all of this package, and not
+1e-5. Dropout thins both maps independently. ALiBi's slopes are those of H heads, so that the two maps of a pair fade at
+different rates.
+"""
+
+import math
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from variants.attention import Attention
+from variants.context import VisibleKeys
+from variants.contract import LayerContext, NeededFlops
+from variants.kernels.window import Window
+
+LARGEST = 20.0
+"""Exponent in lambda, beyond which the square of a difference of maps would be infinite in float32 before long."""
+
+
+class Differential(Attention):
+    """Causal attention over the last S positions by differences of maps; the keywords are those of ``Attention``."""
+
+    def __init__(
+        self, context: LayerContext, *, d_head: int | None = None, bias: bool = False, zero_init: bool = False
+    ):
+        if context.heads % 2:
+            raise ValueError(f"model.heads={context.heads}: must be even, because two heads are a pair")
+        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init)
+        self.initial = 0.8 - 0.6 * math.exp(-0.3 * context.layer)
+        self.factors = nn.ParameterList(0.1 * torch.randn(self.d_head) for _ in range(4))  # l_q1, l_k1, l_q2, l_k2
+        self.gain = nn.Parameter(torch.ones(2 * self.d_head))
+
+    def attend(
+        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, *, bias: Tensor | None = None, **added
+    ) -> Tensor:
+        def seen_by(member: int) -> Tensor:
+            of_pair = keys.each(lambda part: part._replace(k=_of_pairs(part.k, member)))
+            added["bias"] = None if bias is None else _of_pairs(bias, member, dim=int(bias.dim() > 2))
+            return super(Differential, self).attend(backend, _of_pairs(q, member), of_pair, visible, **added)
+
+        q1, k1, q2, k2 = self.factors
+        more, less = ((x * y).sum().clamp(max=LARGEST).exp() for x, y in ((q1, k1), (q2, k2)))
+        share = more - less + self.initial
+        return seen_by(0) - share.to(q.dtype) * seen_by(1)
+
+    def join(self, y: Tensor) -> Tensor:
+        pairs = rearrange(y, "B (p two) T K -> B p T (two K)", two=2)
+        return super().join(self._normed(pairs, self.gain * (1 - self.initial)))
+
+    def inspect(self, x: Tensor) -> None:
+        """Nothing: what a byte takes of others may be less than nothing."""
+
+    def _forward_flops(self, keys: float) -> float:
+        """Scores of each head, and both heads' values for each."""
+        return super()._forward_flops(keys) + self.heads * 2 * keys * self.d_head
+
+    def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
+        needed = super().needed_flops(segment, carried=carried)
+        if self.cache == "hidden":
+            return needed
+        past = self._pairs(segment, carried)[1]
+        return needed._replace(backward=needed.backward - 2 * self.d_head * past / segment)
+
+
+def _of_pairs(x: Tensor, member: int, *, dim: int = 1) -> Tensor:
+    """``x`` with each pair's first (0) or second (1) head in both places."""
+    return x.unflatten(dim, (-1, 2)).select(dim + 1, member).repeat_interleave(2, dim)

@@ -1,0 +1,100 @@
+"""Gated linear attention: sums that carry all of the past and decay as the input says.
+
+    y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = a_t S_{t-1} + phi(k_t) v_t^T,    z_t = a_t z_{t-1} + phi(k_t),
+    a_t = sigmoid(w_h . x_t + b_h)
+
+One decay a head: the scalar form of gated linear attention (2312.06635, 4) and of state space duality (2405.21060,
+2). w starts at 0 and b where a is ALiBi's decay, so that it begins as ``linear`` with alibi (``linear_decay``) and is that
+wherever a stays constant.
+
+Where it departs:
+- phi = elu + 1 and a denominator, as ``linear.py`` has them; the papers have neither, but a norm of each head's output
+  and an output gate. 2405.21060 also scales a key by its step and convolves queries, keys and values.
+- The sigmoid has no root (2312.06635 takes the 16th), and begins at each head's slope instead.
+- A query that does not see itself does not decay what it sees: the last decay would cancel in the ratio.
+- The decay stands in place of a position scheme: rotary and ALiBi are refused. Without dropout, as ``linear.py``.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from variants.context import weights_of
+from variants.contract import Honours, Inspection, LayerContext, State, SublayerOutput
+from variants.kernels import decayed_sums
+from variants.kernels.carried_sums import unrounded
+from variants.linear import LinearAttention
+from variants.position import alibi_slopes
+
+
+class InputDecay(nn.Module):
+    """Logarithms of decays made of the input, log sigmoid(W x + b): W starts at 0, b at ALiBi's slopes.
+
+    Args:
+        channels: numbers of a head, 1 or one for each of its channels.
+        rank: W is a product of two matrices of this width; None for one matrix.
+    """
+
+    def __init__(self, context: LayerContext, *, channels: int = 1, rank: int | None = None):
+        super().__init__()
+        self.heads, self.rank = context.heads, rank
+        self.down = None if rank is None else nn.Linear(context.d_model, rank, bias=False)
+        self.up = nn.Linear(rank or context.d_model, context.heads * channels)
+        nn.init.zeros_(self.up.weight)
+        with torch.no_grad():
+            slopes = alibi_slopes(context.heads)[:, None].expand(-1, channels).flatten()
+            self.up.bias.copy_(-slopes.expm1().log())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, H, T, channels]`` for ``x [B, T, D]``, in the precision of ``x``."""
+        x = x if self.down is None else F.linear(x, self.down.weight.to(x.dtype))
+        x = F.linear(x, self.up.weight.to(x.dtype), self.up.bias.to(x.dtype))
+        return F.logsigmoid(x.unflatten(-1, (self.heads, -1)).transpose(1, 2))
+
+    def matrix_sizes(self) -> int:
+        """Multiply-adds per byte."""
+        return self.up.weight.numel() + (0 if self.down is None else self.down.weight.numel())
+
+
+class GatedLinear(LinearAttention):
+    """Linear attention with a decay made of the input; the keywords are those of ``CarriedSums``."""
+
+    honours = Honours(attend_self={True, False})
+
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        d_head: int | None = None,
+        bias: bool = False,
+        zero_init: bool = False,
+        chunk: int = 32,
+    ):
+        super().__init__(context, d_head=d_head, bias=bias, zero_init=zero_init, chunk=chunk)
+        self.decay = InputDecay(context)
+
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
+        q, k, v = self.project(x, "query", "key", "value")
+        y, state = self._gated_means(x, q, k, v, state)
+        return SublayerOutput(self.join(y.to(v.dtype)), state)
+
+    def _gated_means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+        """Weighted means ``[B, H, T, K]`` of values, and the sums to carry, ``[B, H, K, K + 1]``."""
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with unrounded(v.device):
+            q, k, _ = self.featured(q.to(dtype), k.to(dtype))
+            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the sum of weights is the sum of ones
+            reads = {"attend_self": not self.shift, "chunk": self.chunk}
+            out, sums = decayed_sums.attend(q, k, v, self.decay(x.to(dtype)), sums=state, **reads)
+            total = out[..., -1:]
+            return out[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), sums
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor) -> Inspection:
+        q, k, v = self.project(x, "query", "key", "value")
+        return Inspection(weights_of(lambda values: self._gated_means(x, q, k, values, None)[0], v))
+
+    def matrix_sizes(self) -> int:
+        return super().matrix_sizes() + self.decay.matrix_sizes()

@@ -1,0 +1,103 @@
+"""Sums over all of the past whose decay is made of the input, in a state that does not grow:
+
+    S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
+
+with one number g_t for a head (2312.06635, 4; 2405.21060) or one for each of its F channels. A chunk of C bytes meets
+itself by pairs, with G_t = g_1 + .. + g_t from its begin, and what is before it by S, so that one S a chunk is in
+memory:
+
+    o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j
+    S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
+
+No exponent is above 0, and none is a difference over more than a chunk.
+
+**Delta rule**, with a strength b_t: k_t is written with u_t = b_t (v_t - (D_t S_{t-1})^T k_t) in place of v_t, which
+puts S_t^T k_t at v_t where b_t = 1 and |k_t| = 1 (2412.06464, 3.1; 2510.26692, 3). In a chunk these are one system
+
+    u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)),
+
+which is solved for v and for exp(G) k of all chunks at once; S then goes from chunk to chunk (2412.06464, 3.3).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from variants.kernels.carried_sums import pieces
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    strength: Tensor | None = None,
+    sums: Tensor | None = None,
+    attend_self: bool = True,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """What queries read, ``[B, H, T, V]``, and S after the segment ``[B, H, F, V]``, detached.
+
+    Args:
+        q, k: ``[B, H, T, F]``, in the precision of the sums.
+        v: ``[B, H, T, V]``.
+        log_decay: g, ``[B, H, T, 1]`` for a head or ``[B, H, T, F]`` for each channel; none above 0.
+        strength: b, ``[B, H, T, 1]``, of the delta rule; None for sums.
+        sums: S of the segment before; None for zeros.
+        attend_self: whether a query reads S_t; if not, S_{t-1}.
+        chunk: C, bytes.
+    """
+    sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
+    cut = pieces(q.shape[2], chunk)
+    lengths = [size * number for size, number in cut]
+    tensors = (q, k, v, log_decay) if strength is None else (q, k, v, log_decay, strength)
+    outputs = []
+    for (size, number), *part in zip(cut, *(x.split(lengths, dim=2) for x in tensors), strict=True):
+        out, sums = _piece(sums, 0 if attend_self else 1, *(x.unflatten(2, (number, size)) for x in part))
+        outputs.append(out.flatten(2, 3))
+    return torch.cat(outputs, dim=2), sums.detach()
+
+
+def _piece(
+    sums: Tensor, shift: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same for whole chunks ``[B, H, n, C, .]``."""
+    total = log_decay.cumsum(-2)  # G
+    seen = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # of a query without itself, G_{t-1}
+    if strength is None or shift:
+        (scores,) = _products(_between(seen, total, shift), k, q)  # [B, H, n, C, C]
+    written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
+    keep = total[..., -1:, :].exp().mT  # [B, H, n, F or 1, 1]
+    if strength is not None:
+        left, *both = _products(_between(total, total, 0), k, *((k,) if shift else (k, q)))
+        scores = scores if shift else both[0]
+        right = strength * torch.cat([v, k * total.exp()], dim=-1)
+        left = strength * left  # of which what is below the diagonal is read; on it is 1
+        right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
+        v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
+    before, values = [], []
+    for n in range(v.shape[2]):
+        before.append(sums)
+        values.append(v[:, :, n] if strength is None else v[:, :, n] - reads[:, :, n] @ sums)
+        sums = keep[:, :, n] * sums + written[:, :, n] @ values[-1]
+    v = v if strength is None else torch.stack(values, dim=2)
+    return scores @ v + (q * seen.exp()) @ torch.stack(before, dim=2), sums
+
+
+def _between(seen: Tensor, total: Tensor, shift: int) -> Tensor:
+    """exp(G_t - G_j) for keys j <= t - shift and 0 for later ones: ``[B, H, n, C, C]``, or ``[.., C, C, F]``."""
+    size = total.shape[-2]
+    hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1 - shift)
+    if total.shape[-1] == 1:
+        between = seen - total.mT
+    else:
+        between, hidden = seen[..., None, :] - total[..., None, :, :], hidden[..., None]
+    return between.clamp(max=0).masked_fill(hidden, -torch.inf).exp()
+
+
+def _products(between: Tensor, k: Tensor, *readers: Tensor) -> list[Tensor]:
+    """q_t . (between_tj k_j), ``[B, H, n, C, C]``, for each q of ``readers``."""
+    if between.dim() == k.dim():
+        return [q @ k.mT * between for q in readers]
+    return list(((between * k[..., None, :, :]) @ torch.stack(readers, dim=-1)).unbind(-1))

@@ -1,0 +1,98 @@
+"""Two successors of the product-key memory, whose search and table they keep.
+
+``MemoryPlus`` (2412.09764, 2): one table of values for all memory layers, each with half-keys of its own, and
+
+    y = W_2 (m(x) * silu(W_1 x)),    m(x) = sum over heads, and the top k slots of each, of w_i v_i
+
+``Experts`` (PEER, 2407.04153, 3): a slot is an expert of one hidden number, with an input vector u_i beside its value,
+
+    y = sum over heads, and the top k experts of each, of w_i gelu(u_i . x) v_i
+
+Where they depart, beside what ``product_key_memory.py`` says: queries pass a LayerNorm, where 2412.09764 norms queries
+and keys if training is unstable and 2407.04153 has BatchNorm.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from variants.contract import LayerContext, State, SublayerOutput
+from variants.product_key_memory import ProductKeyMemory
+
+
+class MemoryPlus(ProductKeyMemory):
+    """A product-key memory with an output gate, whose values all layers share unless ``share: layer``.
+
+    Args:
+        zero_init: start W_2 at zero, so that the sublayer starts as the identity.
+        The others are those of ``ProductKeyMemory``.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        half_keys: int,
+        top_k: int,
+        heads: int,
+        d_query: int,
+        query_norm: str = "layer",
+        activation: str = "softmax",
+        share: str = "network",
+        sparse: bool = False,
+        zero_init: bool = False,
+    ):
+        table = {"half_keys": half_keys, "top_k": top_k, "heads": heads, "d_query": d_query}
+        choices = {"query_norm": query_norm, "activation": activation, "share": share, "sparse": sparse}
+        super().__init__(context, **table, **choices)
+        self.gate = nn.Linear(context.d_model, context.d_model, bias=False)
+        self.output = nn.Linear(context.d_model, context.d_model, bias=False)
+        if zero_init:
+            nn.init.zeros_(self.output.weight)
+
+    def forward(
+        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+    ) -> SublayerOutput:
+        read = super().forward(x, state, start, collect_stats=collect_stats)
+        return read._replace(y=self.output(read.y * F.silu(self.gate(x))))
+
+    def ideal_flops(self) -> int:
+        return super().ideal_flops() + 2 * (self.gate.weight.numel() + self.output.weight.numel())
+
+
+class Experts(ProductKeyMemory):
+    """A product-key memory whose slots are experts of one hidden number, of which each byte runs ``heads * top_k``. The
+    keywords are those of ``ProductKeyMemory`` without sharing and sparse gradients; the table of inputs is not divided
+    among processes."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        half_keys: int,
+        top_k: int,
+        heads: int,
+        d_query: int,
+        query_norm: str = "layer",
+        activation: str = "softmax",
+    ):
+        table = {"half_keys": half_keys, "top_k": top_k, "heads": heads, "d_query": d_query}
+        choices = {"query_norm": query_norm, "activation": activation, "share": "layer", "sparse": False}
+        super().__init__(context, **table, **choices)
+        width = context.d_model
+        self.inputs = nn.Parameter(torch.randn(half_keys**2, width) * width**-0.5)  # u
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts, and what each gives of its value, ``[n, H, top_k]``."""
+        slots, weights = super()._choose(x)
+        vectors = F.embedding(slots.flatten(1), self.inputs).to(x.dtype)  # [n, H top_k, D]
+        hidden = F.gelu((vectors @ x.reshape(len(slots), -1, 1)).view_as(weights).to(weights.dtype))
+        return slots, weights * hidden
+
+    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        """Of ``ProductKeyMemory``'s, those that go by reads: what an expert gives may be negative."""
+        shown = super().metrics(stats | {"usage_weight": stats["usage_count"]}) if stats else {}
+        return {name: number for name, number in shown.items() if name != "kl_weighted_nats"}
+
+    def ideal_flops(self) -> int:
+        return super().ideal_flops() + 2 * self.heads * self.top_k * self.inputs.shape[1]
