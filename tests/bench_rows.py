@@ -63,7 +63,7 @@ def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.
     """One peer of ``bench.peers``."""
     row = identity("peers", variant=name) | {"name": name, "package": "x-transformers", "package_version": "2.31.10"}
     row |= {"job": "language model", "streams": 8, "segment": 256, "backend": "plain", "allocator": "keep"}
-    row |= {"status": "measured", "reason": None, "invalid": None}  # or failed, why, and why the whole table is void
+    row |= {"status": "measured", "reason": None}  # or failed, and why
     row |= {"parameters": {"total": 3_000_000, "touched": 3_000_000}, "bytes_per_second": tokens_per_second}
     row |= {"time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)}}
     row |= {"memory": {"train_peak_bytes": 2 * 10**8, "approximate": True}}

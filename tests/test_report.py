@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from bench.report.__main__ import all_tables, every_run
 from bench.report.frame import read
 from harness.record.comparison import UNCOMPARED
-from harness.record.table import Table, to_csv, to_markdown
+from harness.record.table import Table, to_csv
 from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, write_rows, write_run, write_trial
-from tests.fixed_rows import change, write_fixed_rows
+from tests.fixed_rows import change, text_of, write_fixed_rows
 
 GOLDEN = Path(__file__).parent / "golden_report"
 JUNK = (None, True, -1, 0, 3, 10**40, 0.5, float("nan"), "", "text", "\ud800|*", [], {}, [{}], [1.0, None], {"a": "b"})
@@ -39,8 +39,8 @@ def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
     """After a change that is meant: ``python -m tests.golden_report`` writes them anew, and the difference is to be
     read."""
     write_fixed_rows(tmp_path)
-    shown = {f"{name}.md": to_markdown(table) for name, table in tables(tmp_path).items()}
-    golden = {path.name: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.md")}
+    shown = {f"{name}.txt": text_of(table) for name, table in tables(tmp_path).items()}
+    golden = {path.name: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.txt")}
     assert sorted(shown) == sorted(golden)
     for name, text in golden.items():
         assert shown[name] == text, name
@@ -53,6 +53,8 @@ def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
         {"protocol": PROTOCOL | {"vocabulary": 205}},
         {"budget": {"bytes": 3_000_000}},
         {"capped": {"valid": 10_000}},
+        {"numerics": {"variant": 1, "shared": 2}},
+        {"source": "aa" * 32},
     ],
 )
 def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
@@ -90,7 +92,6 @@ def test_runs_of_equal_numerics_pool_over_sources_and_commits_and_their_times_do
         change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **about)
     shown = tables(tmp_path)
     assert column(shown["runs-1"], "n")[0] == "3" and "bytes/s" not in headings(shown["runs-1"])
-    assert not any(note.startswith("+") for note in shown["runs-1"].notes)
     assert "Commit 00000000, 11111111 and 22222222." in shown["runs-1"].notes
     assert [len(shown[f"costs-1-{place}"].rows) for place in (1, 2, 3)] == [1, 1, 1]
 
@@ -116,13 +117,12 @@ def test_runs_of_other_numbers_do_not_pool(tmp_path, changes):
 
 
 def test_no_difference_of_a_configuration_is_pooled(tmp_path):
-    """Not even below a part that is another class elsewhere, whose column stands for all that is below it."""
     for seed, (name, base) in enumerate((("Rotary", 1), ("Rotary", 2), ("Alibi", 1))):
         position = {"_target_": f"variants.position.{name}", "base": base}
         write_run(tmp_path, seed=seed, config={"variant": {"name": "mhsa"}, "position": position})
     shown = tables(tmp_path)["runs-1"]
-    names = {f"mhsa, position={name}, base={base}" for name, base in (("Rotary", 1), ("Rotary", 2))}
-    assert {*column(shown, "variant")[:3]} == names | {"mhsa"} and column(shown, "n")[:3] == ["1"] * 3
+    names = {f"mhsa, position={name}, base={base}" for name, base in (("Rotary", 1), ("Rotary", 2), ("Alibi", 1))}
+    assert {*column(shown, "variant")[:3]} == names and column(shown, "n")[:3] == ["1"] * 3
 
 
 def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
@@ -167,7 +167,7 @@ def test_a_pick_is_made_on_tuning_seeds_which_report_nothing(tmp_path):
             write_trial(tmp_path, rate=rate, seed=seed, bits=score, trial=trial, point=point)
     found = tables(tmp_path)["picked-1"]
     (flags,) = column(found, "flags")
-    assert all(flag in flags for flag in ("high end of optim.lr", "1 failed", "fewer than 16 trials"))
+    assert all(flag in flags for flag in ("high end of optim.lr", "1 run without a score"))
     assert column(found, "picked") == ["optim.lr=0.003"]
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
     spoilt = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
@@ -248,17 +248,20 @@ def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_sh
     assert f"{folders[4] / 'record.jsonl'}: line 1: no provenance" in reasons
 
 
-def test_costs_have_percentiles_of_enough_calls_and_void_peers_no_ratio(tmp_path):
+def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_code_differs(tmp_path):
     many = {"train_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": 20}}
-    write_rows(tmp_path, [cost_row(), cost_row(variant="local", time=many), cost_row(device="Another")])
-    rows = [peer_row(invalid="slow"), peer_row(allocator="return"), peer_row(job="another")]
+    write_rows(
+        tmp_path,
+        [cost_row(), cost_row(variant="local", time=many), cost_row(device="Another"), cost_row(source="aa" * 32)],
+    )
+    rows = [peer_row(reference_in_check=0.9), peer_row(allocator="return"), peer_row(job="another")]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
     found = tables(tmp_path)
-    assert sorted(found) == ["cost-1", "cost-2", "peers-1", "peers-2"] and len(found["cost-2"].rows) == 1
+    assert sorted(found) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(found["cost-2"].rows) == 1
     assert column(found["cost-1"], "step, ms") == ["2.00", "51.20"]
     assert column(found["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
-    assert column(found["peers-1"], "of the reference model") == ["VOID", "1.000"]
-    assert found["peers-1"].title.startswith("VOID") and "VOID: slow." in found["peers-1"].notes
+    assert column(found["peers-1"], "of the reference model") == ["1.000", "1.000"]
+    assert any("0.900 of the speed of x-transformers: too slow" in note for note in found["peers-1"].notes)
 
 
 def mutated(random: Random, row: dict) -> dict:
@@ -277,7 +280,7 @@ def mutated(random: Random, row: dict) -> dict:
     return row
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed):
     random, folder = Random(seed), tmp_path_factory.mktemp("fuzz")
@@ -300,5 +303,4 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
     assert verbs + sum(str(path) in reason for reason in found.refused) == 6
     for table in (*all_tables(found), *every_run(found.of("run"))):
         assert all(len(row) == len(table.columns) for row in table.rows)
-        for form in (to_markdown, to_csv):
-            form(table).encode("utf-8")
+        to_csv(table).encode("utf-8")

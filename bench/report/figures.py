@@ -1,22 +1,18 @@
-"""The report's figures: learning curves, trade-offs, cost against context, spans, peers and recall.
+"""The report's figures: learning curves, trade-offs, cost against context and spans.
 
 What may stand in one figure is decided in ``compare``.
 """
 
 import hashlib
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from bench.report.compare import cost_ground, results, with_arms
-from bench.report.frame import Rows, copies
+from bench.report.frame import Rows
 from bench.report.style import (
-    FONT_POINTS,
     LINES,
-    draw_recall,
     finish,
     legend,
     looks,
@@ -29,7 +25,7 @@ from bench.report.tables import bits_by_seed, compare, summed
 from bench.report.words import budget_words, data_words, freed_words, machine_words
 from harness.record import drawing
 from harness.record.cells import count_of
-from harness.record.comparison import ground
+from harness.record.comparison import ground, tree_of
 from harness.record.table import Drawing
 
 COSTS = {
@@ -50,13 +46,12 @@ KINDS = ("valid", "train")
 """Rows of a learning curve: those of train where a run has no others."""
 RAISED = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 OUT = "out of memory"
-BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.5}
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
     """Every figure that the rows allow; equal rows give equal files."""
     with styled():
-        return [*_of_runs(rows), *_of_costs(rows.of("cost")), *_of_peers(rows.of("peers"))]
+        return [*_of_runs(rows), *_of_costs(rows.of("cost"))]
 
 
 def _of_runs(rows: Rows) -> Iterator[Drawing]:
@@ -65,7 +60,6 @@ def _of_runs(rows: Rows) -> Iterator[Drawing]:
         yield from trade_off(arms, name=f"trade-off-{index}")
         yield from curves(arms, name=f"curves-{index}")
         yield from spans(arms, index=index)
-        yield from recall(summed(arms), name=f"recall-{index}")
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
@@ -150,20 +144,15 @@ def spans(arms: pd.DataFrame, *, index: int) -> Iterator[Drawing]:
 
 
 def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
-    """Cost against length of context; one figure for each ground, setting of freed memory, mode, streams and data."""
+    """Cost against length of context; one figure for each ground, code, setting of freed memory, mode, streams and data,
+    with six digits in its name that are the same whatever else is drawn."""
 
-    def same(row: dict) -> tuple:
-        return ground(row), freed_words(row), row["mode"], row["streams"], row["data"]["sha256"]
+    def same(row: dict) -> str:
+        return repr((ground(row), tree_of(row), freed_words(row), row["mode"], row["streams"], row["data"]["sha256"]))
 
-    for rows, name in _grouped(costs, same):
-        yield _costs(rows, name=f"cost-{rows['row'].iloc[0]['mode']}-{name}")
-
-
-def _grouped(frame: pd.DataFrame, same: Callable[[dict], tuple]) -> Iterator[tuple[pd.DataFrame, str]]:
-    """Rows of equal keys, with six digits that are the same for the same keys whatever else is drawn."""
-    if len(frame):
-        for key, rows in frame.groupby([repr(same(row)) for row in frame["row"]], sort=False):
-            yield rows, hashlib.sha256(str(key).encode()).hexdigest()[:6]
+    for key, rows in costs.groupby([same(row) for row in costs["row"]], sort=False) if len(costs) else ():
+        digits = hashlib.sha256(key.encode()).hexdigest()[:6]
+        yield _costs(rows, name=f"cost-{rows['row'].iloc[0]['mode']}-{digits}")
 
 
 def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
@@ -204,60 +193,3 @@ def exponent(curve: list[tuple[float, float]]) -> float | None:
     length."""
     half = [(length, cost) for length, cost in curve[:-2] if length**2 >= curve[0][0] * curve[-1][0]] + curve[-2:]
     return float(np.polyfit(*np.log(half).T, 1)[0]) if len(half) > 1 and min(min(pair) for pair in half) > 0 else None
-
-
-def _of_peers(peers: pd.DataFrame) -> Iterator[Drawing]:
-    """Bytes per second relative to the reference; one figure for each job on equal ground, void ones apart."""
-
-    def same(row: dict) -> tuple:
-        job = (row["job"], row["streams"], row["segment"], row.get("relative_to"), row["data"]["sha256"])
-        return ground(row), freed_words(row), *job, str(row.get("invalid"))
-
-    for rows, name in _grouped(peers, same):
-        yield _peers([row.dropna().to_dict() for _, row in rows.iterrows()], name=f"peers-{name}")
-
-
-def _peers(rows: list[dict], *, name: str) -> Drawing:
-    first, share = rows[0]["row"], "relative_to_reference"
-    against, void = first.get("relative_to") or "the reference model", first.get("invalid")
-    title = f"{'VOID: ' * bool(void)}Training speed of peers: {textwrap.shorten(first['job'], 90)}"
-    about = f"{machine_words(first)}; {first['streams']} x {first['segment']} bytes a step\n{data_words([first])}"
-    rows = sorted(rows, key=lambda row: (row.get(share, 0.0), row["name"]))
-    figure, (ax,) = drawing.panels(1, 1, width=9.5, height=1.9 + 0.36 * len(rows), title=title, subtitle=about)
-    longest = 1.0
-    for place, row in enumerate(rows):
-        if share not in row:
-            words = row.get("reason") or f"{row.get('bytes_per_second', 0):,.0f} B/s, without a reference"
-            _beside(ax, 0.0, place, textwrap.shorten(f"{row['status']}: {words}", 90, placeholder=" ..."))
-            continue
-        ends = [row[share], *(row["row"].get("relative_range") or [])]
-        longest = max(longest, *ends)
-        ax.barh(place, row[share], height=0.66, color=drawing.GREY, alpha=0.45)
-        ax.hlines(place, min(ends), max(ends), color=drawing.INK, linewidth=1.6)
-        speed = f", {row['bytes_per_second']:,.0f} B/s" if "bytes_per_second" in row else ""
-        size = f", {row['parameters.total'] / 1e6:.2f} M parameters" if "parameters.total" in row else ""
-        _beside(ax, max(ends), place, f"{row[share]:.2f}x{size}{speed}")
-    ax.axvline(1, color=drawing.INK, linestyle="--", linewidth=1)
-    label = f"bytes per second relative to {against} (dashed)"
-    ax.set(xlim=(0, 1.7 * longest), ylim=(-0.6, len(rows) - 0.4), xlabel=label)
-    ax.set_yticks(range(len(rows)), ["\n".join(textwrap.wrap(row["name"], 40)) for row in rows])
-    ax.grid(axis="y", visible=False)
-    caption = "Speed of the same training step; lines reach from the least to the greatest of the rounds."
-    return finish(figure, name=name, title=title, caption=caption + (f" VOID: {void}." if void else ""))
-
-
-def _beside(ax: Axes, x: float, y: float, words: str) -> None:
-    style = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS, "color": drawing.INK, "bbox": BOX}
-    ax.annotate(words, (x, y), xytext=(5, 0), **style)
-
-
-def recall(rows: Sequence[dict], *, name: str) -> Iterator[Drawing]:
-    """Bits of copied letters by distance, the arm that recalls most first."""
-    heat = pd.DataFrame({row["arm"]: pd.DataFrame(map(copies, row["runs"]["row"])).mean() for row in rows}).T
-    heat = heat.dropna(how="all").sort_index(axis=1)
-    if len(heat):
-        order = heat.fillna(4.0).sum(axis=1).sort_values(kind="stable").index
-        figure, (ax,) = drawing.panels(1, 1, title="Recall", width=6.2, height=1.6 + 0.27 * max(len(heat), 6))
-        draw_recall(ax, heat.loc[order])
-        caption = "Mean bits of letters that repeat the one so many bytes before; 4 without memory."
-        yield finish(figure, name=name, title="Recall", caption=caption)

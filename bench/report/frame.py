@@ -26,7 +26,7 @@ MOST_REASONS = 5
 """Of one file; a thousand equal ones would hide the others."""
 LONGEST_ERROR = 300
 SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
-TEXTS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode", "invalid")
+TEXTS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
 REACHED_BITS = 1.0
 """Bits below which a copied letter counts as remembered; 4 without memory."""
 
@@ -117,7 +117,6 @@ def _tidy(row: dict, kind: str, **more) -> dict:
     tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
     scoring, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
     tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring, "freed": freed_words(row)}
-    tidy |= {"config_digits": row["config_hash"][:8], "source_digits": row["source"][:8]}
     if kind in ("cost", "peers") and row["status"] != "measured":
         tidy.pop("bytes_per_second", None)
     elif kind == "cost" and step_ms:
@@ -134,7 +133,7 @@ def _tidy(row: dict, kind: str, **more) -> dict:
         tidy["trust"] = "within 10%" if row.get("verified") is True else "not verified" if "verified" in row else None
     elif kind == "peers":
         tidy["package_words"] = " ".join(filter(None, (row.get("package"), row.get("package_version")))) or None
-        tidy["range_words"] = None if row.get("invalid") else spread(row.get("relative_range")).text or None
+        tidy["range_words"] = spread(row.get("relative_range")).text or None
     return tidy | more
 
 

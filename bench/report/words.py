@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from harness.record.cells import count_of, listed
-from harness.record.closing_table import data_label, short_commit
+from harness.record.closing_table import data_label
 from harness.record.comparison import GROUND, ground_value
 
 LIMITS = {"power_limit_w": "W", "clock_limit_mhz": "MHz"}
@@ -19,12 +19,6 @@ def budget_words(budget: dict | None) -> str:
     """``{"bytes": 2000000}`` as ``2,000,000 bytes``."""
     amounts = [f"{value:,.10g} {name}" for name, value in (budget or {}).items() if value is not None]
     return ", ".join(amounts) or "the model's default"
-
-
-def source_words(row: dict) -> str:
-    """``source 9dd51721 of commit b81edb0d-dirty``."""
-    commit = short_commit(row)
-    return f"source {row['source'][:8]}{commit and f' of commit {commit}'}"
 
 
 def protocol_words(rows: Sequence[dict]) -> str:

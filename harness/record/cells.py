@@ -10,7 +10,6 @@ from harness.record.table import Cell, Column, Table
 MIB = 2**20
 NOTHING = Cell(text="")
 CAPPED = "*"
-OLDER = "+"
 BUSY = "!"
 LEAST_CALLS = 20
 """Fewer calls have a median, and no 20th and 80th percentile."""
