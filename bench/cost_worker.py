@@ -50,8 +50,7 @@ class Task:
         spans: where a fresh model's learned spans are: ``learned``, ``one_long``, ``initial``, or the keys of each
             head, the same in every layer.
         command: what was typed.
-        name, peer, layer: of an entry of ``bench.peers``: its name, the package's model in place of the plan's, and the
-            sublayer that is measured alone.
+        name, peer: of an entry of ``bench.peers``: its name, and the package's model in place of the plan's.
     """
 
     config: dict
@@ -62,7 +61,6 @@ class Task:
     command: str = ""
     name: str | None = None
     peer: str | None = None
-    layer: str | None = None
 
 
 class Subject:
