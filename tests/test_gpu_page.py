@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from bench.check import OWN as CHECK_KEYS
 from bench.cost import CostSettings
 from bench.fit import OWN as FIT_KEYS
-from bench.fit import build
 from bench.on_device import AgreementSettings
 from bench.peers import PeerSettings
 from bench.planning import own_keys
@@ -27,6 +26,7 @@ from tests.command import ROOT
 from tests.composing import CONF, compose_config
 from tests.composing import small as fitting
 from tests.needs import need
+from tests.test_recipes import Unset
 from variants.kernels import triton_window
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
@@ -130,7 +130,8 @@ def test_the_leaderboard_is_of_one_size_and_its_controls_train_as_long(typed):
         ("seconds", 60, "outputs/leaderboard")
     }
     assert {plan.protocol()["bytes"] for plan in plans} == {None} and len(plans) == 9
-    models = [build(plan) for plan in plans[:6]]
+    with Unset():
+        models = [plan.make_model() for plan in plans[:6]]
     assert all(36e6 < model.touched_parameters() < 42e6 for model in models[:4])
     for model in models:
         backends = {s.backend(torch.device("cuda"), training=True) for _, s in model.sublayers()}
