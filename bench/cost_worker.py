@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.measure import peak_bytes, times
 from bench.planning import open_trained, provenance
-from bench.weights import learned_spans, place_spans, shake_, spans_of
+from bench.weights import LEARNED, learned_spans, place_spans, shake_
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
@@ -47,8 +47,8 @@ class Task:
         span: what a query may see, where that differs from what the model was built for.
         warm: whether the streams carry a state as long as the window.
         weights: a run folder whose best weights are measured, or None for a fresh model.
-        spans: where a fresh model's learned spans are: ``learned``, ``one_long``, ``initial``, or the keys of each
-            head, the same in every layer.
+        spans: where a fresh model's learned spans are: ``learned``, ``initial``, or the keys of each head, the same in
+            every layer.
         command: what was typed.
         name, peer: of an entry of ``bench.peers``: its name, and the package's model in place of the plan's.
     """
@@ -176,7 +176,7 @@ class Subject:
         model = self.plan.make_model()
         shake_(model)
         if task.spans != "initial":
-            keys = spans_of(task.spans, span=self.span) if isinstance(task.spans, str) else [task.spans]
+            keys = LEARNED if task.spans == "learned" else [task.spans]
             place_spans(model, keys, heads=self.plan.model.heads)
         return model
 

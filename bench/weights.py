@@ -18,7 +18,9 @@ NOISE = 0.02
 """Standard deviation of what is added: that of many a network's first weights."""
 ONCE = 2**20
 """Elements that are drawn at a time: the noise of a large table must not show in a peak of memory."""
-LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))
+LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
+LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # a layer's longest first, so that few heads have it, too
+"""Lists for ``place_spans``, as a run left them."""
 
 
 @torch.no_grad()
@@ -53,10 +55,3 @@ def place_spans(model: LanguageModel, spans: Sequence[Sequence[float]], *, heads
     for number, part in enumerate(learned_spans(model)):
         keys = spans[number % len(spans)]
         part.place_([keys[head % len(keys)] for head in range(heads)])
-
-
-def spans_of(kind: str, *, span: int) -> list[list[float]]:
-    """Lists for ``place_spans``: ``learned``, as a run left them, or ``one_long``, with each layer's longest at S; a
-    layer's longest comes first, so that few heads have it, too."""
-    lists = [sorted(layer, reverse=True) for layer in LEARNED["spans"]]
-    return [[float(span), *layer[1:]] for layer in lists] if kind == "one_long" else lists

@@ -254,7 +254,7 @@ def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_
         tmp_path,
         [cost_row(), cost_row(variant="local", time=many), cost_row(device="Another"), cost_row(source="aa" * 32)],
     )
-    rows = [peer_row(reference_in_check=0.9), peer_row(allocator="return"), peer_row(job="another")]
+    rows = [peer_row(reference_in_check=0.9), peer_row(name="mhsa"), peer_row(job="another")]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
     found = tables(tmp_path)
     assert sorted(found) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(found["cost-2"].rows) == 1

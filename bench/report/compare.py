@@ -29,7 +29,7 @@ IDENTITY = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """What makes another arm, besides the configuration and the code."""
 UNSET = "not set"
 MOST_KEYS = 8
-IN_CAPTIONS = {"freed": "what becomes of freed memory", "spans_from": "where learned spans are"}
+IN_CAPTIONS = {"spans_from": "where learned spans are"}
 
 
 def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]:

@@ -22,7 +22,7 @@ from bench.report.style import (
     value_axis,
 )
 from bench.report.tables import bits_by_seed, compare, summed
-from bench.report.words import budget_words, data_words, freed_words, machine_words
+from bench.report.words import budget_words, data_words, machine_words
 from harness.record import drawing
 from harness.record.cells import count_of
 from harness.record.comparison import ground, tree_of
@@ -144,11 +144,11 @@ def spans(arms: pd.DataFrame, *, index: int) -> Iterator[Drawing]:
 
 
 def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
-    """Cost against length of context; one figure for each ground, code, setting of freed memory, mode, streams and data,
+    """Cost against length of context; one figure for each ground, code, mode, streams and data,
     with six digits in its name that are the same whatever else is drawn."""
 
     def same(row: dict) -> str:
-        return repr((ground(row), tree_of(row), freed_words(row), row["mode"], row["streams"], row["data"]["sha256"]))
+        return repr((ground(row), tree_of(row), row["mode"], row["streams"], row["data"]["sha256"]))
 
     for key, rows in costs.groupby([same(row) for row in costs["row"]], sort=False) if len(costs) else ():
         digits = hashlib.sha256(key.encode()).hexdigest()[:6]

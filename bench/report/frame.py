@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.words import freed_words, optimizer_words
+from bench.report.words import optimizer_words
 from bench.rows import ROWS, refusal
 from harness.record.cells import spread
 from harness.record.comparison import UNCOMPARED
@@ -116,7 +116,7 @@ def _tidy(row: dict, kind: str, **more) -> dict:
     tidy = {"kind": kind, "row": row, "load": row.get("load"), "read_from": row.get("read_from"), **numbers}
     tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
     scoring, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
-    tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring, "freed": freed_words(row)}
+    tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring}
     if kind in ("cost", "peers") and row["status"] != "measured":
         tidy.pop("bytes_per_second", None)
     elif kind == "cost" and step_ms:

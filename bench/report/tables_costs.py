@@ -18,11 +18,9 @@ SWEPT = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "bac
 """Keys of a configuration that have columns of their own."""
 OF_A_CELL = (*SWEPT, "batch.carry", "batch.accumulate", "runtime.allocator")
 """Those that ``bench.cost`` itself sets for each cell."""
-CELL = ("variant", "config_hash", "backend", "evaluation_backend", "allocator", "spans_from", "length", "segment")
+CELL = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
 CELL += ("source", "checkpoint")
 PREDICTION = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "largest")
-FREED = {"allocator": None}
-"""What becomes of freed memory has a column, and is no ground that the rows share."""
 FAIR = 0.97
 """Least speed of the reference model in that of x-transformers."""
 MODES = {
@@ -36,7 +34,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
 
     def job(row: dict) -> Hashable:
         segment = row["segment"] if row["mode"] == "stream" else None
-        return ground(row, without=("allocator",)), row["mode"], row["streams"], segment
+        return ground(row), row["mode"], row["streams"], segment
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, job), start=1):
@@ -45,14 +43,14 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = count_of(row["streams"], "stream")
         about = (
-            f"{ground_words(row | FREED)}. {streams}{segment}, {MODES[row['mode']]}.",
+            f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
             "Time is of the trainer's own training step, after warm-up, with shaken weights where no checkpoint's are.",
             f"Data: {data_words([row])}.",
             "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs.",
         )
         unknown = [(row["label"], (row["row"].get("flops") or {}).get("unknown")) for row in labelled]
         notes += [*_cost_notes(labelled), *filter(None, [uncounted(unknown)])]
-        caption = f"The rows differ in: {differences(arms, 'length', 'backend', 'freed', 'spans_from')}."
+        caption = f"The rows differ in: {differences(arms, 'length', 'backend', 'spans_from')}."
         titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}", "caption": caption}
         more = {"name": f"cost-{index}", "about": about, "notes": tuple(notes)}
         tables.append(filled_table(labelled, columns("cost"), **titles, **more))
@@ -77,7 +75,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
 
     def call(row: dict) -> Hashable:
         about = (row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to"))
-        return *about, ground(row, without=("allocator",))
+        return *about, ground(row)
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, call), start=1):
@@ -86,7 +84,7 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
             one["label"] = f"{one['name']}{busy_mark(one.get('load'))}"
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
-            f"{ground_words(row | FREED)}. Data: {data_words([row])}.",
+            f"{ground_words(row)}. Data: {data_words([row])}.",
             f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
             "streams, segment, threads, precision and data, not parameters.",
             f"One call: {PurePath(row['read_from']).name}.",
@@ -128,7 +126,7 @@ def _labelled(frame: pd.DataFrame, *, keys: Sequence[str], without: Sequence[str
 
 def _name(row: dict) -> list[str]:
     """What a row of a cost is of, less its length."""
-    return [row["label"], row["backend"], *filter(None, (row.get("freed"), row.get("spans_from")))]
+    return [row["label"], row["backend"], *filter(None, [row.get("spans_from")])]
 
 
 def _cost_notes(rows: Sequence[dict]) -> list[str]:

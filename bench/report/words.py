@@ -69,11 +69,6 @@ def precision_word(row: dict) -> str:
     return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
 
 
-def freed_words(row: dict) -> str | None:
-    """``keep`` or ``return``; None where it is not in the row, and on a GPU, whose memory this does not concern."""
-    return None if row.get("device_kind") == "cuda" else row.get("allocator")
-
-
 def ground_differences(rows: Sequence[dict]) -> str:
     """In what the grounds of some rows differ, for a note."""
     return listed(key for key in GROUND if len({ground_value(row, key) for row in rows}) > 1)
