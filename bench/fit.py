@@ -6,7 +6,7 @@ because spans need values; learned spans are as they start.
 
 Predicted is one process and code that is not compiled; on a CPU within 10% of the measured peak (``tests/test_fit.py``).
 For a GPU (``runtime.device`` is any word but ``cpu``) it is what a CPU keeps at the GPU's precision, with attention a few
-queries at a time where a GPU has a kernel: not verified, and its row says so. In no figure: what kernels, libraries and
+queries at a time where a GPU has a kernel: not verified, and its table says so. In no figure: what kernels, libraries and
 allocators take for themselves (a CUDA context is about half a GiB), and on a CPU the corpus and freed blocks that the C
 library keeps.
 """
@@ -14,7 +14,7 @@ library keeps.
 import dataclasses
 import re
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import hydra
 import torch
@@ -26,13 +26,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bench import CONF
 from bench.cost_worker import full_state
-from bench.planning import own_keys, provenance, typed_command
-from bench.report.columns import for_terminal
-from bench.report.tables_costs import fit_tables
-from bench.rows import RowFile
+from bench.planning import own_keys
 from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
-from harness.data import corpora
 from harness.device import choice
 from harness.device.runtime import Runtime
 from harness.loop.admission import admission
@@ -40,12 +36,21 @@ from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
 from harness.plan.small import of_mechanism
-from harness.record.table import print_table
+from harness.record import cells
+from harness.record.table import Column, Table, print_table
 
 OWN = ("device_memory", "devices")
 CPU = torch.device("cpu")
 MOST_STREAMS = 2**20
 """At which a search ends."""
+CAUSES = {
+    "parameters": "weights and buffers",
+    "gradients": "those that are there at the peak",
+    "optimizer": "moments, momentum, sums",
+    "state": "the bytes that are read, and the streams' past, carried in",
+    "activations": "what the forward pass makes",
+    "temporary": "all else alive at the peak",
+}
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
@@ -55,21 +60,20 @@ def main(cfg: DictConfig) -> None:
     plan = plan_run(cfg, **hydra_facts())
     kind = kind_of(plan)
     admission(of_mechanism(plan, kind))
-    file, prediction = RowFile(Path(cfg.outputs), verb="fit"), predict(plan)
-    runtime = Runtime(device=CPU, precision=eager(plan).runtime.precision, compile=False)
-    row = provenance(plan, kind="fit", corpus=corpora.load(**plan.data), runtime=runtime, command=typed_command("fit"))
-    verified = kind == "cpu" and plan.runtime.compile is not True
-    row |= {"device": f"{kind}, {'predicted' if verified else 'not verified'}", "device_kind": kind, **prediction}
-    row |= {"device_memory_bytes": limit_bytes, "verified": verified, "largest": {"streams": None}}
+    prediction = predict(plan)
+    peak, batch = prediction["predicted_peak_bytes"], f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
+    lines = [("peak, MiB", cells.mib(peak).text, f"of a training step of {batch}, {prediction['backend']}")]
+    lines += [(f"{cause}, MiB", cells.mib(prediction["split"][cause]).text, what) for cause, what in CAUSES.items()]
     if limit_bytes:
-        row["largest"]["streams"] = search(
-            lambda streams: predict(plan, streams=streams)["predicted_peak_bytes"],
-            limit_bytes=limit_bytes,
-            least=plan.batch.accumulate,
-        )
-    (table,) = fit_tables([file.append(row)])
-    print_table(for_terminal(table))
-    print(f"rows: {file.path}")
+        lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
+        most = search(partial(peak_bytes, plan), limit_bytes=limit_bytes, least=plan.batch.accumulate)
+        lines.append(("most streams", f"{most:,}", f"that fit; sought to {MOST_STREAMS:,}"))
+    verified = kind == "cpu" and plan.runtime.compile is not True
+    title = f"Predicted memory of {plan.variant} on {kind}, {eager(plan).runtime.precision}, "
+    title += "within 10% of the measured peak" if verified else "not verified"
+    columns = (Column("", number=False), Column(""), Column("what it is", number=False))
+    rows = tuple(tuple(map(cells.text, line)) for line in lines)
+    print_table(Table(name="fit", title=title, caption="", columns=columns, rows=rows))
 
 
 def kind_of(plan: Plan) -> str:
@@ -104,8 +108,13 @@ def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1
     return 0 if low < least else low
 
 
+def peak_bytes(plan: Plan, streams: int) -> int:
+    """Predicted for so many streams."""
+    return predict(plan, streams=streams)["predicted_peak_bytes"]
+
+
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Peak memory of a training step in warm state at initial parameters, as a row has it: ``split`` is by cause.
+    """Peak memory of a training step in warm state at initial parameters; ``split`` is by ``CAUSES``.
 
     Args:
         streams: in place of the plan's own.

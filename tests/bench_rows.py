@@ -6,7 +6,6 @@ from pathlib import Path
 
 from harness.record.rows import FORMAT
 
-GIB = 2**30
 DATA = {"name": "file", "bytes": 4_000_000, "sha256": "ab" * 32}
 PROTOCOL = {"streams": 8, "segment": 512, "span": 512, "context": 2048, "bytes": None, "selection_bytes": 100_000}
 PROTOCOL |= {"vocabulary": 256, "drop_newlines": False}
@@ -68,15 +67,6 @@ def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.
     row |= {"time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)}}
     row |= {"memory": {"train_peak_bytes": 2 * 10**8, "approximate": True}}
     return row | {"relative_to_reference": tokens_per_second / 10_000.0} | changes
-
-
-def fit_row(*, variant: str = "mhsa", **changes) -> dict:
-    """One prediction of ``bench.fit``; split of the peak by cause, in bytes."""
-    split = {"parameters": 3_422_720, "gradients": 3_422_720, "optimizer": 5_000_000}
-    split |= {"activations": 8e7, "temporary": 1e7}
-    row = identity("fit", variant=variant) | {"streams": 8, "segment": 512, "span": 512, "backend": "fused"}
-    row |= {"device_memory_bytes": 24 * GIB, "predicted_peak_bytes": int(sum(split.values())), "split": split}
-    return row | {"verified": True, "largest": {"streams": 1024}} | changes
 
 
 def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:

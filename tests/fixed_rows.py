@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from harness.record.table import Table
-from tests.bench_rows import cost_row, fit_row, peer_row, write_failed, write_rows, write_run, write_trial
+from tests.bench_rows import cost_row, peer_row, write_failed, write_rows, write_run, write_trial
 
 BUSY = {"busy": True, "cores": 2, "wanted_cores": 2, "average_at_start": 0.5, "seconds": 60.0}
 BUSY |= {"others_cores": 1.25, "stolen_cores": 0.0}
@@ -92,5 +92,3 @@ def write_fixed_rows(folder: Path) -> None:
         name="20261120-135000-peers",
         rows=[peer_row(reference_in_check=0.9, reference_in_check_range=[0.8, 0.95]), peer_row(name="mhsa")],
     )
-    fits = [fit_row(), fit_row(variant="linear"), fit_row(streams=16, load=BUSY)]
-    write_rows(folder, fits, name="20261120-140000-fit")

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from bench.check import OWN as CHECK_KEYS
 from bench.cost import CostSettings
 from bench.fit import OWN as FIT_KEYS
-from bench.on_device import AgreementSettings
 from bench.peers import PeerSettings
 from bench.planning import own_keys
 from harness.plan.build import plan_run
@@ -100,7 +99,8 @@ def test_every_other_command_composes(typed):
     assert {module for module, *_ in commands} == {*NOT_COMPOSED, *(f"bench.{verb}" for verb in KEYS)}
     assert all(find_spec(module) for module, *_ in commands)
     verbs = [(module.removeprefix("bench."), line) for module, *line in commands if module not in NOT_COMPOSED]
-    for verb, words in [(verb, job) for verb, line in verbs for job in grid([word for word in line if "=" in word])]:
+    jobs_of = [(verb, grid([word for word in line if "=" in word])) for verb, line in verbs]
+    for verb, words in [(verb, job) for verb, every in jobs_of for job in (every[0], every[-1])[: len(every)]]:
         if verb == "check":  # as its own small model has them
             words += [word for name in words if name.startswith("variant=") for word in fitting(name.partition("=")[2])]
         cfg = compose_config(*words, name=verb)
@@ -108,7 +108,7 @@ def test_every_other_command_composes(typed):
         if verb in SETTINGS:
             parse(SETTINGS[verb], own, key="")
         if verb == "check":
-            assert parse(AgreementSettings, own["agree"], key="agree").run is None
+            assert own["agree"] is None
         assert plan_run(cfg).runtime.device == "cuda", words
 
 

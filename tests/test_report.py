@@ -13,7 +13,7 @@ from bench.report.__main__ import all_tables, every_run
 from bench.report.frame import read
 from harness.record.comparison import UNCOMPARED
 from harness.record.table import Table, to_csv
-from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, write_rows, write_run, write_trial
+from tests.bench_rows import PROTOCOL, cost_row, peer_row, write_rows, write_run, write_trial
 from tests.fixed_rows import change, text_of, write_fixed_rows
 
 GOLDEN = Path(__file__).parent / "golden_report"
@@ -199,10 +199,10 @@ def test_runs_of_one_line_are_read_as_run_folders_are(tmp_path):
 def test_folders_are_searched_once_and_links_count_once(tmp_path):
     folder = write_run(tmp_path / "deep" / "outputs")
     write_rows(tmp_path, [cost_row(length=2)], name="20261121-120000-cost")
-    write_rows(tmp_path, [cost_row(length=1), peer_row(), fit_row()], name="20261120-120000-cost")
+    write_rows(tmp_path, [cost_row(length=1), peer_row()], name="20261120-120000-cost")
     (tmp_path / "latest").symlink_to(folder)
     rows = read([tmp_path, folder, tmp_path / "latest"])
-    assert list(rows.frame["kind"]) == ["run", "cost", "peers", "fit", "cost"] and not rows.refused
+    assert list(rows.frame["kind"]) == ["run", "cost", "peers", "cost"] and not rows.refused
     assert list(rows.of("cost")["length"]) == [1, 2] and rows.files == 3
 
 
@@ -284,7 +284,7 @@ def mutated(random: Random, row: dict) -> dict:
 @given(seed=st.integers(0, 2**32))
 def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed):
     random, folder = Random(seed), tmp_path_factory.mktemp("fuzz")
-    rows = [cost_row(), peer_row(), fit_row()]
+    rows = [cost_row(), peer_row(), cost_row(variant="linear")]
     path = write_rows(folder, rows + [mutated(random, random.choice(rows)) for _ in range(3)])
     write_run(folder, variant="mhsa")
     tuned = {"rate": 0.01, "bits": 2.0, "trial": 1}

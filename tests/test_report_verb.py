@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from bench.report.__main__ import main
-from tests.bench_rows import cost_row, fit_row, peer_row, write_rows, write_run
+from tests.bench_rows import cost_row, peer_row, write_rows, write_run
 from tests.command import ROOT
 from tests.patience import PATIENCE_SECONDS
 
@@ -18,7 +18,7 @@ CODE += "sys.exit(code or sorted({'torch', 'wandb', 'hydra'} & set(sys.modules))
 def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_longer_true(tmp_path, capsys):
     rows, out = tmp_path / "rows", tmp_path / "report"
     write_run(rows, variant="adaptive_span", valid_bits_per_copy={"64": 0.1})
-    write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), fit_row(), {"kind": "cost"}])
+    write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), {"kind": "cost"}])
     words = [sys.executable, "-c", CODE, str(rows), "--out", str(out)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
 
-Reads run folders, rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, and tables of ``bench.evidence``, sorts
+Reads run folders, rows of ``bench.cost`` and ``bench.peers``, and tables of ``bench.evidence``, sorts
 what may be compared into tables, and writes each as CSV, each figure as PNG and SVG, and all of it as one ``index.html``
 that opens from disk; ``runs.csv`` has every run with all of its numbers. What may not be shown is named with its reason.
 Needs neither torch nor a server.
@@ -19,7 +19,7 @@ from bench.report.columns import for_terminal
 from bench.report.frame import Rows, read
 from bench.report.page import page_of
 from bench.report.tables import run_tables
-from bench.report.tables_costs import cost_tables, fit_tables, peer_tables
+from bench.report.tables_costs import cost_tables, peer_tables
 from bench.report.tuning import tuning_tables
 from harness.cache import write_whole
 from harness.failures import StorageFailure, exit_code
@@ -34,7 +34,7 @@ LIMITATIONS = (
 )
 CONTENTS = "contents.txt"
 """What a report wrote, so that the next one in the same folder can take away what is no longer true."""
-VERBS = {"cost": cost_tables, "peers": peer_tables, "fit": fit_tables}
+VERBS = {"cost": cost_tables, "peers": peer_tables}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -91,7 +91,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 
 def all_tables(rows: Rows) -> list[Table]:
-    """Runs, picks, costs, peers and predictions, each by what may be compared."""
+    """Runs, picks, costs and peers, each by what may be compared."""
     verbs = [table for kind, tables in VERBS.items() for table in tables([*rows.of(kind).get("row", ())])]
     return [*run_tables(rows), *tuning_tables(rows.frame), *verbs]
 

@@ -93,13 +93,8 @@ def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
 
 
 def for_terminal(table: Table) -> Table:
-    """A table in as many columns as a terminal has room for: those of ``terminal`` in ``columns.yaml``, explained in notes.
-    Of a single row each figure is a row, with what it is."""
-    if len(table.rows) == 1:
-        heads = (Column("figure", number=False), Column(""), Column("what it is", number=False))
-        pairs = zip(table.columns, table.rows[0], strict=True)
-        rows = ((cells.text(column.heading), cell, cells.text(column.explained)) for column, cell in pairs)
-        return replace(table, columns=heads, rows=tuple(rows))
+    """A table in as many columns as a terminal has room for: those of ``terminal`` in ``columns.yaml``, explained in
+    notes."""
     places = [place for place, column in enumerate(table.columns) if column.heading in _file()["terminal"]]
     columns = tuple(table.columns[place] for place in places)
     rows = tuple(tuple(row[place] for place in places) for row in table.rows)

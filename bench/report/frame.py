@@ -1,7 +1,7 @@
 """One tidy DataFrame of all that was measured: a row for each run and for each row of a verb of bench.
 
-Read from run folders (``record.jsonl``, ``summary.json``) and from JSON lines: rows of ``bench.cost``, ``bench.peers``
-and ``bench.fit``, and runs that ``bench.evidence`` has put on a line each. What cannot be read, or traced, or is of
+Read from run folders (``record.jsonl``, ``summary.json``) and from JSON lines: rows of ``bench.cost`` and
+``bench.peers``, and runs that ``bench.evidence`` has put on a line each. What cannot be read, or traced, or is of
 the wrong shape, is refused with its reason, and the rest is still there. Neither torch nor a server is needed.
 """
 
@@ -39,7 +39,7 @@ class Rows:
         frame: a row each, runs in the order in which they ended, then rows of verbs in the order of their folders'
             names. Numbers stand in columns of floats named by their dotted keys. ``row`` is the whole row as it was
             written (of a run: provenance and summary), ``record`` a run's rows, ``folder`` and ``read_from`` where it
-            was read. ``kind`` is run, failed, cost, peers or fit.
+            was read. ``kind`` is run, failed, cost or peers.
         refused, unfinished, failed: ``path: why``, of what is not shown.
         files: how many files of rows were read.
         test_scores: how often test was scored, by SHA-256 of the data: runs' final scores and those of
@@ -127,10 +127,6 @@ def _tidy(row: dict, kind: str, **more) -> dict:
         tidy["optimizers"] = optimizer_words(row.get("optimizers"))
         if far := copies(row):
             tidy["reach"] = float(max((distance for distance, bits in far.items() if bits < REACHED_BITS), default=0))
-    elif kind == "fit":
-        if {"predicted_peak_bytes", "device_memory_bytes"} <= tidy.keys():
-            tidy["fits"] = "yes" if tidy["predicted_peak_bytes"] <= tidy["device_memory_bytes"] else "no"
-        tidy["trust"] = "within 10%" if row.get("verified") is True else "not verified" if "verified" in row else None
     elif kind == "peers":
         tidy["package_words"] = " ".join(filter(None, (row.get("package"), row.get("package_version")))) or None
         tidy["range_words"] = spread(row.get("relative_range")).text or None

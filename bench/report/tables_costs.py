@@ -1,4 +1,4 @@
-"""Tables of what ``bench.cost`` and ``bench.peers`` measured and ``bench.fit`` predicted; the verbs print them, too."""
+"""Tables of what ``bench.cost`` and ``bench.peers`` measured; the verbs print them, too."""
 
 import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -14,13 +14,11 @@ from harness.record.cells import busy_mark, count_of, filled_table, listed, spre
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
 
-SWEPT = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
-"""Keys of a configuration that have columns of their own."""
-OF_A_CELL = (*SWEPT, "batch.carry", "batch.accumulate", "runtime.allocator")
-"""Those that ``bench.cost`` itself sets for each cell."""
+OF_A_CELL = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
+OF_A_CELL += ("batch.carry", "batch.accumulate", "runtime.allocator")
+"""Keys that ``bench.cost`` itself sets for each cell, or that have columns of their own."""
 CELL = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
 CELL += ("source", "checkpoint")
-PREDICTION = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "largest")
 FAIR = 0.97
 """Least speed of the reference model in that of x-transformers."""
 MODES = {
@@ -38,7 +36,7 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, job), start=1):
-        arms, labelled, notes = _labelled(frame, keys=CELL, without=OF_A_CELL)
+        arms, labelled, notes = _labelled(frame)
         labelled.sort(key=lambda row: (row["length"], *_name(row)))
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = count_of(row["streams"], "stream")
@@ -54,19 +52,6 @@ def cost_tables(rows: Sequence[dict]) -> list[Table]:
         titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}", "caption": caption}
         more = {"name": f"cost-{index}", "about": about, "notes": tuple(notes)}
         tables.append(filled_table(labelled, columns("cost"), **titles, **more))
-    return tables
-
-
-def fit_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each ground and code of which predictions were made; ``rows`` the oldest first."""
-    tables = []
-    for index, (row, frame) in enumerate(_groups(rows, ground), start=1):
-        arms, labelled, notes = _labelled(frame, keys=PREDICTION, without=SWEPT)
-        about = (f"Predicted for {ground_words(row)}; spans as they start.", f"Data: {data_words([row])}.")
-        caption = f"The rows differ in: {differences(arms, 'streams', 'segment', 'span', 'backend')}."
-        titles = {"title": f"Predicted training memory, {row['precision']}", "caption": caption}
-        more = {"name": f"fit-{index}", "about": about, "notes": tuple(notes)}
-        tables.append(filled_table(labelled, columns("fit"), **titles, **more))
     return tables
 
 
@@ -110,11 +95,11 @@ def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[t
             yield same["row"].iloc[-1], same
 
 
-def _labelled(frame: pd.DataFrame, *, keys: Sequence[str], without: Sequence[str]) -> tuple[pd.DataFrame, list, list]:
-    """The newest of rows that are equal in ``keys``, as a frame and as dictionaries with a ``label``, and notes."""
-    same = [json.dumps([row.get(key) for key in keys], sort_keys=True) for row in frame["row"]]
+def _labelled(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
+    """The newest of rows that are equal in ``CELL``, as a frame and as dictionaries with a ``label``, and notes."""
+    same = [json.dumps([row.get(key) for key in CELL], sort_keys=True) for row in frame["row"]]
     newest = frame[~pd.Series(same, index=frame.index).duplicated(keep="last")]
-    arms = with_arms(newest, without=without)
+    arms = with_arms(newest, without=OF_A_CELL)
     labelled = [row.dropna().to_dict() for _, row in arms.iterrows()]
     for row in labelled:
         trained = f" of {PurePath(row['row']['checkpoint']).name}" if row["row"].get("checkpoint") else ""

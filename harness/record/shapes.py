@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval, MaxLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
-VERBS = ("cost", "peers", "fit")
+VERBS = ("cost", "peers")
 MAYBE = "maybe "
 LARGEST = 1e30
 """No measured number is larger; what is would overflow where it is multiplied."""
