@@ -122,22 +122,21 @@ class Subject:
         peak = self.step_peak()
         return {
             "parameter_bytes": parameter_bytes(self.model),
-            "touched_bytes": self.model.touched_parameters() * next(self.model.parameters()).element_size(),
             "gradient_bytes": self.update.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
             **peak,
         }
 
     def step_peak(self) -> dict:
-        """Peak of training steps after warm-up, and the seconds that the first ones took beyond a later one."""
-        steps = partial(times, self._train, synchronise=self.runtime.synchronise, most_seconds=0)
-        taken_ms = steps(least_calls=WARM_STEPS)
-        self.meter.reset()
-        taken_ms += steps(least_calls=MEASURED_STEPS)
+        """Peak of training steps after warm-up."""
+        for number in range(WARM_STEPS + MEASURED_STEPS):
+            if number == WARM_STEPS:
+                self.meter.reset()
+            self._train()
+        self.runtime.synchronise()
         peak = self.meter.read()
-        first_s = max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000
         memory = {"train_peak_bytes": peak.bytes, "peak_reserved_bytes": peak.reserved_bytes}
-        return memory | {"approximate": peak.approximate, "first_steps_s": first_s}
+        return memory | {"approximate": peak.approximate}
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
         """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so long, and one at least.

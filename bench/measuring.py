@@ -106,7 +106,7 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "status": cell.status or "measured",
         "reason": cell.reason,
         "interleaved": together > 1,
-        "time": {"first_steps_s": memory.pop("first_steps_s", None), **times},
+        "time": times,
     }
     nothing = dict.fromkeys(("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops"))
     backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes

@@ -177,25 +177,6 @@ def test_a_pick_is_made_on_tuning_seeds_which_report_nothing(tmp_path):
     assert any(spoilt.name in note for note in results.notes)
 
 
-def test_runs_of_one_line_are_read_as_run_folders_are(tmp_path):
-    """``bench.evidence`` commits a line a run; a line without provenance is refused by its number."""
-    lines = []
-    for seed in range(2):
-        folder = write_run(tmp_path / "runs", seed=seed)
-        record = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-        summary = json.loads((folder / "summary.json").read_text())
-        lines.append({"cell": ["seed=0"], "summary": summary, "record": [r for r in record if r["kind"] != "train"]})
-    lines.append({"summary": summary, "record": []})
-    path = tmp_path / "results" / "front_page.jsonl"
-    path.parent.mkdir()
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    folder, table = read([tmp_path / "runs"]), read([path.parent])
-    assert table.refused == [f"{path}: line 3: no provenance: the record is missing"]
-    one, other = (rows.frame.drop(columns=["run", "folder", "record"]) for rows in (folder, table))
-    assert one.equals(other) and list(table.frame["run"]) == ["front_page:1", "front_page:2"]
-    assert table.test_scores == folder.test_scores
-
-
 def test_folders_are_searched_once_and_links_count_once(tmp_path):
     folder = write_run(tmp_path / "deep" / "outputs")
     write_rows(tmp_path, [cost_row(length=2)], name="20261121-120000-cost")

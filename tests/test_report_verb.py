@@ -23,7 +23,7 @@ def test_the_verb_writes_everything_without_torch_and_takes_away_what_is_no_long
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     drawn = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
-    assert drawn == {"trade", "curves", "spans", "cost"}
+    assert drawn == {"trade", "curves", "cost"}
     for name in ("runs-1.csv", "cost-1.csv", "index.html"):
         assert (out / name).stat().st_size and name in done.stdout
     heads, run = (line.split(",") for line in (out / "runs.csv").read_text().splitlines())

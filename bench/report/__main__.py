@@ -1,6 +1,6 @@
 """Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
 
-Reads run folders, rows of ``bench.cost`` and ``bench.peers``, and tables of ``bench.evidence``, sorts
+Reads run folders, rows of ``bench.cost`` and ``bench.peers``, sorts
 what may be compared into tables, and writes each as CSV, each figure as PNG and SVG, and all of it as one ``index.html``
 that opens from disk; ``runs.csv`` has every run with all of its numbers. What may not be shown is named with its reason.
 Needs neither torch nor a server.

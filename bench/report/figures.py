@@ -1,4 +1,4 @@
-"""The report's figures: learning curves, trade-offs, cost against context and spans.
+"""The report's figures: learning curves, trade-offs and cost against context.
 
 What may stand in one figure is decided in ``compare``.
 """
@@ -59,7 +59,6 @@ def _of_runs(rows: Rows) -> Iterator[Drawing]:
         arms = with_arms(runs)
         yield from trade_off(arms, name=f"trade-off-{index}")
         yield from curves(arms, name=f"curves-{index}")
-        yield from spans(arms, index=index)
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
@@ -121,26 +120,6 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         "marked at the end. The first fifth may leave the frame."
     )
     yield finish(figure, name=name, title="Learning curves", caption=caption)
-
-
-def spans(arms: pd.DataFrame, *, index: int) -> Iterator[Drawing]:
-    """Layers by heads, at the end of the first seed of every arm that has spans: heads of two seeds have no common
-    order."""
-    for place, (arm, runs) in enumerate(arms.groupby("arm", sort=False), start=1):
-        run = runs.iloc[0]
-        scored = [row["metrics"] for row in run["record"] if row["kind"] == "valid" and row.get("metrics")]
-        layers = drawing.spans_of(run["row"].get("valid_metrics") or (scored[-1] if scored else {}))
-        heads = np.array([span for layer in layers.values() for span in layer], dtype=float)
-        if not np.isfinite(heads).any():
-            continue
-        title = f"Learned spans: {arm}, seed {run['seed']:.0f}"
-        limit = run.get("protocol.span") or max(1.0, np.nanmax(heads))
-        about = f"mean over heads {np.nanmean(heads):.1f} of {limit:,.0f} positions; {data_words([run['row']])}"
-        size = {"width": 7.5, "height": max(3.6, 1.5 + 0.32 * len(layers))}
-        figure, (ax,) = drawing.panels(1, 1, title=title, subtitle=about, **size)
-        drawing.draw_span_cells(ax, layers, limit=limit)
-        caption = "Span of every head at the end of training, in positions, on a logarithmic scale; dark is short."
-        yield finish(figure, name=f"spans-{index}-{place}", title=title, caption=caption)
 
 
 def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
