@@ -139,15 +139,3 @@ def test_the_leaderboard_is_of_one_size_and_its_controls_train_as_long(typed):
     spans = [s.span.metrics({})["span"].tolist() for _, s in models[4].sublayers() if hasattr(s, "span")]
     assert plans[4].variant == "replayed_spans" and spans == [pytest.approx(own) for own in LEARNED]
     assert plans[5].variant == "mhsa" and plans[5].model.span == 350
-
-
-def test_every_model_is_compiled_before_it_is_timed(typed):
-    """The same words but for those that change no graph."""
-    commands = trainings(typed, "sweep=leaderboard")
-    warm = [words for words in commands if "outputs=outputs/warm" in words]
-    timed = [words for words in commands if not placed(words)]
-    assert len(warm) == len(timed) > 8
-    for before, after in zip(warm, timed, strict=True):
-        assert before[: len(after)] == after
-        keys = {word.partition("=")[0] for word in before[len(after) :]}
-        assert keys == {*("seed", "budget.seconds", "budget.steps", "eval.bytes", "eval.windows", "outputs")}

@@ -60,7 +60,6 @@ def test_what_is_typed_is_not_varied(here):  # noqa: F811
     ("precision", "wrong", "words"),
     [
         ("float32", "gradient", "query.weight, at most 0.001"),
-        ("float32", "value", "at most 0.001"),
         ("bfloat16", "value", "at most 0.0"),
         ("float32", "not finite", "inf of "),
     ],
