@@ -6,6 +6,7 @@ all its work, but weights and spans stay where they were put: shaken and at a li
 """
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from bench.measure import peak_bytes, times
+from bench.measure import times
 from bench.planning import open_trained, provenance
 from bench.weights import LEARNED, learned_spans, place_spans, shake_
 from harness.count.flops import count_flops, forward_flops_per_byte
@@ -109,7 +110,11 @@ class Subject:
     def inference_memory(self) -> dict:
         """Peak of an evaluation, before anything for training is there, and the state that one stream carries."""
         self._evaluate()
-        peak = peak_bytes(self._evaluate, device=self.device, meter=self.meter)
+        gc.collect()
+        self.meter.reset()
+        self._evaluate()
+        self.runtime.synchronise()
+        peak = self.meter.read()
         self._generate()
         carried, self._generated = state_bytes(self._generated[1]), None
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bench.cost_worker import Subject
 from bench.measure import times
-from bench.peers import REFERENCE
+from bench.turns import REFERENCE
 from bench.weights import learned_spans, shake_
 from harness.data.sources import PINNED
 from harness.loop.trainer import backend_of

@@ -19,10 +19,8 @@ from annotated_types import Gt
 from omegaconf import DictConfig
 
 from bench import CONF
-from bench.turns import Asked, in_turn, load_meter
+from bench.turns import REFERENCE, Asked, in_turn, load_meter
 from harness.compose.cli import run_command
-
-REFERENCE = "reference_model"
 
 
 @dataclass(frozen=True, kw_only=True)

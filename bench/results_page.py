@@ -1,4 +1,4 @@
-"""Tables of ``docs/results.md`` from the rows in ``bench/results``, for ``bench.front_page``."""
+"""Tables of ``docs/results.md`` from the rows in ``bench/results``, for ``bench.front_page``; alone it prints them."""
 
 import math
 from collections.abc import Iterator
@@ -197,3 +197,7 @@ def markdown(heads: list[str], rows: list[list[object]]) -> str:
     """A table, its first column to the left; nothing without rows."""
     ruler = ["---", *["--:"] * (len(heads) - 1)]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [heads, ruler, *rows]) if rows else ""
+
+
+if __name__ == "__main__":
+    print(sections(Path("bench/results")))

@@ -8,6 +8,8 @@ from harness.device.cell import Cell, CellError
 from harness.device.load import LoadMeter
 from harness.loop.progress import Steps
 
+REFERENCE = "reference_model"
+"""The entry of ``bench.peers`` that the others are compared with."""
 MOST_MS = 60_000.0
 """Of one quantity: after that no further round is begun, whatever ``rounds`` says."""
 

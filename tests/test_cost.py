@@ -15,7 +15,6 @@ from bench.rows import refusal
 from bench.turns import Asked, in_turn
 from harness.loop.progress import Steps
 from harness.record.cells import LEAST_CALLS
-from tests.bench_rows import cost_row
 from tests.command import Ended, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 from tests.composing import CONF, compose_config
 
@@ -102,29 +101,6 @@ def test_a_quantity_is_timed_twenty_times_or_for_a_minute():
             spent[one.name] += ms
             answers.append(one.name)
     assert answers.count("slow") == 3 and answers.count("quick") == 5
-
-
-@pytest.mark.parametrize(
-    ("kind", "timed"), [("cpu", ["train", "evaluate", "generate"]), ("cuda", ["train", "evaluate"])]
-)
-def test_a_byte_is_generated_against_the_clock_on_a_cpu_only(kind, timed, monkeypatch):
-    asked, row = [], cost_row()
-    facts = {key: value for key, value in row.items() if key != "time"} | {"device_kind": kind}
-    answers = {"identity": facts, "inference_memory": dict(row["memory"]), "times": [1.0]}
-
-    def ask(method: str, *words: object, **_) -> object:
-        asked.extend(words)
-        return answers.get(method, {})
-
-    monkeypatch.setattr(measuring, "Cell", lambda *_, **__: Mock(ask=ask))
-    config = {"variant": {"name": "mhsa"}, "runtime": {"backend": "plain"}, "batch": row}
-    settings = Mock(memory_limit_gib=None, rounds=1, seconds=0.01, mode="cold")
-    with Steps(9) as progress:
-        task = Mock(span=64, weights=None, config=config)
-        (found,) = measuring.measure_together([task], settings=settings, progress=progress)
-    assert asked == timed and (found["time"]["generate_ms"] is None) == (kind == "cuda")
-    notes = cost_tables([row | {"device_kind": kind, "time": found["time"]}])[0].notes
-    assert any("waits for launches" in note for note in notes) == (kind == "cuda")
 
 
 def test_out_of_memory_is_a_row(here):

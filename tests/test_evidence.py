@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from bench.evidence import Runner, cells, span_word, sweep_params
 from bench.picks import RATE
-from tests.composing import CONF, compose_config, plan
+from tests.composing import compose_config, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
 STAGES, REPLAYS = EVIDENCE["stages"], EVIDENCE["replays"]
@@ -120,9 +120,3 @@ def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path,
     assert str(tmp_path) not in cell.file.read_text()
     assert cell.line(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
     assert len(cell.file.read_text().splitlines()) == 3
-
-
-def test_variants_of_the_sweeps_are_there():
-    named = set(OmegaConf.load(CONF / "sweep" / "front_page.yaml").hydra.sweeper.params.variant.split(","))
-    named |= set(STAGES["b"][0]["params"]["variant"].split(","))
-    assert named <= {path.stem for path in (CONF / "variant").glob("*.yaml")}

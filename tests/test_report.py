@@ -66,19 +66,6 @@ def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
     assert "less the reference, bits" not in headings(found["runs-1"])
 
 
-@pytest.mark.parametrize("changes", [{"threads": 9}, {"environment": {"MALLOC_ARENA_MAX": "1"}}])
-def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, changes):
-    write_run(tmp_path, variant="mhsa")
-    change(write_run(tmp_path, variant="adaptive_span"), **changes)
-    found = tables(tmp_path)
-    assert len(found["runs-1"].rows) == 5
-    assert not {"training peak, MiB", "bytes/s", "training, s"} & set(headings(found["runs-1"]))
-    assert any(next(iter(changes)) in note for note in found["runs-1"].notes)
-    for name in ("costs-1-1", "costs-1-2"):
-        assert len(found[name].rows) == 1 and {"backend", "training peak, MiB"} <= set(headings(found[name]))
-    assert found["costs-1-1"].about != found["costs-1-2"].about
-
-
 NUMERICS = {"variant": 1, "shared": 1}
 
 

@@ -11,7 +11,6 @@ from harness.plan.build import Plan
 from tests.composing import plan, small
 from tests.needs import need
 from tests.runs import restored  # noqa: F401 - a fixture
-from variants.product_key_memory import ProductKeyMemory
 
 pytestmark = pytest.mark.usefixtures("restored")
 SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
@@ -99,12 +98,3 @@ def test_spans_stay_what_they_are_in_keys_and_lists_are_read_in_a_circle(layers,
     for placed, asked in zip(spans(model), LEARNED * 2, strict=False):
         assert placed == pytest.approx([min(span, asked[head % 4]) for head in range(heads)], abs=1e-3)
     assert not any(learned_spans(made(other).make_model()) for other in ("mhsa", "all_attention_fixed"))
-
-
-def test_a_memory_sees_as_many_queries_as_bytes():
-    measured, seen = subject("product_key_memory", "model.span=512", "batch.segment=512", "batch.streams=1"), []
-    (memory,) = (s for _, s in measured.model.sublayers() if isinstance(s, ProductKeyMemory))
-    memory.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1)))
-    with torch.no_grad():
-        measured.model(measured.batches.batch(0)[0])
-    assert len(torch.unique(seen[0].round(decimals=5), dim=0)) > 500

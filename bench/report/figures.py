@@ -44,7 +44,6 @@ OF_A_LINE = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "r
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
 KINDS = ("valid", "train")
 """Rows of a learning curve: those of train where a run has no others."""
-RAISED = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 OUT = "out of memory"
 
 
@@ -150,9 +149,7 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
         for line, cells in lines.groupby("line", sort=False):
             style = look[cells["variant"].iloc[0]] | {"linestyle": dashes[cells["ran"].iloc[0]]}
             middle = cells.groupby("length")[key].median().dropna() if key in cells else values[:0]
-            power = exponent([*middle.items()])
-            name_of = line if power is None else f"{line}: L{f'{power:.1f}'.translate(RAISED)}"
-            ax.plot(middle.index, middle / divisor, **style, linewidth=1.4, markersize=5, label=name_of)
+            ax.plot(middle.index, middle / divisor, **style, linewidth=1.4, markersize=5, label=line)
             lost = cells[cells["status"] == OUT]["length"]
             ax.plot(lost, [0.97] * len(lost), "x", color=style["color"], transform=ax.get_xaxis_transform())
         ax.set_xscale("log", base=2)
@@ -160,15 +157,5 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
         ax.set(xlabel="length of context L [bytes]", ylabel=label)
         value_axis(ax.yaxis, [*(values / divisor)], log=True)
         legend(ax)
-    caption = (
-        "Medians against the length; of each line the power of L with which its longer half grows. x at the upper "
-        "edge: out of memory. Both axes are logarithmic."
-    )
+    caption = "Medians against the length, both axes logarithmic; x at the upper edge: out of memory."
     return finish(figure, name=name, title=title, caption=caption)
-
-
-def exponent(curve: list[tuple[float, float]]) -> float | None:
-    """The power of the length by which ``(length, cost)`` grows over its longer half, by least squares; None of one
-    length."""
-    half = [(length, cost) for length, cost in curve[:-2] if length**2 >= curve[0][0] * curve[-1][0]] + curve[-2:]
-    return float(np.polyfit(*np.log(half).T, 1)[0]) if len(half) > 1 and min(min(pair) for pair in half) > 0 else None
