@@ -93,18 +93,16 @@ def parse_memory(value: object) -> int:
 
 def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, most: int = MOST_STREAMS) -> int:
     """The largest size from ``least`` to ``most`` whose peak stays within the limit and that of the next does not; 0 if
-    none. Memory is nearly affine in the size: each guess lies on the line through the two last ones; every fourth halves
-    or doubles, which ends the search whatever the shape."""
+    none. Memory is nearly affine in the size: each guess lies on the line through the two last ones, but every fourth
+    halves what is left, which ends the search whatever the shape."""
     peaks, low, high, guess = {0: 0}, least - 1, most + 1, least
     while high - low > 1:
         peaks[guess] = peak_bytes(guess)
         low, high = (guess, high) if peaks[guess] <= limit_bytes else (low, guess)
-        *_, (before, before_bytes), (last, last_bytes) = peaks.items()
+        (before, before_bytes), (last, last_bytes) = [*peaks.items()][-2:]
         slope = (last_bytes - before_bytes) / (last - before)
-        guess = last + int((limit_bytes - last_bytes) // slope) if slope > 0 else most
-        if len(peaks) % 4 == 0:
-            guess = 2 * low if high > most else (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
+        on_line = last + int((limit_bytes - last_bytes) // slope) if slope > 0 and len(peaks) % 4 else (low + high) // 2
+        guess = min(max(on_line, low + 1), high - 1)
     return 0 if low < least else low
 
 

@@ -44,7 +44,7 @@ def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Ite
             cells[number].facts["interleaved"] = False
     for cell in cells:
         row = _row(cell, settings=settings, together=len(cells))
-        progress.print(f"length {row['length']:>6,}  {row['variant']}, {row['backend']}: {_words(row)}")
+        progress.print(f"length {row['length']:>6,}  {row['variant']}, {row['backend']}: {row['reason'] or 'measured'}")
         if warning := busy_words(row["load"]):
             progress.print(warning)
         yield row
@@ -112,11 +112,3 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
     backend = task.config["runtime"]["backend"]  # as asked, where the cell did not live to say what it takes
     row = {"backend": backend} | nothing | measured | cell.facts | {"memory": memory}
     return row | {"utilisation": utilisation(row)}
-
-
-def _words(row: dict) -> str:
-    if row["status"] != "measured":
-        return f"{row['status']} ({row['reason']})"
-    train, peak = row["time"]["train_ms"], row["memory"]["train_peak_bytes"]
-    memory = "peak memory not known" if peak is None else f"{peak / 2**20:,.1f} MiB"
-    return f"{train['p50']:,.1f} ms a step (n {train['n']}), {memory}"

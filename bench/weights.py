@@ -24,21 +24,14 @@ LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # a layer's longes
 
 
 @torch.no_grad()
-def shake_(model: nn.Module, *, spans: bool = False) -> None:
-    """Add normal noise to every parameter, the same at every call; back into the legal range where the model knows it.
-
-    Args:
-        spans: whether ``Spans`` move, too: learned lengths by half a key, off the kinks of whole ones, for 0.02 of a span
-            of 8192 is 164 keys, and a length that noise drives to 0 is whole again.
-    """
-    parts = [part for part in model.modules() if isinstance(part, Spans) and (part.placeable or not spans)]
-    lengths = {parameter for part in parts for parameter in part.parameters()}
+def shake_(model: nn.Module) -> None:
+    """Add normal noise to every parameter but ``Spans``, the same at every call; back into the legal range where the model
+    knows it."""
+    spans = {p for part in model.modules() if isinstance(part, Spans) for p in part.parameters()}
     generator = torch.Generator().manual_seed(0)
-    for parameter in (parameter for parameter in model.parameters() if parameter not in lengths):
+    for parameter in (parameter for parameter in model.parameters() if parameter not in spans):
         for piece in parameter.view(-1).split(ONCE):
             piece.add_(NOISE * torch.randn(piece.shape, generator=generator).to(piece))
-    for part in parts if spans else ():
-        part.place_([keys + 0.5 for keys in part.metrics({})["span"].tolist()])
     if hasattr(model, "project_"):
         model.project_()
 

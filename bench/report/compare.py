@@ -14,7 +14,7 @@ import yaml
 
 from harness.record.cells import BUSY, busy_words, count_of, listed
 from harness.record.closing_table import short_commit
-from harness.record.comparison import ground, held_equal, numbers_of, tree_of
+from harness.record.comparison import ground, held_equal, numbers_of, shared_code, tree_of
 from harness.record.shapes import VERBS
 
 VARIANTS = yaml.safe_load((Path(__file__).parent / "variants.yaml").read_text(encoding="utf-8"))
@@ -42,13 +42,6 @@ def results(runs: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame, list[str]]]
         clean = same[[pair not in chose for pair in zip(same["variant"], same["seed"], strict=True)]]
         if len(clean):
             yield index, clean, same["run"].drop(clean.index).tolist()
-
-
-def shared_code(row: dict) -> str:
-    """Equal for runs whose shared code computes the same: its number where golden numbers pin it, else a digest of all code;
-    that, too, where a budget of seconds makes more of faster code."""
-    shared = (row.get("numerics") or {}).get("shared")
-    return str(tree_of(row) if shared is None or "seconds" in (row.get("budget") or {}) else shared)
 
 
 def cost_ground(row: dict) -> str:

@@ -123,8 +123,6 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
             notes.append(f"{name}: {_reason(row)}.")
         alone += [name] if row["row"].get("interleaved") is False and row["status"] == "measured" else []
     notes += [f"Timed alone, not in turn with the others of its length: {listed(alone)}."] if alone else []
-    if any(row["row"]["device_kind"] != "cpu" and row["status"] == "measured" for row in rows):
-        notes.append("One byte at a time an accelerator waits for launches, which rank no mechanism: not timed there.")
     peaks = sorted({row["utilisation.peak_flops_per_s"] for row in rows if "utilisation.peak_flops_per_s" in row})
     of_peaks = f"The device's dense peak is {listed(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s."
     return notes + [of_peaks] * bool(peaks)

@@ -55,7 +55,6 @@ class Table:
     rows: one cell a column.
     notes: marks explained, rows left out and why.
     about: the protocol and what is held equal, which stand behind a fold.
-    styles: how a terminal shows each row, ``bold``, ``dim``, ``dim strike`` or nothing.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
     about: tuple[str, ...] = ()
-    styles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +94,8 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
     for column in table.columns:
         side = {"justify": "right", "no_wrap": True} if column.number else {"overflow": "fold"}
         drawn.add_column(Text(one_line(column.heading)), **side)
-    for row, style in zip(table.rows, table.styles or ("",) * len(table.rows), strict=True):
-        drawn.add_row(*(Text(one_line(cell.text)) for cell in row), style=style or None)
+    for row in table.rows:
+        drawn.add_row(*(Text(one_line(cell.text)) for cell in row))
     console.print(Text(f"\n{one_line(table.title)}", style="bold"), soft_wrap=True)
     if table.caption:
         console.print(Text(one_line(table.caption)), soft_wrap=True)
