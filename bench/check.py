@@ -74,7 +74,7 @@ def main(cfg: DictConfig) -> None:
         outcome += f" {list(broken.values()).count(set())} of"
     others = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{others}")
-    if on_device and not report(cfg, typed=typed, own=OWN):
+    if on_device and not report(cfg, typed=typed, verb_keys=OWN):
         BROKEN.append(name)
     print(UNSEEN)
 
@@ -111,10 +111,10 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
     ):
         combination = Combination(position, cache, str(attend_self).lower())
         try:
-            own = copy.deepcopy(composed(position))
-            own.model.cache, own.model.attend_self = cache, attend_self
-            own_keys(own, *OWN)
-            plan = with_small(of_mechanism(bench_plan(own), named_kind(cfg.runtime.device)), given=typed)
+            config = copy.deepcopy(composed(position))
+            config.model.cache, config.model.attend_self = cache, attend_self
+            own_keys(config, *OWN)
+            plan = with_small(of_mechanism(bench_plan(config), named_kind(cfg.runtime.device)), given=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error
@@ -131,10 +131,10 @@ def own_sizes(combination: Combination) -> list:
 
     words = [f"position={combination.position}", f"model.cache={combination.cache}"]
     try:
-        plan = bench_plan(recompose("train", own=(), leave=OWN))
+        plan = bench_plan(recompose("train", verb_keys=(), leave=OWN))
     except MISTAKES:
         words.append(f"model.attend_self={combination.attend_self}")
-        plan = bench_plan(recompose("train", *words, own=(), leave=OWN))
+        plan = bench_plan(recompose("train", *words, verb_keys=(), leave=OWN))
     return list(findings_at_sizes(plan))
 
 

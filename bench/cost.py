@@ -108,7 +108,7 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
             raise ValueError(f"{key}=[]: must be a list of one or more")
     if not isinstance(cfg.checkpoint, str):  # the section that says when a training run writes one
         words = [f"variant={name}" for name in settings.variants or ()]
-        return settings, [recompose("cost", word, own=OWN) for word in words] or [cfg], None
+        return settings, [recompose("cost", word, verb_keys=OWN) for word in words] or [cfg], None
     for word in HydraConfig.get().overrides.task:
         if re.split(r"[=.@]", word.lstrip("+~"))[0] not in BESIDE_A_CHECKPOINT:
             allowed = f"allowed beside it are {', '.join(BESIDE_A_CHECKPOINT)}"

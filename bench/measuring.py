@@ -43,7 +43,7 @@ def measure_together(tasks: Sequence[Task], *, settings, progress: Steps) -> Ite
             cells[number] = _measure([cell.task], settings=settings, progress=progress)[0]
             cells[number].facts["interleaved"] = False
     for cell in cells:
-        row = _row(cell, settings=settings, together=len(cells))
+        row = _row(cell, settings=settings, n_cells=len(cells))
         progress.print(f"length {row['length']:>6,}  {row['variant']}, {row['backend']}: {row['reason'] or 'measured'}")
         if warning := busy_words(row["load"]):
             progress.print(warning)
@@ -89,7 +89,7 @@ def _same_code(new: dict, before: dict) -> bool:
     return "backend" in new and "backend" in before and all(new[key] == before[key] for key in keys)
 
 
-def _row(cell: _Measured, *, settings, together: int) -> dict:
+def _row(cell: _Measured, *, settings, n_cells: int) -> dict:
     """What was measured, with every key that a row of this kind has; None where the cell did not get that far."""
     task, batch = cell.task, cell.task.config["batch"]
     assert "source" in cell.facts, f"no provenance: {cell.reason}"
@@ -105,7 +105,7 @@ def _row(cell: _Measured, *, settings, together: int) -> dict:
         "checkpoint": task.weights,
         "status": cell.status or "measured",
         "reason": cell.reason,
-        "interleaved": together > 1,
+        "interleaved": n_cells > 1,
         "time": times,
     }
     nothing = dict.fromkeys(("evaluation_backend", "backend_choice", "parameters", "spans", "spans_from", "flops"))

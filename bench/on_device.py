@@ -46,11 +46,11 @@ def _kind(cfg: DictConfig) -> str:
     return runtime.device_kind(parse(RuntimeSettings, cfg.runtime, key="runtime"))
 
 
-def report(cfg: DictConfig, *, typed: set[str], own: tuple[str, ...]) -> bool:
+def report(cfg: DictConfig, *, typed: set[str], verb_keys: tuple[str, ...]) -> bool:
     """Print it; False where something fails, and ValueError where every case is refused. ``typed`` are keys on the command line,
-    and ``own`` those of the command, which no plan has."""
+    and ``verb_keys`` those of the command, which no plan has."""
     outcomes = Counter()
-    for label, config in _cases(cfg, typed=typed, own=own):
+    for label, config in _cases(cfg, typed=typed, verb_keys=verb_keys):
         outcome, detail = _case(config)
         print(f"{outcome}  {label}: {detail}", flush=True)
         outcomes[outcome] += 1
@@ -62,7 +62,7 @@ def report(cfg: DictConfig, *, typed: set[str], own: tuple[str, ...]) -> bool:
     return not outcomes["FAIL"]
 
 
-def _cases(cfg: DictConfig, *, typed: set[str], own: tuple[str, ...]) -> Iterator[tuple[str, DictConfig]]:
+def _cases(cfg: DictConfig, *, typed: set[str], verb_keys: tuple[str, ...]) -> Iterator[tuple[str, DictConfig]]:
     """Labels and configurations, in small sizes; what was typed is not varied."""
     positioned = "recipe" in typed or any(key.partition(".")[0] == "position" for key in typed)
     position = HydraConfig.get().runtime.choices.position if positioned else None
@@ -75,7 +75,7 @@ def _cases(cfg: DictConfig, *, typed: set[str], own: tuple[str, ...]) -> Iterato
     ):
         words = [f"position={scheme}", f"model.cache={kind}", f"runtime.backend={backend}", "model.dropout=0.0"]
         words += [f"runtime.precision={precision}", f"runtime.compile={compiled}", *SIZES[_kind(cfg)].split()]
-        config = recompose("check", *words, own=own)
+        config = recompose("check", *words, verb_keys=verb_keys)
         for node in (node for node in config.variant.values() if isinstance(node, DictConfig)):
             for key, value in SMALL.items():
                 if OmegaConf.select(node, key) is not None:

@@ -99,7 +99,7 @@ def make_entries(settings: PeerSettings) -> list[Entry]:
     for name, node in nodes.items():
         node = {"peer": None, "words": "", "spans": None} | node if isinstance(node, dict) else node
         asked = parse(EntrySettings, node, key=f"entries.{name}")
-        plan = bench_plan(recompose("peers", *asked.words.split(), own=tuple(PeerSettings.__dataclass_fields__)))
+        plan = bench_plan(recompose("peers", *asked.words.split(), verb_keys=tuple(PeerSettings.__dataclass_fields__)))
         if asked.peer is None:
             plan.make_model()  # complains before anything runs
         elif asked.peer not in PACKAGES:

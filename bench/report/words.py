@@ -27,10 +27,10 @@ def protocol_words(rows: Sequence[dict]) -> str:
     span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
     part = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
     chosen = protocol["selection_bytes"]
-    apart = f"the last {chosen:,} bytes of valid (at most half)" if chosen else "the second half of valid"
+    selection = f"the last {chosen:,} bytes of valid (at most half)" if chosen else "the second half of valid"
     context = " to ".join(f"{n_bytes:,}" for n_bytes in dict.fromkeys((contexts[0], contexts[-1])))
     return (
-        f"{part} scored once, {apart} choose the weights and are left out, streamed with carried state in "
+        f"{part} scored once, {selection} choose the weights and are left out, streamed with carried state in "
         f"{count_of(protocol['streams'], 'stream')}, each after {context} bytes of "
         f"unscored context, segment {protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
         f"{'dropped' if protocol['drop_newlines'] else 'kept'}"
