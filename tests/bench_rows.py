@@ -136,9 +136,9 @@ def write_trial(
     folder = write_run(outputs, variant=variant, seed=seed, bits=bits or 9.0, config=config, **scores | changes)
     record = folder / "record.jsonl"
     first, *others = record.read_text().splitlines()
-    own = {"purpose": scores["purpose"], "point": scores["point"]}
+    chosen = {"purpose": scores["purpose"], "point": scores["point"]}
     others = [row for row in others if trial is None or json.loads(row)["kind"] != "test"]
-    record.write_text("\n".join([json.dumps(json.loads(first) | own), *others]) + "\n")
+    record.write_text("\n".join([json.dumps(json.loads(first) | chosen), *others]) + "\n")
     return folder
 
 

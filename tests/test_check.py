@@ -74,10 +74,10 @@ def test_more_flops_than_are_executed_are_caught():
 
 def test_ideal_flops_of_next_to_nothing_are_caught_or_excused():
     """A feed-forward beside it is most of the layer."""
-    beside = ("+variant.feed_forward={_target_: variants.feed_forward.FeedForward, _partial_: true}",)
+    with_feed_forward = ("+variant.feed_forward={_target_: variants.feed_forward.FeedForward, _partial_: true}",)
 
     def of(cls: type) -> Plan:
-        return shrunk(toy(cls, *beside, "variant.layers=[toy,feed_forward]"))
+        return shrunk(toy(cls, *with_feed_forward, "variant.layers=[toy,feed_forward]"))
 
     broken, excused = ideal_beside_executed(of(SaysOne)), ideal_beside_executed(of(SaysWhy))
     detail = (
@@ -102,11 +102,11 @@ def quick(monkeypatch) -> list[Plan]:
     """Plans that were to be checked; each keeps its one promise."""
     asked = []
 
-    def kept(plan: Plan) -> list[Finding]:
+    def passes(plan: Plan) -> list[Finding]:
         asked.append(plan)
         return [Finding("a promise", True, "kept")]
 
-    monkeypatch.setattr("bench.conformance.findings", kept)
+    monkeypatch.setattr("bench.conformance.findings", passes)
     monkeypatch.setattr("harness.loop.admission.findings_at_sizes", lambda plan: [])
     return asked
 

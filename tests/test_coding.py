@@ -18,16 +18,16 @@ def test_a_coder_gives_back_what_it_was_given_at_the_cost_of_its_frequencies():
     counts = 1 + weights.astype(np.int64)
     counts[:, -1] += TOTAL - counts.sum(axis=1)
     ends = counts.cumsum(axis=1)
-    symbols = [int(draw.choice(257, p=own / TOTAL)) for own in counts]
-    symbols[::50] = [int(own.argmin()) for own in counts[::50]]  # what costs 24 bits
+    symbols = [int(draw.choice(257, p=row / TOTAL)) for row in counts]
+    symbols[::50] = [int(row.argmin()) for row in counts[::50]]  # what costs 24 bits
     encoder = Encoder()
-    for own, symbol in zip(ends, symbols, strict=True):
-        encoder.code(own, symbol)
+    for row, symbol in zip(ends, symbols, strict=True):
+        encoder.code(row, symbol)
     code = encoder.finish()
     assert Encoder().finish() == b""
     decoder = Decoder(code)
-    assert [decoder.code(own, 0) for own in ends] == symbols
-    bits = sum(BITS - math.log2(own[symbol]) for own, symbol in zip(counts, symbols, strict=True))
+    assert [decoder.code(row, 0) for row in ends] == symbols
+    bits = sum(BITS - math.log2(row[symbol]) for row, symbol in zip(counts, symbols, strict=True))
     assert bits <= 8 * len(code) + 1e-6 and 8 * len(code) <= bits + 8 + 2000 * 2**-23
 
 

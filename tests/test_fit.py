@@ -78,11 +78,11 @@ def test_predictions_are_what_is_measured():
 
 
 def test_split_has_the_closed_forms():
-    own = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
-    split, model = predict(own)["split"], own.make_model()
+    made = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
+    split, model = predict(made)["split"], made.make_model()
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     assert split["parameters"] == parameter_bytes(model) + buffers
-    optimizers = own.make_optimizers(model)
+    optimizers = made.make_optimizers(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step(0.5)
@@ -105,8 +105,8 @@ def test_streams_scale_the_peak_and_learned_spans_are_projected():
 
 @pytest.mark.parametrize("variant", ["dynamic_span", "product_key_memory"])
 def test_what_depends_on_values_is_predicted_for_a_gpu(variant):
-    own = plan(f"variant={variant}", *small(variant), *TINY[:-3], "runtime.device=cuda", "runtime.checkpoint=layers")
-    assert predict(own)["predicted_peak_bytes"] > 0
+    made = plan(f"variant={variant}", *small(variant), *TINY[:-3], "runtime.device=cuda", "runtime.checkpoint=layers")
+    assert predict(made)["predicted_peak_bytes"] > 0
 
 
 def test_on_a_gpu_attention_keeps_no_scores():

@@ -76,7 +76,7 @@ def jobs(words: list[str]) -> list[list[str]]:
 
 def trainings(typed: list[list[str]], *words: str) -> list[list[str]]:
     """The words of the training commands that begin with these."""
-    return [own for script, *own in typed if script == "train.py" and tuple(own[: len(words)]) == words]
+    return [words_of for script, *words_of in typed if script == "train.py" and tuple(words_of[: len(words)]) == words]
 
 
 def placed(words: list[str]) -> bool:
@@ -104,11 +104,11 @@ def test_every_other_command_composes(typed):
         if verb == "check":  # as its own small model has them
             words += [word for name in words if name.startswith("variant=") for word in fitting(name.partition("=")[2])]
         cfg = compose_config(*words, name=verb)
-        own = own_keys(cfg, *KEYS[verb])
+        settings = own_keys(cfg, *KEYS[verb])
         if verb in SETTINGS:
-            parse(SETTINGS[verb], own, key="")
+            parse(SETTINGS[verb], settings, key="")
         if verb == "check":
-            assert own["agree"] is None
+            assert settings["agree"] is None
         assert plan_run(cfg).runtime.device == "cuda", words
 
 
@@ -137,5 +137,5 @@ def test_the_leaderboard_is_of_one_size_and_its_controls_train_as_long(typed):
         backends = {s.backend(torch.device("cuda"), training=True) for _, s in model.sublayers()}
         assert backends <= {"plain", "chunked", "fused", "kernel"}
     spans = [s.span.metrics({})["span"].tolist() for _, s in models[4].sublayers() if hasattr(s, "span")]
-    assert plans[4].variant == "replayed_spans" and spans == [pytest.approx(own) for own in LEARNED]
+    assert plans[4].variant == "replayed_spans" and spans == [pytest.approx(layer) for layer in LEARNED]
     assert plans[5].variant == "mhsa" and plans[5].model.span == 350

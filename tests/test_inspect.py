@@ -41,12 +41,12 @@ def test_figures_of_a_run_or_of_a_text_of_ones_own_lie_in_its_folder(trained, tm
         assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, "something is drawn"
     maps, draw = [], inspect.draw_attention
     monkeypatch.setattr(
-        inspect, "draw_attention", lambda own, path, **about: maps.append(own) or draw(own, path, **about)
+        inspect, "draw_attention", lambda layers, path, **about: maps.append(layers) or draw(layers, path, **about)
     )
     monkeypatch.setattr("harness.data.corpora.load", lambda **_: pytest.fail("data were read"))
     (tmp_path / "text").write_bytes("Grüße, $x$ <b>\0\xff with some more".encode("latin-1"))
     assert inspected(trained, f"text={tmp_path / 'text'}") == FIGURES
-    assert {name: own.shape for name, own in maps[0].items()} == {
+    assert {name: layers.shape for name, layers in maps[0].items()} == {
         f"layers.{i}.attention": (2, 24, 24) for i in range(2)
     }
 

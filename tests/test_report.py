@@ -60,10 +60,10 @@ def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
 def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
     write_run(tmp_path, variant="mhsa")
     change(write_run(tmp_path, variant="adaptive_span"), **changes)
-    found = tables(tmp_path)
-    shown = [{*column(found[name], "variant")} - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
+    made = tables(tmp_path)
+    shown = [{*column(made[name], "variant")} - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
     assert sorted(map(sorted, shown)) == [["adaptive_span"], ["mhsa"]]
-    assert "less the reference, bits" not in headings(found["runs-1"])
+    assert "less the reference, bits" not in headings(made["runs-1"])
 
 
 NUMERICS = {"variant": 1, "shared": 1}
@@ -133,16 +133,16 @@ def test_every_look_at_test_is_counted_of_failed_runs_and_later_evaluations_too(
 
 def test_differences_from_the_reference_are_of_equal_seeds_and_judged_together(tmp_path):
     """Of one t test p is 0.0027 and 0.0055: the smaller twice by Holm, and the interval is of each alone."""
-    for variant, apart in (("mhsa", (0, 0, 0, 5)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):
-        for seed, difference in enumerate(apart):
+    for variant, shifts in (("mhsa", (0, 0, 0, 5)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):
+        for seed, difference in enumerate(shifts):
             write_run(tmp_path, variant=variant, seed=seed, bits=2.0 + seed + difference, test_bits_per_byte=None)
-    found = tables(tmp_path)["runs-1"]
-    cells = zip(*(column(found, name) for name in ("pairs", "less the reference, bits", "p", "verdict")), strict=True)
-    shown = dict(zip(column(found, "variant"), cells, strict=True))
-    assert found.caption.startswith("Differences are from mhsa on valid.")
+    made = tables(tmp_path)["runs-1"]
+    cells = zip(*(column(made, name) for name in ("pairs", "less the reference, bits", "p", "verdict")), strict=True)
+    shown = dict(zip(column(made, "variant"), cells, strict=True))
+    assert made.caption.startswith("Differences are from mhsa on valid.")
     assert shown["local"] == ("3", "+0.1100 ± 0.0248", "0.0055", "worse") and shown["mhsa"] == ("",) * 4
     assert shown["linear"][3] == "not separated" and float(shown["linear"][2]) > 0.05
-    assert column(found, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
+    assert column(made, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
 
 
 def test_a_pick_is_made_on_tuning_seeds_which_report_nothing(tmp_path):
@@ -152,14 +152,14 @@ def test_a_pick_is_made_on_tuning_seeds_which_report_nothing(tmp_path):
             score = None if (trial, seed) == (2, 101) else bits + seed / 1e4
             point = {"optim.lr": 0.99 if trial == 1 else 0.5}
             write_trial(tmp_path, rate=rate, seed=seed, bits=score, trial=trial, point=point)
-    found = tables(tmp_path)["picked-1"]
-    (flags,) = column(found, "flags")
+    shown = tables(tmp_path)["picked-1"]
+    (flags,) = column(shown, "flags")
     assert all(flag in flags for flag in ("high end of optim.lr", "1 run without a score"))
-    assert column(found, "picked") == ["optim.lr=0.003"]
+    assert column(shown, "picked") == ["optim.lr=0.003"]
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
     spoilt = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
-    found = tables(tmp_path)
-    results = next(table for name, table in found.items() if name.startswith("runs-"))
+    shown = tables(tmp_path)
+    results = next(table for name, table in shown.items() if name.startswith("runs-"))
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
     assert any(spoilt.name in note for note in results.notes)
 
@@ -224,12 +224,12 @@ def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_
     )
     rows = [peer_row(reference_in_check=0.9), peer_row(name="mhsa"), peer_row(job="another")]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
-    found = tables(tmp_path)
-    assert sorted(found) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(found["cost-2"].rows) == 1
-    assert column(found["cost-1"], "step, ms") == ["2.00", "51.20"]
-    assert column(found["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
-    assert column(found["peers-1"], "of the reference model") == ["1.000", "1.000"]
-    assert any("0.900 of the speed of x-transformers: too slow" in note for note in found["peers-1"].notes)
+    shown = tables(tmp_path)
+    assert sorted(shown) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(shown["cost-2"].rows) == 1
+    assert column(shown["cost-1"], "step, ms") == ["2.00", "51.20"]
+    assert column(shown["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
+    assert column(shown["peers-1"], "of the reference model") == ["1.000", "1.000"]
+    assert any("0.900 of the speed of x-transformers: too slow" in note for note in shown["peers-1"].notes)
 
 
 def mutated(random: Random, row: dict) -> dict:
@@ -266,9 +266,9 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
         shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
         (run / "summary.json").write_text(json.dumps(summary | shared))
     (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read([folder])
-    verbs = len(found.frame) - len(found.frame[found.frame["kind"].isin(("run", "failed"))])
-    assert verbs + sum(str(path) in reason for reason in found.refused) == 6
-    for table in (*all_tables(found), *every_run(found.of("run"))):
+    shown = read([folder])
+    verbs = len(shown.frame) - len(shown.frame[shown.frame["kind"].isin(("run", "failed"))])
+    assert verbs + sum(str(path) in reason for reason in shown.refused) == 6
+    for table in (*all_tables(shown), *every_run(shown.of("run"))):
         assert all(len(row) == len(table.columns) for row in table.rows)
         to_csv(table).encode("utf-8")

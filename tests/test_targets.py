@@ -51,13 +51,13 @@ class BadAnnotation(Sublayer):
         super().__init__()
 
 
-def node(target=Attention, **given):
+def node(target=Attention, **keywords_of):
     path = target if isinstance(target, str) else f"{target.__module__}.{target.__name__}"
-    return {"_target_": path, "_partial_": True, **given}
+    return {"_target_": path, "_partial_": True, **keywords_of}
 
 
-def made(given, kind=Sublayer, trust=MINE):
-    return resolve(given, key="variant.attention", kind=kind, trust=trust)
+def made(keywords_of, kind=Sublayer, trust=MINE):
+    return resolve(keywords_of, key="variant.attention", kind=kind, trust=trust)
 
 
 def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
@@ -128,9 +128,9 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
         ({"size": 3}, "size=3: no such key of Mine; allowed are needed, rate"),
     ],
 )
-def test_other_values_are_refused_by_key(given, message):
+def test_other_values_are_refused_by_key(keywords_of, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        made(node(Mine, **{"needed": 1} | given))
+        made(node(Mine, **{"needed": 1} | keywords_of))
     assert str(caught.value).startswith("variant.attention.")
 
 

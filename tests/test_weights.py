@@ -34,8 +34,8 @@ def without_gradient(model: nn.Module, step) -> list[str]:
 
 
 def task(variant: str, *words: str, **more) -> Task:
-    own = made(variant, *words)
-    return Task(config=own.config, span=own.model.span, **more)
+    measured = made(variant, *words)
+    return Task(config=measured.config, span=measured.model.span, **more)
 
 
 def subject(variant: str, *words: str) -> Subject:
@@ -55,16 +55,16 @@ def test_every_parameter_gets_a_gradient_in_the_step_that_bench_cost_times(varia
 @pytest.mark.parametrize("name", [None, *PACKAGES])
 def test_and_in_that_of_a_peer(name):
     need(name is None or version(PACKAGES[name]), f"{PACKAGES.get(name)}: {INSTALL}")
-    own = Worker(task("mhsa", peer=name))
-    own.weigh()
-    assert not without_gradient(own.model, own._train)
+    measured = Worker(task("mhsa", peer=name))
+    measured.weigh()
+    assert not without_gradient(measured.model, measured._train)
 
 
 def test_without_shaking_most_parameters_get_none(monkeypatch):
     monkeypatch.setattr("bench.cost_worker.shake_", lambda model: None)
-    own = subject("adaptive_span")
-    own.train_memory()
-    assert len(without_gradient(own.model, own._train)) > 20
+    measured = subject("adaptive_span")
+    measured.train_memory()
+    assert len(without_gradient(measured.model, measured._train)) > 20
 
 
 def test_shaking_is_the_same_at_every_call_and_leaves_spans_alone(monkeypatch):
