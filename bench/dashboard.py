@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from bench import CONF
 from harness.compose.cli import run_command
 
-OF_CONFIG = "config:"  # begins the name of a key of the configuration: config:optim.lr
 COLUMNS = 3  # panels side by side
 
 
@@ -53,10 +52,6 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
             patterns = "|".join(pattern_of(metric) for metric in y if "*" in metric) or None
             options |= {"y": [metric for metric in y if "*" not in metric], "metric_regex": patterns}
             options |= {"smoothing_type": "none"}
-        elif type == "ParallelCoordinatesPlot":
-            keys = {metric: metric.removeprefix(OF_CONFIG) for metric in y}
-            metrics = [(wr.SummaryMetric if key == metric else wr.Config)(key) for metric, key in keys.items()]
-            options["columns"] = [wr.ParallelCoordinatesPlotColumn(metric=metric) for metric in metrics]
         elif type == "ScatterPlot":
             options |= {"x": wr.SummaryMetric(options["x"]), "y": wr.SummaryMetric(*y)}
         elif y:

@@ -71,8 +71,8 @@ def _measure(tasks: Sequence[Task], *, settings, progress: Steps) -> list[_Measu
         meter = load_meter(cells[0].facts)
         how = {"rounds": settings.rounds, "progress": progress, "seconds": settings.seconds}
         for kind in KINDS if cells[0].facts.get("device_kind") == "cpu" else KINDS[:2]:
-            for cell, ms in in_turn(cells, "times", kind, spent_ms=lambda c, kind=kind: sum(c.times[kind]), **how):
-                cell.times[kind] += ms or []
+            for cell, ms in in_turn(cells, "times", kind, **how):
+                cell.times[kind] += ms
         load = meter.read()
         for cell in cells:
             progress.doing(f"{cell.name}: FLOPs")

@@ -57,11 +57,6 @@ class Entry(Asked):
     rounds: list[list[float]] = field(default_factory=list)  # milliseconds of each step, by round
     load: dict | None = None  # what others took of the machine while the rounds went on
 
-    @property
-    def spent_ms(self) -> float:
-        """In steps that were timed."""
-        return sum(map(sum, self.rounds))
-
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="peers")
 def main(cfg: DictConfig) -> None:
@@ -131,8 +126,7 @@ def compete(entries: list[Entry], *, rounds: int, seconds: float, progress) -> N
             progress.print(f"{entry.name}: " + (f"{entry.status}: {entry.reason}" if entry.status else "ready"))
             progress.advance(1 + rounds if entry.status else 1)
         meter = load_meter(entries[0].identity)
-        how = {"rounds": rounds, "progress": progress, "spent_ms": lambda entry: entry.spent_ms}
-        for entry, times_ms in in_turn(entries, "round", seconds, **how):
+        for entry, times_ms in in_turn(entries, "round", seconds, rounds=rounds, progress=progress):
             entry.rounds += [times_ms] if times_ms else []
             progress.advance()
         load = meter.read()
