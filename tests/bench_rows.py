@@ -17,10 +17,7 @@ METRICS = {
     "adaptive_span": {"layers.0.attention.span": [4.0, 90.0], "layers.1.attention.span": [0.0, 300.0]},
     "product_key_memory": {"layers.1.memory.usage": 0.8, "layers.1.memory.kl": 0.6},
 }
-COMPRESSORS = {
-    "valid": {"gzip": 3.04, "bzip2": 2.58, "xz": 2.71},
-    "test": {"gzip": 3.0, "bzip2": 2.5, "xz": 2.7},
-}
+COMPRESSORS = {"valid": {"gzip": 3.04, "bzip2": 2.58, "xz": 2.71}, "test": {"gzip": 3.0, "bzip2": 2.5, "xz": 2.7}}
 
 
 def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = None) -> dict:

@@ -11,16 +11,7 @@ import pandas as pd
 
 from bench.report.compare import cost_ground, results, with_arms
 from bench.report.frame import Rows
-from bench.report.style import (
-    LINES,
-    finish,
-    legend,
-    looks,
-    memory_unit,
-    plain_number,
-    styled,
-    value_axis,
-)
+from bench.report.style import LINES, finish, legend, looks, memory_unit, plain_number, styled, value_axis
 from bench.report.tables import bits_by_seed, compare, summed
 from bench.report.words import budget_words, data_words, machine_words
 from harness.record import drawing
