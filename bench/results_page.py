@@ -133,7 +133,7 @@ def bits_table(runs: pd.DataFrame) -> str:
     rows = []
     for name, same in best_first(runs):
         scores = [len(same), interval(same["test"]), difference(runs, name), interval(same["valid"])]
-        means = same[["flops", "state", "peak"]].mean() / (1e6, KIB, MIB)
+        means = same[["flops", "state", "peak"]].mean() / [1e6, KIB, MIB]
         costs = [f"{means['flops']:.2f}", f"{means['state']:,.0f}", f"{means['peak']:,.0f}"]
         rows.append([f"`{name}`", *scores, f"{same['rate'].iloc[0]:g}", *costs, f"{same['parameters'].iloc[0]:,.0f}"])
     heads = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "rate", "MFLOP/byte", "state, KiB", "peak, MiB"]
