@@ -11,9 +11,9 @@ import pandas as pd
 
 from bench.report.compare import cost_ground, results, with_arms
 from bench.report.frame import Rows
-from bench.report.style import LINES, finish, legend, looks, memory_unit, plain_number, styled, value_axis
+from bench.report.style import LINES, finish, legend, looks, plain_number, styled, value_axis
 from bench.report.tables import bits_by_seed, compare, summed
-from bench.report.words import budget_words, data_words, machine_words
+from bench.report.words import budget_words, data_words, precision_word
 from harness.record import drawing
 from harness.record.cells import count_of
 from harness.record.comparison import ground, tree_of
@@ -21,13 +21,13 @@ from harness.record.table import Drawing
 
 COSTS = {
     "ideal FLOPs per byte (forward)": "flops_per_byte.ideal",
-    "peak memory of training": "memory.peak_bytes",
+    "peak memory of training [MiB]": "memory.peak_bytes",
     "time of training [s]": "seconds",
 }
 """Horizontal axes of trade-offs; all but the first depend on the machine."""
 MEASURES = {
     "training step [ms]": "time.train_ms.p50",
-    "peak memory of training": "memory.train_peak_bytes",
+    "peak memory of training [MiB]": "memory.train_peak_bytes",
     "executed FLOPs per byte (forward)": "flops.executed_per_byte",
     "generation [ms per byte]": "time.generate_ms.p50",
 }
@@ -35,7 +35,7 @@ OF_A_LINE = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "r
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
 KINDS = ("valid", "train")
 """Rows of a learning curve: those of train where a run has no others."""
-OUT = "out of memory"
+OUT, MIB = "out of memory", 2.0**20
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
@@ -60,12 +60,12 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     shown = {label: key for label, key in shown.items() if alone or "FLOPs" in label}
     if not rows or not shown:
         return
-    look, machine = looks(row["variant"] for row in rows), machine_words(last) if len(shown) > 1 else ""
+    look, machine = looks(row["variant"] for row in rows), _machine(last) if len(shown) > 1 else ""
     size = {"width": 3.4 * len(shown) + 2.6, "height": max(4.2, 1.4 + 0.19 * len(rows))}
     title, about = "Bits per byte against cost", f"{data_words(arms['row'])}\n{machine}".strip()
     figure, axes = drawing.panels(1, len(shown), title=title, subtitle=about, **size)
     for ax, (label, key) in zip(axes, shown.items(), strict=True):
-        divisor, label = memory_unit(label, max(row[key] for row in rows))
+        divisor = MIB if "MiB" in label else 1.0
         for row in rows:
             style, seeds, x = look[row["variant"]], bits_by_seed(row["runs"], split), row[key] / divisor
             ax.vlines(x, seeds.min(), seeds.max(), color=style["color"], linewidth=1)
@@ -133,10 +133,10 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
     dashes = {one: LINES[place % len(LINES)] for place, one in enumerate(sorted(set(ran)))}
     title = f"Cost against length of context: {first['mode']}, {count_of(first['streams'], 'stream')}"
     size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * lines["line"].nunique())}
-    figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{machine_words(first)}\n{data_words([first])}", **size)
+    figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{_machine(first)}\n{data_words([first])}", **size)
     for ax, (label, key) in zip(axes, MEASURES.items(), strict=True):
         values = rows[key].dropna() if key in rows else pd.Series(dtype=float)
-        divisor, label = memory_unit(label, values.max() if len(values) else 0.0)
+        divisor = MIB if "MiB" in label else 1.0
         for line, cells in lines.groupby("line", sort=False):
             style = look[cells["variant"].iloc[0]] | {"linestyle": dashes[cells["ran"].iloc[0]]}
             middle = cells.groupby("length")[key].median().dropna() if key in cells else values[:0]
@@ -150,3 +150,7 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
         legend(ax)
     caption = "Medians against the length, both axes logarithmic; x at the upper edge: out of memory."
     return finish(figure, name=name, title=title, caption=caption)
+
+
+def _machine(row: dict) -> str:
+    return f"{row['device']}, {row['threads']} threads, {precision_word(row)}{', compiled' * row['compile']}"

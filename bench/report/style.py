@@ -90,10 +90,3 @@ def draw_recall(ax: Axes, heat: pd.DataFrame) -> None:
 def plain_number(value: float, _position: int | None = None) -> str:
     """``0.02``, ``512``, ``3 M``: short, and never a power of ten to be worked out."""
     return f"{value:g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else EngFormatter(sep=" ")(value)
-
-
-def memory_unit(label: str, largest: float) -> tuple[float, str]:
-    """What to divide by, and the label with the unit, GiB = 2^30 or MiB = 2^20 bytes; only memory has one to choose."""
-    if "memory" not in label:
-        return 1.0, label
-    return (2.0**30, f"{label} [GiB]") if largest >= 2**30 else (2.0**20, f"{label} [MiB]")

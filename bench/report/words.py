@@ -56,14 +56,6 @@ def ground_words(row: dict) -> str:
     return ", ".join(filter(None, [*words, *(f"{k}={v}" for k, v in (row.get("environment") or {}).items())]))
 
 
-def machine_words(row: dict) -> str:
-    """``ground_words`` as short as a figure's second line has to be."""
-    threads = f", {count_of(row['threads'], 'thread')}" if row["device_kind"] == "cpu" else ""
-    many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
-    compiled = ", compiled" if row["compile"] else ""
-    return f"{many}{row['device']}{threads}, {precision_word(row)}{compiled}, torch {row['versions'].get('torch', '?')}"
-
-
 def precision_word(row: dict) -> str:
     """``float32``, ``bfloat16``, or ``float32 with TF32``, whose products are of shorter factors."""
     return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
