@@ -51,13 +51,13 @@ class BadAnnotation(Sublayer):
         super().__init__()
 
 
-def node(target=Attention, **keywords_of):
+def node(target=Attention, **options):
     path = target if isinstance(target, str) else f"{target.__module__}.{target.__name__}"
-    return {"_target_": path, "_partial_": True, **keywords_of}
+    return {"_target_": path, "_partial_": True, **options}
 
 
-def made(keywords_of, kind=Sublayer, trust=MINE):
-    return resolve(keywords_of, key="variant.attention", kind=kind, trust=trust)
+def made(options, kind=Sublayer, trust=MINE):
+    return resolve(options, key="variant.attention", kind=kind, trust=trust)
 
 
 def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
@@ -111,7 +111,7 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"needed": 2.5}, "needed=2.5: must be an integer"),
         ({"pair": [0.9]}, "pair=[0.9]: must be a list"),
@@ -123,9 +123,9 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
         ({"size": 3}, "size=3: no such key of Mine; allowed are needed, rate"),
     ],
 )
-def test_other_values_are_refused_by_key(keywords_of, message):
+def test_other_values_are_refused_by_key(options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        made(node(Mine, **{"needed": 1} | keywords_of))
+        made(node(Mine, **{"needed": 1} | options))
     assert str(caught.value).startswith("variant.attention.")
 
 
