@@ -21,7 +21,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -30,11 +30,7 @@ from omegaconf import DictConfig
 from bench import CONF
 from harness.compose.cli import MISTAKES, explain, run_command
 
-if TYPE_CHECKING:  # torch and all that needs it is imported late, so that a wrong word is answered at once
-    from harness.plan.build import Plan
-    from variants.conformance import Finding
-
-OWN = ("verbose", "agree")
+OWN = ("agree",)
 UNSEEN = "A kept contract is not a right mechanism: whether it is its paper's, only a reference tells, as in tests/reference."
 BROKEN: list[str] = []
 """Variants that broke a promise in this process: a sweep's other jobs run before it ends with exit code 1."""
@@ -55,12 +51,10 @@ class Combination(NamedTuple):
 @hydra.main(version_base="1.3", config_path=CONF, config_name="check")
 def main(cfg: DictConfig) -> None:
     from bench.conformance import findings
-    from bench.on_device import report, settings_of
-    from harness.plan.settings import checked
+    from bench.on_device import report, wanted
 
-    verbose, name = checked(cfg.verbose, bool, key="verbose"), cfg.variant.name
-    typed = {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
-    settings = settings_of(cfg)
+    name, typed = cfg.variant.name, {word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task}
+    on_device = wanted(cfg)
     broken: dict[Combination, set[str]] = {}
     refused: list[str] = []
     for combination, plan in combinations(cfg, typed=typed):
@@ -68,10 +62,10 @@ def main(cfg: DictConfig) -> None:
             error = plan
             refused.append(f"refused  {combination}: {explain(plan)}\n")
             continue
-        broken[combination] = _show(str(combination), findings(plan), verbose=verbose)
+        broken[combination] = _show(str(combination), findings(plan))
     if not broken:
         raise error
-    at_sizes = _show("sizes of the run", own_sizes(next(iter(broken))), verbose=verbose)
+    at_sizes = _show("sizes of the run", own_sizes(next(iter(broken))))
     print(*refused, sep="", end="")
     outcome = "keeps the contract in"
     if promises := at_sizes.union(*broken.values()):
@@ -80,21 +74,21 @@ def main(cfg: DictConfig) -> None:
         outcome += f" {list(broken.values()).count(set())} of"
     others = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {len(broken)} combination{'s' * (len(broken) > 1)}{others}")
-    if settings is not None and not report(cfg, settings, typed=typed, own=OWN):
+    if on_device and not report(cfg, typed=typed, verb_keys=OWN):
         BROKEN.append(name)
     print(UNSEEN)
 
 
-def _show(what: str, findings: "list[Finding]", *, verbose: bool) -> set[str]:
-    """Print a line, and the broken promises below it, or all; returns the broken ones."""
+def _show(what: str, findings: list) -> set[str]:
+    """Print a line, and the broken promises below it; returns these."""
     breaks = [finding for finding in findings if not finding.passed]
     count = f"{len(breaks)} of {len(findings)} promises broken" if breaks else f"{len(findings)} promises"
     print(f"{'FAIL' if breaks else 'pass'}  {what}: {count}")
-    print(*(f"  {finding}\n" for finding in (findings if verbose else breaks)), sep="", end="", flush=True)
+    print(*(f"  {finding}\n" for finding in breaks), sep="", end="", flush=True)
     return {finding.promise for finding in breaks}
 
 
-def combinations(cfg: DictConfig, *, typed: set[str]) -> "Iterator[tuple[Combination, Plan | Exception]]":
+def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
     """All that the typed words leave open: each combination, and its plan or why it is refused.
 
     Args:
@@ -117,10 +111,10 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> "Iterator[tuple[Combina
     ):
         combination = Combination(position, cache, str(attend_self).lower())
         try:
-            own = copy.deepcopy(composed(position))
-            own.model.cache, own.model.attend_self = cache, attend_self
-            own_keys(own, *OWN)
-            plan = with_small(of_mechanism(bench_plan(own), named_kind(cfg.runtime.device)), given=typed)
+            config = copy.deepcopy(composed(position))
+            config.model.cache, config.model.attend_self = cache, attend_self
+            own_keys(config, *OWN)
+            plan = with_small(of_mechanism(bench_plan(config), named_kind(cfg.runtime.device)), given=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error
@@ -130,17 +124,17 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> "Iterator[tuple[Combina
             yield combination._replace(backend="plain"), in_plain(plan)
 
 
-def own_sizes(combination: Combination) -> "list[Finding]":
+def own_sizes(combination: Combination) -> list:
     """What the plan that ``train.py`` makes of the typed words promises at its sizes; in this combination where it is refused."""
     from bench.planning import bench_plan, recompose
     from harness.loop.admission import findings_at_sizes
 
     words = [f"position={combination.position}", f"model.cache={combination.cache}"]
     try:
-        plan = bench_plan(recompose("train", own=(), leave=OWN))
+        plan = bench_plan(recompose("train", verb_keys=(), leave=OWN))
     except MISTAKES:
         words.append(f"model.attend_self={combination.attend_self}")
-        plan = bench_plan(recompose("train", *words, own=(), leave=OWN))
+        plan = bench_plan(recompose("train", *words, verb_keys=(), leave=OWN))
     return list(findings_at_sizes(plan))
 
 

@@ -84,11 +84,11 @@ def _answers(model: LanguageModel, weights: Weights, x: Tensor, names: dict) -> 
     table may have a row for each visible key."""
     states, parts = dict.fromkeys(names), []
     start = torch.zeros(len(x), dtype=torch.int64)
-    for own, part in zip(weights, x.chunk(2, dim=1), strict=True):
+    for loaded, part in zip(weights, x.chunk(2, dim=1), strict=True):
         for name, parameter in model.named_parameters():
-            if name in own:
-                common = tuple(map(slice, map(min, zip(parameter.shape, own[name].shape, strict=True))))
-                parameter[common] = own[name][common]
+            if name in loaded:
+                common = tuple(map(slice, map(min, zip(parameter.shape, loaded[name].shape, strict=True))))
+                parameter[common] = loaded[name][common]
         model.project_()
         outputs = {name: s(part, states[name], start) for name, s in model.sublayers() if name in names}
         states, start = {name: out.state for name, out in outputs.items()}, start + part.shape[1]

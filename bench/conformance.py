@@ -84,7 +84,7 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
         fast = replace(plan, model=replace(plan.model, span=span))
         if span != asked and not runs(fast):
             break
-        subjects = (Subject(own.make_model, span, plan.data["vocabulary"]) for own in (fast, in_plain(fast)))
+        subjects = (Subject(made.make_model, span, plan.data["vocabulary"]) for made in (fast, in_plain(fast)))
         finding = finding_of(f"the {backend} backend equals the plain one", equal_backends, *subjects)
         finding = replace(finding, detail=f"span {span}, {finding.detail}")
         if not finding.passed:

@@ -6,8 +6,8 @@ so that all of a length share the machine's moods. Out of memory is a row. Rows 
 ``outputs/bench/<time>-cost/rows.jsonl``, or to ``rows=FILE``; a variant that has a row there of the same mode and length
 is skipped.
 
-On a CPU each is there twice: freed memory is kept by the process, or returned to the system. Weights are shaken, because
-hardware is quicker on zeros, and learned spans are those that a run has learned, in keys, at every length.
+Weights are shaken, because hardware is quicker on zeros, and learned spans are those that a run has learned, in keys, at
+every length.
 
 ``mode=cold``: segment = span = length and nothing carried, so that growth with context is visible. ``mode=stream``: the
 segment stays, the span is the length, and streams carry a full state. FLOPs per byte are warm in both.
@@ -28,7 +28,7 @@ from bench import CONF
 from harness.compose.cli import run_command
 from harness.plan.settings import RuntimeSettings, parse
 
-BACKEND, ALLOCATOR = (RuntimeSettings.__annotations__[key] for key in ("backend", "allocator"))
+BACKEND = RuntimeSettings.__annotations__["backend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,7 @@ class CostSettings:
     lengths: list[Annotated[int, Gt(0)]]
     mode: Literal["cold", "stream"]
     backends: list[BACKEND]
-    spans: list[Literal["learned", "one_long", "initial"]]
-    allocators: list[ALLOCATOR]
+    spans: Literal["learned", "initial"]
     streams: Annotated[int, Gt(0)]
     rounds: Annotated[int, Gt(0)]
     seconds: Annotated[float, Gt(0)]
@@ -71,21 +70,20 @@ def main(cfg: DictConfig) -> None:
     file, rows = RowFile(Path(cfg.outputs), verb="cost", path=settings.rows and Path(settings.rows)), []
     there = {(row["variant"], row["mode"], row["length"]) for row in read_rows(file.path)}
 
-    def task(config: DictConfig, length: int, backend: str, spans: str, allocator: str) -> Task:
+    def task(config: DictConfig, length: int, backend: str) -> Task:
         cell = copy.deepcopy(config)
         cell.batch.update({"streams": settings.streams, "carry": warm, "accumulate": 1})
         cell.batch.segment = cell.batch.segment if warm else length
-        cell.runtime.update({"backend": backend, "allocator": allocator})
+        cell.runtime.backend = backend
         if weights is None:
             cell.model.span = length
-        about = {"weights": weights, "spans": spans, "command": typed_command("cost")}
+        about = {"weights": weights, "spans": settings.spans, "command": typed_command("cost")}
         return Task(config=bench_plan(cell).config, warm=warm, span=length, **about)
 
     groups = []
     for length in settings.lengths:
         left = [config for config in configs if (config.variant.name, settings.mode, length) not in there]
-        cells = product(left, [length], settings.backends, settings.spans, settings.allocators)
-        groups.append([task(*cell) for cell in cells])
+        groups.append([task(*cell) for cell in product(left, [length], settings.backends)])
     with Steps(len(plans) + STEPS * sum(map(len, groups))) as progress:
         for plan in plans:
             progress.doing(f"{plan.variant}: does it keep the contract?")
@@ -105,12 +103,12 @@ def _asked(cfg: DictConfig) -> tuple[CostSettings, list[DictConfig], str | None]
     from bench.planning import open_trained, own_keys, recompose
 
     settings = parse(CostSettings, own_keys(cfg, *OWN), key="")
-    for key in ("variants", "lengths", "backends", "spans", "allocators"):
+    for key in ("variants", "lengths", "backends"):
         if (values := getattr(settings, key)) is not None and not values:
             raise ValueError(f"{key}=[]: must be a list of one or more")
     if not isinstance(cfg.checkpoint, str):  # the section that says when a training run writes one
         words = [f"variant={name}" for name in settings.variants or ()]
-        return settings, [recompose("cost", word, own=OWN) for word in words] or [cfg], None
+        return settings, [recompose("cost", word, verb_keys=OWN) for word in words] or [cfg], None
     for word in HydraConfig.get().overrides.task:
         if re.split(r"[=.@]", word.lstrip("+~"))[0] not in BESIDE_A_CHECKPOINT:
             allowed = f"allowed beside it are {', '.join(BESIDE_A_CHECKPOINT)}"

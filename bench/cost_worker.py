@@ -6,6 +6,7 @@ all its work, but weights and spans stay where they were put: shaken and at a li
 """
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from bench.measure import peak_bytes, times
+from bench.measure import times
 from bench.planning import open_trained, provenance
-from bench.weights import learned_spans, place_spans, shake_, spans_of
+from bench.weights import LEARNED, learned_spans, place_spans, shake_
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.count.memory import PeakMemory, optimizer_bytes, parameter_bytes, state_bytes
 from harness.data import corpora
@@ -47,11 +48,10 @@ class Task:
         span: what a query may see, where that differs from what the model was built for.
         warm: whether the streams carry a state as long as the window.
         weights: a run folder whose best weights are measured, or None for a fresh model.
-        spans: where a fresh model's learned spans are: ``learned``, ``one_long``, ``initial``, or the keys of each
-            head, the same in every layer.
+        spans: where a fresh model's learned spans are: ``learned``, ``initial``, or the keys of each head, the same in
+            every layer.
         command: what was typed.
-        name, peer, layer: of an entry of ``bench.peers``: its name, the package's model in place of the plan's, and the
-            sublayer that is measured alone.
+        name, peer: of an entry of ``bench.peers``: its name, and the package's model in place of the plan's.
     """
 
     config: dict
@@ -62,7 +62,6 @@ class Task:
     command: str = ""
     name: str | None = None
     peer: str | None = None
-    layer: str | None = None
 
 
 class Subject:
@@ -111,7 +110,11 @@ class Subject:
     def inference_memory(self) -> dict:
         """Peak of an evaluation, before anything for training is there, and the state that one stream carries."""
         self._evaluate()
-        peak = peak_bytes(self._evaluate, device=self.device, meter=self.meter)
+        gc.collect()
+        self.meter.reset()
+        self._evaluate()
+        self.runtime.synchronise()
+        peak = self.meter.read()
         self._generate()
         carried, self._generated = state_bytes(self._generated[1]), None
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
@@ -124,22 +127,21 @@ class Subject:
         peak = self.step_peak()
         return {
             "parameter_bytes": parameter_bytes(self.model),
-            "touched_bytes": self.model.touched_parameters() * next(self.model.parameters()).element_size(),
             "gradient_bytes": self.update.gradient_bytes,
             "optimizer_bytes": optimizer_bytes(optimizers.optimizers.values()),
             **peak,
         }
 
     def step_peak(self) -> dict:
-        """Peak of training steps after warm-up, and the seconds that the first ones took beyond a later one."""
-        steps = partial(times, self._train, synchronise=self.runtime.synchronise, most_seconds=0)
-        taken_ms = steps(least_calls=WARM_STEPS)
-        self.meter.reset()
-        taken_ms += steps(least_calls=MEASURED_STEPS)
+        """Peak of training steps after warm-up."""
+        for number in range(WARM_STEPS + MEASURED_STEPS):
+            if number == WARM_STEPS:
+                self.meter.reset()
+            self._train()
+        self.runtime.synchronise()
         peak = self.meter.read()
-        first_s = max(0.0, sum(taken_ms[:WARM_STEPS]) - WARM_STEPS * min(taken_ms)) / 1000
         memory = {"train_peak_bytes": peak.bytes, "peak_reserved_bytes": peak.reserved_bytes}
-        return memory | {"approximate": peak.approximate, "first_steps_s": first_s}
+        return memory | {"approximate": peak.approximate}
 
     def times(self, kind: str, *, seconds: float) -> list[float]:
         """Milliseconds of each call of ``train``, ``evaluate`` or ``generate``, for so long, and one at least.
@@ -178,7 +180,7 @@ class Subject:
         model = self.plan.make_model()
         shake_(model)
         if task.spans != "initial":
-            keys = spans_of(task.spans, span=self.span) if isinstance(task.spans, str) else [task.spans]
+            keys = LEARNED if task.spans == "learned" else [task.spans]
             place_spans(model, keys, heads=self.plan.model.heads)
         return model
 

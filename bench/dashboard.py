@@ -13,8 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from bench import CONF
 from harness.compose.cli import run_command
 
-OF_CONFIG = "config:"  # begins the name of a key of the configuration: config:optim.lr
-COLUMNS = 3  # panels beside each other
+COLUMNS = 3  # panels side by side
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="dashboard")
@@ -28,57 +27,42 @@ def main(cfg: DictConfig) -> None:
     if offline in ("offline", "disabled", "dryrun") or not wandb.login(prompt=False, verify=False):
         reason = f"WANDB_MODE={offline}" if offline else "no API key is configured"
         raise ValueError(
-            f"{reason}, so nothing is saved in W&B. For a workspace there: wandb login, wandb sync (the run's last "
-            f"line says of what), then python -m bench.dashboard entity={entity or 'YOU'} project={project}. For a "
-            "page without a server: python -m bench.report"
+            f"{reason}, so nothing is saved in W&B; wandb login first. python -m bench.report needs no server"
         )
-    sections = OmegaConf.to_container(cfg.sections)
     try:
-        made = workspace(sections, entity=entity or wandb.Api().default_entity, project=project, name=name)
-        made.save()
+        place = {"entity": entity or wandb.Api().default_entity, "project": project, "name": name}
+        saved = workspace(OmegaConf.to_container(cfg.sections), **place)
+        saved.save()
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'attention-windtunnel[dashboard]'") from error
     except Exception as error:  # whatever W&B, the network or a proxy raises is the server's, not a bug of ours
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"entity={entity} project={project}: W&B refused ({words})") from error
-    print(f"workspace: {made.url}")
+    print(f"workspace: {saved.url}")
 
 
 def workspace(sections: list[dict], *, entity: str, project: str, name: str):
-    """W&B's ``Workspace``, a live view of the project's page; nothing is sent before its ``save``."""
+    """W&B's ``Workspace``, a live view of the project's page; nothing is sent before its ``save``. A panel's ``type`` is a
+    class of W&B's, and all else its keywords, but that the metrics ``y`` of a curve may have a ``*``."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
-    def axis(metric: str):
-        key = metric.removeprefix(OF_CONFIG)
-        column = wr.Config(key) if metric.startswith(OF_CONFIG) else wr.SummaryMetric(key)
-        return wr.ParallelCoordinatesPlotColumn(metric=column, display_name=key)
+    def panel(*, type: str, y: tuple[str, ...] = (), **options):
+        if type == "LinePlot":  # a smoothed curve is another number than the one that was measured
+            patterns = "|".join(pattern_of(metric) for metric in y if "*" in metric) or None
+            options |= {"y": [metric for metric in y if "*" not in metric], "metric_regex": patterns}
+            options |= {"smoothing_type": "none"}
+        elif type == "ScatterPlot":
+            options |= {"x": wr.SummaryMetric(options["x"]), "y": wr.SummaryMetric(*y)}
+        elif y:
+            options["media_keys" if type == "MediaBrowser" else "metrics"] = y
+        return getattr(wr, type)(**options)
 
-    def drawn(*, kind: str, title: str, y=(), x=None, x_label: str = "", log_x: bool = False):
-        match kind:
-            case "curve" | "histogram":  # W&B draws a histogram's key over steps as a heat map
-                regex = "|".join(pattern_of(metric) for metric in y if "*" in metric) or None
-                lines = {"y": [metric for metric in y if "*" not in metric], "metric_regex": regex}
-                # A smoothed curve is another number than the one that was measured.
-                style = {"x": x, "title_x": x_label, "log_x": log_x or None, "smoothing_type": "none"}
-                return wr.LinePlot(title=title, **lines, **style)
-            case "bars":
-                return wr.BarPlot(title=title, metrics=y, orientation="h")
-            case "scatter":
-                metrics = {"x": wr.SummaryMetric(x), "y": wr.SummaryMetric(y[0])}
-                return wr.ScatterPlot(title=title, **metrics, log_x=log_x, regression=False)
-            case "parallel":
-                return wr.ParallelCoordinatesPlot(title=title, columns=[axis(metric) for metric in y])
-            case "runs":
-                return wr.RunComparer(diff_only="split")
-            case "images":
-                return wr.MediaBrowser(title=title, media_keys=y, num_columns=1)
-
-    made = []
-    for node in sections:
-        layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=-(-len(node["panels"]) // COLUMNS))
-        panels = [drawn(**panel) for panel in node["panels"]]
-        made.append(ws.Section(name=node["title"], panels=panels, is_open=True, layout_settings=layout))
+    layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=2)
+    shown = {one["title"]: [panel(**options) for options in one["panels"]] for one in sections}
+    made = [
+        ws.Section(name=title, panels=panels, is_open=True, layout_settings=layout) for title, panels in shown.items()
+    ]
     settings = ws.WorkspaceSettings(x_axis="bytes_seen", remove_legends_from_panels=False)
     return ws.Workspace(entity=entity, project=project, name=name, sections=made, settings=settings)
 

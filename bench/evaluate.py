@@ -49,8 +49,8 @@ def main(cfg: DictConfig) -> None:
         p["context"] = streamed_context(p["span"], plan.model.layers)
     split, cut, look = split[:limit], {key: p[key] for key in ("streams", "segment", "context")}, saved["seed"]
     score = score_stream(model, split, runtime=device, collect_stats=True, look=look, **cut)
-    apart = score_windows(model, split, runtime=device, look=look)
-    future_nats = max(score.future_nats, apart.future_nats)
+    windows = score_windows(model, split, runtime=device, look=look)
+    future_nats = max(score.future_nats, windows.future_nats)
     row = {
         "kind": "evaluation",
         "format": FORMAT,
@@ -58,7 +58,7 @@ def main(cfg: DictConfig) -> None:
         "protocol": p,
         "bits_per_byte": score.bits_per_byte,
         "nats_per_byte": score.bits_per_byte * math.log(2),
-        "windows_bits_per_byte": apart.bits_per_byte,
+        "windows_bits_per_byte": windows.bits_per_byte,
         "future_nats": future_nats,
         "context_curve": score_context(model, split, runtime=device, longest=2 * p["span"], segment=p["segment"]),
         "bytes": len(score.nats),

@@ -1,24 +1,20 @@
 """Will it fit? ``python -m bench.fit variant=V model=base device_memory=24GiB``, without the hardware.
 
 The trainer's very update runs on fake tensors, which have shapes and no data, under torch's ``MemTracker``: peak memory by
-cause, and the largest batch or span that stays within the device's memory. The model is built on real tensors and
-projected first, because spans need values; learned spans are as they start, or ``spans``.
+cause, and the largest batch that stays within the device's memory. The model is built on real tensors and projected first,
+because spans need values; learned spans are as they start.
 
 Predicted is one process and code that is not compiled; on a CPU within 10% of the measured peak (``tests/test_fit.py``).
-For a GPU (``runtime.device`` is any word but ``cpu``) it is what a CPU keeps at the GPU's precision, but of attention what
-a kernel keeps: not verified, and its row says so. In no figure: what kernels, libraries and allocators take for themselves
-(a CUDA context is about half a GiB), and on a CPU the corpus and freed blocks that the C library keeps.
+For a GPU (``runtime.device`` is any word but ``cpu``) it is what a CPU keeps at the GPU's precision, with attention a few
+queries at a time where a GPU has a kernel: not verified, and its table says so. In no figure: what kernels, libraries and
+allocators take for themselves (a CUDA context is about half a GiB), and on a CPU the corpus and freed blocks that the C
+library keeps.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
-from math import prod
-from pathlib import Path
-from pkgutil import resolve_name
-from unittest.mock import patch
 
 import hydra
 import torch
@@ -27,68 +23,57 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import CONF
 from bench.cost_worker import full_state
-from bench.planning import own_keys, provenance, typed_command
-from bench.report.columns import for_terminal
-from bench.report.tables_costs import fit_tables
-from bench.rows import RowFile
-from bench.weights import place_spans
+from bench.planning import own_keys
 from harness.compose.cli import run_command
 from harness.count.memory import tensors_of
-from harness.data import corpora
 from harness.device import choice
 from harness.device.runtime import Runtime
 from harness.loop.admission import admission
 from harness.loop.update import Update
 from harness.model import LanguageModel
 from harness.plan.build import Plan, hydra_facts, plan_run
-from harness.plan.settings import checked
 from harness.plan.small import of_mechanism
-from harness.record.table import print_table
+from harness.record import cells
+from harness.record.table import Column, Table, print_table
 
-OWN = ("hardware", "device_memory", "largest", "spans", "devices")
+OWN = ("device_memory", "devices")
 CPU = torch.device("cpu")
-LARGE = MAX_SIZE = 2**20
-"""Elements from which on a parameter gets no data when the model is built; streams or span at which a search ends."""
+MOST_STREAMS = 2**20
+"""At which a search ends."""
+CAUSES = {
+    "parameters": "weights and buffers",
+    "gradients": "those that are there at the peak",
+    "optimizer": "moments, momentum, sums",
+    "state": "the bytes that are read, and the streams' past, carried in",
+    "activations": "what the forward pass makes",
+    "temporary": "all else alive at the peak",
+}
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
 def main(cfg: DictConfig) -> None:
-    keys = own_keys(cfg, *OWN)
+    memory = own_keys(cfg, *OWN)["device_memory"]
+    limit_bytes = None if memory is None else parse_memory(memory)
     plan = plan_run(cfg, **hydra_facts())
     kind = kind_of(plan)
-    name, limit_bytes = device_limit(keys, kind=kind)
-    names = [keys["largest"]] if isinstance(keys["largest"], str) else keys["largest"] or []
-    if not isinstance(names, list) or not set(names) <= {"streams", "span"}:
-        raise ValueError(f"largest={keys['largest']}: allowed are streams, span, [streams,span] and []")
-    spans = checked(keys["spans"], list | None, key="spans")
     admission(of_mechanism(plan, kind))
-    file, prediction = RowFile(Path(cfg.outputs), verb="fit"), predict(plan, spans=spans)
-
-    def largest(size: str) -> int | None:
-        least = plan.batch.accumulate if size == "streams" else 1
-        if size not in names or not limit_bytes:
-            return None
-        return search(
-            lambda number: predict(plan, spans=spans, **{size: number})["predicted_peak_bytes"],
-            limit_bytes=limit_bytes,
-            least=least,
-        )
-
-    runtime = Runtime(device=CPU, precision=eager(plan).runtime.precision, compile=False)
-    row = provenance(plan, kind="fit", corpus=corpora.load(**plan.data), runtime=runtime, command=typed_command("fit"))
+    prediction = predict(plan)
+    peak, batch = prediction["predicted_peak_bytes"], f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
+    lines = [("peak, MiB", cells.mib(peak).text, f"of a training step of {batch}, {prediction['backend']}")]
+    lines += [(f"{cause}, MiB", cells.mib(prediction["split"][cause]).text, what) for cause, what in CAUSES.items()]
+    if limit_bytes:
+        lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
+        most = search(partial(peak_bytes, plan), limit_bytes=limit_bytes, least=plan.batch.accumulate)
+        lines.append(("most streams", f"{most:,}", f"that fit; sought to {MOST_STREAMS:,}"))
     verified = kind == "cpu" and plan.runtime.compile is not True
-    row |= {"device": f"{name}, {'predicted' if verified else 'not verified'}", "device_kind": kind, **prediction}
-    row |= {"device_memory_bytes": limit_bytes, "verified": verified}
-    row["largest"] = {size: largest(size) for size in ("streams", "span")}
-    (table,) = fit_tables([file.append(row)])
-    print_table(for_terminal(table))
-    if names and not limit_bytes:
-        print("device_memory=null: the largest that fits is sought where it is set, as in device_memory=24GiB")
-    print(f"rows: {file.path}")
+    title = f"Predicted memory of {plan.variant} on {kind}, {eager(plan).runtime.precision}, "
+    title += "within 10% of the measured peak" if verified else "not verified"
+    columns = (Column("", number=False), Column(""), Column("what it is", number=False))
+    rows = tuple(tuple(map(cells.text, line)) for line in lines)
+    print_table(Table(name="fit", title=title, caption="", columns=columns, rows=rows))
 
 
 def kind_of(plan: Plan) -> str:
@@ -96,76 +81,63 @@ def kind_of(plan: Plan) -> str:
     return "cpu" if plan.runtime.device.partition(":")[0] == "cpu" else "cuda"
 
 
-def device_limit(keys: dict, *, kind: str) -> tuple[str, int | None]:
-    """The device's name and the bytes of its memory, where the verb's own keys say; ValueError where they are at odds."""
-    hardware, devices = keys["hardware"], keys["devices"]
-    if hardware is not None and (hardware not in devices or kind == "cpu"):
-        allowed = "null with runtime.device=cpu" if kind == "cpu" else f"null, {', '.join(devices)}"
-        raise ValueError(f"hardware={hardware}: allowed are {allowed}")
-    device = devices[hardware] if hardware else {"name": kind, "memory": None}
-    memory = device["memory"] if keys["device_memory"] is None else keys["device_memory"]
-    return device["name"], None if memory is None else parse_memory(memory)
-
-
 def parse_memory(value: object) -> int:
     """Bytes of ``24GiB``, ``80GB``, ``24e9`` or a number; ValueError naming the key."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\+?\d+)?)\s*(?:([KMGT]?)(I?)B)?\s*", str(value), re.IGNORECASE)
     unit = (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()) if match else 0
     if isinstance(value, bool) or not match or not 1 <= float(match[1]) * unit < 2**63:
-        raise ValueError(
-            f"device_memory={value}: allowed are bytes above 0, as in 24GiB (2^30), 80GB (10^9) or 25769803776"
-        )
+        allowed = "allowed are bytes above 0, as in 24GiB (2^30), 80GB (10^9) or 25769803776"
+        raise ValueError(f"device_memory={value}: {allowed}")
     return int(float(match[1]) * unit)
 
 
-def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, most: int = MAX_SIZE) -> int:
+def search(peak_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, most: int = MOST_STREAMS) -> int:
     """The largest size from ``least`` to ``most`` whose peak stays within the limit and that of the next does not; 0 if
-    none. Memory is nearly affine in the size: each guess lies on the line through the two last ones; every fourth halves
-    or doubles, which ends the search whatever the shape."""
+    none. Memory is nearly affine in the size: each guess lies on the line through the two last ones, but every fourth
+    halves what is left, which ends the search whatever the shape."""
     peaks, low, high, guess = {0: 0}, least - 1, most + 1, least
     while high - low > 1:
         peaks[guess] = peak_bytes(guess)
         low, high = (guess, high) if peaks[guess] <= limit_bytes else (low, guess)
-        *_, (before, before_bytes), (last, last_bytes) = peaks.items()
+        (before, before_bytes), (last, last_bytes) = [*peaks.items()][-2:]
         slope = (last_bytes - before_bytes) / (last - before)
-        guess = last + int((limit_bytes - last_bytes) // slope) if slope > 0 else most
-        if len(peaks) % 4 == 0:
-            guess = 2 * low if high > most else (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
+        on_line = last + int((limit_bytes - last_bytes) // slope) if slope > 0 and len(peaks) % 4 else (low + high) // 2
+        guess = min(max(on_line, low + 1), high - 1)
     return 0 if low < least else low
 
 
-def predict(plan: Plan, *, spans: Sequence[float] | None = None, **sizes: int) -> dict:
-    """Peak memory of a training step in warm state at initial parameters, as a row has it: ``split`` is by cause.
+def peak_bytes(plan: Plan, streams: int) -> int:
+    """Predicted for so many streams."""
+    return predict(plan, streams=streams)["predicted_peak_bytes"]
+
+
+def predict(plan: Plan, *, streams: int | None = None) -> dict:
+    """Peak memory of a training step in warm state at initial parameters; ``split`` is by ``CAUSES``.
 
     Args:
-        spans: keys that the heads of each layer see, where they learn that, in place of where they start.
-        sizes: ``streams``, ``segment`` or ``span`` in place of the plan's own.
+        streams: in place of the plan's own.
 
     Raises:
         ValueError: naming the key, for what cannot be predicted.
     """
-    for key, value in sizes.items():
-        section = "model" if key == "span" else "batch"
-        plan = dataclasses.replace(plan, **{section: dataclasses.replace(getattr(plan, section), **{key: value})})
-    device, plan = torch.device(kind_of(plan)), eager(plan)
-    model, asked = build(plan), plan.runtime.backend
-    if spans is not None:
-        place_spans(model, [spans], heads=plan.model.heads)
-    context = nullcontext() if device.type == "cpu" else on_gpu(model, asked=asked)
+    batch = plan.batch if streams is None else dataclasses.replace(plan.batch, streams=streams)
+    device, plan = torch.device(kind_of(plan)), dataclasses.replace(eager(plan), batch=batch)
+    with torch.random.fork_rng(devices=[]):
+        model = plan.make_model()
+    backends = {name: sublayer.backend(device, training=True) for name, sublayer in model.sublayers()}
+    if device.type != "cpu":  # a GPU's kernels have no code for a CPU's fake tensors
+        backends = {name: "chunked" if code in ("fused", "kernel") else code for name, code in backends.items()}
+        for name, sublayer in model.sublayers():
+            sublayer.backend = lambda device, *, training, name=name: backends[name]
     try:
-        with context, FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True):
             make_fake(model)
             split = _split(plan, model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(
-            f"variant={plan.variant}: its memory depends on values that are not known before it runs ({error.func})"
-        ) from error
-    backends = {sublayer.backend(device, training=True) for _, sublayer in model.sublayers()}
-    backend = "+".join(sorted(backends - {"plain"} or backends))
-    if device.type != "cpu" and asked != "chunked":
-        backend = backend.replace("chunked", "kernel")  # for which it stands
-    sizes = {"streams": plan.batch.streams, "segment": plan.batch.segment, "span": plan.model.span}
+        reason = f"its memory depends on values that are not known before it runs ({error.func})"
+        raise ValueError(f"variant={plan.variant}: {reason}") from error
+    sizes = {"streams": batch.streams, "segment": batch.segment, "span": plan.model.span}
+    backend = "+".join(sorted({*backends.values()} - {"plain"} or {"plain"}))
     return {**sizes, "backend": backend, "split": split, "predicted_peak_bytes": sum(split.values())}
 
 
@@ -177,40 +149,6 @@ def eager(plan: Plan) -> Plan:
     elif runtime.precision == "auto":
         runtime = dataclasses.replace(runtime, precision="bfloat16")
     return dataclasses.replace(plan, runtime=dataclasses.replace(runtime, device="cpu", compile=False))
-
-
-@torch.random.fork_rng(devices=[])
-def build(plan: Plan) -> LanguageModel:
-    """The plan's model with its spans' real values, and without data for large parameters, where that is possible."""
-    try:
-        with LargeWithoutData():
-            return plan.make_model()
-    except (NotImplementedError, RuntimeError):  # a mechanism that reads the values of a large parameter when built
-        return plan.make_model()
-
-
-class LargeWithoutData(TorchDispatchMode):
-    """Makes large tensors on the meta device: a table of a gigabyte is then built in no time, and spans have values."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        makes = args and isinstance(args[0], list | tuple) and any(a.name == "device" for a in func._schema.arguments)
-        if makes and all(isinstance(n, int) for n in args[0]) and prod(args[0]) >= LARGE:
-            kwargs = {**kwargs, "device": torch.device("meta")}
-        return func(*args, **kwargs)
-
-
-def on_gpu(model: LanguageModel, *, asked: str) -> AbstractContextManager:
-    """Takes for each sublayer the code that a GPU has, whatever device the fake tensors are on: attention's kernels are one
-    operation, unless ``runtime.backend`` is ``chunked`` or ``plain``."""
-    for _, sublayer in model.sublayers():
-        name = sublayer.backend(torch.device("cuda"), training=True)
-        name = "chunked" if name in ("fused", "kernel") else name
-        sublayer.backend = lambda device, *, training, name=name: name
-    if asked == "chunked":
-        return nullcontext()
-    kernel = partial(resolve_name("variants.kernels.operation:attend"), "kernel")
-    return patch("variants.kernels.chunked.attend", kernel)
 
 
 def make_fake(model: nn.Module) -> None:

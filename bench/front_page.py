@@ -55,20 +55,12 @@ def readme_table(folder: Path) -> str:
     if not len(runs):
         return "These runs are under way: so far [the learning rates](docs/results.md#learning-rates) are chosen."
     long_flops, reach = results_page.flops_at(folder / "cost.jsonl", LONG), results_page.reaches(recall)
-    rows = [
-        (
-            own["test"].mean(),
-            f"`{name}`",
-            results_page.interval(own["test"]),
-            results_page.difference(runs, name) or "",
-            reach.get(name, ""),
-            f"{own['flops'].mean() / 1e6:.2f}",
-            f"{long_flops[name] / 1e6:.2f}" if name in long_flops else "",
-            f"{own['state'].mean() / results_page.KIB:,.0f}",
-            f"{own['parameters'].iloc[0]:,.0f}",
-        )
-        for name, own in best_first(runs)
-    ]
+    rows = []
+    for name, same in best_first(runs):
+        quality = [results_page.interval(same["test"]), results_page.difference(runs, name), reach.get(name, "")]
+        costs = ["" if n is None else f"{n / 1e6:.2f}" for n in (same["flops"].mean(), long_flops.get(name))]
+        costs += [f"{same['state'].mean() / results_page.KIB:,.0f}", f"{same['parameters'].iloc[0]:,.0f}"]
+        rows.append((same["test"].mean(), f"`{name}`", *quality, *costs))
     packed = next(iter(runs["compressors"].dropna()), {})
     rows += [(packed[key], label, f"{packed[key]:.4f}", *[""] * 6) for key, label in BASELINES.items() if key in packed]
     return markdown(HEADS, [row[1:] for row in sorted(rows)])
@@ -80,7 +72,7 @@ def picture(folder: Path) -> bytes:
     from harness.record import drawing
 
     runs, recall = read_runs(folder / "front_page.jsonl"), read_runs(folder / "recall.jsonl")
-    names = [name for name, own in best_first(runs) if name != REFERENCE and results_page.paired_with(runs, name)]
+    names = [name for name, _ in best_first(runs) if name != REFERENCE and results_page.paired_with(runs, name)]
     heat = results_page.copies(recall)
     with styled():
         panels = bool(names) + bool(len(heat)) or 1

@@ -1,8 +1,8 @@
 """See what a trained run looks at: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
 
 Writes figures into the run folder: ``inspect_attention.png``, maps of every layer and head over the first bytes of a
-text that begins cold; ``inspect_spans.png``, how far back each head looks; ``inspect_loss.png``, bits per byte by
-position in a cold window. The text is of the run's own valid, without the bytes that chose the weights, or ``text``.
+text that begins cold; ``inspect_spans.png``, how far back each head looks. The text is of the run's own valid, without
+the bytes that chose the weights, or ``text``. ``bench.evaluate`` draws bits per byte by context.
 """
 
 import math
@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from bench import CONF
 from harness.compose.cli import run_command
 from harness.record.drawing import GREY, INK, layer_names, panels
-from harness.record.figures import draw_context, save
+from harness.record.figures import save
 from variants.contract import Inspection
 
 MAX_CELLS = 12 * 16 * 256**2  # weights in one figure
@@ -32,15 +32,13 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import open_trained
     from harness.device import runtime
     from harness.loop.sampling import numbers_of
-    from harness.loop.scoring import score_context
     from harness.loop.select_backend import settled
     from harness.plan.settings import checked
 
     folder, text = Path(cfg.run), checked(cfg.text, str | None, key="text")
-    length, score = (checked(cfg[key], int, key=key) for key in ("bytes", "score"))
-    for key, value in (("bytes", length), ("score", score)):
-        if value < 2:
-            raise ValueError(f"{key}={value}: must be at least 2")
+    length = checked(cfg.bytes, int, key="bytes")
+    if length < 2:
+        raise ValueError(f"bytes={length}: must be at least 2")
     trained = open_trained(folder, key="run", runtime=cfg.runtime, trust=cfg.trust)
     device = runtime.start(trained.plan.runtime)
     trained = trained._replace(plan=settled(trained.plan, device))
@@ -55,24 +53,21 @@ def main(cfg: DictConfig) -> None:
         tokens = numbers_of(content, symbols, key="text").to(torch.uint8)
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
-    passage, tokens = tokens[:length], tokens[:score]
+    passage = tokens[:length]
     _, seen = model.inspect(passage[None].long().to(device.device))
     maps = {layer: one.weights[0].float().cpu().numpy() for layer, one in seen.items() if one.weights is not None}
     if (cells := sum(layer.size for layer in maps.values())) > MAX_CELLS:
         most = math.isqrt(MAX_CELLS * len(passage) ** 2 // cells)
         raise ValueError(f"bytes={length}: allowed is {most} or less for so many heads")
     run, about = f"{trained.saved['variant']}, seed {trained.saved['seed']}", f"{name}, {len(passage)} bytes"
+    for layer in [layer for layer, part in model.sublayers() if part.honours is not None and layer not in maps]:
+        print(f"{layer} gives no map: its mechanism does not say what each byte takes of each")
     if maps:
         words = bytes(symbols[token] for token in passage[:90].tolist()).decode("utf-8", "backslashreplace")
         words = "".join(letter if letter.isprintable() else " " for letter in words).replace("$", r"\$")
         draw_attention(maps, folder / "inspect_attention.png", title=run, subtitle=f"{about}: {words}")
         draw_reach(maps, seen, folder / "inspect_spans.png", title=run, subtitle=about)
-    curve = score_context(model, tokens, runtime=device, longest=2 * plan.model.span, segment=plan.eval.segment)
-    label = f"Loss by position, {run}: {name}, {len(tokens):,} bytes in windows that begin cold"
-    draw_context(curve, path=folder / "inspect_loss.png", label=label)
-    for layer in [layer for layer, part in model.sublayers() if part.honours is not None and layer not in maps]:
-        print(f"{layer} gives no map: its mechanism does not say what each byte takes of each")
-    print(f"{folder}: inspect_loss.png{', inspect_attention.png, inspect_spans.png' if maps else ''}")
+        print(f"{folder}: inspect_attention.png, inspect_spans.png")
 
 
 def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, subtitle: str) -> None:

@@ -1,19 +1,13 @@
-"""Two meters, which take a callable each; ``harness/count/flops.py`` is the third.
-
-- Seconds: wall time of one call with the device idle before and after it; the median of calls after warm-up, and the 20th
-  and 80th percentiles of 20 calls or more. Whoever compares two things lets their calls alternate, collects the times and
-  takes ``percentiles``.
-- Bytes: the peak of what is in use during a call.
+"""Seconds: wall time of one call with the device idle before and after it; the median of calls after warm-up, and the 20th
+and 80th percentiles of 20 calls or more. Whoever compares two things lets their calls alternate, collects the times and takes
+``percentiles``.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
-from harness.count.memory import Peak, PeakMemory
 from harness.record.cells import LEAST_CALLS
 
 
@@ -52,18 +46,3 @@ def times(
         synchronise()
         times_ms.append((time.perf_counter() - begin) * 1000)
     return times_ms
-
-
-def peak_bytes(call: Callable[[], object], *, device: torch.device, meter: PeakMemory) -> Peak:
-    """The peak of memory in use during one call. Call it once before if first calls are another thing.
-
-    Args:
-        device: a CPU or CUDA device.
-        meter: made before everything that is to count as in use.
-    """
-    gc.collect()
-    meter.reset()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return meter.read()

@@ -1,4 +1,4 @@
-"""One entry of ``bench.peers``: a variant of ours, the reference model, or a package's, or one layer of them alone.
+"""One entry of ``bench.peers``: a variant of ours, the reference model, or a package's.
 
 Every entry gets the same bytes in the same order and takes whole training steps: forward, loss, backward, optimizer.
 Ours take the trainer's own step, and what carries a state begins with a full one. Packages are built as their
@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from bench.cost_worker import MIDDLE, Subject
+from bench.cost_worker import Subject
 from bench.measure import times
+from bench.turns import REFERENCE
 from bench.weights import learned_spans, shake_
 from harness.data.sources import PINNED
 from harness.loop.trainer import backend_of
-from harness.model import unread_parameters
 from harness.plan.build import Plan
 from harness.record.folder import config_hash
 
-REFERENCE, TRANSFORMERS, MEMORY = "reference_model", "x-transformers", "product-key-memory"
-PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS, MEMORY: MEMORY}
+TRANSFORMERS = "x-transformers"
+PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
 """What a peer comes from, as pip calls it."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
 
@@ -62,21 +62,17 @@ class ReferenceModel(nn.Module):
 
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
-    """A peer in the sizes of a plan: bytes ``[B, T]`` to logits, or the memory's layer, ``[B, T, D]`` to the same;
-    RuntimeError with what a package says where it cannot be had."""
+    """A peer in the sizes of a plan: bytes ``[B, T]`` to logits; RuntimeError with what a package says where it cannot be
+    had."""
     m, vocabulary, longest = plan.model, plan.data["vocabulary"], plan.batch.segment
+    if name == REFERENCE:
+        sizes = {"d_model": m.d_model, "layers": m.layers, "heads": m.heads}
+        return ReferenceModel(vocabulary=vocabulary, longest=longest, **sizes)
     try:
-        if name == REFERENCE:
-            sizes = {"d_model": m.d_model, "layers": m.layers, "heads": m.heads}
-            return ReferenceModel(vocabulary=vocabulary, longest=longest, **sizes)
-        library = import_module(PACKAGES[name].replace("-", "_"))
-        if name == TRANSFORMERS:
-            sizes = {"dim": m.d_model, "depth": m.layers, "heads": m.heads, "attn_dim_head": m.d_model // m.heads}
-            decoder = library.Decoder(**sizes, attn_flash=True, rotary_pos_emb=True, verbose=False)
-            return library.TransformerWrapper(num_tokens=vocabulary, max_seq_len=longest, attn_layers=decoder)
-        memory = plan.config["variant"]["memory"]
-        sizes = {"num_keys": memory["half_keys"], "topk": memory["top_k"], "heads": memory["heads"]}
-        return library.PKM(dim=m.d_model, dim_head=memory["d_query"] // 2, **sizes)
+        library = import_module(name.replace("-", "_"))
+        sizes = {"dim": m.d_model, "depth": m.layers, "heads": m.heads, "attn_dim_head": m.d_model // m.heads}
+        decoder = library.Decoder(**sizes, attn_flash=True, rotary_pos_emb=True, verbose=False)
+        return library.TransformerWrapper(num_tokens=vocabulary, max_seq_len=longest, attn_layers=decoder)
     except ImportError as error:
         raise RuntimeError(f"{PACKAGES[name]}: {INSTALL} ({error})") from error
     except Exception as error:  # a package's complaint is no mistake of the user's
@@ -107,28 +103,17 @@ class Worker(Subject):
 
     def weigh(self) -> dict:
         """Parameters, backend, and the peak of memory of training steps after warm-up."""
-        task = self.task
-        if task.peer:
-            build_peer(task.peer, self.plan)  # what a package loads belongs to no model
+        if self.task.peer:
+            build_peer(self.task.peer, self.plan)  # what a package loads belongs to no model
         self.build()
-        if task.peer:
-            backend = "plain" if task.layer else "fused"  # models ask for fused attention
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
-            self.step = self.optimizer.step
-        elif task.layer:
-            self.optimizer = self.plan.make_optimizers(self.whole.to(self.device))
-            self.optimizer.lr, self.step = 0.0, partial(self.optimizer.step, MIDDLE)
-            backend = self.model.backend(self.device, training=True)
-        else:
-            backend = backend_of(self.model, self.runtime)
-        memory = self.step_peak() if task.peer or task.layer else self.train_memory()
-        memory = {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
-        if task.layer and not task.peer:
-            parameters["touched"] = parameters["total"] - unread_parameters(self.model)
-        elif not task.peer:
+        if self.task.peer:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+            backend, memory = "fused" + ", compiled" * self.runtime.compile, self.step_peak()
+        else:
+            backend, memory = backend_of(self.model, self.runtime), self.train_memory()
             parameters["touched"] = self.model.touched_parameters()
-        backend = f"{backend}, compiled" if self.runtime.compile else backend
+        memory = {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
         return {"parameters": parameters, "backend": backend, "memory": memory}
 
     def round(self, seconds: float) -> list[float]:
@@ -137,37 +122,23 @@ class Worker(Subject):
         return times(self._train, **clock, least_calls=2, warm_calls=1)
 
     def _model(self) -> nn.Module:
-        task, b = self.task, self.plan.batch
-        if task.layer:
-            generator = torch.Generator().manual_seed(self.plan.seed)
-            pair = torch.randn(2, b.streams, b.segment, self.plan.model.d_model, generator=generator)
-            self.x, self.gradient = pair.to(self.device)  # [B, T, D] each
-            self.x.requires_grad_()
+        task = self.task
         if task.peer:
             model = build_peer(task.peer, self.plan)
             shake_(model)
             return model.train()
-        self.whole = super()._model()
-        if isinstance(task.spans, tuple) and not learned_spans(self.whole):
+        model = super()._model()
+        if isinstance(task.spans, tuple) and not learned_spans(model):
             raise ValueError(f"spans={list(task.spans)}: cannot be set, no sublayer has learned spans")
-        if not task.layer:
-            return self.whole
-        return next(part for name, part in self.whole.sublayers() if name.endswith(f".{task.layer}")).train()
+        return model
 
     def _train(self) -> None:
         """One whole training step."""
-        if not (self.task.peer or self.task.layer):
+        if not self.task.peer:
             return super()._train()
-        if self.task.layer:
-            with self.runtime.autocast():
-                out = self.forward(self.x)
-            y = out if self.task.peer else out.y
-            y.backward(self.gradient.to(y.dtype))
-            self.x.grad = None
-        else:
-            inputs, targets = self._batch()
-            with self.runtime.autocast():
-                logits = self.forward(inputs)
-            F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
-        self.step()
+        inputs, targets = self._batch()
+        with self.runtime.autocast():
+            logits = self.forward(inputs)
+        F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
+        self.optimizer.step()
         self.optimizer.zero_grad()

@@ -41,11 +41,11 @@ def own_keys(cfg: DictConfig, *names: str) -> dict:
     return {name: values[name] for name in names}
 
 
-def recompose(verb: str, *overrides: str, own: tuple[str, ...], leave: tuple[str, ...] = ()) -> DictConfig:
-    """The training part of what the user typed for ``verb`` with ``overrides`` after it, without the verb's ``own`` keys;
+def recompose(verb: str, *overrides: str, verb_keys: tuple[str, ...], leave: tuple[str, ...] = ()) -> DictConfig:
+    """The training part of what the user typed for ``verb`` with ``overrides`` after it, without the verb's own keys;
     inside a command of Hydra's only. Typed keys that are to be left out stand in ``leave``."""
     cfg = compose_typed(verb, *overrides, leave=leave)
-    own_keys(cfg, *own)
+    own_keys(cfg, *verb_keys)
     return cfg
 
 

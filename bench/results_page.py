@@ -1,7 +1,8 @@
-"""Tables of ``docs/results.md`` from the rows in ``bench/results``; alone it prints them: ``python -m bench.results_page``."""
+"""Tables of ``docs/results.md`` from the rows in ``bench/results``, for ``bench.front_page``; alone it prints them."""
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 
 import pandas as pd
@@ -66,8 +67,11 @@ def best_first(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def interval(values: pd.Series) -> str:
     """``2.2960 ± 0.0123``: mean and half of its 95% interval; of one value ``2.2960 (n=1)``."""
-    number = paired(values.tolist())
-    return f"{number.mean:.4f} (n=1)" if number.n == 1 else f"{number.mean:.4f} ± {number.half_width:.4f}"
+    return _words(paired(values.tolist()), form=".4f")
+
+
+def _words(pair: Paired, *, form: str) -> str:
+    return f"{pair.mean:{form}} (n=1)" if pair.half_width is None else f"{pair.mean:{form}} ± {pair.half_width:.4f}"
 
 
 def paired_with(runs: pd.DataFrame, variant: str) -> Paired | None:
@@ -79,33 +83,27 @@ def paired_with(runs: pd.DataFrame, variant: str) -> Paired | None:
     return paired(differences) if differences else None
 
 
-def difference(runs: pd.DataFrame, variant: str) -> str | None:
-    """``-0.0070 ± 0.0031``, with the number of seeds where it is one; None for the reference."""
+def difference(runs: pd.DataFrame, variant: str) -> str:
+    """``-0.0070 ± 0.0031``, with the number of seeds where it is one; nothing for the reference."""
     pair = paired_with(runs, variant)
-    if pair is None:
-        return None
-    return f"{pair.mean:+.4f} (n=1)" if pair.half_width is None else f"{pair.mean:+.4f} ± {pair.half_width:.4f}"
+    return "" if pair is None else _words(pair, form="+.4f")
 
 
 def copies(runs: pd.DataFrame) -> pd.DataFrame:
     """Mean bits of a copied byte, mechanisms by distances in bytes; the mechanism that recalls most first."""
     rows = {
-        name: pd.DataFrame([{int(k): v for k, v in each.items()} for each in own["copies"] if each]).mean()
-        for name, own in best_first(runs)
+        name: pd.DataFrame([{int(k): v for k, v in bits.items()} for bits in same["copies"] if bits]).mean()
+        for name, same in best_first(runs)
     }
     frame = pd.DataFrame(rows).T
-    return frame.reindex(columns=sorted(frame.columns)).sort_values(
-        by=sorted(frame.columns), key=lambda c: c > 1, kind="stable"
-    )
+    distances = sorted(frame.columns)
+    return frame.reindex(columns=distances).sort_values(by=distances, key=lambda c: c > 1, kind="stable")
 
 
 def reaches(runs: pd.DataFrame) -> dict[str, str]:
     """The largest distance at which a copied byte costs less than ``REACHED_BITS``, by mechanism."""
-    frame = copies(runs)
-    reached = {
-        name: [distance for distance, bits in row.items() if bits < REACHED_BITS] for name, row in frame.iterrows()
-    }
-    return {name: f"{max(distances):,}" if distances else "none" for name, distances in reached.items()}
+    within = {name: [far for far, bits in row.items() if bits < REACHED_BITS] for name, row in copies(runs).iterrows()}
+    return {name: f"{max(distances):,}" if distances else "none" for name, distances in within.items()}
 
 
 def flops_at(path: Path, length: int) -> dict[str, float]:
@@ -116,10 +114,11 @@ def flops_at(path: Path, length: int) -> dict[str, float]:
 
 def sections(folder: Path) -> str:
     """All sections for which there are rows."""
+    first, claims = read_runs(folder / "front_page.jsonl"), read_rows(folder / "front_page.jsonl")
     made = [
-        ("Front page, more columns", bits_table(read_runs(folder / "front_page.jsonl"))),
-        ("What context is worth", context_table(read_runs(folder / "front_page.jsonl"))),
-        ("Claims of the papers", claims_table(folder / "front_page.jsonl")),
+        ("Front page, more columns", bits_table(first)),
+        ("What context is worth", context_table(first)),
+        ("Claims of the papers", verdict_table(claims) if claims else ""),
         ("After 10 MB", bits_table(read_runs(folder / "front_page_10mb.jsonl"))),
         ("Recall", recall_table(read_runs(folder / "recall.jsonl"))),
         ("A span of 4,096", bits_table(read_runs(folder / "long.jsonl"))),
@@ -131,40 +130,28 @@ def sections(folder: Path) -> str:
 
 def bits_table(runs: pd.DataFrame) -> str:
     """Scores and costs of all mechanisms, then the runs without a score."""
-    rows = [
-        [
-            f"`{name}`",
-            len(own),
-            interval(own["test"]),
-            difference(runs, name) or "",
-            interval(own["valid"]),
-            f"{own['rate'].iloc[0]:g}",
-            f"{own['flops'].mean() / 1e6:.2f}",
-            f"{own['state'].mean() / KIB:,.0f}",
-            f"{own['peak'].mean() / MIB:,.0f}",
-            f"{own['parameters'].iloc[0]:,.0f}",
-        ]
-        for name, own in best_first(runs)
-    ]
+    rows = []
+    for name, same in best_first(runs):
+        scores = [len(same), interval(same["test"]), difference(runs, name), interval(same["valid"])]
+        means = same[["flops", "state", "peak"]].mean() / [1e6, KIB, MIB]
+        costs = [f"{means['flops']:.2f}", f"{means['state']:,.0f}", f"{means['peak']:,.0f}"]
+        rows.append([f"`{name}`", *scores, f"{same['rate'].iloc[0]:g}", *costs, f"{same['parameters'].iloc[0]:,.0f}"])
     heads = ["mechanism", "n", "test", f"Δ vs. {REFERENCE}", "valid", "rate", "MFLOP/byte", "state, KiB", "peak, MiB"]
     lost = runs[runs["status"] != "finished"]
     notes = [f"- `{run.variant}`, seed {run.seed}: {run.status}" for run in lost.itertuples()]
-    machines = sorted(set(runs["machine"]))
-    return markdown([*heads, "parameters"], rows) + "".join(f"\n{note}" for note in [*notes, *machines]) if rows else ""
+    notes += sorted(set(runs["machine"]))
+    return markdown([*heads, "parameters"], rows) + "".join(f"\n{note}" for note in notes) if rows else ""
 
 
 def context_table(runs: pd.DataFrame) -> str:
     """Bits per byte of test by bytes of context, mean over seeds."""
-    curves = {
-        name: pd.DataFrame(
-            [{_edges(point): point["bits_per_byte"] for point in curve} for curve in own["context"].dropna()]
-        )
-        for name, own in best_first(runs)
-    }
-    means = {name: curve.mean() for name, curve in curves.items() if len(curve)}
+    means = {}
+    for name, same in best_first(runs):
+        curves = [{_edges(point): point["bits_per_byte"] for point in curve} for curve in same["context"].dropna()]
+        means |= {name: pd.DataFrame(curves).mean()} if curves else {}
     heads = list(next(iter(means.values())).index) if means else []
     rows = [[f"`{name}`", *(f"{mean.get(head, math.nan):.3f}" for head in heads)] for name, mean in means.items()]
-    return markdown(["mechanism", *heads], rows) if rows else ""
+    return markdown(["mechanism", *heads], rows)
 
 
 def _edges(point: dict) -> str:
@@ -172,17 +159,11 @@ def _edges(point: dict) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def claims_table(path: Path) -> str:
-    """Verdicts on the papers' claims, once there are runs."""
-    lines = read_rows(path)
-    return verdict_table(lines) if lines else ""
-
-
 def recall_table(runs: pd.DataFrame) -> str:
     """Bits of a copied byte by distance, and the distance reached."""
     frame, reached, counts = copies(runs), reaches(runs), runs[runs["status"] == "finished"].groupby("variant").size()
     rows = [[f"`{n}`", counts[n], reached[n], *(f"{bits:.3f}" for bits in row)] for n, row in frame.iterrows()]
-    return markdown(["mechanism", "n", "reach", *(f"{distance:,}" for distance in frame.columns)], rows) if rows else ""
+    return markdown(["mechanism", "n", "reach", *(f"{distance:,}" for distance in frame.columns)], rows)
 
 
 def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
@@ -192,34 +173,30 @@ def cost_tables(path: Path) -> Iterator[tuple[str, str]]:
     for title, (scale, keys) in COSTS.items():
         cells: dict[str, dict[int, str]] = {}
         for row in measured:
-            value = row
-            for key in keys:
-                value = (value or {}).get(key)
-            shown = (
-                row["status"] if value is None else f"{value / scale / (row['segment'] if 'ms' in title else 1):,.3g}"
-            )
+            cost = reduce(lambda inner, key: (inner or {}).get(key), keys, row)
+            unit = scale * (row["segment"] if "ms" in title else 1)
+            shown = row["status"] if cost is None else f"{cost / unit:,.3g}"
             cells.setdefault(row["variant"], {})[row["length"]] = shown
-        rows = [[f"`{name}`", *(own.get(length, "") for length in lengths)] for name, own in cells.items()]
-        yield title, markdown(["mechanism", *(f"{length:,}" for length in lengths)], rows) if rows else ""
+        rows = [[f"`{name}`", *(shown.get(length, "") for length in lengths)] for name, shown in cells.items()]
+        yield title, markdown(["mechanism", *(f"{length:,}" for length in lengths)], rows)
 
 
 def rates_table(path: Path) -> str:
     """Bits per byte of valid by factor of the rate; the best factor is bold."""
     scores = tried(path)
-    factors = sorted({factor for own in scores.values() for factor in own})
+    factors = sorted({factor for bits in scores.values() for factor in bits})
     rows = []
-    for name, own in scores.items():
-        shown = {factor: f"{bits:.4f}" for factor, bits in own.items()}
-        best = min(own, key=own.get)
-        shown[best] = f"**{shown[best]}**"
+    for name, bits in scores.items():
+        best = min(bits, key=bits.get)
+        shown = {factor: f"{number:.4f}" for factor, number in bits.items()} | {best: f"**{bits[best]:.4f}**"}
         rows.append([f"`{name}`", *(shown.get(factor, "") for factor in factors)])
-    return markdown(["mechanism", *(f"{factor:g}" for factor in factors)], rows) if rows else ""
+    return markdown(["mechanism", *(f"{factor:g}" for factor in factors)], rows)
 
 
 def markdown(heads: list[str], rows: list[list[object]]) -> str:
-    """A table, its first column to the left."""
+    """A table, its first column to the left; nothing without rows."""
     ruler = ["---", *["--:"] * (len(heads) - 1)]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [heads, ruler, *rows])
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [heads, ruler, *rows]) if rows else ""
 
 
 if __name__ == "__main__":

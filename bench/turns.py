@@ -1,13 +1,15 @@
 """Turns of several processes that are asked one after the other, A B A B, so that nothing else runs and all share the
 machine's moods."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.device.cell import Cell, CellError
 from harness.device.load import LoadMeter
 from harness.loop.progress import Steps
 
+REFERENCE = "reference_model"
+"""The entry of ``bench.peers`` that the others are compared with."""
 MOST_MS = 60_000.0
 """Of one quantity: after that no further round is begun, whatever ``rounds`` says."""
 
@@ -36,24 +38,22 @@ class Asked:
 
 
 def in_turn(
-    asked: Sequence[Asked],
-    *question,
-    rounds: int,
-    progress: Steps,
-    spent_ms: Callable[[Asked], float],
-    **keywords,
-) -> Iterator[tuple[Asked, object]]:
-    """Ask all that have not failed the same question, ``rounds`` times, or until ``spent_ms`` says ``MOST_MS``.
+    asked: Sequence[Asked], *question, rounds: int, progress: Steps, **keywords
+) -> Iterator[tuple[Asked, list[float]]]:
+    """Ask all that have not failed for milliseconds of calls, ``rounds`` times, or until theirs are ``MOST_MS``.
 
     Another one begins each round, so that nobody always follows the same neighbour's heat. Yields who was asked, and
-    the answer or None.
+    the answer, nothing of one that failed.
     """
+    spent_ms = dict.fromkeys(map(id, asked), 0.0)
     for number in range(rounds):
-        ready = [one for one in asked if one.status is None and spent_ms(one) < MOST_MS]
+        ready = [one for one in asked if one.status is None and spent_ms[id(one)] < MOST_MS]
         first = number % max(len(ready), 1)
         for one in ready[first:] + ready[:first]:
             progress.doing(f"{one.name}: {question[0]}, round {number + 1} of {rounds}")
-            yield one, one.ask(*question, **keywords)
+            times_ms = one.ask(*question, **keywords) or []
+            spent_ms[id(one)] += sum(times_ms)
+            yield one, times_ms
 
 
 def load_meter(row: Mapping) -> LoadMeter:

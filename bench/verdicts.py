@@ -60,10 +60,10 @@ def judge(differences: list[float], *, must: str, margin: float) -> tuple[str, s
     return verdict if pairs.n >= SEEDS else FEW, f"{pairs.mean:+.4f} ± {pairs.half_width:.4f}"
 
 
-def _differences(runs: dict[tuple[str, int], dict], variant: str, beside: str, measure: str) -> list[float | None]:
+def _differences(runs: dict[tuple[str, int], dict], variant: str, rival: str, measure: str) -> list[float | None]:
     """Of all matched seeds, in bits or percent; None for one without a score."""
-    seeds = sorted(seed for name, seed in runs if name == variant and (beside, seed) in runs)
-    pairs = [[_value(runs[name, seed], measure) for name in (variant, beside)] for seed in seeds]
+    seeds = sorted(seed for name, seed in runs if name == variant and (rival, seed) in runs)
+    pairs = [[_value(runs[name, seed], measure) for name in (variant, rival)] for seed in seeds]
     return [None if None in (a, b) else 100 * (a / b - 1) if measure.endswith("%") else a - b for a, b in pairs]
 
 

@@ -18,25 +18,20 @@ NOISE = 0.02
 """Standard deviation of what is added: that of many a network's first weights."""
 ONCE = 2**20
 """Elements that are drawn at a time: the noise of a large table must not show in a peak of memory."""
-LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))
+LEARNED = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
+LEARNED = [sorted(layer, reverse=True) for layer in LEARNED]  # a layer's longest first, so that few heads have it, too
+"""Lists for ``place_spans``, as a run left them."""
 
 
 @torch.no_grad()
-def shake_(model: nn.Module, *, spans: bool = False) -> None:
-    """Add normal noise to every parameter, the same at every call; back into the legal range where the model knows it.
-
-    Args:
-        spans: whether ``Spans`` move, too: learned lengths by half a key, off the kinks of whole ones, for 0.02 of a span
-            of 8192 is 164 keys, and a length that noise drives to 0 is whole again.
-    """
-    parts = [part for part in model.modules() if isinstance(part, Spans) and (part.placeable or not spans)]
-    lengths = {parameter for part in parts for parameter in part.parameters()}
+def shake_(model: nn.Module) -> None:
+    """Add normal noise to every parameter but ``Spans``, the same at every call; back into the legal range where the model
+    knows it."""
+    spans = {p for part in model.modules() if isinstance(part, Spans) for p in part.parameters()}
     generator = torch.Generator().manual_seed(0)
-    for parameter in (parameter for parameter in model.parameters() if parameter not in lengths):
+    for parameter in (parameter for parameter in model.parameters() if parameter not in spans):
         for piece in parameter.view(-1).split(ONCE):
             piece.add_(NOISE * torch.randn(piece.shape, generator=generator).to(piece))
-    for part in parts if spans else ():
-        part.place_([keys + 0.5 for keys in part.metrics({})["span"].tolist()])
     if hasattr(model, "project_"):
         model.project_()
 
@@ -53,10 +48,3 @@ def place_spans(model: LanguageModel, spans: Sequence[Sequence[float]], *, heads
     for number, part in enumerate(learned_spans(model)):
         keys = spans[number % len(spans)]
         part.place_([keys[head % len(keys)] for head in range(heads)])
-
-
-def spans_of(kind: str, *, span: int) -> list[list[float]]:
-    """Lists for ``place_spans``: ``learned``, as a run left them, or ``one_long``, with each layer's longest at S; a
-    layer's longest comes first, so that few heads have it, too."""
-    lists = [sorted(layer, reverse=True) for layer in LEARNED["spans"]]
-    return [[float(span), *layer[1:]] for layer in lists] if kind == "one_long" else lists

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from harness.record.rows import FORMAT
 
-GIB = 2**30
 DATA = {"name": "file", "bytes": 4_000_000, "sha256": "ab" * 32}
 PROTOCOL = {"streams": 8, "segment": 512, "span": 512, "context": 2048, "bytes": None, "selection_bytes": 100_000}
 PROTOCOL |= {"vocabulary": 256, "drop_newlines": False}
@@ -18,10 +17,7 @@ METRICS = {
     "adaptive_span": {"layers.0.attention.span": [4.0, 90.0], "layers.1.attention.span": [0.0, 300.0]},
     "product_key_memory": {"layers.1.memory.usage": 0.8, "layers.1.memory.kl": 0.6},
 }
-COMPRESSORS = {
-    "valid": {"gzip": 3.04, "bzip2": 2.58, "xz": 2.71},
-    "test": {"gzip": 3.0, "bzip2": 2.5, "xz": 2.7},
-}
+COMPRESSORS = {"valid": {"gzip": 3.04, "bzip2": 2.58, "xz": 2.71}, "test": {"gzip": 3.0, "bzip2": 2.5, "xz": 2.7}}
 
 
 def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = None) -> dict:
@@ -52,7 +48,7 @@ def cost_row(
     row["flops"] |= {"flops_estimated_3x": [], "step": 3 * 2.9e6 * length}
     row["flops"] |= {"unknown": {"_softmax": 4, "mul": 20}}
     peak = int(3e7 + (4e2 * length**2 if plain else 3e5 * length / 10))
-    row["memory"] = KEPT | {"touched_bytes": 3_292_160, "state_bytes": 2 * 4 * 128 * 4 * length}
+    row["memory"] = KEPT | {"state_bytes": 2 * 4 * 128 * 4 * length}
     row["memory"] |= {"train_peak_bytes": peak, "inference_peak_bytes": int(1e7 + 1e4 * length)}
     # A step is of streams x segment bytes, an evaluation one forward of as many, generation one byte of one stream.
     row["time"] = {"train_ms": times(step_ms), "evaluate_ms": times(step_ms / 3), "generate_ms": times(2.0)}
@@ -63,20 +59,11 @@ def peer_row(*, name: str = "x-transformers", tokens_per_second: float = 10_000.
     """One peer of ``bench.peers``."""
     row = identity("peers", variant=name) | {"name": name, "package": "x-transformers", "package_version": "2.31.10"}
     row |= {"job": "language model", "streams": 8, "segment": 256, "backend": "plain", "allocator": "keep"}
-    row |= {"status": "measured", "reason": None, "invalid": None}  # or failed, why, and why the whole table is void
+    row |= {"status": "measured", "reason": None}  # or failed, and why
     row |= {"parameters": {"total": 3_000_000, "touched": 3_000_000}, "bytes_per_second": tokens_per_second}
     row |= {"time": {"train_ms": times(8 * 256 / tokens_per_second * 1000)}}
     row |= {"memory": {"train_peak_bytes": 2 * 10**8, "approximate": True}}
     return row | {"relative_to_reference": tokens_per_second / 10_000.0} | changes
-
-
-def fit_row(*, variant: str = "mhsa", **changes) -> dict:
-    """One prediction of ``bench.fit``; split of the peak by cause, in bytes."""
-    split = {"parameters": 3_422_720, "gradients": 3_422_720, "optimizer": 5_000_000}
-    split |= {"activations": 8e7, "temporary": 1e7}
-    row = identity("fit", variant=variant) | {"streams": 8, "segment": 512, "span": 512, "backend": "fused"}
-    row |= {"device_memory_bytes": 24 * GIB, "predicted_peak_bytes": int(sum(split.values())), "split": split}
-    return row | {"verified": True, "largest": {"streams": 1024, "span": None}} | changes
 
 
 def write_rows(folder: Path, rows: list[dict], *, name: str = "20261120-120000-cost") -> Path:
@@ -146,9 +133,9 @@ def write_trial(
     folder = write_run(outputs, variant=variant, seed=seed, bits=bits or 9.0, config=config, **scores | changes)
     record = folder / "record.jsonl"
     first, *others = record.read_text().splitlines()
-    own = {"purpose": scores["purpose"], "point": scores["point"]}
+    chosen = {"purpose": scores["purpose"], "point": scores["point"]}
     others = [row for row in others if trial is None or json.loads(row)["kind"] != "test"]
-    record.write_text("\n".join([json.dumps(json.loads(first) | own), *others]) + "\n")
+    record.write_text("\n".join([json.dumps(json.loads(first) | chosen), *others]) + "\n")
     return folder
 
 

@@ -4,11 +4,20 @@ import json
 import os
 from pathlib import Path
 
-from tests.bench_rows import cost_row, fit_row, peer_row, write_failed, write_rows, write_run, write_trial
+from harness.record.table import Table
+from tests.bench_rows import cost_row, peer_row, write_failed, write_rows, write_run, write_trial
 
 BUSY = {"busy": True, "cores": 2, "wanted_cores": 2, "average_at_start": 0.5, "seconds": 60.0}
 BUSY |= {"others_cores": 1.25, "stolen_cores": 0.0}
 COPY = {"eval": {"copy": True}}
+
+
+def text_of(table: Table) -> str:
+    """All that stands in a table, a line a row."""
+    rows = [[column.heading for column in table.columns], *([cell.text for cell in row] for row in table.rows)]
+    explained = [f"{column.heading}: {column.explained}" for column in table.columns]
+    lines = [table.title, table.caption, *map(" | ".join, rows), *table.notes, *table.about, *explained]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def change(folder: Path, **changes) -> Path:
@@ -81,7 +90,5 @@ def write_fixed_rows(folder: Path) -> None:
     write_rows(
         folder,
         name="20261120-135000-peers",
-        rows=[peer_row(void="the reference is slow"), peer_row(name="mhsa", void="the reference is slow")],
+        rows=[peer_row(reference_in_check=0.9, reference_in_check_range=[0.8, 0.95]), peer_row(name="mhsa")],
     )
-    fits = [fit_row(), fit_row(variant="linear"), fit_row(streams=16, load=BUSY)]
-    write_rows(folder, fits, name="20261120-140000-fit")

@@ -21,7 +21,7 @@ FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CON
 FILES = [file for file in FILES if not file.startswith(("hydra/", "comparison/", "sweep/wandb_"))]
 VERBS = {"train": TINY, "bench": TINY, "evidence": ("stage=a",)}
 VERBS |= dict.fromkeys(("check", "cost", "dashboard", "fit", "peers"), ())
-VERBS |= dict.fromkeys(("evaluate", "inspect", "sample"), ("run=somewhere",)) | {"export": ("run=somewhere", "out=b")}
+VERBS |= dict.fromkeys(("evaluate", "inspect"), ("run=somewhere",))
 VERBS |= dict.fromkeys(("compress", "decompress"), ("run=somewhere", "file=a", "out=b"))
 STEPPED = ("variant/", "position/", "optim/", "recipe/")
 """Groups whose files compute something of their own; of the others the plan is enough."""

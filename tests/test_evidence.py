@@ -10,27 +10,28 @@ from omegaconf import OmegaConf
 
 from bench.evidence import Runner, cells, span_word, sweep_params
 from bench.picks import RATE
-from tests.composing import CONF, compose_config, plan
+from tests.composing import compose_config, plan
 
 EVIDENCE = OmegaConf.to_container(compose_config("stage=a", name="evidence"), resolve=True)
 STAGES, REPLAYS = EVIDENCE["stages"], EVIDENCE["replays"]
 
 
 def line(words, spans, *, status="finished") -> dict:
-    metrics = {f"layers.{n}.attention.span": own for n, own in enumerate(spans)} | {"layers.0.attention.keys": [1.0]}
+    metrics = {f"layers.{n}.attention.span": heads for n, heads in enumerate(spans)}
+    metrics["layers.0.attention.keys"] = [1.0]
     return {"cell": words, "summary": {"status": status, "valid_metrics": metrics}}
 
 
 def test_stages_have_the_cells_of_their_grids(tmp_path):
-    found = {name: cells(grids, words=[], rows=tmp_path, replays=REPLAYS) for name, grids in STAGES.items()}
+    stages = {name: cells(grids, words=[], rows=tmp_path, replays=REPLAYS) for name, grids in STAGES.items()}
     sizes = {"a": 63, "a2": 0, "a3": 12, "b": 24, "c": 18, "d": 52, "e": 24, "recall": 54, "long": 5}
-    assert {name: len(own) for name, own in found.items()} == sizes
-    assert all(len({cell.words for cell in own}) == len(own) for own in found.values())
-    assert not {cell.words for cell in found["d"]} & {cell.words for cell in (*found["b"], *found["c"])}
-    assert {cell.file.name for cell in found["e"]} == {"front_page_10mb.jsonl"}
-    for own in found.values():  # a run that waits for another's spans begins after it
-        order = [cell.words for cell in own]
-        assert all(order.index(cell.source) < order.index(cell.words) for cell in own if cell.source)
+    assert {name: len(stage) for name, stage in stages.items()} == sizes
+    assert all(len({cell.words for cell in stage}) == len(stage) for stage in stages.values())
+    assert not {cell.words for cell in stages["d"]} & {cell.words for cell in (*stages["b"], *stages["c"])}
+    assert {cell.file.name for cell in stages["e"]} == {"front_page_10mb.jsonl"}
+    for stage in stages.values():  # a run that waits for another's spans begins after it
+        order = [cell.words for cell in stage]
+        assert all(order.index(cell.source) < order.index(cell.words) for cell in stage if cell.source)
 
 
 @pytest.mark.parametrize("name", ["rates", "front_page", "recall", "long"])
@@ -52,8 +53,8 @@ def test_sweeps_and_stages_are_of_one_protocol_and_arithmetic(name, tmp_path):
 def rates_file(folder, scores: dict[str, dict[str, float | None]]) -> None:
     """Made-up lines of the sweep of rates; a run without a score diverged."""
     made = []
-    for name, own in scores.items():
-        for rate, bits in own.items():
+    for name, rates in scores.items():
+        for rate, bits in rates.items():
             cell = ["sweep=rates", "seed=100", f"variant={name}", f"{RATE}={rate}"]
             summary = {"status": "finished" if bits else "diverged", "valid_bits_per_byte": bits}
             made.append(json.dumps({"cell": cell, "summary": summary}) + "\n")
@@ -92,10 +93,10 @@ def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path,
     cell = replace(cell, context=False)
     runner, typed, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
 
-    def child(*given):
-        typed.append(given)
+    def child(*words):
+        typed.append(words)
         (folder := tmp_path / "front_page-3-uniform_span" / "latest").mkdir(parents=True, exist_ok=True)
-        summary = {"status": "diverged" if code else "finished", "command": " ".join(given)}
+        summary = {"status": "diverged" if code else "finished", "command": " ".join(words)}
         (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "record.jsonl").write_text('{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n')
         return code
@@ -120,9 +121,3 @@ def test_a_replay_reads_the_row_of_its_seed_and_what_counts_has_a_line(tmp_path,
     assert str(tmp_path) not in cell.file.read_text()
     assert cell.line(words)["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
     assert len(cell.file.read_text().splitlines()) == 3
-
-
-def test_variants_of_the_sweeps_are_there():
-    named = set(OmegaConf.load(CONF / "sweep" / "front_page.yaml").hydra.sweeper.params.variant.split(","))
-    named |= set(STAGES["b"][0]["params"]["variant"].split(","))
-    assert named <= {path.stem for path in (CONF / "variant").glob("*.yaml")}

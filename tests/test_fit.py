@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,11 +12,10 @@ import torch
 from bench import fit
 from bench.fit import predict
 from harness.count.memory import optimizer_bytes, parameter_bytes
-from tests.bench_rows import fit_row
 from tests.command import ROOT, call, empty_folder  # noqa: F401 - a fixture
 from tests.composing import TINY, plan, small
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 HANGS_SECONDS = 600
 
@@ -49,17 +49,16 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  #
     print(json.dumps(pool.map(measure, range(len(plans)), chunksize=1)))
 """
 TWO_LAYERS = (*ON_CPU, "model.layers=2")
-KERNEL = (*TWO_LAYERS, "variant=mhsa", "runtime.backend=kernel", "batch.segment=512")
-TABLE = (*TWO_LAYERS, "variant=product_key_memory", "runtime.backend=kernel", "batch.segment=512", "batch.streams=11")
+KERNEL = (*TWO_LAYERS, "runtime.backend=kernel", "batch.segment=512")
 CASES = {
-    "spans": (*TWO_LAYERS, "variant=adaptive_span", "runtime.backend=plain", "batch.segment=256", "batch.streams=8"),
-    "fused": (*TWO_LAYERS, "variant=all_attention", "runtime.backend=fused", "batch.segment=512", "batch.streams=12"),
-    "a table": TABLE,
-    "carried": (*KERNEL, "batch.streams=12", "batch.carry=true"),
-    "layers again": (*KERNEL, "batch.streams=20", "runtime.checkpoint=layers"),
-    "wide, AdamW": (*KERNEL, "batch.streams=4", "optim=adamw", "model.d_model=512"),
+    "spans": (*TWO_LAYERS, "variant=adaptive_span", "runtime.backend=plain", "batch.segment=256", "batch.streams=4"),
+    "a table": (*KERNEL, "variant=product_key_memory", "batch.streams=5"),
+    "carried, layers again, AdamW": (
+        *(*TWO_LAYERS, "runtime.backend=fused", "batch.segment=512", "batch.streams=10"),
+        *("batch.carry=true", "runtime.checkpoint=layers", "optim=adamw", "model.d_model=256"),
+    ),
 }
-"""A step takes little more than the 100 MiB beside which an allocator's own blocks are small."""
+"""A step takes little more than the 50 MiB next to which an allocator's own blocks are small."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark can be lowered on Linux only")
@@ -74,16 +73,16 @@ def test_predictions_are_what_is_measured():
     done = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=HANGS_SECONDS)
     measured = dict(zip(CASES, json.loads(done.stdout), strict=True))
     predicted = {case: predict(plan(*words))["predicted_peak_bytes"] for case, words in CASES.items()}
-    assert min(measured.values()) > 100 * MIB
+    assert min(measured.values()) > 50 * MIB
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
 def test_split_has_the_closed_forms():
-    own = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
-    split, model = predict(own)["split"], own.make_model()
+    made = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
+    split, model = predict(made)["split"], made.make_model()
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     assert split["parameters"] == parameter_bytes(model) + buffers
-    optimizers = own.make_optimizers(model)
+    optimizers = made.make_optimizers(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step(0.5)
@@ -94,31 +93,31 @@ def test_split_has_the_closed_forms():
     assert shown <= split["state"] - batch - 2 * 8 <= shown * 4 / 3
 
 
-def test_streams_scale_the_peak_and_learned_spans_are_projected_and_can_be_put():
-    own = plan(*ON_CPU, *TINY, "model.layers=1", "runtime.backend=plain", "batch.carry=true")
-    one, two, three = (predict(own, streams=streams)["predicted_peak_bytes"] for streams in (10, 20, 30))
+def test_streams_scale_the_peak_and_learned_spans_are_projected():
+    small = plan(*ON_CPU, *TINY, "model.layers=1", "runtime.backend=plain", "batch.carry=true")
+    one, two, three = (predict(small, streams=streams)["predicted_peak_bytes"] for streams in (10, 20, 30))
     assert three - two == pytest.approx(two - one, rel=0.02)
     words = ("variant=adaptive_span", "model.layers=1", "model.span=512", "batch.carry=true", "batch.segment=64")
-    own = plan(*ON_CPU, *TINY, *words)
-    short, long = (predict(own, spans=[keys, keys])["split"]["state"] for keys in (8.0, 500.0))
+    starts = [plan(*ON_CPU, *TINY, *words, f"variant.attention.span.initial={share}") for share in (0.02, 1)]
+    short, long = (predict(start)["split"]["state"] for start in starts)
     assert long > 5 * short
 
 
-@pytest.mark.parametrize("variant", ["dynamic_span", "linformer", "product_key_memory"])
+@pytest.mark.parametrize("variant", ["dynamic_span", "product_key_memory"])
 def test_what_depends_on_values_is_predicted_for_a_gpu(variant):
-    own = plan(f"variant={variant}", *small(variant), *TINY[:-3], "runtime.device=cuda", "runtime.checkpoint=layers")
-    assert predict(own)["predicted_peak_bytes"] > 0
+    made = plan(f"variant={variant}", *small(variant), *TINY[:-3], "runtime.device=cuda", "runtime.checkpoint=layers")
+    assert predict(made)["predicted_peak_bytes"] > 0
 
 
 def test_on_a_gpu_attention_keeps_no_scores():
     sizes = ("model.dropout=0.1", "batch.segment=256", "model.span=256", "batch.streams=8", "runtime.device=cuda")
     plain, auto = (predict(plan(*TINY[:-3], *sizes, *words)) for words in (["runtime.backend=plain"], []))
-    assert (plain["backend"], auto["backend"]) == ("plain", "kernel")
+    assert (plain["backend"], auto["backend"]) == ("plain", "chunked")
     scores = 2 * 8 * 2 * 256 * 256 * 2  # of two layers, 8 streams and 2 heads, in bfloat16
     assert plain["split"]["activations"] - auto["split"]["activations"] > scores
 
 
-@pytest.mark.parametrize("limit", [0, 99, 100, 107, 1000, 12345])
+@pytest.mark.parametrize("limit", [99, 100, 1000, 12345])
 @pytest.mark.parametrize("shape", ["line", "steps", "bent"])
 def test_search_finds_the_last_that_fits(shape, limit):
     calls = []
@@ -134,40 +133,25 @@ def test_search_finds_the_last_that_fits(shape, limit):
 
 
 def test_memory_is_read_or_refused():
-    sizes = {"24GiB": 24 * GIB, "80GB": 80 * 10**9, "1.5 gib": 3 * GIB // 2, 4096: 4096, "1e9": 10**9}
+    sizes = {"24GiB": 24 * 2**30, "80GB": 80 * 10**9, "1.5 gib": 3 * 2**29, 4096: 4096, "1e9": 10**9}
     assert {text: fit.parse_memory(text) for text in sizes} == sizes
-    for text in ("24GX", "-1GB", "0", True, "1 2GB", "nan", "1e400"):
+    for text in ("24GX", "-1GB", True, "1e400"):
         with pytest.raises(ValueError, match="device_memory=.*allowed are"):
             fit.parse_memory(text)
 
 
 def run_fit(*words: str):
-    return call("bench/fit.py", "data.bytes=60000", *TINY[:-2], *words)
+    return call("bench/fit.py", "data.bytes=60000", *TINY[:-2], "model.layers=1", *words)
 
 
-def test_the_command_prints_a_table_and_writes_a_row(here):
-    words = ("device_memory=64MiB", "largest=streams", "runtime.backend=plain", "model.layers=1")
-    ended = run_fit(*words, "runtime.device=cpu")
+def test_the_command_prints_a_table(here):
+    ended = run_fit("device_memory=64MiB", "runtime.backend=plain", "runtime.device=cpu")
     assert ended.code == 0, ended.err
-    table = {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in ended.out.splitlines()}
-    row = json.loads(next(here.rglob("rows.jsonl")).read_text(encoding="utf-8"))
-    assert table["activations, MiB"] and table["predicted peak, MiB"] and table["fits"].startswith("yes")
-    assert table["trust"].startswith("within 10%")
-    assert fit_row().keys() <= row.keys() and (row["kind"], row["device_kind"]) == ("fit", "cpu")
-    own, most = plan(*TINY[:-2], *words[2:], "runtime.device=cpu"), row["largest"]["streams"]
-    peaks = [predict(own, streams=streams)["predicted_peak_bytes"] for streams in (most, most + 1)]
-    assert peaks[0] <= 64 * MIB < peaks[1]
-    assert "not verified" in run_fit("largest=[]", "runtime.device=cuda", "model.layers=1").out
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (("hardware=abacus",), "hardware=abacus: allowed are null, b200_sxm"),
-        (("runtime.device=cpu", "hardware=h100_sxm"), "hardware=h100_sxm"),
-        (("largest=heads",), "largest="),
-    ],
-)
-def test_a_mistake_is_one_message(here, words, message):
-    ended = run_fit(*words)
-    assert ended.code == 2 and message in ended.err and not list(here.iterdir())
+    table = dict(re.split(r"  +", line.strip())[:2] for line in ended.out.splitlines() if "  " in line.strip())
+    parts = [float(table[f"{cause}, MiB"]) for cause in fit.CAUSES]
+    assert sum(parts) == pytest.approx(float(table["peak, MiB"]), rel=0.01) and table["fits"] == "yes"
+    assert "within 10%" in ended.out and int(table["most streams"].replace(",", "")) > 100
+    assert "not verified" in run_fit("runtime.device=cuda").out
+    ended = run_fit("device_memory=24GX")
+    assert ended.code == 2 and "device_memory=24GX: allowed are bytes above 0" in ended.err
+    assert not list(here.iterdir())

@@ -73,7 +73,7 @@ def test_sweeps_on_a_gpu_have_every_variant_with_a_kernel():
 @pytest.fixture
 def rows(tmp_path):
     """Rows of a first run on which every check holds; returns a function that changes one."""
-    summary = {"valid_bits_per_byte": 3.0, "bytes_per_second": 200.0, "memory": {"peak_bytes": 100}}
+    summary = {"valid_bits_per_byte": 3.0, "bytes_per_second": 200.0, "memory": {"peak_bytes": 100 * 2**20}}
 
     def write(name: str = "", **changes: object) -> Path:
         for run in ("compiled", "again", "eager"):
@@ -82,9 +82,7 @@ def rows(tmp_path):
             speed = {"bytes_per_second": 100.0} if run == "eager" else {}
             (folder / "summary.json").write_text(json.dumps(summary | speed | (changes if run == name else {})))
         (tmp_path / "compiled.log").write_text("Recompiling function f\n" * (9 if name == "log" else 2))
-        (tmp_path / "fit").mkdir(exist_ok=True)
-        predicted = {"predicted_peak_bytes": 110} | (changes if name == "fit" else {})
-        (tmp_path / "fit" / "rows.jsonl").write_text(json.dumps(predicted) + "\n")
+        (tmp_path / "fit.txt").write_text(f"peak, MiB  {changes['peak'] if name == 'fit' else 110}  of a step\n")
         cost = {"status": "measured", "utilisation": {"share": 0.3}} | (changes if name == "cost" else {})
         (tmp_path / "cost.jsonl").write_text(json.dumps(cost) + "\n")
         return tmp_path
@@ -104,7 +102,7 @@ def test_rows_that_agree_pass(rows, capsys):
         ("eager", {"valid_bits_per_byte": 3.1}, "rounding"),
         ("eager", {"bytes_per_second": 300.0}, "does not pay"),
         ("log", {}, "limit"),
-        ("fit", {"predicted_peak_bytes": 10}, "far from"),
+        ("fit", {"peak": 10}, "far from"),
         ("cost", {"utilisation": {"share": 1.2}}, "between 0 and 1"),
         ("cost", {"status": "failed", "reason": "out of memory"}, "out of memory"),
     ],

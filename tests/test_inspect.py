@@ -14,7 +14,7 @@ from tests.runs import restored, whole_run  # noqa: F401 - a fixture
 
 MIXED = ("variant=adaptive_span", "sublayer@variant.attention=all_attention", "variant.attention.persistent.number=8")
 MIXED += ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4", "runtime.backend=plain")
-FIGURES = ["inspect_attention.png", "inspect_loss.png", "inspect_spans.png"]
+FIGURES = ["inspect_attention.png", "inspect_spans.png"]
 pytestmark = pytest.mark.usefixtures("restored")
 
 
@@ -26,7 +26,7 @@ def trained(tmp_path_factory) -> Path:
 
 def inspected(run: Path, *words: str) -> list[str]:
     """What the command does, in this process; the figures that it leaves."""
-    machine = ("runtime.device=cpu", "runtime.threads=1", "runtime.backend=plain", "bytes=24", "score=300")
+    machine = ("runtime.device=cpu", "runtime.threads=1", "runtime.backend=plain", "bytes=24")
     for name in FIGURES:
         (run / name).unlink(missing_ok=True)
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -41,19 +41,19 @@ def test_figures_of_a_run_or_of_a_text_of_ones_own_lie_in_its_folder(trained, tm
         assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, "something is drawn"
     maps, draw = [], inspect.draw_attention
     monkeypatch.setattr(
-        inspect, "draw_attention", lambda own, path, **about: maps.append(own) or draw(own, path, **about)
+        inspect, "draw_attention", lambda layers, path, **about: maps.append(layers) or draw(layers, path, **about)
     )
     monkeypatch.setattr("harness.data.corpora.load", lambda **_: pytest.fail("data were read"))
     (tmp_path / "text").write_bytes("Grüße, $x$ <b>\0\xff with some more".encode("latin-1"))
     assert inspected(trained, f"text={tmp_path / 'text'}") == FIGURES
-    assert {name: own.shape for name, own in maps[0].items()} == {
+    assert {name: layers.shape for name, layers in maps[0].items()} == {
         f"layers.{i}.attention": (2, 24, 24) for i in range(2)
     }
 
 
-def test_what_gives_no_map_is_named_and_has_its_loss(tmp_path, capsys):
+def test_what_gives_no_map_is_named(tmp_path, capsys):
     small = ("variant.attention.ratio=3", "variant.attention.window=4", "budget.steps=2", f"outputs={tmp_path}")
-    assert inspected(whole_run("variant=linformer", *small)[0].folder.path) == ["inspect_loss.png"]
+    assert inspected(whole_run("variant=linformer", *small)[0].folder.path) == []
     assert "layers.0.attention gives no map" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ def test_the_share_by_hand_and_nothing_of_what_is_not_known():
     share = utilisation(row)
     assert share["flops_per_s"] == pytest.approx(3 * 88e6 * 64 * 512 / 0.020)
     assert share["peak_flops_per_s"] == 989e12 and share["share"] == pytest.approx(0.4374, abs=1e-4)
-    unknown = [{"device": "NVIDIA H100 PCIe"}, {"device_kind": "cpu"}, {"time": {"train_ms": None}}, {"flops": None}]
+    unknown = [{"device": "NVIDIA H100 NVL"}, {"device_kind": "cpu"}, {"time": {"train_ms": None}}, {"flops": None}]
     assert [utilisation(gpu_row(**changes)) for changes in unknown] == [None] * 4
 
 

@@ -17,7 +17,7 @@ from variants.kernels import window
 
 SMALL = (*TINY, "data=recall", "data.bytes=20000", "budget.steps=4", "eval.selection_bytes=400", "eval.bytes=400")
 SMALL += ("optim=adamw",)
-QUICK = ("agree.settings=[rotary-kv]", "agree.precisions=[float32]", "runtime.device=cpu", "runtime.threads=1")
+QUICK = ("agree=true", "runtime.precision=float32", "runtime.device=cpu", "runtime.threads=1")
 PLACE = ("position=rotary", "model.cache=kv", "model.attend_self=true")
 
 
@@ -30,7 +30,7 @@ def contract_kept(monkeypatch):
 
 def check(*words: str) -> Ended:
     flags = [word for word in words if "=" not in word]
-    return call("bench/check.py", *flags, "agree.run=true", *QUICK, *(word for word in words if "=" in word))
+    return call("bench/check.py", *flags, *QUICK, *(word for word in words if "=" in word))
 
 
 def of_device(ended: Ended) -> list[str]:
@@ -39,21 +39,20 @@ def of_device(ended: Ended) -> list[str]:
 
 
 def test_variants_agree_and_what_cannot_run_is_refused(here):  # noqa: F811
-    ended = check("-m", "variant=adaptive_span,dynamic_span", "agree.backends=[plain,fused]", *PLACE)
+    ended = check("-m", "variant=adaptive_span,dynamic_span", *PLACE)
     assert ended.code == 0, ended.out + ended.err
     cases = [line for line in ended.out.splitlines() if ", float32, eager: " in line]
     assert [line.split()[0] for line in cases] == ["pass", "pass", "pass", "refused"]
-    assert cases[1].startswith("pass  rotary, kv, fused, float32, eager: ") and "at most 0.001" in cases[1]
+    assert cases[1].startswith("pass  rotary, kv, kernel, float32, eager: ") and "at most 0.001" in cases[1]
     assert "adaptive_span: agrees with float64 on cpu in 2 of 2 cases\n" in ended.out
     assert "dynamic_span: agrees with float64 on cpu in 1 of 1 cases, 1 refused\n" in ended.out
-    ended = check("variant=dynamic_span", "agree.backends=[fused]", *PLACE)
+    ended = check("variant=dynamic_span", "runtime.backend=fused", *PLACE)
     assert ended.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in ended.err
 
 
 def test_what_is_typed_is_not_varied(here):  # noqa: F811
-    varying = ("agree.settings=[rotary-kv,relative-hidden,relative-kv]", "agree.precisions=[float32,bfloat16]")
-    typed = ("position=alibi", "runtime.backend=plain", "runtime.precision=float32", "model.attend_self=true")
-    labels = [line.partition(": ")[0] for line in of_device(check("variant=mhsa", *varying, *typed))[:-1]]
+    typed = ("position=alibi", "runtime.backend=plain", "model.attend_self=true")
+    labels = [line.partition(": ")[0] for line in of_device(check("variant=mhsa", *typed))[:-1]]
     assert labels == [f"pass  alibi, {cache}, plain, float32, eager" for cache in ("kv", "hidden")]
 
 
@@ -61,7 +60,6 @@ def test_what_is_typed_is_not_varied(here):  # noqa: F811
     ("precision", "wrong", "words"),
     [
         ("float32", "gradient", "query.weight, at most 0.001"),
-        ("float32", "value", "at most 0.001"),
         ("bfloat16", "value", "at most 0.0"),
         ("float32", "not finite", "inf of "),
     ],
@@ -77,7 +75,7 @@ def test_a_wrong_number_fails(here, monkeypatch, precision, wrong, words):  # no
         return y if exact else y * {"value": 1.1, "not finite": torch.nan}.get(wrong, 1.0)
 
     monkeypatch.setattr(window, "attend", attend)
-    words_of_run = ("runtime.backend=plain", f"agree.precisions=[{precision}]", "runtime.deterministic=false")
+    words_of_run = ("runtime.backend=plain", f"runtime.precision={precision}", "runtime.deterministic=false")
     case, last = of_device(check("variant=mhsa", *words_of_run, *PLACE))
     assert case.startswith(f"FAIL  rotary, kv, plain, {precision}, eager: ") and words in case, case
     assert last == "mhsa: agrees with float64 on cpu in 0 of 1 cases"
@@ -87,8 +85,7 @@ def test_a_wrong_number_fails(here, monkeypatch, precision, wrong, words):  # no
     ("words", "message"),
     [
         (["runtime.device=cuda:99"], "runtime.device=cuda:99: "),
-        (["agree.run=often"], "agree.run=often: must be a valid boolean"),
-        (["agree.models=3"], "agree.models=3: no such key"),
+        (["agree=often"], "agree=often: must be a valid boolean"),
     ],
 )
 def test_a_mistake_ends_with_2_before_anything_is_checked(here, words, message):  # noqa: F811

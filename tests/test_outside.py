@@ -1,16 +1,13 @@
 """A variant from outside: one file and a few lines of YAML, or a package, trained and checked with no edit here."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command import MADE, ROOT, TINY, Ended, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.patience import PATIENCE_SECONDS
+from tests.command import MADE, ROOT, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
 
 MIXER = """from torch import nn
 from variants.contract import Sublayer, SublayerOutput
@@ -51,22 +48,8 @@ def forgotten_imports(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("my_mixer", "my_pkg"):
+        if name.partition(".")[0] in ("my_mixer", "my_pkg", "fading"):
             del sys.modules[name]
-
-
-def typed(*words: str, **environment: str) -> Ended:
-    """A process of its own in the current folder, where Python finds what is installed, and no more."""
-    known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        env=known | environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    return Ended(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
 def test_one_file_trains(here, imports):
@@ -86,16 +69,16 @@ PAGE = (ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 
-def test_the_example_of_the_page_is_short_and_is_checked_and_trained(here):
+def test_the_example_of_the_page_is_short_and_is_checked_and_trained(here, imports):
     assert sum(len(text.splitlines()) for text in FILES.values()) <= 40 and len(FILES) == 3
     for path, text in FILES.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
     (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     check, trained = (line.split()[1:] for line in commands.splitlines())
-    checked = typed(*check, PYTHONPATH=str(ROOT))  # the checkout stands for an installed package
+    checked = call("bench/check.py", *check[2:])
     assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
-    ended = typed(str(ROOT / "train.py"), *trained[1:], *TINY, *MADE)
+    ended = train(*trained[1:], *MADE)
     assert ended.code == 0, ended
     (run,) = run_folders(here / "outputs")
     assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
@@ -140,15 +123,3 @@ def test_a_package_on_the_search_path_is_named_by_trust(here, imports):
     assert ended.code == 0, ended
     (run,) = run_folders(here / "outputs")
     assert run.name.startswith("mine-s0-")
-    with (here / "my_pkg" / "mixer.py").open("a", encoding="utf-8") as source:
-        source.write("# an edit\n")
-    assert "finished before" not in train(*words, "trust=[my_pkg]").out and len(run_folders(here / "outputs")) == 2
-
-
-def test_an_outside_part_joins_a_variant_of_ours(here, imports):
-    write(here, module="my_mixer", conf="my_conf")
-    ended = train("-cd", "my_conf", *MADE, "trust=[my_mixer]", "sublayer@variant.feed_forward=my_mixer")
-    assert ended.code == 0 and "mhsa" in ended.out
-    (run,) = run_folders(here / "outputs")
-    names = json.loads((run / "summary.json").read_text(encoding="utf-8"))["parameters"]["by_sublayer"]
-    assert {"layers.0.attention", "layers.0.feed_forward"} <= names.keys()

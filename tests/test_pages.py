@@ -40,18 +40,20 @@ def jobs(words: list[str]) -> list[list[str]]:
 def test_every_command_composes():
     trained, verbs = 0, set()
     for page, words in commands():
-        own = [word for word in words if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")]
-        if "-cd" in words or {"variant=mine", "variant=V"} & {*own}:
+        overrides = [word for word in words if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")]
+        if "-cd" in words or {"variant=mine", "variant=V"} & {*overrides}:
             continue
-        if any(word.endswith("train.py") for word in words) and "recipe=" not in own:
-            for job in jobs(own):
-                plan_run(compose_config(*job), sweeping="-m" in words or any(word.startswith("sweep=") for word in own))
+        if any(word.endswith("train.py") for word in words) and "recipe=" not in overrides:
+            for job in jobs(overrides):
+                plan_run(
+                    compose_config(*job), sweeping="-m" in words or any(word.startswith("sweep=") for word in overrides)
+                )
             trained += 1
         elif words[0] == "-m" and words[1].startswith("bench."):
             verb = words[1].removeprefix("bench.")
             assert find_spec(words[1]), (page, words)
             if (CONF / f"{verb}.yaml").exists():
-                compose_config(*own, name=verb)
+                compose_config(*overrides, name=verb)
             verbs.add(verb)
     assert trained >= 12 and {"cost", "fit", "peers", "evaluate", "compress", "evidence", "report"} <= verbs
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from bench.report.__main__ import all_tables, every_run
 from bench.report.frame import read
 from harness.record.comparison import UNCOMPARED
-from harness.record.table import Table, to_csv, to_markdown
-from tests.bench_rows import PROTOCOL, cost_row, fit_row, peer_row, write_rows, write_run, write_trial
-from tests.fixed_rows import change, write_fixed_rows
+from harness.record.table import Table, to_csv
+from tests.bench_rows import PROTOCOL, cost_row, peer_row, write_rows, write_run, write_trial
+from tests.fixed_rows import change, text_of, write_fixed_rows
 
 GOLDEN = Path(__file__).parent / "golden_report"
 JUNK = (None, True, -1, 0, 3, 10**40, 0.5, float("nan"), "", "text", "\ud800|*", [], {}, [{}], [1.0, None], {"a": "b"})
@@ -39,8 +39,8 @@ def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
     """After a change that is meant: ``python -m tests.golden_report`` writes them anew, and the difference is to be
     read."""
     write_fixed_rows(tmp_path)
-    shown = {f"{name}.md": to_markdown(table) for name, table in tables(tmp_path).items()}
-    golden = {path.name: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.md")}
+    shown = {f"{name}.txt": text_of(table) for name, table in tables(tmp_path).items()}
+    golden = {path.name: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.txt")}
     assert sorted(shown) == sorted(golden)
     for name, text in golden.items():
         assert shown[name] == text, name
@@ -53,28 +53,17 @@ def test_tables_of_the_fixed_rows_are_the_golden_ones(tmp_path):
         {"protocol": PROTOCOL | {"vocabulary": 205}},
         {"budget": {"bytes": 3_000_000}},
         {"capped": {"valid": 10_000}},
+        {"numerics": {"variant": 1, "shared": 2}},
+        {"source": "aa" * 32},
     ],
 )
 def test_runs_that_do_not_compare_never_share_a_table(tmp_path, changes):
     write_run(tmp_path, variant="mhsa")
     change(write_run(tmp_path, variant="adaptive_span"), **changes)
-    found = tables(tmp_path)
-    shown = [{*column(found[name], "variant")} - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
+    made = tables(tmp_path)
+    shown = [{*column(made[name], "variant")} - {"gzip", "bzip2", "xz"} for name in ("runs-1", "runs-2")]
     assert sorted(map(sorted, shown)) == [["adaptive_span"], ["mhsa"]]
-    assert "less the reference, bits" not in headings(found["runs-1"])
-
-
-@pytest.mark.parametrize("changes", [{"threads": 9}, {"environment": {"MALLOC_ARENA_MAX": "1"}}])
-def test_time_and_memory_of_different_grounds_stand_in_tables_apart(tmp_path, changes):
-    write_run(tmp_path, variant="mhsa")
-    change(write_run(tmp_path, variant="adaptive_span"), **changes)
-    found = tables(tmp_path)
-    assert len(found["runs-1"].rows) == 5
-    assert not {"training peak, MiB", "bytes/s", "training, s"} & set(headings(found["runs-1"]))
-    assert any(next(iter(changes)) in note for note in found["runs-1"].notes)
-    for name in ("costs-1-1", "costs-1-2"):
-        assert len(found[name].rows) == 1 and {"backend", "training peak, MiB"} <= set(headings(found[name]))
-    assert found["costs-1-1"].about != found["costs-1-2"].about
+    assert "less the reference, bits" not in headings(made["runs-1"])
 
 
 NUMERICS = {"variant": 1, "shared": 1}
@@ -90,7 +79,6 @@ def test_runs_of_equal_numerics_pool_over_sources_and_commits_and_their_times_do
         change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **about)
     shown = tables(tmp_path)
     assert column(shown["runs-1"], "n")[0] == "3" and "bytes/s" not in headings(shown["runs-1"])
-    assert not any(note.startswith("+") for note in shown["runs-1"].notes)
     assert "Commit 00000000, 11111111 and 22222222." in shown["runs-1"].notes
     assert [len(shown[f"costs-1-{place}"].rows) for place in (1, 2, 3)] == [1, 1, 1]
 
@@ -116,13 +104,12 @@ def test_runs_of_other_numbers_do_not_pool(tmp_path, changes):
 
 
 def test_no_difference_of_a_configuration_is_pooled(tmp_path):
-    """Not even below a part that is another class elsewhere, whose column stands for all that is below it."""
     for seed, (name, base) in enumerate((("Rotary", 1), ("Rotary", 2), ("Alibi", 1))):
         position = {"_target_": f"variants.position.{name}", "base": base}
         write_run(tmp_path, seed=seed, config={"variant": {"name": "mhsa"}, "position": position})
     shown = tables(tmp_path)["runs-1"]
-    names = {f"mhsa, position={name}, base={base}" for name, base in (("Rotary", 1), ("Rotary", 2))}
-    assert {*column(shown, "variant")[:3]} == names | {"mhsa"} and column(shown, "n")[:3] == ["1"] * 3
+    names = {f"mhsa, position={name}, base={base}" for name, base in (("Rotary", 1), ("Rotary", 2), ("Alibi", 1))}
+    assert {*column(shown, "variant")[:3]} == names and column(shown, "n")[:3] == ["1"] * 3
 
 
 def test_a_run_that_did_not_score_test_stands_beside_one_that_did(tmp_path):
@@ -146,16 +133,16 @@ def test_every_look_at_test_is_counted_of_failed_runs_and_later_evaluations_too(
 
 def test_differences_from_the_reference_are_of_equal_seeds_and_judged_together(tmp_path):
     """Of one t test p is 0.0027 and 0.0055: the smaller twice by Holm, and the interval is of each alone."""
-    for variant, apart in (("mhsa", (0, 0, 0, 5)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):
-        for seed, difference in enumerate(apart):
+    for variant, shifts in (("mhsa", (0, 0, 0, 5)), ("local", (0.10, 0.11, 0.12)), ("linear", (-0.01, 0.02, 0.0))):
+        for seed, difference in enumerate(shifts):
             write_run(tmp_path, variant=variant, seed=seed, bits=2.0 + seed + difference, test_bits_per_byte=None)
-    found = tables(tmp_path)["runs-1"]
-    cells = zip(*(column(found, name) for name in ("pairs", "less the reference, bits", "p", "verdict")), strict=True)
-    shown = dict(zip(column(found, "variant"), cells, strict=True))
-    assert found.caption.startswith("Differences are from mhsa on valid.")
+    made = tables(tmp_path)["runs-1"]
+    cells = zip(*(column(made, name) for name in ("pairs", "less the reference, bits", "p", "verdict")), strict=True)
+    shown = dict(zip(column(made, "variant"), cells, strict=True))
+    assert made.caption.startswith("Differences are from mhsa on valid.")
     assert shown["local"] == ("3", "+0.1100 ± 0.0248", "0.0055", "worse") and shown["mhsa"] == ("",) * 4
     assert shown["linear"][3] == "not separated" and float(shown["linear"][2]) > 0.05
-    assert column(found, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
+    assert column(made, "valid, bits per byte")[0].endswith(" ± 2.4968"), "4.3027 x 1.0051 / sqrt(3)"
 
 
 def test_a_pick_is_made_on_tuning_seeds_which_report_nothing(tmp_path):
@@ -165,44 +152,25 @@ def test_a_pick_is_made_on_tuning_seeds_which_report_nothing(tmp_path):
             score = None if (trial, seed) == (2, 101) else bits + seed / 1e4
             point = {"optim.lr": 0.99 if trial == 1 else 0.5}
             write_trial(tmp_path, rate=rate, seed=seed, bits=score, trial=trial, point=point)
-    found = tables(tmp_path)["picked-1"]
-    (flags,) = column(found, "flags")
-    assert all(flag in flags for flag in ("high end of optim.lr", "1 failed", "fewer than 16 trials"))
-    assert column(found, "picked") == ["optim.lr=0.003"]
+    shown = tables(tmp_path)["picked-1"]
+    (flags,) = column(shown, "flags")
+    assert all(flag in flags for flag in ("high end of optim.lr", "1 run without a score"))
+    assert column(shown, "picked") == ["optim.lr=0.003"]
     write_trial(tmp_path, rate=0.003, seed=0, bits=2.45)
     spoilt = write_trial(tmp_path, rate=0.003, seed=100, bits=2.0)
-    found = tables(tmp_path)
-    results = next(table for name, table in found.items() if name.startswith("runs-"))
+    shown = tables(tmp_path)
+    results = next(table for name, table in shown.items() if name.startswith("runs-"))
     assert column(results, "valid, bits per byte")[0] == "2.4500" and column(results, "n")[0] == "1"
     assert any(spoilt.name in note for note in results.notes)
-
-
-def test_runs_of_one_line_are_read_as_run_folders_are(tmp_path):
-    """``bench.evidence`` commits a line a run; a line without provenance is refused by its number."""
-    lines = []
-    for seed in range(2):
-        folder = write_run(tmp_path / "runs", seed=seed)
-        record = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-        summary = json.loads((folder / "summary.json").read_text())
-        lines.append({"cell": ["seed=0"], "summary": summary, "record": [r for r in record if r["kind"] != "train"]})
-    lines.append({"summary": summary, "record": []})
-    path = tmp_path / "results" / "front_page.jsonl"
-    path.parent.mkdir()
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    folder, table = read([tmp_path / "runs"]), read([path.parent])
-    assert table.refused == [f"{path}: line 3: no provenance: the record is missing"]
-    one, other = (rows.frame.drop(columns=["run", "folder", "record"]) for rows in (folder, table))
-    assert one.equals(other) and list(table.frame["run"]) == ["front_page:1", "front_page:2"]
-    assert table.test_scores == folder.test_scores
 
 
 def test_folders_are_searched_once_and_links_count_once(tmp_path):
     folder = write_run(tmp_path / "deep" / "outputs")
     write_rows(tmp_path, [cost_row(length=2)], name="20261121-120000-cost")
-    write_rows(tmp_path, [cost_row(length=1), peer_row(), fit_row()], name="20261120-120000-cost")
+    write_rows(tmp_path, [cost_row(length=1), peer_row()], name="20261120-120000-cost")
     (tmp_path / "latest").symlink_to(folder)
     rows = read([tmp_path, folder, tmp_path / "latest"])
-    assert list(rows.frame["kind"]) == ["run", "cost", "peers", "fit", "cost"] and not rows.refused
+    assert list(rows.frame["kind"]) == ["run", "cost", "peers", "cost"] and not rows.refused
     assert list(rows.of("cost")["length"]) == [1, 2] and rows.files == 3
 
 
@@ -248,17 +216,20 @@ def test_runs_that_are_unfinished_corrupt_mixed_or_untraced_are_named_and_not_sh
     assert f"{folders[4] / 'record.jsonl'}: line 1: no provenance" in reasons
 
 
-def test_costs_have_percentiles_of_enough_calls_and_void_peers_no_ratio(tmp_path):
+def test_costs_have_percentiles_of_enough_calls_and_stand_apart_where_ground_or_code_differs(tmp_path):
     many = {"train_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": 20}}
-    write_rows(tmp_path, [cost_row(), cost_row(variant="local", time=many), cost_row(device="Another")])
-    rows = [peer_row(invalid="slow"), peer_row(allocator="return"), peer_row(job="another")]
+    write_rows(
+        tmp_path,
+        [cost_row(), cost_row(variant="local", time=many), cost_row(device="Another"), cost_row(source="aa" * 32)],
+    )
+    rows = [peer_row(reference_in_check=0.9), peer_row(name="mhsa"), peer_row(job="another")]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
-    found = tables(tmp_path)
-    assert sorted(found) == ["cost-1", "cost-2", "peers-1", "peers-2"] and len(found["cost-2"].rows) == 1
-    assert column(found["cost-1"], "step, ms") == ["2.00", "51.20"]
-    assert column(found["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
-    assert column(found["peers-1"], "of the reference model") == ["VOID", "1.000"]
-    assert found["peers-1"].title.startswith("VOID") and "VOID: slow." in found["peers-1"].notes
+    shown = tables(tmp_path)
+    assert sorted(shown) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(shown["cost-2"].rows) == 1
+    assert column(shown["cost-1"], "step, ms") == ["2.00", "51.20"]
+    assert column(shown["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
+    assert column(shown["peers-1"], "of the reference model") == ["1.000", "1.000"]
+    assert any("0.900 of the speed of x-transformers: too slow" in note for note in shown["peers-1"].notes)
 
 
 def mutated(random: Random, row: dict) -> dict:
@@ -277,11 +248,11 @@ def mutated(random: Random, row: dict) -> dict:
     return row
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed):
     random, folder = Random(seed), tmp_path_factory.mktemp("fuzz")
-    rows = [cost_row(), peer_row(), fit_row()]
+    rows = [cost_row(), peer_row(), cost_row(variant="linear")]
     path = write_rows(folder, rows + [mutated(random, random.choice(rows)) for _ in range(3)])
     write_run(folder, variant="mhsa")
     tuned = {"rate": 0.01, "bits": 2.0, "trial": 1}
@@ -295,10 +266,9 @@ def test_whatever_stands_in_rows_and_runs_the_tables_come(tmp_path_factory, seed
         shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
         (run / "summary.json").write_text(json.dumps(summary | shared))
     (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read([folder])
-    verbs = len(found.frame) - len(found.frame[found.frame["kind"].isin(("run", "failed"))])
-    assert verbs + sum(str(path) in reason for reason in found.refused) == 6
-    for table in (*all_tables(found), *every_run(found.of("run"))):
+    shown = read([folder])
+    verbs = len(shown.frame) - len(shown.frame[shown.frame["kind"].isin(("run", "failed"))])
+    assert verbs + sum(str(path) in reason for reason in shown.refused) == 6
+    for table in (*all_tables(shown), *every_run(shown.of("run"))):
         assert all(len(row) == len(table.columns) for row in table.rows)
-        for form in (to_markdown, to_csv):
-            form(table).encode("utf-8")
+        to_csv(table).encode("utf-8")

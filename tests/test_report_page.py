@@ -7,11 +7,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from bench.report.page import page_of
-from harness.record.table import Cell, Column, Drawing, Table, words
+from harness.record.table import Cell, Column, Drawing, Table
 from tests import browser
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="400pt" height="300pt"><path id="line" d="M 0 0 L 4 3"/></svg>'
-COLUMNS = (words("variant", "The mechanism's name."), Column("step, ms"), words("status"))
+COLUMNS = (Column("variant", "The mechanism's name.", number=False), Column("step, ms"), Column("status", number=False))
 STEPS = [-3, 1000.0, 0.25, None, -20, 0.5, 20]
 ROWS = [
     (Cell(text=f"v{place % 2}"), Cell(text="" if x is None else f"{x:,g}", value=x)) for place, x in enumerate(STEPS)

@@ -18,32 +18,32 @@ TABLE = [  # degrees of freedom, 0.90, 0.975, 0.995 quantiles as printed in text
 
 def test_quantiles_of_t_are_those_of_the_tables_and_of_closed_forms():
     for freedom, *quantiles in TABLE:
-        found = [t_quantile(probability, freedom=freedom) for probability in (0.90, 0.975, 0.995)]
-        assert found == pytest.approx(quantiles, abs=6e-4)
+        pair = [t_quantile(probability, freedom=freedom) for probability in (0.90, 0.975, 0.995)]
+        assert pair == pytest.approx(quantiles, abs=6e-4)
     for t in (0.01, 0.5, 1.0, 3.0, 40.0):
         assert t_below(t, freedom=1) == pytest.approx(0.5 + math.atan(t) / math.pi, rel=1e-12)
         assert t_below(t, freedom=2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), rel=1e-12)
 
 
 def test_interval_of_pairs():
-    found = paired([1.0, 2.0, 3.0])
-    assert (found.n, found.mean) == (3, 2.0)
-    assert found.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
+    pair = paired([1.0, 2.0, 3.0])
+    assert (pair.n, pair.mean) == (3, 2.0)
+    assert pair.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
     t = 2.0 / (1 / math.sqrt(3))
-    assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9), "two degrees of freedom, both sides"
-    assert paired([-1.0, -2.0, -3.0]).p == found.p
+    assert pair.p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9), "two degrees of freedom, both sides"
+    assert paired([-1.0, -2.0, -3.0]).p == pair.p
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=8))
 def test_p_is_below_5_percent_where_the_interval_leaves_0_out(differences):
-    found = paired(differences)
-    if abs(abs(found.mean) - found.half_width) > 1e-9:
-        assert (found.p < 0.05) == (abs(found.mean) > found.half_width)
+    pair = paired(differences)
+    if abs(abs(pair.mean) - pair.half_width) > 1e-9:
+        assert (pair.p < 0.05) == (abs(pair.mean) > pair.half_width)
 
 
 def test_one_pair_has_no_interval_and_equal_ones_are_certain():
-    found = paired([0.5])
-    assert (found.n, found.mean, found.half_width, found.p) == (1, 0.5, None, None)
+    pair = paired([0.5])
+    assert (pair.n, pair.mean, pair.half_width, pair.p) == (1, 0.5, None, None)
     assert paired([0.0, 0.0, 0.0]).p == 1.0 and paired([0.5, 0.5, 0.5]).p == 0.0
 
 

@@ -26,15 +26,15 @@ def verdicts(table: str) -> list[str]:
 
 
 def test_intervals_are_judged_by_where_they_lie():
-    apart, close = [-0.10, -0.11, -0.12], [-0.01, 0.0, 0.012]
-    above = [-one for one in apart]
-    assert [judge(one, must="less", margin=0.0)[0] for one in (apart, close, above)] == [HOLDS, OPEN, NOT]
-    assert [judge(one, must="no more", margin=0.05)[0] for one in (apart, close, above)] == [HOLDS, HOLDS, NOT]
-    assert [judge(one, must="the same", margin=0.05)[0] for one in (apart, close, above)] == [NOT, HOLDS, NOT]
+    below, close = [-0.10, -0.11, -0.12], [-0.01, 0.0, 0.012]
+    above = [-one for one in below]
+    assert [judge(one, must="less", margin=0.0)[0] for one in (below, close, above)] == [HOLDS, OPEN, NOT]
+    assert [judge(one, must="no more", margin=0.05)[0] for one in (below, close, above)] == [HOLDS, HOLDS, NOT]
+    assert [judge(one, must="the same", margin=0.05)[0] for one in (below, close, above)] == [NOT, HOLDS, NOT]
     assert judge(close, must="the same", margin=0.02)[0] == OPEN
     assert judge([0.0] * 3, must="less", margin=0.0)[0] == NOT, "equal costs are not less"
-    assert judge(apart[:2], must="less", margin=0.0)[0] == judge([-1.0], must="less", margin=0.0)[0] == FEW
-    assert judge(apart, must="less", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
+    assert judge(below[:2], must="less", margin=0.0)[0] == judge([-1.0], must="less", margin=0.0)[0] == FEW
+    assert judge(below, must="less", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
 
 
 def test_a_claim_holds_where_all_of_its_parts_do():

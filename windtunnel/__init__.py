@@ -1,4 +1,4 @@
-"""The Python door: a trained run, or an exported model, as an object.
+"""The Python door: a trained run as an object.
 
 import windtunnel
 

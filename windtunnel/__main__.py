@@ -5,7 +5,7 @@ import runpy
 import sys
 
 BENCH = ("check", "compress", "cost", "dashboard", "decompress", "evaluate")
-BENCH += ("export", "fit", "inspect", "peers", "report", "sample")
+BENCH += ("fit", "inspect", "peers", "report")
 USAGE = f"""usage: windtunnel COMMAND [KEY=VALUE ...], or COMMAND --help
 
 train     a run, or with -m a sweep

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import harness  # noqa: F401 - sets what must be set before kernels are compiled
-from bench import exported
+from bench.planning import open_trained
 from harness.device.runtime import Runtime
 from harness.loop.sampling import numbers_of, sampled
 from harness.loop.scoring import score_stream
@@ -80,7 +80,7 @@ class Model:
 
 
 def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
-    """The model of a run folder (its best weights) or of a folder that ``bench.export`` wrote. Nothing in it is believed.
+    """The model of a run folder: its best weights. Nothing in the folder is believed.
 
     Args:
         device: where it computes, as torch calls it.
@@ -89,14 +89,6 @@ def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) ->
     Raises:
         ValueError: naming the folder or file, and what is wrong with it.
     """
-    path = Path(path)
-    if (path / exported.MODEL).exists():
-        network, about = exported.read(path, trust=trust)
-        symbols = bytes(about["symbols"])
-    else:
-        from bench.planning import open_trained  # late: a run's configuration needs Hydra's, an exported model does not
-
-        opened = open_trained(path, key="path", trust=list(trust))
-        network, symbols = opened.model(), opened.symbols()
-        about = opened.saved | {"protocol": opened.plan.protocol()}
-    return Model(network=network.to(device).eval(), symbols=symbols, about=about)
+    opened = open_trained(Path(path), key="path", trust=list(trust))
+    about = opened.saved | {"protocol": opened.plan.protocol()}
+    return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

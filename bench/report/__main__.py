@@ -1,9 +1,9 @@
 """Tables, figures and a page from rows alone: ``python -m bench.report [folders] [--out outputs/report]``.
 
-Reads run folders, rows of ``bench.cost``, ``bench.peers`` and ``bench.fit``, and tables of ``bench.evidence``, sorts
-what may be compared into tables, and writes each as CSV, each figure as PNG and SVG, all of it as ``report.md``, and
-one ``index.html`` that opens from disk; ``runs.csv`` has every run with all of its numbers. What may not be shown is
-named with its reason. Needs neither torch nor a server.
+Reads run folders, rows of ``bench.cost`` and ``bench.peers``, sorts
+what may be compared into tables, and writes each as CSV, each figure as PNG and SVG, and all of it as one ``index.html``
+that opens from disk; ``runs.csv`` has every run with all of its numbers. What may not be shown is named with its reason.
+Needs neither torch nor a server.
 """
 
 import argparse
@@ -19,22 +19,12 @@ from bench.report.columns import for_terminal
 from bench.report.frame import Rows, read
 from bench.report.page import page_of
 from bench.report.tables import run_tables
-from bench.report.tables_costs import cost_tables, fit_tables, peer_tables
+from bench.report.tables_costs import cost_tables, peer_tables
 from bench.report.tuning import tuning_tables
 from harness.cache import write_whole
 from harness.failures import StorageFailure, exit_code
 from harness.record.cells import count_of
-from harness.record.table import (
-    Cell,
-    Column,
-    Drawing,
-    Table,
-    markdown_list,
-    one_line,
-    print_table,
-    to_csv,
-    to_markdown,
-)
+from harness.record.table import Cell, Column, Table, one_line, print_table, to_csv
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
@@ -44,7 +34,7 @@ LIMITATIONS = (
 )
 CONTENTS = "contents.txt"
 """What a report wrote, so that the next one in the same folder can take away what is no longer true."""
-VERBS = {"cost": cost_tables, "peers": peer_tables, "fit": fit_tables}
+VERBS = {"cost": cost_tables, "peers": peer_tables}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -86,7 +76,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
         files = {f"{table.name}.csv": to_csv(table) for table in (*tables, *every_run(rows.of("run")))}
         files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
-        files |= {"report.md": _markdown(**content), "index.html": page_of(TITLE, **content)}
+        files["index.html"] = page_of(TITLE, **content)
         for table in tables:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
@@ -101,7 +91,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 
 def all_tables(rows: Rows) -> list[Table]:
-    """Runs, picks, costs, peers and predictions, each by what may be compared."""
+    """Runs, picks, costs and peers, each by what may be compared."""
     verbs = [table for kind, tables in VERBS.items() for table in tables([*rows.of(kind).get("row", ())])]
     return [*run_tables(rows), *tuning_tables(rows.frame), *verbs]
 
@@ -118,15 +108,6 @@ def every_run(runs: pd.DataFrame) -> Iterator[Table]:
 
 def _number(value: object) -> float | None:
     return value if isinstance(value, float) and not pd.isna(value) else None
-
-
-def _markdown(*, tables: list[Table], drawings: list[Drawing], notes: list[str], commands: list[str]) -> str:
-    parts = [f"# {TITLE}\n", markdown_list(notes), *map(to_markdown, tables)]
-    for drawing in drawings:
-        heading, caption = (markdown_list([text])[2:] for text in (drawing.title, drawing.caption))
-        parts.append(f"## {heading}\n![{drawing.name}](figures/{drawing.name}.png)\n\n{caption}")
-    typed = "".join(f"    {' '.join(one.split())}\n" for one in commands)  # indented: nothing in it is markup
-    return "\n".join([*parts, f"## Commands\n\n{typed}"])
 
 
 def _notes(rows: Rows) -> list[str]:

@@ -14,7 +14,6 @@ import yaml
 from harness.record import cells
 from harness.record.table import Cell, Column, Table
 
-VOID = "VOID"
 Form = Callable[[Mapping, str], Cell]
 """The cell of a row's number at a key."""
 
@@ -63,15 +62,11 @@ def _spread(row: Mapping, key: str) -> Cell:
     return cells.spread((row[f"{key}.p20"], row[f"{key}.p80"]), digits=3 if "generate" in key else 2)
 
 
-def _valid(row: Mapping, key: str) -> Cell:
-    return cells.text(VOID) if row.get("invalid") and key in row else cells.fixed(row.get(key), digits=3)
-
-
 THRICE = "flops.flops_estimated_3x"
 FIXED = {f"fixed{digits}": partial(cells.fixed, digits=digits) for digits in range(1, 5)}
 NUMBERS = FIXED | {name: getattr(cells, name) for name in ("whole", "mib", "millions", "text")}
 FORMS: dict[str, Form] = {name: _number(form) for name, form in NUMBERS.items()}
-FORMS |= {"bits": _bits, "difference": _within, "spread": _spread, "valid3": _valid}
+FORMS |= {"bits": _bits, "difference": _within, "spread": _spread}
 FORMS |= {f"timed{digits}": partial(_timed, digits=digits) for digits in (0, 1)}
 FORMS |= {"about": _number(cells.mib, guess="memory.approximate"), "guessed": _number(cells.millions, guess=THRICE)}
 FORMS |= {"gflops": _number(_in_units(1e9), guess="flops_estimated_3x")}
@@ -98,17 +93,9 @@ def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
 
 
 def for_terminal(table: Table) -> Table:
-    """A table in as many columns as a terminal has room for: those of ``terminal`` in ``columns.yaml``, and what stands
-    before ``n``, explained in notes. Of a single row each figure is a row, beside what it is."""
-    if len(table.rows) == 1:
-        heads = (Column("figure", number=False), Column(""), Column("what it is", number=False))
-        pairs = zip(table.columns, table.rows[0], strict=True)
-        rows = ((cells.text(column.heading), cell, cells.text(column.explained)) for column, cell in pairs)
-        return replace(table, columns=heads, rows=tuple(rows))
-    headings = [column.heading for column in table.columns]
-    first = headings.index("n") + 1 if "n" in headings else 0
-    wanted = {*headings[:first], *_file()["terminal"]}
-    places = [place for place, heading in enumerate(headings) if heading in wanted]
+    """A table in as many columns as a terminal has room for: those of ``terminal`` in ``columns.yaml``, explained in
+    notes."""
+    places = [place for place, column in enumerate(table.columns) if column.heading in _file()["terminal"]]
     columns = tuple(table.columns[place] for place in places)
     rows = tuple(tuple(row[place] for place in places) for row in table.rows)
     explained = [f"{column.heading}: {column.explained}" for column in columns if column.explained]

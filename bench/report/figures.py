@@ -1,46 +1,33 @@
-"""The report's figures: learning curves, trade-offs, cost against context, spans, peers and recall.
+"""The report's figures: learning curves, trade-offs and cost against context.
 
 What may stand in one figure is decided in ``compare``.
 """
 
 import hashlib
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from bench.report.compare import cost_ground, results, with_arms
-from bench.report.frame import Rows, copies
-from bench.report.style import (
-    FONT_POINTS,
-    LINES,
-    draw_recall,
-    finish,
-    legend,
-    looks,
-    memory_unit,
-    plain_number,
-    styled,
-    value_axis,
-)
+from bench.report.frame import Rows
+from bench.report.style import LINES, finish, legend, looks, plain_number, styled, value_axis
 from bench.report.tables import bits_by_seed, compare, summed
-from bench.report.words import budget_words, data_words, freed_words, machine_words
+from bench.report.words import budget_words, data_words, precision_word
 from harness.record import drawing
 from harness.record.cells import count_of
-from harness.record.comparison import ground
+from harness.record.comparison import ground, tree_of
 from harness.record.table import Drawing
 
 COSTS = {
     "ideal FLOPs per byte (forward)": "flops_per_byte.ideal",
-    "peak memory of training": "memory.peak_bytes",
+    "peak memory of training [MiB]": "memory.peak_bytes",
     "time of training [s]": "seconds",
 }
 """Horizontal axes of trade-offs; all but the first depend on the machine."""
 MEASURES = {
     "training step [ms]": "time.train_ms.p50",
-    "peak memory of training": "memory.train_peak_bytes",
+    "peak memory of training [MiB]": "memory.train_peak_bytes",
     "executed FLOPs per byte (forward)": "flops.executed_per_byte",
     "generation [ms per byte]": "time.generate_ms.p50",
 }
@@ -48,15 +35,13 @@ OF_A_LINE = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "r
 """Keys of the configuration that the cells of one line differ in, or that follow from the drawing."""
 KINDS = ("valid", "train")
 """Rows of a learning curve: those of train where a run has no others."""
-RAISED = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
-OUT = "out of memory"
-BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.5}
+OUT, MIB = "out of memory", 2.0**20
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
     """Every figure that the rows allow; equal rows give equal files."""
     with styled():
-        return [*_of_runs(rows), *_of_costs(rows.of("cost")), *_of_peers(rows.of("peers"))]
+        return [*_of_runs(rows), *_of_costs(rows.of("cost"))]
 
 
 def _of_runs(rows: Rows) -> Iterator[Drawing]:
@@ -64,8 +49,6 @@ def _of_runs(rows: Rows) -> Iterator[Drawing]:
         arms = with_arms(runs)
         yield from trade_off(arms, name=f"trade-off-{index}")
         yield from curves(arms, name=f"curves-{index}")
-        yield from spans(arms, index=index)
-        yield from recall(summed(arms), name=f"recall-{index}")
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
@@ -77,12 +60,12 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     shown = {label: key for label, key in shown.items() if alone or "FLOPs" in label}
     if not rows or not shown:
         return
-    look, machine = looks(row["variant"] for row in rows), machine_words(last) if len(shown) > 1 else ""
+    look, machine = looks(row["variant"] for row in rows), _machine(last) if len(shown) > 1 else ""
     size = {"width": 3.4 * len(shown) + 2.6, "height": max(4.2, 1.4 + 0.19 * len(rows))}
     title, about = "Bits per byte against cost", f"{data_words(arms['row'])}\n{machine}".strip()
     figure, axes = drawing.panels(1, len(shown), title=title, subtitle=about, **size)
     for ax, (label, key) in zip(axes, shown.items(), strict=True):
-        divisor, label = memory_unit(label, max(row[key] for row in rows))
+        divisor = MIB if "MiB" in label else 1.0
         for row in rows:
             style, seeds, x = look[row["variant"]], bits_by_seed(row["runs"], split), row[key] / divisor
             ax.vlines(x, seeds.min(), seeds.max(), color=style["color"], linewidth=1)
@@ -129,41 +112,16 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     yield finish(figure, name=name, title="Learning curves", caption=caption)
 
 
-def spans(arms: pd.DataFrame, *, index: int) -> Iterator[Drawing]:
-    """Layers by heads, at the end of the first seed of every arm that has spans: heads of two seeds have no common
-    order."""
-    for place, (arm, runs) in enumerate(arms.groupby("arm", sort=False), start=1):
-        run = runs.iloc[0]
-        scored = [row["metrics"] for row in run["record"] if row["kind"] == "valid" and row.get("metrics")]
-        layers = drawing.spans_of(run["row"].get("valid_metrics") or (scored[-1] if scored else {}))
-        heads = np.array([span for layer in layers.values() for span in layer], dtype=float)
-        if not np.isfinite(heads).any():
-            continue
-        title = f"Learned spans: {arm}, seed {run['seed']:.0f}"
-        limit = run.get("protocol.span") or max(1.0, np.nanmax(heads))
-        about = f"mean over heads {np.nanmean(heads):.1f} of {limit:,.0f} positions; {data_words([run['row']])}"
-        size = {"width": 7.5, "height": max(3.6, 1.5 + 0.32 * len(layers))}
-        figure, (ax,) = drawing.panels(1, 1, title=title, subtitle=about, **size)
-        drawing.draw_span_cells(ax, layers, limit=limit)
-        caption = "Span of every head at the end of training, in positions, on a logarithmic scale; dark is short."
-        yield finish(figure, name=f"spans-{index}-{place}", title=title, caption=caption)
-
-
 def _of_costs(costs: pd.DataFrame) -> Iterator[Drawing]:
-    """Cost against length of context; one figure for each ground, setting of freed memory, mode, streams and data."""
+    """Cost against length of context; one figure for each ground, code, mode, streams and data,
+    with six digits in its name that are the same whatever else is drawn."""
 
-    def same(row: dict) -> tuple:
-        return ground(row), freed_words(row), row["mode"], row["streams"], row["data"]["sha256"]
+    def same(row: dict) -> str:
+        return repr((ground(row), tree_of(row), row["mode"], row["streams"], row["data"]["sha256"]))
 
-    for rows, name in _grouped(costs, same):
-        yield _costs(rows, name=f"cost-{rows['row'].iloc[0]['mode']}-{name}")
-
-
-def _grouped(frame: pd.DataFrame, same: Callable[[dict], tuple]) -> Iterator[tuple[pd.DataFrame, str]]:
-    """Rows of equal keys, with six digits that are the same for the same keys whatever else is drawn."""
-    if len(frame):
-        for key, rows in frame.groupby([repr(same(row)) for row in frame["row"]], sort=False):
-            yield rows, hashlib.sha256(str(key).encode()).hexdigest()[:6]
+    for key, rows in costs.groupby([same(row) for row in costs["row"]], sort=False) if len(costs) else ():
+        digits = hashlib.sha256(key.encode()).hexdigest()[:6]
+        yield _costs(rows, name=f"cost-{rows['row'].iloc[0]['mode']}-{digits}")
 
 
 def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
@@ -175,16 +133,14 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
     dashes = {one: LINES[place % len(LINES)] for place, one in enumerate(sorted(set(ran)))}
     title = f"Cost against length of context: {first['mode']}, {count_of(first['streams'], 'stream')}"
     size = {"width": 13.5, "height": max(8.2, 2.4 + 0.36 * lines["line"].nunique())}
-    figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{machine_words(first)}\n{data_words([first])}", **size)
+    figure, axes = drawing.panels(2, 2, title=title, subtitle=f"{_machine(first)}\n{data_words([first])}", **size)
     for ax, (label, key) in zip(axes, MEASURES.items(), strict=True):
         values = rows[key].dropna() if key in rows else pd.Series(dtype=float)
-        divisor, label = memory_unit(label, values.max() if len(values) else 0.0)
+        divisor = MIB if "MiB" in label else 1.0
         for line, cells in lines.groupby("line", sort=False):
             style = look[cells["variant"].iloc[0]] | {"linestyle": dashes[cells["ran"].iloc[0]]}
             middle = cells.groupby("length")[key].median().dropna() if key in cells else values[:0]
-            power = exponent([*middle.items()])
-            name_of = line if power is None else f"{line}: L{f'{power:.1f}'.translate(RAISED)}"
-            ax.plot(middle.index, middle / divisor, **style, linewidth=1.4, markersize=5, label=name_of)
+            ax.plot(middle.index, middle / divisor, **style, linewidth=1.4, markersize=5, label=line)
             lost = cells[cells["status"] == OUT]["length"]
             ax.plot(lost, [0.97] * len(lost), "x", color=style["color"], transform=ax.get_xaxis_transform())
         ax.set_xscale("log", base=2)
@@ -192,72 +148,9 @@ def _costs(rows: pd.DataFrame, *, name: str) -> Drawing:
         ax.set(xlabel="length of context L [bytes]", ylabel=label)
         value_axis(ax.yaxis, [*(values / divisor)], log=True)
         legend(ax)
-    caption = (
-        "Medians against the length; of each line the power of L with which its longer half grows. x at the upper "
-        "edge: out of memory. Both axes are logarithmic."
-    )
+    caption = "Medians against the length, both axes logarithmic; x at the upper edge: out of memory."
     return finish(figure, name=name, title=title, caption=caption)
 
 
-def exponent(curve: list[tuple[float, float]]) -> float | None:
-    """The power of the length by which ``(length, cost)`` grows over its longer half, by least squares; None of one
-    length."""
-    half = [(length, cost) for length, cost in curve[:-2] if length**2 >= curve[0][0] * curve[-1][0]] + curve[-2:]
-    return float(np.polyfit(*np.log(half).T, 1)[0]) if len(half) > 1 and min(min(pair) for pair in half) > 0 else None
-
-
-def _of_peers(peers: pd.DataFrame) -> Iterator[Drawing]:
-    """Bytes per second relative to the reference; one figure for each job on equal ground, void ones apart."""
-
-    def same(row: dict) -> tuple:
-        job = (row["job"], row["streams"], row["segment"], row.get("relative_to"), row["data"]["sha256"])
-        return ground(row), freed_words(row), *job, str(row.get("invalid"))
-
-    for rows, name in _grouped(peers, same):
-        yield _peers([row.dropna().to_dict() for _, row in rows.iterrows()], name=f"peers-{name}")
-
-
-def _peers(rows: list[dict], *, name: str) -> Drawing:
-    first, share = rows[0]["row"], "relative_to_reference"
-    against, void = first.get("relative_to") or "the reference model", first.get("invalid")
-    title = f"{'VOID: ' * bool(void)}Training speed of peers: {textwrap.shorten(first['job'], 90)}"
-    about = f"{machine_words(first)}; {first['streams']} x {first['segment']} bytes a step\n{data_words([first])}"
-    rows = sorted(rows, key=lambda row: (row.get(share, 0.0), row["name"]))
-    figure, (ax,) = drawing.panels(1, 1, width=9.5, height=1.9 + 0.36 * len(rows), title=title, subtitle=about)
-    longest = 1.0
-    for place, row in enumerate(rows):
-        if share not in row:
-            words = row.get("reason") or f"{row.get('bytes_per_second', 0):,.0f} B/s, without a reference"
-            _beside(ax, 0.0, place, textwrap.shorten(f"{row['status']}: {words}", 90, placeholder=" ..."))
-            continue
-        ends = [row[share], *(row["row"].get("relative_range") or [])]
-        longest = max(longest, *ends)
-        ax.barh(place, row[share], height=0.66, color=drawing.GREY, alpha=0.45)
-        ax.hlines(place, min(ends), max(ends), color=drawing.INK, linewidth=1.6)
-        speed = f", {row['bytes_per_second']:,.0f} B/s" if "bytes_per_second" in row else ""
-        size = f", {row['parameters.total'] / 1e6:.2f} M parameters" if "parameters.total" in row else ""
-        _beside(ax, max(ends), place, f"{row[share]:.2f}x{size}{speed}")
-    ax.axvline(1, color=drawing.INK, linestyle="--", linewidth=1)
-    label = f"bytes per second relative to {against} (dashed)"
-    ax.set(xlim=(0, 1.7 * longest), ylim=(-0.6, len(rows) - 0.4), xlabel=label)
-    ax.set_yticks(range(len(rows)), ["\n".join(textwrap.wrap(row["name"], 40)) for row in rows])
-    ax.grid(axis="y", visible=False)
-    caption = "Speed of the same training step; lines reach from the least to the greatest of the rounds."
-    return finish(figure, name=name, title=title, caption=caption + (f" VOID: {void}." if void else ""))
-
-
-def _beside(ax: Axes, x: float, y: float, words: str) -> None:
-    style = {"textcoords": "offset points", "va": "center", "fontsize": FONT_POINTS, "color": drawing.INK, "bbox": BOX}
-    ax.annotate(words, (x, y), xytext=(5, 0), **style)
-
-
-def recall(rows: Sequence[dict], *, name: str) -> Iterator[Drawing]:
-    """Bits of copied letters by distance, the arm that recalls most first."""
-    heat = pd.DataFrame({row["arm"]: pd.DataFrame(map(copies, row["runs"]["row"])).mean() for row in rows}).T
-    heat = heat.dropna(how="all").sort_index(axis=1)
-    if len(heat):
-        order = heat.fillna(4.0).sum(axis=1).sort_values(kind="stable").index
-        figure, (ax,) = drawing.panels(1, 1, title="Recall", width=6.2, height=1.6 + 0.27 * max(len(heat), 6))
-        draw_recall(ax, heat.loc[order])
-        caption = "Mean bits of letters that repeat the one so many bytes before; 4 without memory."
-        yield finish(figure, name=name, title="Recall", caption=caption)
+def _machine(row: dict) -> str:
+    return f"{row['device']}, {row['threads']} threads, {precision_word(row)}{', compiled' * row['compile']}"

@@ -1,8 +1,8 @@
 """One tidy DataFrame of all that was measured: a row for each run and for each row of a verb of bench.
 
-Read from run folders (``record.jsonl``, ``summary.json``) and from JSON lines: rows of ``bench.cost``, ``bench.peers``
-and ``bench.fit``, and runs that ``bench.evidence`` has put on a line each. What cannot be read, or traced, or is of
-the wrong shape, is refused with its reason, and the rest is still there. Neither torch nor a server is needed.
+Read from run folders (``record.jsonl``, ``summary.json``) and from JSON lines, rows of ``bench.cost`` and ``bench.peers``.
+What cannot be read, or traced, or is of the wrong shape, is refused with its reason, and the rest is still there. Neither
+torch nor a server is needed.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.words import freed_words, optimizer_words
+from bench.report.words import optimizer_words
 from bench.rows import ROWS, refusal
 from harness.record.cells import spread
 from harness.record.comparison import UNCOMPARED
@@ -26,7 +26,7 @@ MOST_REASONS = 5
 """Of one file; a thousand equal ones would hide the others."""
 LONGEST_ERROR = 300
 SAME_RUN = ("variant", "seed", "config_hash", "source", "data", "protocol", "budget")
-TEXTS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode", "invalid")
+TEXTS = ("variant", "backend", "source", "status", "reason", "spans_from", "name", "job", "mode")
 REACHED_BITS = 1.0
 """Bits below which a copied letter counts as remembered; 4 without memory."""
 
@@ -39,7 +39,7 @@ class Rows:
         frame: a row each, runs in the order in which they ended, then rows of verbs in the order of their folders'
             names. Numbers stand in columns of floats named by their dotted keys. ``row`` is the whole row as it was
             written (of a run: provenance and summary), ``record`` a run's rows, ``folder`` and ``read_from`` where it
-            was read. ``kind`` is run, failed, cost, peers or fit.
+            was read. ``kind`` is run, failed, cost or peers.
         refused, unfinished, failed: ``path: why``, of what is not shown.
         files: how many files of rows were read.
         test_scores: how often test was scored, by SHA-256 of the data: runs' final scores and those of
@@ -79,18 +79,18 @@ def read(folders: Sequence[Path]) -> Rows:
     if not paths:
         names = ", ".join(map(str, folders))
         raise ValueError(f"{names}: nothing to report; looked for runs ({RECORD}, {SUMMARY}) and rows ({ROWS})")
-    rows, runs, others = Rows(files=len(paths)), [], []
+    rows, runs, measured = Rows(files=len(paths)), [], []
     for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
         try:
             if path.name in (RECORD, SUMMARY):
                 runs += _read_run(path.parent, rows)
             else:
-                more = _read_lines(path, rows)
-                runs += [one for one in more if isinstance(one, tuple)]
-                others += [one for one in more if isinstance(one, dict)]
+                good, reasons = _lines(path, wrong=_wrong_on_line)
+                rows.refuse(path, *(reasons if good or reasons else ["no rows in it"]))
+                measured += [_tidy(row | {"read_from": str(path.parent)}, row["kind"]) for row in good]
         except OSError as error:
             rows.refuse(path, f"cannot be read ({error.strerror})")
-    if tidy := [*(run for _, run in sorted(runs, key=lambda pair: pair[0])), *others]:
+    if tidy := [*(run for _, run in sorted(runs, key=lambda pair: pair[0])), *measured]:
         rows.frame = pd.DataFrame(tidy)
     return rows
 
@@ -116,8 +116,7 @@ def _tidy(row: dict, kind: str, **more) -> dict:
     tidy = {"kind": kind, "row": row, "load": row.get("load"), "read_from": row.get("read_from"), **numbers}
     tidy |= {key: row[key] for key in TEXTS if isinstance(row.get(key), str)}
     scoring, step_ms = row.get("evaluation_backend"), tidy.get("time.train_ms.p50")
-    tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring, "freed": freed_words(row)}
-    tidy |= {"config_digits": row["config_hash"][:8], "source_digits": row["source"][:8]}
+    tidy |= {"in_evaluation": None if scoring == row["backend"] else scoring}
     if kind in ("cost", "peers") and row["status"] != "measured":
         tidy.pop("bytes_per_second", None)
     elif kind == "cost" and step_ms:
@@ -128,13 +127,9 @@ def _tidy(row: dict, kind: str, **more) -> dict:
         tidy["optimizers"] = optimizer_words(row.get("optimizers"))
         if far := copies(row):
             tidy["reach"] = float(max((distance for distance, bits in far.items() if bits < REACHED_BITS), default=0))
-    elif kind == "fit":
-        if {"predicted_peak_bytes", "device_memory_bytes"} <= tidy.keys():
-            tidy["fits"] = "yes" if tidy["predicted_peak_bytes"] <= tidy["device_memory_bytes"] else "no"
-        tidy["trust"] = "within 10%" if row.get("verified") is True else "not verified" if "verified" in row else None
     elif kind == "peers":
         tidy["package_words"] = " ".join(filter(None, (row.get("package"), row.get("package_version")))) or None
-        tidy["range_words"] = None if row.get("invalid") else spread(row.get("relative_range")).text or None
+        tidy["range_words"] = spread(row.get("relative_range")).text or None
     return tidy | more
 
 
@@ -169,13 +164,7 @@ def _wrong_in_record(row: dict, line_number: int) -> str | None:
 
 
 def _wrong_on_line(row: dict, line_number: int) -> str | None:
-    """Of a row of a verb, or a run of one line: ``{"cell", "summary", "record", "evaluation"}``."""
-    if "summary" in row:
-        record = row.get("record")
-        if not (isinstance(record, list) and record and all(isinstance(one, dict) for one in record)):
-            return "no provenance: the record is missing"
-        reasons = (_wrong_in_record(one, place) for place, one in enumerate(record, start=1))
-        return next(filter(None, reasons), None) or _wrong_summary(row["summary"], record[0])
+    """Of a row of a verb."""
     if reason := refusal(row):
         return reason
     kind = row["kind"]
@@ -197,22 +186,9 @@ def _wrong_summary(summary: object, provenance: dict | None) -> str | None:
     return f"{summary['check']}: not compared" if summary.get("check") in UNCOMPARED else None
 
 
-def _read_lines(path: Path, rows: Rows) -> list[tuple | dict]:
-    """Runs of one line, with their age, and rows of verbs."""
-    good, reasons = _lines(path, wrong=_wrong_on_line)
-    rows.refuse(path, *(reasons if good or reasons else ["no rows in it"]))
-    age, more = path.stat().st_mtime, []
-    for place, row in enumerate(good):
-        if "summary" in row:
-            folder = path.parent / f"{path.stem}:{place + 1}"
-            more += _take(rows, folder, row["record"], row["summary"], age=(age, place))
-        else:
-            more.append(_tidy(row | {"read_from": str(path.parent)}, row["kind"]))
-    return more
-
-
 def _read_run(folder: Path, rows: Rows) -> list[tuple]:
-    """A run folder: its summary with the good rows of its record."""
+    """A run folder, its summary with the good rows of its record, as ``[(age, row of the frame)]``; or nothing, and why that
+    is. What a failed run knew is no result."""
     path = folder / RECORD
     record, reasons = _lines(path, wrong=_wrong_in_record) if path.exists() else ([], [])
     broken = bool(reasons) and reasons[0].startswith("line 1:")
@@ -229,11 +205,7 @@ def _read_run(folder: Path, rows: Rows) -> list[tuple]:
         later = _lines(folder / EVALUATIONS, wrong=lambda row, number: None)[0]
         rows.test_scores[record[0]["data"]["sha256"]] += sum(row.get("split") == "test" for row in later)
     age = (folder / SUMMARY).stat().st_mtime if summary is not None else 0.0
-    return _take(rows, folder, record, {"status": "refused"} if reason else summary, age=(age, 0))
-
-
-def _take(rows: Rows, folder: Path, record: list, summary: dict | None, *, age: tuple) -> list[tuple]:
-    """The run as ``[(age, row of the frame)]``, or nothing, and why that is. What a failed run knew is no result."""
+    summary = {"status": "refused"} if reason else summary
     if record:
         rows.test_scores[record[0]["data"]["sha256"]] += sum(row["kind"] == "test" for row in record)
     status, more = (summary or {}).get("status"), {"record": record, "folder": folder, "run": folder.name}

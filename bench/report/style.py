@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from bench.report.compare import VARIANTS
 from harness.record.drawing import INK
@@ -65,17 +65,12 @@ def legend(ax: Axes) -> None:
 
 
 def value_axis(axis, values: list[float], *, log: bool | None = None) -> None:
-    """An axis with plain numbers, logarithmic where values range far, with more ticks between powers where it is
-    short."""
+    """An axis with plain numbers, logarithmic where values range far."""
     low, high = min(values, default=1), max(values, default=1)
     if low > 0 and (high > WIDE_RANGE * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
-        ratio = high / low
-        between = (1, 1.5, 2, 3, 4, 5, 7) if ratio < 5 else (1, 2, 5) if ratio < 50 else (1,)
-        axis.set_major_locator(LogLocator(base=10, subs=between, numticks=10))
+        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 50 * low else (1,), numticks=10))
         axis.set_minor_locator(NullLocator())
-    else:
-        axis.set_major_locator(MaxNLocator(6))
     axis.set_major_formatter(FuncFormatter(plain_number))
 
 
@@ -95,10 +90,3 @@ def draw_recall(ax: Axes, heat: pd.DataFrame) -> None:
 def plain_number(value: float, _position: int | None = None) -> str:
     """``0.02``, ``512``, ``3 M``: short, and never a power of ten to be worked out."""
     return f"{value:g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else EngFormatter(sep=" ")(value)
-
-
-def memory_unit(label: str, largest: float) -> tuple[float, str]:
-    """What to divide by, and the label with the unit, GiB = 2^30 or MiB = 2^20 bytes; only memory has one to choose."""
-    if "memory" not in label:
-        return 1.0, label
-    return (2.0**30, f"{label} [GiB]") if largest >= 2**30 else (2.0**20, f"{label} [MiB]")

@@ -1,4 +1,4 @@
-"""Tables of runs that compare: means over seeds beside the reference, and time and memory by ground."""
+"""Tables of runs that compare: means over seeds with their differences from the reference, and time and memory by ground."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import (
-    VARIANTS,
-    busy_notes,
-    cost_ground,
-    differences,
-    head_columns,
-    results,
-    source_notes,
-    with_arms,
-)
+from bench.report.compare import VARIANTS, busy_notes, commit_notes, cost_ground, differences, results, with_arms
 from bench.report.frame import Rows, copies
 from bench.report.uncertainty import CONFIDENCE, holm, paired
 from bench.report.words import budget_words, data_words, ground_differences, ground_words, protocol_words
@@ -31,45 +22,39 @@ UNEQUAL |= {"bytes trained on": "bytes_seen"}
 
 
 def run_tables(rows: Rows) -> list[Table]:
-    """All tables of results."""
+    """Of each group of runs that compare the means, and below them general compressors; time and memory in tables of their
+    own where they do not compare."""
     tables = []
     for index, runs, lost in results(rows.of("run")):
-        row = runs["row"].iloc[-1]
-        scores = count_of(rows.test_scores.get(row["data"]["sha256"], 0), "time")
+        arms, last = with_arms(runs), runs["row"].iloc[-1]
+        title = f"{last['data']['name']}, {budget_words(last['budget'])} of training"
+        scores = count_of(rows.test_scores.get(last["data"]["sha256"], 0), "time")
         notes = [f"Left out of means, having trained with a seed that chose: {listed(lost)}."] * bool(lost)
         notes.append(f"Test was scored {scores} in the folders that were read.")
-        title = f"{row['data']['name']}, {budget_words(row['budget'])} of training"
-        tables += result_tables(runs, index=index, title=title, notes=notes)
+        grounds = [same for _, same in arms.groupby([cost_ground(row) for row in arms["row"]], sort=False)]
+        means, about, costs = summed(arms), _about(runs), columns("costs")
+        reference, split = compare(means)
+        distances = sorted({distance for row in arms["row"] for distance in copies(row)})
+        shown = columns("runs", distances=distances)
+        differing = f"The rows differ in: {differences(arms, 'backend', 'seed')}."
+        caption = f"Differences are from {reference['arm']} on {split}. {differing}" if reference else differing
+        notes += _notes(runs, arms, means)
+        if len(grounds) == 1:
+            shown += costs
+            notes += busy_notes([*runs["load"]])
+            about.append(f"Time and memory: {ground_words(last)}.")
+        else:
+            shown += [column for column in costs if column.heading in ("backend", "in evaluation")]
+            unequal = ground_differences([*runs["row"]]) or "source"
+            notes.append(f"Time and memory stand in tables of their own, because these runs differ in {unequal}.")
+        texts = {"title": title, "caption": caption, "about": tuple(about), "notes": tuple(notes)}
+        tables.append(filled_table([*means, *_compressors(last)], shown, name=f"runs-{index}", **texts))
+        for place, same in enumerate(grounds if len(grounds) > 1 else (), start=1):
+            texts |= {"name": f"costs-{index}-{place}", "title": f"Time and memory: {title}", "caption": differing}
+            texts |= {"about": (*_about(runs), f"Time and memory: {ground_words(same['row'].iloc[-1])}.")}
+            texts |= {"notes": (*commit_notes(same), *busy_notes([*same["load"]]))}
+            tables.append(filled_table(summed(same), [*columns("runs")[:2], *costs], **texts))
     return tables
-
-
-def result_tables(runs: pd.DataFrame, *, index: int, title: str, notes: Sequence[str]) -> list[Table]:
-    """Means of runs that compare, and below them general compressors; time and memory in tables apart where they do not
-    compare."""
-    arms, last = with_arms(runs), runs["row"].iloc[-1]
-    grounds = [same for _, same in arms.groupby([cost_ground(row) for row in arms["row"]], sort=False)]
-    rows, about, costs = summed(arms), _about(runs), columns("costs")
-    reference, split = compare(rows)
-    distances = sorted({distance for row in arms["row"] for distance in copies(row)})
-    shown = [*head_columns(rows), *columns("runs", distances=distances)]
-    differing = f"The rows differ in: {differences(arms, 'backend', 'seed')}."
-    caption = f"Differences are from {reference['arm']} on {split}. {differing}" if reference else differing
-    notes, apart = [*notes, *_notes(runs, arms, rows)], []
-    if len(grounds) == 1:
-        shown += costs
-        notes += busy_notes([*runs["load"]])
-        about.append(f"Time and memory: {ground_words(last)}.")
-    else:
-        shown += [column for column in costs if column.heading in ("backend", "in evaluation")]
-        unequal = ground_differences([*runs["row"]]) or "source"
-        notes.append(f"Time and memory stand in tables of their own, because these runs differ in {unequal}.")
-        for place, same in enumerate(grounds, start=1):
-            some, ground = summed(same), f"Time and memory: {ground_words(same['row'].iloc[-1])}."
-            more = {"about": (*_about(runs), ground), "notes": (*source_notes(runs), *busy_notes([*same["load"]]))}
-            more |= {"name": f"costs-{index}-{place}", "title": f"Time and memory: {title}", "caption": differing}
-            apart.append(filled_table(some, [head_columns(some)[0], columns("runs")[0], *costs], **more))
-    main = {"title": title, "caption": caption, "about": tuple(about), "notes": tuple(notes)}
-    return [filled_table([*rows, *_compressors(last)], shown, name=f"runs-{index}", **main), *apart]
 
 
 def summed(arms: pd.DataFrame) -> list[dict]:
@@ -92,14 +77,14 @@ def summed(arms: pd.DataFrame) -> list[dict]:
         if not row.get("compile_seconds"):
             row.pop("compile_seconds", None)
         row |= {key: last[key] for key in ("backend", "in_evaluation", "optimizers") if isinstance(last[key], str)}
-        row |= {key: last[key] for key in ("row", "variant", "settings", "source_mark")}
         busy = (load for load in runs["load"] if isinstance(load, dict) and busy_words(load))
-        rows.append(row | {"arm": arm, "n": len(runs), "load": next(busy, None), "runs": runs})
+        row |= {"arm": arm, "label": arm, "variant": last["variant"], "n": len(runs), "runs": runs}
+        rows.append(row | {"load": next(busy, None)})
     return sorted(rows, key=lambda row: row.get("valid_bits_per_byte", math.inf))
 
 
 def compare(rows: Sequence[dict]) -> tuple[dict | None, str]:
-    """Set each row of ``summed`` beside the reference, over the seeds that both have: ``difference`` in bits per byte,
+    """Set each row of ``summed`` against the reference, over the seeds that both have: ``difference`` in bits per byte,
     its ``half_width``, ``p`` by Holm, and a ``verdict``.
 
     Returns:
@@ -155,7 +140,7 @@ def _about(runs: pd.DataFrame) -> list[str]:
 
 def _notes(runs: pd.DataFrame, arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
     """Commits, marks, runs without a score or repeated, and seeds that differ."""
-    notes = source_notes(runs)
+    notes = commit_notes(runs)
     parts = {split: n_bytes for row in runs["row"] for split, n_bytes in (row.get("capped") or {}).items()}
     splits = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in parts.items())
     notes += [f"{CAPPED} scored on {splits} only."] * bool(parts)

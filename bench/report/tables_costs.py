@@ -1,4 +1,4 @@
-"""Tables of what ``bench.cost`` and ``bench.peers`` measured and ``bench.fit`` predicted; the verbs print them, too."""
+"""Tables of what ``bench.cost`` and ``bench.peers`` measured; the verbs print them, too."""
 
 import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -6,24 +6,21 @@ from pathlib import PurePath
 
 import pandas as pd
 
-from bench.report.columns import VOID, columns
-from bench.report.compare import busy_notes, differences, source_notes, with_arms
+from bench.report.columns import columns
+from bench.report.compare import busy_notes, commit_notes, differences, with_arms
 from bench.report.frame import frame_of
 from bench.report.words import data_words, ground_words
 from harness.record.cells import busy_mark, count_of, filled_table, listed, spread, uncounted
-from harness.record.closing_table import short_commit
 from harness.record.comparison import ground, tree_of
 from harness.record.table import Table
 
-SWEPT = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
-"""Keys of a configuration that have columns of their own."""
-OF_A_CELL = (*SWEPT, "batch.carry", "batch.accumulate", "runtime.allocator")
-"""Those that ``bench.cost`` itself sets for each cell."""
-CELL = ("variant", "config_hash", "backend", "evaluation_backend", "allocator", "spans_from", "length", "segment")
+OF_A_CELL = ("model.span", "batch.segment", "batch.streams", "runtime.backend", "backend", "evaluation_backend")
+OF_A_CELL += ("batch.carry", "batch.accumulate", "runtime.allocator")
+"""Keys that ``bench.cost`` itself sets for each cell, or that have columns of their own."""
+CELL = ("variant", "config_hash", "backend", "evaluation_backend", "spans_from", "length", "segment")
 CELL += ("source", "checkpoint")
-PREDICTION = ("config_hash", "backend", "streams", "segment", "span", "source", "device_memory_bytes", "largest")
-FREED = {"allocator": None}
-"""What becomes of freed memory has a column, and is no ground that the rows share."""
+FAIR = 0.97
+"""Least speed of the reference model in that of x-transformers."""
 MODES = {
     "cold": "segment = span = length, no carried state",
     "stream": "span = length, streams carry a full state from segment to segment",
@@ -31,43 +28,30 @@ MODES = {
 
 
 def cost_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each ground, mode and job; ``rows`` the oldest first."""
+    """A table for each ground, code, mode and job; ``rows`` the oldest first."""
 
     def job(row: dict) -> Hashable:
         segment = row["segment"] if row["mode"] == "stream" else None
-        return _data(row), ground(row, without=("allocator",)), row["mode"], row["streams"], segment
+        return ground(row), row["mode"], row["streams"], segment
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, job), start=1):
-        arms, labelled, notes = _labelled(frame, keys=CELL, without=OF_A_CELL)
-        labelled.sort(key=lambda row: (row["length"], row["label"], row["backend"], *map(str, _setting(row))))
+        arms, labelled, notes = _labelled(frame)
+        labelled.sort(key=lambda row: (row["length"], *_name(row)))
         segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
         streams = count_of(row["streams"], "stream")
         about = (
-            f"{ground_words(row | FREED)}. {streams}{segment}, {MODES[row['mode']]}.",
+            f"{ground_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
             "Time is of the trainer's own training step, after warm-up, with shaken weights where no checkpoint's are.",
             f"Data: {data_words([row])}.",
             "Held equal at one length: streams, segment, span and ground, not parameters or FLOPs.",
         )
         unknown = [(row["label"], (row["row"].get("flops") or {}).get("unknown")) for row in labelled]
         notes += [*_cost_notes(labelled), *filter(None, [uncounted(unknown)])]
-        caption = f"The rows differ in: {differences(arms, 'length', 'backend', 'freed', 'spans_from')}."
+        caption = f"The rows differ in: {differences(arms, 'length', 'backend', 'spans_from')}."
         titles = {"title": f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}", "caption": caption}
         more = {"name": f"cost-{index}", "about": about, "notes": tuple(notes)}
         tables.append(filled_table(labelled, columns("cost"), **titles, **more))
-    return tables
-
-
-def fit_tables(rows: Sequence[dict]) -> list[Table]:
-    """A table for each ground on which predictions were made; ``rows`` the oldest first."""
-    tables = []
-    for index, (row, frame) in enumerate(_groups(rows, lambda row: (_data(row), ground(row))), start=1):
-        arms, labelled, notes = _labelled(frame, keys=PREDICTION, without=SWEPT)
-        about = (f"Predicted for {ground_words(row)}; spans as they start.", f"Data: {data_words([row])}.")
-        caption = f"The rows differ in: {differences(arms, 'streams', 'segment', 'span', 'backend')}."
-        titles = {"title": f"Predicted training memory, {row['precision']}", "caption": caption}
-        more = {"name": f"fit-{index}", "about": about, "notes": tuple(notes)}
-        tables.append(filled_table(labelled, columns("fit"), **titles, **more))
     return tables
 
 
@@ -76,94 +60,85 @@ def peer_tables(rows: Sequence[dict]) -> list[Table]:
 
     def call(row: dict) -> Hashable:
         about = (row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to"))
-        return tree_of(row), *about, ground(row, without=("allocator",)), _data(row)
+        return *about, ground(row)
 
     tables = []
     for index, (row, frame) in enumerate(_groups(rows, call), start=1):
         shown = [one.dropna().to_dict() for _, one in frame.iterrows()]
-        void = {one.get("freed"): one["invalid"] for one in shown if "invalid" in one}
         for one in shown:
-            one |= {"label": f"{one['name']}{busy_mark(one.get('load'))}", "invalid": void.get(one.get("freed"))}
-            if one["invalid"]:
-                one.pop("range_words", None)
+            one["label"] = f"{one['name']}{busy_mark(one.get('load'))}"
         shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
         about = (
-            f"{ground_words(row | FREED)}. Data: {data_words([row])}.",
+            f"{ground_words(row)}. Data: {data_words([row])}.",
             f"Job: {row['job']}, {count_of(row['streams'], 'stream')} of {row['segment']:,} bytes. Held equal: job, "
             "streams, segment, threads, precision and data, not parameters.",
-            ", commit ".join(filter(None, (f"One call: {PurePath(row['read_from']).name}", short_commit(row)))) + ".",
+            f"One call: {PurePath(row['read_from']).name}.",
         )
         against = f"; shares are of {row['relative_to']}" if row.get("relative_to") else ""
-        title = f"{f'{VOID}: ' if void else ''}Peers: {row['job']}, {row['device']}, {row['precision']}"
-        titles = {"title": title, "caption": f"The rows differ in who wrote the code{against}."}
-        more = {"name": f"peers-{index}", "about": about, "notes": tuple(_peer_notes(shown))}
+        titles = {"title": f"Peers: {row['job']}, {row['device']}, {row['precision']}"}
+        titles["caption"] = f"The rows differ in who wrote the code{against}."
+        more = {"name": f"peers-{index}", "about": about, "notes": (*commit_notes(frame), *_peer_notes(shown))}
         tables.append(filled_table(shown, columns("peers"), **titles, **more))
     return tables
 
 
 def _groups(rows: Sequence[dict], key: Callable[[dict], Hashable]) -> Iterator[tuple[dict, pd.DataFrame]]:
-    """Rows of equal ``key`` as frames, each with its newest row."""
+    """Rows of equal ``key``, data and code as frames, each with its newest row: a step of equal work is of equal data."""
+
+    def whole(row: dict) -> str:
+        return repr(
+            (key(row), row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines")), tree_of(row))
+        )
+
     if rows:
-        for _, same in frame_of(rows).groupby([repr(key(row)) for row in rows], sort=False):
+        for _, same in frame_of(rows).groupby([whole(row) for row in rows], sort=False):
             yield same["row"].iloc[-1], same
 
 
-def _data(row: dict) -> tuple:
-    """A step of equal work is of equal data."""
-    return row["data"]["sha256"], row["protocol"]["vocabulary"], row["protocol"]["drop_newlines"]
-
-
-def _labelled(frame: pd.DataFrame, *, keys: Sequence[str], without: Sequence[str]) -> tuple[pd.DataFrame, list, list]:
-    """The newest of rows that are equal in ``keys``, as a frame and as dictionaries with a ``label``, and notes."""
-    same = [json.dumps([row.get(key) for key in keys], sort_keys=True) for row in frame["row"]]
+def _labelled(frame: pd.DataFrame) -> tuple[pd.DataFrame, list, list]:
+    """The newest of rows that are equal in ``CELL``, as a frame and as dictionaries with a ``label``, and notes."""
+    same = [json.dumps([row.get(key) for key in CELL], sort_keys=True) for row in frame["row"]]
     newest = frame[~pd.Series(same, index=frame.index).duplicated(keep="last")]
-    arms = with_arms(newest, without=without)
+    arms = with_arms(newest, without=OF_A_CELL)
     labelled = [row.dropna().to_dict() for _, row in arms.iterrows()]
     for row in labelled:
         trained = f" of {PurePath(row['row']['checkpoint']).name}" if row["row"].get("checkpoint") else ""
-        row["label"] = f"{row['arm']}{trained}{row['source_mark']}{busy_mark(row.get('load'))}"
+        row["label"] = f"{row['arm']}{trained}{busy_mark(row.get('load'))}"
     older = len(frame) - len(newest)
     left_out = [f"{count_of(older, 'older row')} of an equal kind left out: the newest counts."] * bool(older)
-    return arms, labelled, [*source_notes(newest), *busy_notes([*newest["load"]]), *left_out]
+    return arms, labelled, [*commit_notes(newest), *busy_notes([*newest["load"]]), *left_out]
 
 
-def _setting(row: dict) -> tuple[str | None, str | None]:
-    return row.get("freed"), row.get("spans_from")
+def _name(row: dict) -> list[str]:
+    """What a row of a cost is of, less its length."""
+    return [row["label"], row["backend"], *filter(None, [row.get("spans_from")])]
 
 
 def _cost_notes(rows: Sequence[dict]) -> list[str]:
     """Why rows have no figures, which were timed alone, and of which peak."""
     notes, alone = [], []
     for row in rows:
-        name = ", ".join([row["label"], row["backend"], *filter(None, _setting(row)), f"length {row['length']:,.0f}"])
+        name = f"{', '.join(_name(row))}, length {row['length']:,.0f}"
         if row["status"] != "measured":
             notes.append(f"{name}: {_reason(row)}.")
         alone += [name] if row["row"].get("interleaved") is False and row["status"] == "measured" else []
     notes += [f"Timed alone, not in turn with the others of its length: {listed(alone)}."] if alone else []
-    if any(row["row"]["device_kind"] != "cpu" and row["status"] == "measured" for row in rows):
-        notes.append("One byte at a time an accelerator waits for launches, which rank no mechanism: not timed there.")
     peaks = sorted({row["utilisation.peak_flops_per_s"] for row in rows if "utilisation.peak_flops_per_s" in row})
     of_peaks = f"The device's dense peak is {listed(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s."
     return notes + [of_peaks] * bool(peaks)
 
 
 def _peer_notes(rows: Sequence[dict]) -> list[str]:
-    """Why rows are void, failed or cut short, and how sure the reference and the times are."""
+    """Why rows failed, how good the reference model is, and who else used the machine."""
     measured = [row for row in rows if row["status"] == "measured"]
-    notes = [f"{VOID}: {reason}." for reason in dict.fromkeys(row["invalid"] for row in rows if row["invalid"])]
-    notes += [f"{_name(row)}: {_reason(row)}." for row in rows if row not in measured]
-    checks = {row["reference_in_check"]: row["row"] for row in measured if "reference_in_check" in row}
-    for share, row in checks.items():
+    notes = [f"{row['name']}: {_reason(row)}." for row in rows if row not in measured]
+    for share, row in {
+        row["reference_in_check"]: row["row"] for row in measured if "reference_in_check" in row
+    }.items():
         between = spread(row.get("reference_in_check_range")).text
-        between = between and f" ({between})"
-        notes.append(f"The reference model runs at {share:.3f}{between} of the speed of x-transformers.")
-    notes += busy_notes([row.get("load") for row in measured])
-    cut = [f"{_name(row)} ({count_of(int(row.get('rounds') or 0), 'round')})" for row in rows if row.get("interrupted")]
-    return notes + [f"INTERRUPTED, so of fewer rounds than planned: {listed(cut)}."] * bool(cut)
-
-
-def _name(row: dict) -> str:
-    return ", ".join(filter(None, (row["name"], row.get("freed"))))
+        words = f"The reference model runs at {share:.3f}{f' ({between})' if between else ''} of the speed of x-transformers"
+        notes.append(f"{words}{': too slow to be a measure of others' if share < FAIR else ''}.")
+    return notes + busy_notes([row.get("load") for row in measured])
 
 
 def _reason(row: dict) -> str:

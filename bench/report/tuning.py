@@ -10,14 +10,12 @@ import json
 import pandas as pd
 
 from bench.report.columns import columns
-from bench.report.compare import flat, head_columns, settings_of, source_notes, with_arms
+from bench.report.compare import commit_notes, flat, settings_of, with_arms
 from bench.report.words import budget_words, data_words
-from harness.record.cells import filled_table, listed
+from harness.record.cells import count_of, filled_table, listed
 from harness.record.comparison import held_equal
 from harness.record.table import Table
 
-TRIALS = 16
-"""Fewer are flagged."""
 EDGE = 0.05
 """Of the length of a key's range: what is nearer to an end of it is flagged."""
 
@@ -48,47 +46,39 @@ def _setting(row: dict) -> str:
 
 def _table(runs: pd.DataFrame, *, index: int) -> Table:
     keys = sorted({key for row in runs["row"] for key in row["point"]})
-    arms, last, notes, rows = with_arms(runs, without=keys), runs["row"].iloc[-1], source_notes(runs), []
-    settings = [trials for _, trials in runs.groupby([*map(_setting, runs["row"])], sort=False)]
-    spent = {(trials["trial"].nunique(), trials["seed"].nunique()) for trials in settings}
-    for trials in settings:
+    arms, last, rows = with_arms(runs, without=keys), runs["row"].iloc[-1], []
+    for _, trials in runs.groupby([*map(_setting, runs["row"])], sort=False):
         ended = trials.assign(ended=trials["kind"] == "run").sort_values("ended", kind="stable")
         trials = ended.drop_duplicates(["trial", "seed"], keep="last").sort_index()  # no failure hides a result
-        arm, row = arms.loc[trials.index[-1]], _picked(trials)
-        row |= {key: trials[key].sum() for key in ("bytes_seen", "seconds") if key in trials}
-        row |= {key: arm[key] for key in ("variant", "arm", "settings", "source_mark")}
-        row["flags"] = "; ".join([*row["flags"], *["unequal tuning budget"] * (len(spent) > 1)]) or "none"
-        rows.append(row)
-        for _, run in trials[trials["bits"].isna()].iterrows():
-            why = run["row"]["error"] if run["kind"] == "failed" else "no finite validation bits"
-            which = f"{arm['arm']}: trial {run['trial']:.0f}, seed {run['seed']:.0f}"
-            notes.append(f"{which} failed: {why} ({run['run']}).")
+        row = _picked(trials) | {key: trials[key].sum() for key in ("bytes_seen", "seconds") if key in trials}
+        rows.append(row | {"arm": arms.loc[trials.index[-1], "arm"]})
     rows.sort(key=lambda row: (row["picked"] == "none", row["valid_bits_per_byte"] or 0.0))
-    about = (f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial.")
-    titles = {"title": f"Picked trials: {last['data']['name']}, {budget_words(last['budget'])} a trial"}
-    titles["caption"] = f"The rows differ in: variant. Tuned in each: {listed(keys)}."
-    shown = [*head_columns(rows), *columns("picked")]
-    return filled_table(rows, shown, name=f"picked-{index}", about=about, notes=tuple(notes), **titles)
+    spent = {(row["trials"], row["seeds"]) for row in rows}
+    notes = commit_notes(runs) + ["The settings were not tuned alike: trials or seeds differ."] * (len(spent) > 1)
+    return filled_table(
+        rows,
+        columns("picked"),
+        name=f"picked-{index}",
+        title=f"Picked trials: {last['data']['name']}, {budget_words(last['budget'])} a trial",
+        caption=f"The rows differ in: variant. Tuned in each: {listed(keys)}.",
+        about=(f"Data: {data_words([last])}.", "Held equal: data, protocol and the budget of each trial."),
+        notes=tuple(notes),
+    )
 
 
 def _picked(trials: pd.DataFrame) -> dict:
     """The best trial of one setting as words to run it again, its mean over the seeds, and what speaks against it."""
-    tried, seeds, flags = trials["trial"].nunique(), sorted({int(seed) for seed in trials["seed"]}), []
-    row = {"trials": tried, "seeds": ", ".join(map(str, seeds)), "picked": "none", "valid_bits_per_byte": None}
+    tried, seeds = trials["trial"].nunique(), sorted({int(seed) for seed in trials["seed"]})
     scores = trials.pivot(index="trial", columns="seed", values="bits").dropna().mean(axis=1)
+    lost = tried * len(seeds) - int(trials["bits"].notna().sum())
+    flags = [f"{count_of(lost, 'run')} without a score"] * bool(lost)
+    row = {"trials": tried, "seeds": ", ".join(map(str, seeds)), "picked": "none", "valid_bits_per_byte": None}
     if len(scores):
         best = trials[trials["trial"] == scores.idxmin()]["row"].iloc[-1]
         config, point = flat(best["config"]), best["point"]
-        words = (f"{key}={_word(config[key])}" for key in sorted(point))
-        row |= {"picked": ", ".join(words), "valid_bits_per_byte": float(scores.min())}
-        ends = {key: "low" if unit < EDGE else "high" if unit > 1 - EDGE else None for key, unit in point.items()}
-        flags = [f"{end} end of {key}" for key, end in ends.items() if end]
-    else:
-        flags = ["no trial has a score of each seed"]
-    counts = {"missing": tried * len(seeds) - len(trials), "failed": int(trials["bits"].isna().sum())}
-    flags += [f"{count} {word}" for word, count in counts.items() if count]
-    return row | {"flags": [*flags, *[f"fewer than {TRIALS} trials"] * (tried < TRIALS)]}
-
-
-def _word(value: object) -> str:
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
+        shown = {key: f"{config[key]:.10g}" if isinstance(config[key], float) else config[key] for key in sorted(point)}
+        row["picked"] = ", ".join(f"{key}={value}" for key, value in shown.items())
+        row["valid_bits_per_byte"] = float(scores.min())
+        ends = {key: "low" if unit < EDGE else "high" for key, unit in point.items() if not EDGE <= unit <= 1 - EDGE}
+        flags += [f"{end} end of {key}" for key, end in ends.items()]
+    return row | {"flags": "; ".join(flags) or "none"}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from harness.record.cells import count_of, listed
-from harness.record.closing_table import data_label, short_commit
+from harness.record.closing_table import data_label
 from harness.record.comparison import GROUND, ground_value
 
 LIMITS = {"power_limit_w": "W", "clock_limit_mhz": "MHz"}
@@ -21,22 +21,16 @@ def budget_words(budget: dict | None) -> str:
     return ", ".join(amounts) or "the model's default"
 
 
-def source_words(row: dict) -> str:
-    """``source 9dd51721 of commit b81edb0d-dirty``."""
-    commit = short_commit(row)
-    return f"source {row['source'][:8]}{commit and f' of commit {commit}'}"
-
-
 def protocol_words(rows: Sequence[dict]) -> str:
     """How bits per byte of rows that compare were scored: all that is part of the number."""
     protocol, spans, contexts = rows[-1]["protocol"], *(_sorted(rows, key) for key in ("span", "context"))
     span = spans[0] if len(spans) == 1 else f"of each row's own ({spans[0]} to {spans[-1]})"
     part = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
     chosen = protocol["selection_bytes"]
-    apart = f"the last {chosen:,} bytes of valid (at most half)" if chosen else "the second half of valid"
+    selection = f"the last {chosen:,} bytes of valid (at most half)" if chosen else "the second half of valid"
     context = " to ".join(f"{n_bytes:,}" for n_bytes in dict.fromkeys((contexts[0], contexts[-1])))
     return (
-        f"{part} scored once, {apart} choose the weights and are left out, streamed with carried state in "
+        f"{part} scored once, {selection} choose the weights and are left out, streamed with carried state in "
         f"{count_of(protocol['streams'], 'stream')}, each after {context} bytes of "
         f"unscored context, segment {protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
         f"{'dropped' if protocol['drop_newlines'] else 'kept'}"
@@ -62,22 +56,9 @@ def ground_words(row: dict) -> str:
     return ", ".join(filter(None, [*words, *(f"{k}={v}" for k, v in (row.get("environment") or {}).items())]))
 
 
-def machine_words(row: dict) -> str:
-    """``ground_words`` as short as a figure's second line has to be."""
-    threads = f", {count_of(row['threads'], 'thread')}" if row["device_kind"] == "cpu" else ""
-    many = f"{row['processes']} processes, " if (row.get("processes") or 1) > 1 else ""
-    compiled = ", compiled" if row["compile"] else ""
-    return f"{many}{row['device']}{threads}, {precision_word(row)}{compiled}, torch {row['versions'].get('torch', '?')}"
-
-
 def precision_word(row: dict) -> str:
     """``float32``, ``bfloat16``, or ``float32 with TF32``, whose products are of shorter factors."""
     return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
-
-
-def freed_words(row: dict) -> str | None:
-    """``keep`` or ``return``; None where it is not in the row, and on a GPU, whose memory this does not concern."""
-    return None if row.get("device_kind") == "cuda" else row.get("allocator")
 
 
 def ground_differences(rows: Sequence[dict]) -> str:

@@ -10,7 +10,6 @@ from harness.record.table import Cell, Column, Table
 MIB = 2**20
 NOTHING = Cell(text="")
 CAPPED = "*"
-OLDER = "+"
 BUSY = "!"
 LEAST_CALLS = 20
 """Fewer calls have a median, and no 20th and 80th percentile."""
@@ -36,11 +35,9 @@ def whole(value: float | None) -> Cell:
     return fixed(int(value) if value is not None and value == int(value) else value, digits=0)
 
 
-def mib(value: float | None, *, about: object = False) -> Cell:
-    """Bytes in MiB = 2^20, three digits or more, ``~`` before an approximate one."""
-    if value is None:
-        return NOTHING
-    return Cell(text=("~" if about else "") + significant(value / MIB), value=value / MIB)
+def mib(value: float | None) -> Cell:
+    """Bytes in MiB = 2^20, three digits or more."""
+    return NOTHING if value is None else Cell(text=significant(value / MIB), value=value / MIB)
 
 
 def millions(value: float | None) -> Cell:

@@ -32,13 +32,9 @@ def held_equal(row: Mapping) -> str:
     return json.dumps([held, ground(row) if "seconds" in budget else None], sort_keys=True)
 
 
-def ground(row: Mapping, *, without: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
-    """What two rows must have in common for their times and memory to stand in one table, hashable.
-
-    Args:
-        without: what the table shows of each row itself.
-    """
-    return tuple((key, ground_value(row, key)) for key in GROUND if key not in without)
+def ground(row: Mapping) -> tuple[tuple[str, str], ...]:
+    """What two rows must have in common for their times and memory to stand in one table, hashable."""
+    return tuple((key, ground_value(row, key)) for key in GROUND)
 
 
 def ground_value(row: Mapping, key: str) -> str:
@@ -54,13 +50,11 @@ def numbers_of(row: Mapping) -> dict[str, object]:
     return {"source": row.get("source")} if timed or numerics.get("variant") is None else {"numerics": numerics}
 
 
-def same_numbers(one: Mapping, other: Mapping) -> bool:
-    """Whether the code of two rows computes the same as far as both use it: two variants have the shared code in common."""
-    if one.get("variant") == other.get("variant"):
-        return numbers_of(one) == numbers_of(other) or one.get("source") == other.get("source")
-    shared = [(row.get("numerics") or {}).get("shared") for row in (one, other)]
-    timed = "seconds" in (one.get("budget") or {})
-    return tree_of(one) == tree_of(other) or (shared[0] == shared[1] is not None and not timed)
+def shared_code(row: Mapping) -> str:
+    """Equal for runs of any variants whose shared code computes the same: its number where golden numbers pin it, else a digest
+    of all code; that, too, where a budget of seconds makes more of faster code."""
+    shared = (row.get("numerics") or {}).get("shared")
+    return str(tree_of(row) if shared is None or "seconds" in (row.get("budget") or {}) else shared)
 
 
 def tree_of(row: Mapping) -> str | None:

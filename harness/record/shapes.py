@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval, MaxLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
-VERBS = ("cost", "peers", "fit")
+VERBS = ("cost", "peers")
 MAYBE = "maybe "
 LARGEST = 1e30
 """No measured number is larger; what is would overflow where it is multiplied."""
@@ -35,7 +35,7 @@ LEAVES = {
 @cache
 def shapes() -> Mapping[str, TypeAdapter]:
     """The shapes of ``rows.yaml``, by kind."""
-    import yaml  # late: an exported model needs none
+    import yaml  # late, as everything slow
 
     read = yaml.safe_load((Path(__file__).parent / "rows.yaml").read_text(encoding="utf-8"))
     return {kind: TypeAdapter(_type(shape)) for kind, shape in read.items() if kind != "parts"}

@@ -1,11 +1,11 @@
-"""Tables as values, with a writer each for a terminal, Markdown and CSV; text from rows, which may come from strangers'
+"""Tables as values, with a writer each for a terminal and CSV; text from rows, which may come from strangers'
 folders, is text in all of them. ``harness.record.cells`` turns numbers into cells.
 """
 
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich import box
@@ -46,15 +46,6 @@ class Column:
     number: bool = True
 
 
-def words(heading: str, explained: str = "", said: Callable[[object], object] | None = None) -> Column:
-    """A column of text: ``said`` gives what is said of a row, or None."""
-    return Column(heading, explained, said and (lambda row: _text(said(row))), number=False)
-
-
-def _text(value: object) -> Cell:
-    return Cell(text="" if value is None else str(value))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Attributes:
@@ -64,7 +55,6 @@ class Table:
     rows: one cell a column.
     notes: marks explained, rows left out and why.
     about: the protocol and what is held equal, which stand behind a fold.
-    styles: how a terminal shows each row, ``bold``, ``dim``, ``dim strike`` or nothing.
     """
 
     name: str
@@ -74,7 +64,6 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
     about: tuple[str, ...] = ()
-    styles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +94,8 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
     for column in table.columns:
         side = {"justify": "right", "no_wrap": True} if column.number else {"overflow": "fold"}
         drawn.add_column(Text(one_line(column.heading)), **side)
-    for row, style in zip(table.rows, table.styles or ("",) * len(table.rows), strict=True):
-        drawn.add_row(*(Text(one_line(cell.text)) for cell in row), style=style or None)
+    for row in table.rows:
+        drawn.add_row(*(Text(one_line(cell.text)) for cell in row))
     console.print(Text(f"\n{one_line(table.title)}", style="bold"), soft_wrap=True)
     if table.caption:
         console.print(Text(one_line(table.caption)), soft_wrap=True)
@@ -114,27 +103,6 @@ def print_table(table: Table, *, console: Console | None = None) -> None:
     console.print(drawn)
     for note in table.notes:
         console.print(Text(one_line(note)), soft_wrap=True)
-
-
-def to_markdown(table: Table) -> str:
-    """A heading, the caption, the table with numbers to the right, notes, and behind a fold the protocol and the columns."""
-    notes = "".join(f"- {_markdown(note)}\n" for note in table.notes)
-    told = [
-        f"{_markdown(column.heading)}: {_markdown(column.explained)}" for column in table.columns if column.explained
-    ]
-    lines = "".join(f"- {line}\n" for line in [*map(_markdown, table.about), *told])
-    fold = f"<details><summary>Protocol and columns</summary>\n\n{lines}\n</details>\n" if lines else ""
-    parts = [f"## {_markdown(table.title)}\n", f"{_markdown(table.caption)}\n", markdown_rows(table), notes, fold]
-    return "\n".join(part for part in parts if part)
-
-
-def markdown_rows(table: Table) -> str:
-    """The rows of a table below their headings, and nothing else."""
-    heads = [_markdown(column.heading) for column in table.columns]
-    rows = [[_markdown(cell.text) for cell in row] for row in table.rows]
-    widths = [max(3, *(len(row[place]) for row in [heads, *rows])) for place in range(len(heads))]
-    ruler = [f"{'-' * (w - 1)}:" if column.number else "-" * w for column, w in zip(table.columns, widths, strict=True)]
-    return "".join(f"{_aligned(row, table.columns, widths)}\n" for row in [heads, ruler, *rows])
 
 
 def to_csv(table: Table) -> str:
@@ -157,34 +125,15 @@ def to_csv(table: Table) -> str:
     return file.getvalue()
 
 
-def markdown_list(lines: Iterable[str]) -> str:
-    """A list of plain texts."""
-    return "".join(f"- {_markdown(line)}\n" for line in lines)
-
-
 def mark(cell: Cell) -> str:
     """What stands beside a cell's number and says how to take it: ``*``, ``~``, ``leak``."""
     found = None if cell.value is None else _MARKED.fullmatch(cell.text)
     return "" if found is None else found[1] + found[2]
 
 
-def _aligned(row: list[str], columns: tuple[Column, ...], widths: list[int]) -> str:
-    cells = [
-        text.rjust(width) if column.number else text.ljust(width)
-        for text, column, width in zip(row, columns, widths, strict=True)
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
 def one_line(text: str) -> str:
     """Words of anybody's as they may go to a terminal: without line breaks, escape codes and halves of a character."""
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text).encode("utf-8", "replace").decode().strip()
-
-
-def _markdown(text: str) -> str:
-    """Escaped, but for an underscore inside a word, which is only itself."""
-    text = re.sub(r"([\\`*\[\]|~#])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", one_line(text))
-    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _harmless(text: str) -> str:

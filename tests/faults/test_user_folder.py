@@ -96,8 +96,8 @@ def test_a_primary_file_of_the_folder_names_no_package(here):
 
 def test_words_of_a_comparison_are_a_files(here):
     word = "+trust=[stranger]"
-    comparison = {"job": "x", "reference": "reference_model", "words": word, "entries": {"reference_model": {}}}
-    write(here, {"comparison/evil.yaml": GLOBAL + yaml.safe_dump({"comparisons": [comparison]})})
+    comparison = {"job": "x", "entries": {"reference_model": {"words": word}}}
+    write(here, {"comparison/evil.yaml": GLOBAL + yaml.safe_dump(comparison)})
     ended = call("bench/peers.py", "-cd", "conf", "comparison=evil", *MADE, *TINY)
     assert not (here / "PWNED").exists()
     assert ended.code == 2 and f"words of peers: {word}: " in ended.err and "command line only" in ended.err, ended

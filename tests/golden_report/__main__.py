@@ -5,14 +5,13 @@ from pathlib import Path
 
 from bench.report.__main__ import all_tables
 from bench.report.frame import read
-from harness.record.table import to_markdown
-from tests.fixed_rows import write_fixed_rows
+from tests.fixed_rows import text_of, write_fixed_rows
 
 HERE = Path(__file__).parent
 
 with tempfile.TemporaryDirectory() as folder:
     write_fixed_rows(Path(folder))
-    for old in HERE.glob("*.md"):
+    for old in HERE.glob("*.txt"):
         old.unlink()
     for table in all_tables(read([Path(folder)])):
-        (HERE / f"{table.name}.md").write_text(to_markdown(table), encoding="utf-8")
+        (HERE / f"{table.name}.txt").write_text(text_of(table), encoding="utf-8")
