@@ -120,7 +120,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> "Iterator[tuple[Combina
             own = copy.deepcopy(composed(position))
             own.model.cache, own.model.attend_self = cache, attend_self
             own_keys(own, *OWN)
-            plan = with_small(of_mechanism(bench_plan(own), named_kind(cfg.runtime.device)), given=typed)
+            plan = with_small(of_mechanism(bench_plan(own), named_kind(cfg.runtime.device)), typed=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error

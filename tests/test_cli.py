@@ -73,9 +73,9 @@ def test_a_mistake_in_files(here, tmp_path):
 
 
 def test_what_the_machine_has_not(here, monkeypatch, tmp_path):
-    pretend(monkeypatch, None)
+    pretend(monkeypatch, devices=0)
     message = refused(here, *MADE, "runtime.device=cuda")
-    assert "sees 0 accelerators" in message and "allowed are auto, cpu" in message
+    assert "sees 0 CUDA devices" in message and "allowed are auto, cpu" in message
     (tmp_path / "file").write_text("")
     outputs = tmp_path / "file" / "below"
     assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(here, *MADE, f"outputs={outputs}")

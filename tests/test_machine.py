@@ -1,5 +1,4 @@
-"""What a run takes from the machine it is on, and what it says of it: threads, environment, compiled graphs, allocator,
-GPUs."""
+"""What a run takes from the machine it is on, and what it says of it: threads, environment, compiled graphs, memory."""
 
 import ctypes
 import json
@@ -12,12 +11,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from harness.device import allocator, choice, machine, runtime
-from harness.device.machine import take_free
+from harness.device import machine, runtime
 from tests.command import ROOT
 from tests.composing import plan
 from tests.needs import need
-from tests.runs import after_step, make_job, own_folder, restored, run_job  # noqa: F401 - fixtures
+from tests.runs import restored  # noqa: F401 - a fixture
 
 ON_CPU = ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 
@@ -26,9 +24,9 @@ CHILD = """
 import json, sys, bench, train
 assert "torch" not in sys.modules
 import resource, torch
-from harness.device import allocator
+from harness.device.machine import use_allocator
 def faults(setting):
-    assert allocator.use(setting) == setting
+    assert use_allocator(setting) == setting
     counts = []
     for _ in range(6):  # a system that takes idle pages back adds to some of them
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -141,40 +139,4 @@ def test_what_the_user_has_chosen_stays(monkeypatch, name, value, effective):
     library = Mock()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setenv(name, value)
-    assert allocator.use("keep") == effective and library.mallopt.called is (effective is not None)
-
-
-def test_a_gpu_has_one_job_at_a_time_and_those_without_wait(tmp_path, capsys, monkeypatch):
-    gpus, released = ["GPU-a", "GPU-b"], []
-    first, second = take_free(gpus, folder=tmp_path), take_free(gpus, folder=tmp_path)
-    assert (first.index, second.index) == (0, 1)
-
-    def sleep(seconds: float) -> None:
-        released.append(second.release() if released else None)
-
-    monkeypatch.setattr(machine.time, "sleep", sleep)
-    assert take_free(gpus, folder=tmp_path).index == 1 and len(released) == 2
-    assert capsys.readouterr().err == "runtime.device=auto: waiting for a free GPU, all 2 are taken\n"
-
-
-def test_auto_takes_a_gpu_for_as_long_as_the_job_lasts(here, monkeypatch):
-    taken, gpus = [], ["GPU-a", "GPU-b"]
-    monkeypatch.setattr(runtime, "gpu_names", lambda: gpus)
-    monkeypatch.setattr(choice, "named", lambda name: taken.append(name) or torch.device("cpu"))
-    other = take_free(gpus)
-    job = make_job("runtime.device=auto", "budget.steps=2")
-    assert taken[-1] == "cuda:1"
-    other.release()
-
-    def look() -> None:
-        with take_free(gpus).lock:
-            monkeypatch.setattr(machine.time, "sleep", Mock(side_effect=BlockingIOError))
-            with pytest.raises(BlockingIOError):
-                take_free(gpus)
-
-    run_job(after_step(job, 1, look))
-    with pytest.raises(ValueError, match="model.heads"):
-        make_job("runtime.device=auto", "model.heads=3")
-    leases = [take_free(gpus) for _ in gpus]
-    assert [lease.index for lease in leases] == [0, 1], "the job is over, and the other was refused"
-    assert runtime.take_gpu(plan("runtime.device=cpu").runtime) is None
+    assert machine.use_allocator("keep") == effective and library.mallopt.called is (effective is not None)

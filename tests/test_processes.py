@@ -19,7 +19,6 @@ from harness.loop.trainer import Trainer
 from harness.record.rows import RECORD, read_rows
 from tests.composing import plan
 from tests.many import launch
-from tests.pretended_device import pretend
 from tests.runs import (
     CARRY,
     DROPOUT,
@@ -210,17 +209,3 @@ def test_alone_nothing_is_done():
     assert (SINGLE.all_gather(3), SINGLE.on_main(lambda: 4), SINGLE.largest(2)) == ([3], 4, 2) and digest(run) == before
     with pytest.raises(OSError, match="gone"), SINGLE.fail_together():
         raise OSError("gone")
-
-
-def test_gpus_are_one_for_each_process(monkeypatch):
-    chosen = pretend(monkeypatch, "cuda", devices=2)
-    second = ProcessGroup(rank=3, world_size=4, local_rank=1, local_world_size=2)
-    for name in ("auto", "cuda"):
-        settings = plan(f"runtime.device={name}", "runtime.precision=float32", "runtime.compile=false").runtime
-        assert runtime.start(settings, processes=second).device == torch.device("cuda:1")
-    assert chosen == [1, 1]
-    assert runtime.start(plan("runtime.device=cpu").runtime, processes=second).device.type == "cpu"
-    with pytest.raises(ValueError, match="runtime.device=cuda:1 with 4 processes"):
-        runtime.start(plan("runtime.device=cuda:1").runtime, processes=second)
-    with pytest.raises(ValueError, match="3 processes and 2 CUDA devices"):
-        runtime.start(plan().runtime, processes=ProcessGroup(rank=0, world_size=3, local_rank=0, local_world_size=3))

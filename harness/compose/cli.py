@@ -79,14 +79,14 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     """Print what went wrong, once.
 
     Of several processes the first one speaks of a mistake that all of them meet before they have joined; after that an
-    error is a process's ``own``, or another has ``already_printed`` it.
+    error is ``of_process``, or another has ``already_printed`` it.
 
     Args:
         job: overrides of the sweep's job.
     """
     status = os.fstat(2)
     terminal = status.st_dev, status.st_ino  # a launcher may run jobs where the user does not read along
-    others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
+    others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)
     if others or getattr(error, "already_printed", None) in (True, terminal):
         return
     has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.kind_of(error)

@@ -16,7 +16,7 @@ from contextlib import suppress
 import numpy as np
 from torch import Tensor
 
-from harness.cache import cache_folder, forget_left, write_whole
+from harness.cache import cache_folder, write_whole
 from harness.data.sources import digest
 
 ORDERS = (2, 3, 5)
@@ -41,7 +41,6 @@ def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
     bits = {name: 8 * len(small) / len(content) for name, small in packed.items()}
     bits |= order_bits(train.numpy(), split.numpy())
     with suppress(OSError):  # only speed is lost
-        forget_left(remembered.parent)
         write_whole(remembered, json.dumps(bits).encode())
     return bits
 

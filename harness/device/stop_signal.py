@@ -1,4 +1,4 @@
-"""Stop signal: SIGTERM or Ctrl-C as a request that the loop answers between two steps."""
+"""Stop signal: SIGTERM or Ctrl-C as a request that the loop answers between two steps; a second one stops at once."""
 
 import contextlib
 import signal
@@ -6,9 +6,8 @@ from typing import Self
 
 
 class StopSignal:
-    """Turns signals into a request that the loop answers between two steps; a second one stops at once.
-
-    SIGTERM and SIGINT, and the two of users where somebody listens already: a launcher that has jobs queued again.
+    """Listens to SIGTERM and SIGINT, and to the signals of users where somebody listens already: a launcher that has
+    jobs queued again.
 
     Args:
         alone: whether this process decides alone; several must first agree on the step.

@@ -42,14 +42,14 @@ class Units:
         return tensor
 
 
-def is_divided(value: object) -> bool:
+def is_divided(leaf: object) -> bool:
     """Whether it is a ``DTensor`` of torch, whose class takes most of a second to import."""
-    return hasattr(value, "full_tensor")
+    return hasattr(leaf, "full_tensor")
 
 
-def gathered(value: object) -> object:
-    """A value in which no tensor is divided; all processes call it."""
-    return tree_map(lambda leaf: _whole(leaf) if is_divided(leaf) else leaf, value)
+def gathered(tree: object) -> object:
+    """The same structure in which no tensor is divided; all processes call it."""
+    return tree_map(lambda leaf: _whole(leaf) if is_divided(leaf) else leaf, tree)
 
 
 def _whole(divided: Tensor) -> Tensor:

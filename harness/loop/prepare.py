@@ -44,9 +44,7 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
     with ExitStack() as held, recording(plan, place, provenance, processes):
         with processes.fail_together():
-            lease = runtime.take_gpu(plan.runtime) if processes.world_size == 1 else None
-            held.callback(lease.release if lease else lambda: None)
-            device = runtime.start(plan.runtime, gpu=lease and lease.index, processes=processes)
+            device = runtime.start(plan.runtime, processes=processes)
         plan = settled(plan, device, recorded=processes.on_main(lambda: _recorded_choice(place)))
         with processes.fail_together():
             _warm(plan, corpus, device)

@@ -1,10 +1,7 @@
 """What chance makes: configurations, files of data and targets that nobody would think of."""
 
-import bz2
-import gzip
 import io
 import json
-import lzma
 import math
 import random
 import shutil
@@ -79,9 +76,6 @@ def zipped(content: bytes) -> bytes:
     return out.getvalue()
 
 
-PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zip": zipped}
-
-
 def damaged(content: bytes, chance: random.Random) -> bytes:
     at, kind = chance.randrange(len(content)), chance.randrange(5)
     if kind == 0:
@@ -95,11 +89,10 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return chance.randbytes(chance.randrange(40))
 
 
-@pytest.mark.parametrize("suffix", PACKED)
-def test_a_damaged_archive_is_its_text_or_refused(suffix, tmp_path):
-    path = tmp_path / f"data{suffix}"
-    for number in range(25):
-        path.write_bytes(damaged(PACKED[suffix](TEXT), random.Random(f"{suffix} {number}")))
+def test_a_damaged_archive_is_its_text_or_refused(tmp_path):
+    path = tmp_path / "data.zip"
+    for number in range(60):
+        path.write_bytes(damaged(zipped(TEXT), random.Random(f"archive {number}")))
         try:
             assert bytes(sources.read_path(str(path))) == TEXT, number
         except ValueError as error:
