@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import measure
-from bench.measure import percentiles, times
+from bench.measure import times
 from harness.count import memory
 from harness.count.memory import (
     Peak,
@@ -164,9 +164,3 @@ def test_calls_are_timed_alone_after_warm_up_until_the_time_is_over(monkeypatch)
     )
     assert not waits and each == [0, 250, 2000]
     assert times(lambda: clock.sleep(0.25), synchronise=synchronise, most_seconds=0.9, warm_calls=1) == [250] * 4
-
-
-def test_percentiles():
-    assert percentiles(range(19)) == {"p20": None, "p50": 9, "p80": None, "n": 19}  # of so few, the ends say nothing
-    assert percentiles(range(20)) == pytest.approx({"p20": 3.8, "p50": 9.5, "p80": 15.2, "n": 20})
-    assert percentiles([6, 1, 5, 2, 4, 3] * 4) == {"p20": 2, "p50": 3.5, "p80": 5, "n": 24}

@@ -156,14 +156,12 @@ def test_the_runs_clip_spares_groups_with_their_own():
     assert all(torch.allclose(move, torch.full_like(move, 0.125)) for move in moves.values())
 
 
-@pytest.mark.parametrize("clip", [0.5, 1e3])
-def test_sparse_gradients_are_clipped_apart_on_coalesced_rows(clip):
+def test_sparse_gradients_are_clipped_apart_on_coalesced_rows(clip=0.5):
     moves = sgd_step(clip=clip, sparse=True)
     table = moves.pop("layers.0.memory.weight")
     assert torch.count_nonzero(table) == 8
     assert joint_norm([table]) == pytest.approx(min(clip, 2 * 8**0.5)), "the row came twice with ones"
-    if clip == 0.5:
-        assert joint_norm(moves.values()) == pytest.approx(0.5)
+    assert joint_norm(moves.values()) == pytest.approx(0.5)
 
 
 def test_rates_are_base_times_scale_times_schedule():
@@ -177,7 +175,6 @@ def test_rates_are_base_times_scale_times_schedule():
     ("sparse", "optimizer", "message"),
     [
         (True, ADAMW, r"variant\.groups\.values\.optimizer=AdamW.*layers\.0\.memory\.weight is sparse.*SparseAdam"),
-        (True, MUON, r"variant\.groups\.values\.optimizer=Muon"),
         (False, torch.optim.SparseAdam, r"variant\.groups\.values\.optimizer=SparseAdam.*is dense"),
     ],
 )
@@ -224,15 +221,6 @@ def test_resume_is_exact_and_what_no_gradient_has_reached_is_named(default):
     other = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
     with pytest.raises(ValueError, match="matrices"):
         other.load_state_dict(optimizers.state_dict())
-
-
-def test_describe_gives_rates_and_shares():
-    rows = Optimizers(assign(Toy(), default=ADAMW, matrices=MATRICES), lr=0.01, schedule=Schedule()).describe()
-    matrices = {"name": "matrices", "optimizer": "Muon", "lr": 0.05, "parameters": 128, "share": 128 / 530}
-    assert rows == [
-        {"name": "default", "optimizer": "AdamW", "lr": 0.01, "parameters": 402, "share": 402 / 530},
-        matrices | {"products": ["float32"]},
-    ]
 
 
 # Configuration

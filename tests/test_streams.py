@@ -169,9 +169,3 @@ def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, strid
                 assert column == place or column >= window - stride  # all context there is, or enough of it
                 scored.append(place)
     assert scored == list(range(n_bytes - 1))
-
-
-def test_default_windows():
-    (inputs, _, mask) = next(iter(windows((torch.arange(5000) % 251).to(torch.uint8))))
-    assert inputs.shape == (9, 1024)
-    assert mask.sum(dim=1).tolist() == [1024] + [512] * 7 + [4999 - 1024 - 7 * 512]

@@ -17,7 +17,7 @@ from harness.device import runtime
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows, repeatable
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.composing import CONF, plan
+from tests.composing import plan
 from tests.forked import exit_code, started
 
 LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
@@ -163,11 +163,3 @@ def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
     assert threads(object(), 3) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert threads(LocalLauncher(), 3) is None, "the user has said how many"
-
-
-def test_slurm_gets_one_array_of_jobs_with_a_gpu_each():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=["hydra/launcher=slurm"], return_hydra_config=True)
-    launcher = config.hydra.launcher
-    assert launcher._target_.endswith(".SlurmLauncher") and launcher.array_parallelism > 1
-    assert launcher.gpus_per_node == 1 and launcher.max_num_timeout > 0

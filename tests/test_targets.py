@@ -77,7 +77,6 @@ def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
         ("harness.source.subprocess", Sublayer, "class derived from variants.contract.Sublayer"),
         ("variants." + "a." * 4000 + "Nothing", Sublayer, "cannot be imported"),
         ("variants.attention.Attention", Position, "class derived from variants.contract.Position"),
-        ("variants.contract.Sublayer", Sublayer, "class derived from"),
         (None, Sublayer, "_target_=None: allowed are classes of"),
     ],
 )
@@ -105,8 +104,6 @@ def test_a_class_must_be_defined_where_trust_reaches(monkeypatch):
         ("rate", 2, 2.0),
         ("needed", 1e3, 1000),
         ("pair", [0.9, 0.95], (0.9, 0.95)),
-        ("many", [1, 2, 3], (1, 2, 3)),
-        ("bare", 1.0, 1.0),
     ],
 )
 def test_values_are_taken_as_annotated(name, value, expected):
@@ -121,16 +118,13 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
     ("given", "message"),
     [
         ({"needed": 2.5}, "needed=2.5: must be an integer"),
-        ({"needed": True}, "needed=True: must be an integer"),
         ({"pair": [0.9]}, "pair=[0.9]: must be a list"),
-        ({"many": [1, 2.5]}, "many.1=2.5: must be an integer"),
         ({"choice": "c"}, "choice=c: allowed are a, b"),
         ({"rate": VECTORS}, "rate={'_target_': "),
         ({"part": {"ramp": 3}}, "part={'ramp': 3}: must be a part with _target_"),
         ({"span": 3}, "span=3: must be a part with _target_ and _partial_: true or null"),
         ({"span": VECTORS}, "PersistentKV: must be a class derived from variants.attention.AttentionSpan"),
         ({"span": {**node(AdaptiveSpan), "_partial_": False}}, "span._partial_=False: must be true"),
-        ({"size": 3}, "size=3: no such key of Mine; allowed are needed, rate"),
     ],
 )
 def test_other_values_are_refused_by_key(given, message):
