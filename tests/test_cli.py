@@ -37,17 +37,12 @@ MISTAKES = {
     ("variant=nonsense",): ("variant=nonsense", *VARIANTS),
     ("variant=3",): ("variant=3", "name"),
     ("sweep=wandb_grid",): ("wandb sweep conf/sweep/wandb_grid.yaml",),
-    ("sublayer@variant.nonsense=mhsa",): ("sublayer@variant.nonsense", "sublayer@variant.attention"),
     ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
     ("recip=none",): ("recip=none", "recipe", "budget", "variant"),
-    ("foo bar",): ("'foo bar'", "KEY=VALUE"),
     ("variant=mhsa,all_attention",): ("variant=mhsa,all_attention", "--multirun"),
     ("data.bytes=200", "batch.streams=8", "batch.carry=true"): ("batch.streams=8", "180", "longer corpus"),
-    ("outputs=${nonsense}",): ("outputs", "nonsense"),
     ("variant.name=a/b",): ("variant.name=a/b",),
-    ("init_from.restore=all",): ("init_from.restore=all", "weights, everything"),
     ("trust=[abc]",): ("trust=abc", "source file"),
-    ("init_from.run=nowhere",): ("init_from.run=nowhere",),
     ("-cd", "nowhere"): ("nowhere",),
 }
 

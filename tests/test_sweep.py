@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from harness.compose import sweep
 from harness.device import runtime
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows, repeatable
@@ -145,21 +144,3 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
     assert train("-m", *MADE, "runtime.deterministic=true", *words, "outputs=alone").code == 0
     first, second, alone = seen[1::2]
     assert (first[:2], second[:2]) == ((usual, False), (usual, True)) and second == alone
-
-
-def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
-    """By the number of the sweep's jobs, so that what is left of a killed sweep computes with as many threads."""
-
-    class LocalLauncher:
-        """By submitit's name."""
-
-    def threads(launcher, n_jobs: int) -> str | None:
-        return sweep.environment(launcher, n_jobs).get("OMP_NUM_THREADS")
-
-    for name in sweep.CORES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert [threads(LocalLauncher(), n) for n in (1, 3, 40)] == ["16", "5", "1"]
-    assert threads(object(), 3) is None
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert threads(LocalLauncher(), 3) is None, "the user has said how many"

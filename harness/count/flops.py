@@ -38,13 +38,8 @@ Arguments = dict[str, object]
 
 
 class Flops(NamedTuple):
-    """What a call executed.
-
-    Attributes:
-        total: FLOPs of all operations that have a formula.
-        unknown: calls of every other operation, most frequent first; in-place forms are counted with the others.
-            Views, copies and the making of tensors are left out.
-    """
+    """What a call executed: FLOPs of all operations that have a formula, and calls of every other one but views, copies
+    and the making of tensors, most frequent first; in-place forms count with the others."""
 
     total: int
     unknown: dict[str, int]
@@ -69,8 +64,8 @@ class ForwardFlops(NamedTuple):
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
     """Run ``call`` once and count what it executes; a backward pass in it works and counts with ``gradients``.
 
-    Kernels that torch's dispatcher does not see (Triton templates of ``torch.compile``) are not counted: give it code
-    that is not compiled. ``flex_attention`` runs uncompiled here, forward only, and counts all pairs.
+    Give it code that is not compiled, whose kernels torch's dispatcher sees. ``flex_attention`` runs uncompiled here,
+    forward only, and counts all pairs.
     """
     # flex_attention compiles itself otherwise, which a dispatch mode forbids.
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -83,9 +78,8 @@ def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: in
     """Count the evaluation of one segment of one stream, in warm state, on the model's device; of as many as the longest block
     of a mechanism takes (``Sublayer.period``), where a segment alone would tell of its place in one.
 
-    Random bytes are fed until two segments in a row have left all shapes of the carried state as they were. The
-    model's modes, its gradients and the generators of random numbers are left as they are found. Call it in the run's
-    precision: under autocast the state is smaller.
+    Random bytes are fed until two segments in a row have left all shapes of the carried state as they were. Modes,
+    gradients and generators are as before at the end. Call it in the run's precision: autocast makes the state smaller.
 
     Args:
         segment: T, at least 1.

@@ -33,9 +33,8 @@ class ClippedAdagrad(Optimizer):
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
-                if not self.state[parameter]:
-                    self.state[parameter]["sum"] = torch.zeros_like(parameter)
-                total = self.state[parameter]["sum"]
+                state = self.state[parameter]
+                total = state["sum"] = state["sum"] if state else torch.zeros_like(parameter)
                 gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else None
                 values = parameter.grad if gradient is None else gradient.values()
                 if found_inf is not None:

@@ -29,11 +29,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One amount of one unit, or ``default_bytes`` of the model's configuration; ``harness.plan.settings.parse`` checks types.
-
-    Raises:
-        ValueError: two amounts.
-    """
+    """One amount of one unit, or ``default_bytes`` of the model's configuration; ValueError for two amounts."""
 
     bytes: Annotated[int, Gt(0)] | None = None
     seconds: Annotated[float, Gt(0)] | None = None
@@ -67,7 +63,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning rate as a share of its peak: linear warm-up times decay; ``harness.plan.settings.parse`` checks the types.
+    """Learning rate as a share of its peak: linear warm-up times decay.
 
     Args:
         warmup_fraction: fraction of the budget over which the rate rises from 0; 0 for none.

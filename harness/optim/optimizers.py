@@ -6,7 +6,7 @@ fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change n
 and say so by ``_step_supports_amp_scaling``. Ours do the same; for one that cannot, the host asks first, which waits.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -27,10 +27,9 @@ class Optimizers:
     """All optimizers of a run, moved together.
 
     Args:
-        lr: ``optim.lr``, the peak rate of a group with ``lr_scale`` 1.
-        schedule: share of the peak by fraction of the budget and update.
-        clip: ``optim.clip``, the largest joint norm of the dense gradients of all groups without a clip of their own,
-            and of each such group's sparse gradients apart; or None.
+        lr, schedule: the peak rate of a group with ``lr_scale`` 1, and the share of it along the way.
+        clip: the largest joint norm of the dense gradients of all groups without a clip of their own, and of each such
+            group's sparse gradients apart; or None.
         skip_nonfinite: whether updates are made again after one that was left out. Otherwise all later ones are left out,
             too, so that whoever reads ``found_inf`` late finds everything as it was before that step.
 
@@ -153,7 +152,7 @@ class Optimizers:
         if not self.units:
             return state
         parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
-        change: Callable[[Tensor, Tensor], Tensor] = getattr(self.units, method)
+        change = getattr(self.units, method)
         changed = {
             i: {key: change(parameters[i], v) if isinstance(v, Tensor) else v for key, v in values.items()}
             for i, values in state["state"].items()
@@ -161,8 +160,8 @@ class Optimizers:
         return state | {"state": changed}
 
     def unreached(self) -> list[str]:
-        """Parameters to which no gradient but zero has ever come, as the optimizers' moments tell; those that are divided among
-        processes are left out, and those of plain SGD, which has none. Waits for the device."""
+        """Parameters to which no gradient but zero has ever come, as the optimizers' moments tell: not of plain SGD, nor of
+        those that are divided among processes. Waits for the device."""
 
         def moved(moments: dict) -> bool:
             return any(isinstance(v, Tensor) and v.count_nonzero() for key, v in moments.items() if key != "step")

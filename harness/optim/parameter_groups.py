@@ -101,9 +101,8 @@ def assign(
 
     A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
     ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Weight decay is for weights of
-    ``nn.Linear``, inside ``layers.`` or not. All others have none unless their group names one: biases, norms and
-    spans, and tables of vectors, which are embeddings whether they are an ``nn.Embedding`` or a bare parameter
-    (bytes, relative positions, persistent vectors, half-keys, values).
+    ``nn.Linear``. All others have none unless their group names one: biases, norms, spans, and tables of vectors (bytes,
+    relative positions, persistent vectors, half-keys, values), which are embeddings whatever holds them.
 
     Args:
         model: the raw model, neither compiled nor wrapped.
@@ -126,8 +125,8 @@ def assign(
     for name, node in (groups or {}).items():
         if name in ("default", "matrices"):
             raise ValueError(f"variant.groups.{name}: the names default and matrices belong to the run")
-        own = {option: value for option, value in node.items() if option != "match"}
-        settings[name] = {"optimizer": default, "key": f"variant.groups.{name}", **own}
+        settings[name] = {"optimizer": default, "key": f"variant.groups.{name}", **node}
+        settings[name].pop("match")
         for parameter in _matched(names, name, node["match"]):
             if owner.setdefault(parameter, name) != name:
                 raise ValueError(

@@ -87,7 +87,6 @@ def plan_run(
     """Check a composed configuration whole.
 
     Args:
-        cfg: what Hydra composed from ``conf/train.yaml`` and the command line.
         trusted: modules that are trusted beside those of its ``trust``.
         sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
         beside_others: whether other jobs of it run at the same time, and may write to the same terminal.
