@@ -74,8 +74,8 @@ def cache(tmp_path, monkeypatch):
 def server(monkeypatch):
     with Server() as running:
         threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        known = Known(url=running.url, n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())
-        monkeypatch.setitem(KNOWN, "enwik8", known)
+        served = Known(url=running.url, n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())
+        monkeypatch.setitem(KNOWN, "enwik8", served)
         yield running
         running.shutdown()
 

@@ -82,11 +82,11 @@ def test_predictions_are_what_is_measured(cases):
 
 
 def test_split_has_the_closed_forms():
-    own = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
-    split, model = predict(own)["split"], own.make_model()
+    made = plan(*ON_CPU, *TINY, "batch.carry=true", "model.head_zero_init=false")
+    split, model = predict(made)["split"], made.make_model()
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     assert split["parameters"] == parameter_bytes(model) + buffers
-    optimizers = own.make_optimizers(model)
+    optimizers = made.make_optimizers(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step(0.5)
@@ -98,19 +98,19 @@ def test_split_has_the_closed_forms():
 
 
 def test_streams_scale_the_peak_and_learned_spans_are_projected_and_can_be_put():
-    own = plan(*ON_CPU, *TINY, "model.layers=1", "runtime.backend=plain", "batch.carry=true")
-    one, two, three = (predict(own, streams=streams)["predicted_peak_bytes"] for streams in (10, 20, 30))
+    made = plan(*ON_CPU, *TINY, "model.layers=1", "runtime.backend=plain", "batch.carry=true")
+    one, two, three = (predict(made, streams=streams)["predicted_peak_bytes"] for streams in (10, 20, 30))
     assert three - two == pytest.approx(two - one, rel=0.02)
     words = ("variant=adaptive_span", "model.layers=1", "model.span=512", "batch.carry=true", "batch.segment=64")
-    own = plan(*ON_CPU, *TINY, *words)
-    short, long = (predict(own, spans=[keys, keys])["split"]["state"] for keys in (8.0, 500.0))
+    made = plan(*ON_CPU, *TINY, *words)
+    short, long = (predict(made, spans=[keys, keys])["split"]["state"] for keys in (8.0, 500.0))
     assert long > 5 * short
 
 
 @pytest.mark.parametrize("variant", ["dynamic_span", "product_key_memory"])
 def test_what_depends_on_values_is_predicted_for_a_gpu(variant):
-    own = plan(f"variant={variant}", *small(variant), *TINY[:-3], "runtime.device=cuda", "runtime.checkpoint=layers")
-    assert predict(own)["predicted_peak_bytes"] > 0
+    made = plan(f"variant={variant}", *small(variant), *TINY[:-3], "runtime.device=cuda", "runtime.checkpoint=layers")
+    assert predict(made)["predicted_peak_bytes"] > 0
 
 
 def test_on_a_gpu_attention_keeps_no_scores():
@@ -157,8 +157,8 @@ def test_the_command_prints_a_table_and_writes_a_row(here):
     assert table["activations, MiB"] and table["predicted peak, MiB"] and table["fits"].startswith("yes")
     assert table["trust"].startswith("within 10%")
     assert fit_row().keys() <= row.keys() and (row["kind"], row["device_kind"]) == ("fit", "cpu")
-    own, most = plan(*TINY[:-2], *words[2:], "runtime.device=cpu"), row["largest"]["streams"]
-    peaks = [predict(own, streams=streams)["predicted_peak_bytes"] for streams in (most, most + 1)]
+    made, most = plan(*TINY[:-2], *words[2:], "runtime.device=cpu"), row["largest"]["streams"]
+    peaks = [predict(made, streams=streams)["predicted_peak_bytes"] for streams in (most, most + 1)]
     assert peaks[0] <= 64 * MIB < peaks[1]
     assert "not verified" in run_fit("largest=[]", "runtime.device=cuda", "model.layers=1").out
 

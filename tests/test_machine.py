@@ -62,10 +62,15 @@ def test_a_process_waits_without_keeping_a_core_keeps_its_pages_and_does_without
 
 
 def test_what_changes_a_time_is_in_every_row(monkeypatch):
-    apart = {"OMP_NUM_THREADS": "3", "WANDB_API_KEY": "secret", "MALLOCS": "no such library", "CUDA_HOME": "/anywhere"}
+    ignored = {
+        "OMP_NUM_THREADS": "3",
+        "WANDB_API_KEY": "secret",
+        "MALLOCS": "no such library",
+        "CUDA_HOME": "/anywhere",
+    }
     inside = {"MALLOC_MMAP_MAX_": "0", "OMP_WAIT_POLICY": "passive", "WINDTUNNEL_MARCH": "native"}
     before = machine.environment()
-    for name, value in {**apart, **inside, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():
+    for name, value in {**ignored, **inside, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():
         monkeypatch.setenv(name, value)
     assert machine.environment() == before | inside | {"LD_PRELOAD": "libjemalloc.so.2:libtc.so"}
     described = runtime.start(plan(*ON_CPU).runtime).describe()

@@ -60,8 +60,8 @@ def test_copies_are_there_and_told_apart_by_distance(distances):
     assert tuple(copied) == distances and all(len(where) == len(part) - 1 for where in copied.values())
     for at in range(len(part) - 1):
         place = begin + 1 + at
-        own = [distance for distance, where in copied.items() if where[at]]
-        assert own == ([] if place % 2 == 0 else [place - source_of(stream, place, distances)])
+        sources = [distance for distance, where in copied.items() if where[at]]
+        assert sources == ([] if place % 2 == 0 else [place - source_of(stream, place, distances)])
     assert load("synthetic_text", bytes=20_000).copied_from(part) == {}
     capitals = np.bincount(recall_stream(320_000)[::2])[ord("A") :]
     assert len(capitals) == LETTERS and abs(capitals - 10_000).max() < 5 * math.sqrt(10_000)

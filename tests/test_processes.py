@@ -22,6 +22,7 @@ from tests.many import launch
 from tests.runs import (
     CARRY,
     DROPOUT,
+    MEMORY,
     MOVING,
     SMALL,
     SPARSE,
@@ -45,10 +46,11 @@ DIVIDED = {
     ),
     "sparse memory": SPARSE,
 }
+SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true", *MOVING[1:], "runtime.shard=full")
+SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
 RESUMED = {
     "replicated": (*MOVING, *CARRY, *DROPOUT),
-    "sharded": (*MOVING, *CARRY, *DROPOUT, "runtime.shard=full"),
-    "sharded, with a table": (*SPARSE, *CARRY, *DROPOUT, "runtime.shard=full"),
+    "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT),  # rows by Muon and AdamW, columns by Adagrad
 }
 COMMON = ("budget.steps=5", "checkpoint.every_steps=2", "eval.streams=1", "eval.every=0")
 """The second process has nothing to score."""

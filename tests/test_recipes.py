@@ -115,8 +115,8 @@ def stated(name: str) -> set[str]:
     """Keys that a recipe's files set, with those of the files it is made of."""
     node = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{name}.yaml"))
     parents = [entry for entry in node.pop("defaults", []) if isinstance(entry, str)]
-    own = {f"{section}.{key}" for section, part in node.items() for key in part}
-    return own.union(*(stated(parent) for parent in parents))
+    keys = {f"{section}.{key}" for section, part in node.items() for key in part}
+    return keys.union(*(stated(parent) for parent in parents))
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -130,10 +130,10 @@ def test_no_default_of_the_model_can_move_a_recipe_and_it_reads_enwik8(name):
 
 
 def flat(node: dict, prefix: str = "") -> dict[str, object]:
-    found = {}
+    leaves = {}
     for key, value in node.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-    return found
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return leaves
 
 
 @pytest.mark.parametrize(("name", "steps"), list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))

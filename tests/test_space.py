@@ -36,8 +36,8 @@ def values(made) -> dict:
 def test_the_first_points_are_the_same_for_ever():
     """A committed row names its trial: another torch, order of keys or number of trials must not move it."""
     for space in (SPACE, dict(reversed(SPACE.items()))):
-        found = [values(tried(space, trial)) for trial in range(3)]
-        assert found == [
+        points = [values(tried(space, trial)) for trial in range(3)]
+        assert points == [
             {"model.dropout": 0.2376, "model.heads": 2, "model.layers": 2, "optim.lr": 0.004243},
             {"model.dropout": 0.4053, "model.heads": 2, "model.layers": 3, "optim.lr": 0.05583},
             {"model.dropout": 0.2859, "model.heads": 4, "model.layers": 1, "optim.lr": 0.0013},

@@ -34,10 +34,12 @@ def summaries(outputs: Path) -> dict[str, dict]:
 
 def records(outputs: Path) -> dict[str, list[dict]]:
     """What must be equal bit for bit, by run folder."""
-    found = {run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)}
-    for rows in found.values():
+    rows_of = {run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)}
+    for rows in rows_of.values():
         assert rows[0].pop("command").startswith("python train.py ")
-    return {name: [{key: row[key] for key in row.keys() - {"commit"}} for row in rows] for name, rows in found.items()}
+    return {
+        name: [{key: row[key] for key in row.keys() - {"commit"}} for row in rows] for name, rows in rows_of.items()
+    }
 
 
 def test_finished_jobs_return_failed_ones_are_tried_again_and_others_run(here, monkeypatch):

@@ -51,13 +51,13 @@ class BadAnnotation(Sublayer):
         super().__init__()
 
 
-def node(target=Attention, **given):
+def node(target=Attention, **words):
     path = target if isinstance(target, str) else f"{target.__module__}.{target.__name__}"
-    return {"_target_": path, "_partial_": True, **given}
+    return {"_target_": path, "_partial_": True, **words}
 
 
-def made(given, kind=Sublayer, trust=MINE):
-    return resolve(given, key="variant.attention", kind=kind, trust=trust)
+def made(words, kind=Sublayer, trust=MINE):
+    return resolve(words, key="variant.attention", kind=kind, trust=trust)
 
 
 def test_a_node_becomes_a_partial_and_so_does_what_is_in_it():
@@ -115,7 +115,7 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("words", "message"),
     [
         ({"needed": 2.5}, "needed=2.5: must be an integer"),
         ({"pair": [0.9]}, "pair=[0.9]: must be a list"),
@@ -127,14 +127,14 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
         ({"span": {**node(AdaptiveSpan), "_partial_": False}}, "span._partial_=False: must be true"),
     ],
 )
-def test_other_values_are_refused_by_key(given, message):
+def test_other_values_are_refused_by_key(words, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        made(node(Mine, **{"needed": 1} | given))
+        made(node(Mine, **{"needed": 1} | words))
     assert str(caught.value).startswith("variant.attention.")
 
 
-def test_keywords_are_the_schema():
-    assert list(keywords(Attention, key="k")) == ["d_head", "bias", "zero_init", "span", "persistent"]
+def test_wordsare_the_schema():
+    assert list(keywords(AdaptiveSpan, key="k")) == ["ramp", "loss_weight", "initial"]
     assert [name for name, (_, required) in keywords(Mine, key="k").items() if required] == ["needed"]
     assert "betas" in keywords(torch.optim.AdamW, key="k") and "lr" not in keywords(torch.optim.AdamW, key="k")
     for target, message in {

@@ -130,7 +130,7 @@ def load(
             raise ValueError(f"data.first_bytes={first_bytes}: allowed is at most {len(content)}, which {name} has")
         content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
     actual = digest(content)
-    name = next((known for known, corpus in KNOWN.items() if corpus.sha256 == actual), name)
+    name = next((pinned for pinned, corpus in KNOWN.items() if corpus.sha256 == actual), name)
     if reason:
         print(
             f"data: {asked.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "

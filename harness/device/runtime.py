@@ -7,19 +7,49 @@ import contextlib
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from harness.device import choice, machine
-from harness.device.compile_clock import CompileClock
 from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.plan.settings import RuntimeSettings
 
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
+
+
+class CompileClock:
+    """Counts ``seconds`` in which torch traces and compiles, while the ``with`` statement lasts, so that a budget of seconds
+    is one of training. Unless something is ``compiled`` at all, nothing of the compiler is imported."""
+
+    def __init__(self, *, compiled: bool):
+        self.compiled, self.seconds = compiled, 0.0
+
+    def __enter__(self) -> Self:
+        if self.compiled:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._end)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.compiled:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.remove_start_callback(self._start)
+            callback_handler.remove_end_callback(self._end)
+
+    def _start(self, _arguments: object) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _arguments: object) -> None:
+        self.seconds += time.perf_counter() - self._began
 
 
 @dataclass(frozen=True, kw_only=True)

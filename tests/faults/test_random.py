@@ -51,17 +51,17 @@ def test_random_configurations_train_or_are_refused(here, monkeypatch, part):
         folder.mkdir()
         monkeypatch.chdir(folder)
         ended = train(*MADE, "model.default_bytes=300", *words)
-        told = (number, words, ended)
+        report = (number, words, ended)
         codes.append(ended.code)
-        assert "Traceback" not in ended.err and ended.code in (0, 2, 3), told
+        assert "Traceback" not in ended.err and ended.code in (0, 2, 3), report
         if ended.code:
-            assert ended.err.count("error: ") == 1, told
+            assert ended.err.count("error: ") == 1, report
             statuses = [json.loads(path.read_text())["status"] for path in folder.rglob("summary.json")]
-            assert statuses == ["diverged"] * (ended.code == 3), told
+            assert statuses == ["diverged"] * (ended.code == 3), report
             continue
         (run,) = [path.parent for path in folder.rglob("summary.json") if not path.parent.is_symlink()]
-        found = json.loads((run / "summary.json").read_text())
-        assert found["status"] == "finished" and 0 < found["valid_bits_per_byte"] < math.inf, told
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["status"] == "finished" and 0 < summary["valid_bits_per_byte"] < math.inf, report
         shutil.rmtree(folder)
     assert {0, 2} <= set(codes), codes
 

@@ -84,8 +84,8 @@ def stranger(here):
 @pytest.mark.parametrize("way", PLACED)
 def test_hydras_keys_and_trust_count_from_the_command_line_only(here, way):
     write(here, BESIDE | PLACED[way])
-    said = refused(here, "-cd", "conf", *MADE, "recipe=evil")
-    assert "count from the command line only" in said or "space.trust" in said
+    message = refused(here, "-cd", "conf", *MADE, "recipe=evil")
+    assert "count from the command line only" in message or "space.trust" in message
 
 
 def test_a_primary_file_of_the_folder_names_no_package(here):
@@ -121,8 +121,8 @@ def test_no_module_of_ours_is_looked_for_beside_a_folder(here):
         (here / package / "evil.py").write_text(PAYLOAD + MIXER, encoding="utf-8")
         node = {"_target_": f"{package.replace('/', '.')}.evil.Evil", "_partial_": True}
         write(here, {"sublayer/evil.yaml": yaml.safe_dump(node)})
-        said = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
-        assert "cannot be imported" in said or "allowed are classes of" in said
+        message = refused(here, "-cd", "conf", *MADE, "sublayer@variant.feed_forward=evil")
+        assert "cannot be imported" in message or "allowed are classes of" in message
 
 
 def test_the_folder_where_a_command_is_typed_is_not_searched_unasked(here, monkeypatch):
