@@ -45,11 +45,8 @@ class JobFailed(RuntimeError):
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:
-    """Call a function decorated with ``hydra.main``; where it fails, exit as ``docs/exit_codes.md`` says.
-
-    Args:
-        many: whether several processes, started by ``torchrun``, may do it together.
-    """
+    """Call a function decorated with ``hydra.main``; where it fails, exit as ``docs/exit_codes.md`` says. ``many``: whether
+    several processes, started by ``torchrun``, may do it together."""
     global running
     running = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's own source of files
@@ -76,13 +73,10 @@ def exit_code(errors: Sequence[Exception]) -> int:
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print what went wrong, once.
+    """Print what went wrong, once; ``job``: overrides of the sweep's job.
 
     Of several processes the first one speaks of a mistake that all of them meet before they have joined; after that an
     error is ``of_process``, or another has ``already_printed`` it.
-
-    Args:
-        job: overrides of the sweep's job.
     """
     status = os.fstat(2)
     terminal = status.st_dev, status.st_ino  # a launcher may run jobs where the user does not read along

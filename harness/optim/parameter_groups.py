@@ -23,8 +23,7 @@ class Group:
     """Parameters that share an optimizer, a rate and a clip.
 
     Args:
-        name: the group's name; errors name its configuration ``key``.
-        parameters: by name, one name each.
+        parameters: by name, one name each; errors name the group's configuration ``key``.
         undecayed: names of the parameters that get no weight decay by rule.
         optimizer: makes the optimizer from parameter groups and ``lr``; a partial without a rate of its own.
         lr_scale: learning rate relative to ``optim.lr``; 0 leaves the parameters as they start.

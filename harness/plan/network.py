@@ -19,13 +19,10 @@ CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
-    """For each layer, the sublayers' names and partials.
+    """For each layer, the sublayers' names and partials; ValueError by key.
 
     ``layers`` is what every layer has, in order. ``at`` has other lists for single layers, counted from 0, or from the
     top if negative; null there takes back what the variant's file says.
-
-    Raises:
-        ValueError: naming the key, the value and what is allowed.
     """
     checked(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
     sublayers = {name: _sublayer(name, node, trust) for name, node in variant.items() if name not in KEYS}
@@ -72,10 +69,7 @@ def make_network(
     checkpoint: str = "none",
 ) -> LanguageModel:
     """The model, initialised by torch's generator; arguments as ``LanguageModel`` and ``LayerContext`` have them.
-
-    Raises:
-        ValueError: sizes that do not fit together, or a choice that a mechanism does not follow, by name.
-    """
+    ValueError: sizes that do not fit together, or a choice that a mechanism does not follow."""
     pool: dict = {}
     common = {name: getattr(sizes, name) for name in CONTEXT}
     common |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}

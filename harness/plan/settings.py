@@ -171,12 +171,8 @@ class RunSettings:
 
 
 def parse(cls: type, node: object, *, key: str):
-    """A dataclass from a section of the configuration; ``key`` is empty for keys at the top.
-
-    Raises:
-        ValueError: naming the key, the value and what is allowed, for a key too many, one missing that has no default, or a
-            wrong value.
-    """
+    """A dataclass from a section of the configuration; ``key`` is empty for keys at the top. ValueError by key, for one too
+    many, one missing that has no default, or a wrong value."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)

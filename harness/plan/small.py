@@ -21,10 +21,7 @@ SPANS = (13, 64)
 
 def with_small(plan: Plan, *, typed: Collection[str] = ()) -> Plan:
     """The plan with what its variant says under ``small``, but for keys that were ``typed`` on the command line.
-
-    Raises:
-        ValueError: naming the key below ``variant.small``, the value and what is allowed.
-    """
+    ValueError by the key below ``variant.small``."""
     variant = plan.config["variant"]
     small = checked(variant.get("small"), dict | None, key="variant.small") or {}
     check_keys(small, [*(name for name in variant if name not in KEYS), "model"], key="variant.small", required=())
