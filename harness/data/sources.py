@@ -171,10 +171,8 @@ def read_stdlib() -> np.ndarray:
 
 
 def fetch(name: str) -> Path:
-    """Where ``enwik8`` or ``text8`` lies in the user's cache; downloaded and checked if it is not there.
-
-    Parallel jobs download once. OSError says why it cannot be had.
-    """
+    """Where ``enwik8`` or ``text8`` lies in the user's cache; downloaded once by parallel jobs, and checked. OSError says
+    why it cannot be had."""
     corpus, target = KNOWN[name], cache_folder() / name
     if target.is_file():
         return target
@@ -200,10 +198,7 @@ def fetch(name: str) -> Path:
 
 def download(url: str, target: Path) -> None:
     """Fetch ``url`` into ``target``; what came so far waits in ``<target>.part``, and a later call goes on from there.
-
-    A dropped connection is taken up again, at most five times in all. OSError (which URLError and HTTPError are) says
-    why it failed; the part stays.
-    """
+    Connections may drop five times. OSError (which URLError and HTTPError are) says why it failed; the part stays."""
     part = target.with_name(f"{target.name}.part")
     for _ in range(ATTEMPTS):
         if _fetch_rest(url, part):

@@ -36,13 +36,8 @@ class CellError(Exception):
 
 
 class Cell:
-    """A process that makes one object and calls its methods when asked.
-
-    Args:
-        make: a function or class of a module; called there with ``arguments``, which are pickled.
-        memory_limit_bytes: most memory for data that the process may have beyond what it began with; more is answered
-            by ``CellError("out of memory")``. None for what the machine gives.
-    """
+    """A process that makes one object, by ``make`` of a module and ``arguments`` that are pickled, and calls its methods when
+    asked. More than ``memory_limit_bytes`` for data beyond what it began with is ``CellError("out of memory")``."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")

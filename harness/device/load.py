@@ -26,12 +26,8 @@ class Reading(NamedTuple):
 
 
 class LoadMeter:
-    """What others took since this was made.
-
-    Args:
-        wanted: cores that the measured process computes on, at most.
-        root: the process whose descendants are the measurement's own, itself included; None for this one.
-    """
+    """What others took since this was made, beside a process that computes on so many cores (``wanted``): descendants of
+    ``root``, or of this one, are no others."""
 
     def __init__(self, *, wanted: int, root: int | None = None):
         self._wanted, self._root = wanted, root or os.getpid()

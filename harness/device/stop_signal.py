@@ -9,12 +9,9 @@ class StopSignal:
     """Listens to SIGTERM and SIGINT, and to the signals of users where somebody listens already: a launcher that has
     jobs queued again.
 
-    Args:
-        alone: whether this process decides alone; several must first agree on the step.
-
     Attributes:
-        heard: the signal that this process received, or 0.
-        agreed: the signal that any process received, once all know of it, or 0.
+        alone: whether this process decides alone; several must first agree on the step.
+        heard, agreed: the signal that this process received, or 0; that any received, once all know of it.
     """
 
     def __init__(self, *, alone: bool = True):
