@@ -24,24 +24,19 @@ class Interval:
 
     low: float
     high: float
-    scale: Literal["log", "linear", "integer"]
+    scale: Literal["log", "linear"]
 
     def __post_init__(self):
         if self.low >= self.high:
             raise ValueError(f"low={self.low}: must be below high={self.high}")
         if self.scale == "log" and self.low <= 0:
             raise ValueError(f"low={self.low}: must be above 0 on a logarithmic scale")
-        if self.scale == "integer" and (self.low % 1 or self.high % 1):
-            raise ValueError(f"low={self.low}: must be a whole number, as high={self.high}, with scale=integer")
 
     def at(self, unit: float) -> tuple[float, float]:
         """The number at ``unit`` of [0, 1), and where between the ends it lies, from 0 to 1."""
-        if self.scale == "integer":
-            number = int(self.low) + int(unit * (self.high - self.low + 1))
-            return number, (number - self.low) / (self.high - self.low)
-        if self.scale == "log":
-            return float(f"{self.low * (self.high / self.low) ** unit:.4g}"), unit
-        return float(f"{self.low + (self.high - self.low) * unit:.4g}"), unit
+        low, high = self.low, self.high
+        number = low * (high / low) ** unit if self.scale == "log" else low + (high - low) * unit
+        return float(f"{number:.4g}"), unit
 
 
 @section
