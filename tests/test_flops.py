@@ -10,7 +10,6 @@ from torch import Tensor
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.model import LanguageModel
 from variants.adaptive_span import AdaptiveSpan
-from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 from variants.feed_forward import FeedForward
@@ -189,24 +188,6 @@ def test_a_block_longer_than_a_segment_is_counted_whole():
     """Four queries at a time meet 4, 8 and 12 keys of their block."""
     model = build(partial(LocalAttention, block=12), span=12, backend="plain")
     assert per_byte(model, 4) == HEAD + PROJECTIONS + 4 * D * 8 >= model.ideal_flops()
-
-
-def test_persistent_vectors_and_a_hidden_cache():
-    for backend in ("plain", "fused"):
-        model = build(partial(Attention, persistent=partial(PersistentKV, number=VECTORS)), backend=backend)
-        without = per_byte(build(Attention, backend=backend), 7)
-        assert per_byte(model, 7) == pytest.approx(without + 4 * H * VECTORS * K, rel=1e-12)
-    segment, keys = 7, 7 + 23
-    model = build(Attention, backend="plain", cache="hidden")
-    projections = 2 * 2 * D * D * (1 + keys / segment)  # queries and output; keys and values, of the past again
-    assert per_byte(model, segment) == pytest.approx(HEAD + projections + 4 * H * keys * K, rel=1e-12)
-
-
-def test_product_key_memory():
-    per_head = 2 * D * 6 + 2 * 8 * 6 + 2 * 4 * D  # its query, its half-keys' scores, four values
-    flops = forward_flops_per_byte(build(memory_table), segment=7, most_bytes=100)
-    assert flops.per_byte == HEAD + 2 * per_head
-    assert "_softmax" in flops.unknown and flops.unknown.keys() & {"topk", "windtunnel::product_search"}
 
 
 def test_the_run_is_not_disturbed():

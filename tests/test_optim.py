@@ -5,12 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import ClippedAdagrad, Muon, Optimizers, assign
-from tests.composing import CONF, plan
 
 pytestmark = pytest.mark.numeric
 
@@ -221,29 +219,3 @@ def test_resume_is_exact_and_what_no_gradient_has_reached_is_named(default):
     other = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
     with pytest.raises(ValueError, match="matrices"):
         other.load_state_dict(optimizers.state_dict())
-
-
-# Configuration
-
-
-def keys(node, prefix=""):
-    for key, value in node.items():
-        yield prefix + key
-        if isinstance(value, dict) and "_target_" not in value and key != "matrices":
-            yield from keys(value, f"{prefix}{key}.")
-
-
-def test_every_file_has_the_same_keys_and_lowers_the_loss():
-    paths = sorted((CONF / "optim").glob("*.yaml"))
-    each = [set(keys(OmegaConf.to_container(OmegaConf.load(path)))) for path in paths]
-    assert len(each) >= 3 and all(names == each[0] for names in each), each
-    tokens = torch.arange(16)
-    for path in paths:
-        model, o = Toy(), plan(f"optim={path.stem}", "optim.schedule.warmup_steps=0").optim
-        groups = assign(model, default=o["default"], matrices=o["matrices"])
-        optimizers = Optimizers(groups, lr=o["lr"], schedule=o["schedule"], clip=o["clip"])
-        losses = []
-        for first in (0, 20):
-            losses.append(nn.functional.cross_entropy(model(tokens), (tokens * 3 + 1) % 16).item())
-            train(model, optimizers, first=first, last=first + 20, of=40)
-        assert losses[1] < losses[0] - 0.05, path

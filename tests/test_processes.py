@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from harness.data import corpora
-from harness.data.streams import share
 from harness.device import runtime
 from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.units import gathered
@@ -29,7 +28,6 @@ from tests.runs import (
     VARIANTS,
     after_step,
     make_job,
-    make_run,
     restored,  # noqa: F401 - a fixture
 )
 from train import train
@@ -186,13 +184,6 @@ def test_processes_that_were_stopped_go_on_bit_for_bit(two, place, name):
     assert [row["kind"] for row in rows[-2:]] == ["valid", "test"]
 
 
-@pytest.mark.parametrize(("number", "parts"), [(7, 3), (0, 2)])
-def test_shares_are_everything_in_order(number, parts):
-    shares = [list(range(number))[share(number, (which, parts))] for which in range(parts)]
-    assert [thing for one in shares for thing in one] == list(range(number))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 def test_what_cannot_be_divided_is_refused():
     refused = {
         ("batch.streams=4", "batch.accumulate=3"): "batch.accumulate=3: each of 2 processes has 2 of batch.streams=4",
@@ -202,12 +193,3 @@ def test_what_cannot_be_divided_is_refused():
     for words, message in refused.items():
         with pytest.raises(ValueError, match=message):
             divided_run(ProcessGroup(rank=1, world_size=2, local_rank=1, local_world_size=2), *words)
-
-
-def test_alone_nothing_is_done():
-    run = make_run()
-    before = digest(run)
-    SINGLE.average_gradients_(run.model.parameters())
-    assert (SINGLE.all_gather(3), SINGLE.on_main(lambda: 4), SINGLE.largest(2)) == ([3], 4, 2) and digest(run) == before
-    with pytest.raises(OSError, match="gone"), SINGLE.fail_together():
-        raise OSError("gone")

@@ -86,15 +86,6 @@ def test_the_first_and_the_last_job_of_each_sweep_can_be_planned(name):
     assert hydra.mode.name == "MULTIRUN" and len(jobs) > 1 and plans[0].config != plans[1].config
 
 
-def test_a_sweep_of_trials_goes_on_to_more_of_them(here):
-    words = (*MADE, "sweep=tuning", "variant=mhsa")
-    assert train(*words, "trial=0").code == 0
-    more = train(*words, "trial=range(0,2)")
-    assert more.out.count("finished before: ") == 1 and more.out.count("training: ") == 1
-    spoilt = train(*words, "trial=0", "optim.lr=0.1")
-    assert spoilt.code == 2 and "error: optim.lr: is given by trial=0" in spoilt.err
-
-
 DYING = """
 import os, runpy, signal, sys
 from harness.loop.trainer import Trainer

@@ -189,16 +189,12 @@ def _group(node: object, hints: Mapping[str, object], trust: tuple[str, ...], *,
     return values
 
 
-def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
-    """Keywords of ``plan_run`` that only Hydra knows: what was typed, and what launched this job.
-
-    Args:
-        hydra: Hydra's own configuration; None for that of the job that is running now.
-    """
+def hydra_facts() -> dict[str, object]:
+    """Keywords of ``plan_run`` that only Hydra knows: what was typed, and what launched this job."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    hydra = hydra or HydraConfig.get()
+    hydra = HydraConfig.get()
     sweeping = hydra.mode == RunMode.MULTIRUN
     words = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # what is in them is not ours to resolve
     return {
