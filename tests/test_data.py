@@ -51,6 +51,9 @@ def zipped(*files: bytes) -> bytes:
     return out.getvalue()
 
 
+PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zip": zipped}
+
+
 def test_configs_have_the_keys_of_load_and_only_those():
     for name in NAMES:
         node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / f"{name}.yaml"))
@@ -86,16 +89,17 @@ def test_folder_in_sorted_order_without_dot_files(tmp_path):
         load("file", path=str(folder))
 
 
-def test_an_archive_is_the_same_corpus_or_refused(tmp_path, monkeypatch):
-    packed = zipped(TEXT)
-    assert whole(load("file", path=written(tmp_path, "small.zip", packed))) == TEXT
+@pytest.mark.parametrize(("suffix", "pack"), PACK.items())
+def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, suffix, pack):
+    packed = pack(TEXT)
+    assert whole(load("file", path=written(tmp_path, f"small.{suffix}", packed))) == TEXT
     middle = len(packed) // 2
     flipped = packed[:middle] + bytes([packed[middle] ^ 255]) + packed[middle + 1 :]
     for damaged in (packed[:-40], flipped):
         with pytest.raises(ValueError, match=r"data\.path=.* cannot be read, truncated or damaged perhaps"):
-            load("file", path=written(tmp_path, "damaged.zip", damaged))
+            load("file", path=written(tmp_path, f"damaged.{suffix}", damaged))
     monkeypatch.setattr(sources, "LARGE_BYTES", 10_000)
-    bomb = written(tmp_path, "bomb.zip", zipped(bytes(3_000_000)))
+    bomb = written(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
     with pytest.raises(ValueError, match="more than 200 times its .* bytes; if that is meant, unpack it"):
         load("file", path=bomb)
 

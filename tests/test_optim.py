@@ -1,4 +1,4 @@
-"""Groups, clips, rates and exact resume of a run's optimizers, and the files that configure them."""
+"""Groups, clips, rates and exact resume of a run's optimizers."""
 
 import io
 from functools import partial

@@ -1,11 +1,14 @@
-"""Sources of bytes: files and folders, corpora of the literature, and the running Python's own source.
+"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and the running Python's own source.
 
 Each reader returns one uint8 array: mapped where a plain file is large, else in memory. A corpus of the literature is
 downloaded once into the user's cache, goes on where an earlier attempt stopped, and is checked.
 """
 
+import bz2
+import gzip
 import hashlib
 import http.client
+import lzma
 import os
 import sys
 import sysconfig
@@ -16,6 +19,7 @@ import zlib
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -25,7 +29,7 @@ LARGE_BYTES = 2**26
 """From this size a plain file is mapped; what is compressed may unpack to as much, or to ``MOST_TIMES`` its size."""
 MOST_TIMES = 200
 """What is not text unpacks to more times its size; enwik8 to four."""
-BROKEN = (OSError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """What reading a damaged or impossible file raises."""
 ANSWER_S, ATTEMPTS, CHUNK_BYTES = 10.0, 5, 2**18
 NOT_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
@@ -97,8 +101,8 @@ def read_known(name: str, path: str | None) -> np.ndarray:
 def read_path(path: str) -> np.ndarray:
     """All bytes of a file, or of a folder's files one after the other: uint8 ``[n]``, n >= 1.
 
-    ``.zip`` of one file is unpacked. A folder is read with all that is below it, in the order of POSIX paths relative
-    to it; names that begin with a dot are left out.
+    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. A folder is read with all that is below it, in the
+    order of POSIX paths relative to it; names that begin with a dot are left out.
 
     Raises:
         ValueError: naming ``data.path`` and what is wrong: missing, no files, empty, truncated, unreadable.
@@ -132,7 +136,7 @@ def _joined(folder: Path, suffix: str = "", *, left_out: Set[str] = frozenset())
 def _read_file(path: Path) -> np.ndarray:
     if not path.is_file():
         raise OSError(f"{path} is no regular file")
-    if path.suffix.lower() == ".zip":
+    if path.suffix.lower() in OPENERS:
         return np.frombuffer(bytearray(unpack(path)), np.uint8)
     large = path.stat().st_size >= LARGE_BYTES
     # Copy on write: torch wants writable memory, and the file must never change.
@@ -140,20 +144,28 @@ def _read_file(path: Path) -> np.ndarray:
 
 
 def unpack(path: Path) -> bytes:
-    """The one file that is in an archive; one of ``BROKEN`` where it is damaged or a bomb."""
+    """What is in a compressed file; one of ``BROKEN`` where it is damaged or a bomb."""
     packed_bytes = path.stat().st_size
     most = max(LARGE_BYTES, MOST_TIMES * packed_bytes)
-    with zipfile.ZipFile(path) as archive:
-        members = [member for member in archive.infolist() if not member.is_dir()]
-        if len(members) != 1:
-            raise zipfile.BadZipFile(f"{len(members)} files are in the archive, allowed is one")
-        content = archive.open(members[0]).read(most + 1)
+    with OPENERS[path.suffix.lower()](path) as file:
+        content = file.read(most + 1)
     if len(content) > most:
         raise OSError(
             f"it unpacks to more than {MOST_TIMES} times its {packed_bytes:,} bytes; if that is meant, unpack it yourself "
             "and name what comes out"
         )
     return content
+
+
+def _open_zip(path: Path) -> BinaryIO:
+    archive = zipfile.ZipFile(path)
+    members = [member for member in archive.infolist() if not member.is_dir()]
+    if len(members) != 1:
+        raise zipfile.BadZipFile(f"{len(members)} files are in the archive, allowed is one")
+    return archive.open(members[0])
+
+
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_zip}
 
 
 def read_stdlib() -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import lzma
 import math
 import random
 import shutil
@@ -89,10 +90,11 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return chance.randbytes(chance.randrange(40))
 
 
-def test_a_damaged_archive_is_its_text_or_refused(tmp_path):
-    path = tmp_path / "data.zip"
-    for number in range(60):
-        path.write_bytes(damaged(zipped(TEXT), random.Random(f"archive {number}")))
+@pytest.mark.parametrize(("suffix", "pack"), {".xz": lzma.compress, ".zip": zipped}.items())
+def test_a_damaged_archive_is_its_text_or_refused(tmp_path, suffix, pack):
+    path = tmp_path / f"data{suffix}"
+    for number in range(25):
+        path.write_bytes(damaged(pack(TEXT), random.Random(f"{suffix} {number}")))
         try:
             assert bytes(sources.read_path(str(path))) == TEXT, number
         except ValueError as error:
