@@ -110,10 +110,10 @@ def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
 def lost(how: str) -> tuple[int, int, str]:
     """The second process ends, or stands still with its connections open, in its third step; the exit code that the
     first has of it, its steps, and why."""
-    processes.TIMEOUT = timedelta(seconds=10)
+    processes.TIMEOUT = timedelta(seconds=6)
 
     def stand_still() -> None:
-        subprocess.Popen(["sh", "-c", f"sleep 15; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {os.getpid()}"])
         signal.raise_signal(signal.SIGSTOP)
         os._exit(0)
 
