@@ -1,4 +1,4 @@
-"""Sweeps: every job is launched, and each sees to itself: a finished one returns what it recorded, one that was killed goes on.
+"""Sweeps: every job is launched, and sees to itself: a finished one returns what it recorded, a killed one goes on.
 
 So a sweep that is typed again, under any launcher, does what is left of it.
 """
@@ -37,7 +37,7 @@ class Endings(Callback):
         job_return._return_value = portable(error)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        """Hydra's own refuses the whole sweep for one job that does not compose, and hides what follows one that fails."""
+        """Hydra's own refuses all for one job that does not compose, and hides what follows one that fails."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
         errors: list[Exception] = []

@@ -88,8 +88,8 @@ class PeakMemory:
     """The peak of memory in use since the last ``reset``.
 
     Make it before the model, so that on a CPU all that the run needs lies above the baseline; reset it after warm-up,
-    because first steps allocate and compile. On a CPU that resets the high-water mark of the whole process, or, where the
-    system does not permit it, nothing, and the peak is the rise since the meter was made.
+    because first steps allocate and compile. On a CPU that resets the high-water mark of the whole process, or, where
+    the system does not permit it, nothing, and the peak is the rise since the meter was made.
     """
 
     def __init__(self, device: torch.device):

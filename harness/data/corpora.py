@@ -54,8 +54,8 @@ class Corpus:
     fallback_from: str | None = None
 
     def reported(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
-        """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the ones
-        that choose the weights."""
+        """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the
+        ones that choose the weights."""
         whole = self.splits[split]
         return whole[: len(whole) - len(self.choosing(selection_bytes)) * (split == "valid")][:limit]
 
@@ -66,7 +66,7 @@ class Corpus:
         return valid[len(valid) - (half if selection_bytes is None else min(selection_bytes, half)) :]
 
     def answered(self, part: Tensor) -> dict[str, Tensor]:
-        """By each label of ``answers``: which targets of a part of a split, uint8 ``[n]``, are such, bool ``[n - 1]``."""
+        """By each label of ``answers``: which targets of a part, uint8 ``[n]``, are such, bool ``[n - 1]``."""
         answers = self.answers(self._values(part)) if self.answers else {}
         return {label: torch.from_numpy(where[1:]) for label, where in answers.items()}
 
@@ -111,7 +111,7 @@ def load(
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
         split: shares of train, valid and test, each above 0, 1 in sum.
         first_bytes: read so many bytes of the corpus, and no more; None for all.
-        bytes, distances, seed: of what is made: `harness.data.recall`, `harness.data.skills`, `harness.data.synthetic_text`.
+        bytes, distances, seed: of what is made, by ``recall``, ``skills`` and ``synthetic_text`` of this package.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.

@@ -1,4 +1,4 @@
-"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and the running Python's own source.
+"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and Python's own source.
 
 Each reader returns one uint8 array: mapped where a plain file is large, else in memory. A corpus of the literature is
 downloaded once into the user's cache, goes on where an earlier attempt stopped, and is checked.
@@ -101,8 +101,8 @@ def read_known(name: str, path: str | None) -> np.ndarray:
 def read_path(path: str) -> np.ndarray:
     """All bytes of a file, or of a folder's files one after the other: uint8 ``[n]``, n >= 1.
 
-    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. A folder is read with all that is below it, in the
-    order of POSIX paths relative to it; names that begin with a dot are left out.
+    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. A folder is read with all that is below it, in
+    the order of POSIX paths relative to it; names that begin with a dot are left out.
 
     Raises:
         ValueError: naming ``data.path`` and what is wrong: missing, no files, empty, truncated, unreadable.
@@ -121,7 +121,7 @@ def read_path(path: str) -> np.ndarray:
 
 
 def _joined(folder: Path, suffix: str = "", *, left_out: Set[str] = frozenset()) -> np.ndarray:
-    """Files below ``folder`` one after the other, by relative POSIX path; no hidden ones, and none below ``left_out``."""
+    """Files below ``folder`` one after the other, by relative POSIX path; no hidden ones, none below ``left_out``."""
     names = []
     for path, folders, files in os.walk(folder):
         folders[:], files = (
@@ -151,8 +151,8 @@ def unpack(path: Path) -> bytes:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(
-            f"it unpacks to more than {MOST_TIMES} times its {packed_bytes:,} bytes; if that is meant, unpack it yourself "
-            "and name what comes out"
+            f"it unpacks to more than {MOST_TIMES} times its {packed_bytes:,} bytes; if that is meant, unpack it "
+            "yourself and name what comes out"
         )
     return content
 
@@ -183,8 +183,8 @@ def read_stdlib() -> np.ndarray:
 
 
 def fetch(name: str) -> Path:
-    """Where ``enwik8`` or ``text8`` lies in the user's cache; downloaded once by parallel jobs, and checked. OSError says
-    why it cannot be had."""
+    """Where ``enwik8`` or ``text8`` lies in the user's cache; downloaded once by parallel jobs, and checked. OSError
+    says why it cannot be had."""
     corpus, target = KNOWN[name], cache_folder() / name
     if target.is_file():
         return target

@@ -97,16 +97,16 @@ def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple
 
 
 def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
-    """Pairs of unscored context before a stream's range: ``context`` of them in whole segments, so that a segment is scored
-    or is not; at most as many as a stream scores, so that reading takes at most twice the time."""
+    """Pairs of unscored context before a stream's range: ``context`` of them in whole segments, so that a segment is
+    scored or is not; at most as many as a stream scores, so that reading takes at most twice the time."""
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
 def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE) -> Batches:
-    """All pairs of ``split [n]`` once: L streams in step, ``[L, T]`` pairs at a time, state carried from each to the next.
+    """All pairs of ``split [n]`` once: L streams in step, ``[L, T]`` pairs at a time, with carried state.
 
-    The mask is false for the ``context`` (``whole_context``) of all streams but the first, and beyond the end of a stream
-    that is a pair shorter than others. A part of the streams has as many segments as all. ValueError: ``eval.streams``.
+    The mask is false for the ``context`` (``whole_context``) of all streams but the first, and beyond the end of a
+    stream that is a pair shorter than others. A part of them has as many segments as all. ValueError: ``eval.streams``.
     """
     ranges = torch.tensor(score_streams(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
@@ -118,8 +118,8 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, par
 def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
     """How a sample that reads ``pairs`` is cut: streams, at most so many, and unscored pairs before each one's own.
 
-    A model that was trained with full windows is another one where streams begin, so ``context`` pairs, in whole segments,
-    are read first; half of a stream where it is short, none where not even one stream has two segments.
+    A model that was trained with full windows is another one where streams begin, so ``context`` pairs, in whole
+    segments, are read first; half of a stream where it is short, none where not even one stream has two segments.
     """
     whole = -(-context // segment) * segment
     few = max(1, min(streams, pairs // (2 * whole)))
@@ -130,8 +130,8 @@ def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple
 def samples(
     split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time, the
-    first ``context`` of each with a false mask."""
+    """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time,
+    the first ``context`` of each with a false mask."""
     n_pairs = len(split) - 1
     longest = min(pairs, n_pairs) // streams
     begin = (torch.arange(streams) * (n_pairs - longest) // max(streams - 1, 1))[share(streams, part), None]
@@ -139,7 +139,7 @@ def samples(
 
 
 def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: tuple[Tensor, Tensor]) -> Batches:
-    """Streams from ``begin [L, 1]`` on, ``longest`` pairs of each; those of ``scored`` (first, end) have a true mask."""
+    """Streams from ``begin [L, 1]`` on, ``longest`` pairs of each; those of ``scored`` (first, end) are to score."""
     first, end = scored
 
     def read(done: int) -> Segment:
@@ -152,8 +152,8 @@ def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: t
 def windows(
     split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``, at
-    most ``batch`` at a time, and a ``part`` of these batches.
+    """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``,
+    at most ``batch`` at a time, and a ``part`` of these batches.
 
     A window scores its last ``stride`` pairs, the first window all of its pairs: each prediction sees more than
     ``window - stride`` bytes, or all there are. What lies beyond the split, or fills up a batch, has a false mask.

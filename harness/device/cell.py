@@ -36,8 +36,8 @@ class CellError(Exception):
 
 
 class Cell:
-    """A process that makes one object, by ``make`` of a module and ``arguments`` that are pickled, and calls its methods when
-    asked. More than ``memory_limit_bytes`` for data beyond what it began with is ``CellError("out of memory")``."""
+    """A process that makes one object, by ``make`` of a module and ``arguments`` that are pickled, and calls its
+    methods when asked. More than ``memory_limit_bytes`` beyond what it began with is a CellError."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")

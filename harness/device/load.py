@@ -26,8 +26,8 @@ class Reading(NamedTuple):
 
 
 class LoadMeter:
-    """What others took since this was made, beside a process that computes on so many cores (``wanted``): descendants of
-    ``root``, or of this one, are no others."""
+    """What others took since this was made, beside a process that computes on so many cores (``wanted``): descendants
+    of ``root``, or of this one, are no others."""
 
     def __init__(self, *, wanted: int, root: int | None = None):
         self._wanted, self._root = wanted, root or os.getpid()

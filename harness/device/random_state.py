@@ -1,4 +1,4 @@
-"""Random state: all generators of this process, seeded and saved as one. Draws after the model is made are dropout's."""
+"""Random state: all generators of this process, seeded and saved as one."""
 
 import random
 

@@ -24,8 +24,8 @@ _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this p
 
 
 class CompileClock:
-    """Counts ``seconds`` in which torch traces and compiles, while the ``with`` statement lasts, so that a budget of seconds
-    is one of training. Unless something is ``compiled`` at all, nothing of the compiler is imported."""
+    """Counts ``seconds`` in which torch traces and compiles, while the ``with`` statement lasts, so that a budget of
+    seconds is one of training. Unless something is ``compiled`` at all, nothing of the compiler is imported."""
 
     def __init__(self, *, compiled: bool):
         self.compiled, self.seconds = compiled, 0.0
@@ -79,8 +79,8 @@ class Runtime:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def forward(self, model: nn.Module) -> Callable:
-        """What to call for a forward pass of the model: compiled if that was asked for. Shapes may become dynamic: the past
-        grows until it is as long as the window."""
+        """What to call for a forward pass of the model: compiled if that was asked for. Shapes may become dynamic: the
+        past grows until it is as long as the window."""
         if not self.compile:
             return model
         compiled, trim = torch.compile(model), getattr(model, "trim", None)
@@ -165,8 +165,8 @@ def forget_earlier_jobs() -> None:
 
 
 def start(settings: RuntimeSettings, *, processes: ProcessGroup = SINGLE) -> Runtime:
-    """Choose the device, of several processes the GPU of this one's rank, and set what is global: threads, determinism and
-    the allocator. ValueError naming ``runtime.device`` if it is not there, or ``runtime.tf32``."""
+    """Choose the device, of several processes the GPU of this one's rank, and set what is global: threads, determinism
+    and the allocator. ValueError naming ``runtime.device`` if it is not there, or ``runtime.tf32``."""
     several = processes.world_size > 1
     device = choice.of_rank(settings.device, processes) if several else choice.named(settings.device)
     if settings.tf32 and device.type != "cuda":

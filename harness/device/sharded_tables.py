@@ -23,8 +23,8 @@ DONE = -1
 
 
 class ShardedTables:
-    """The ``tables`` of a model, as the optimizers know them, which this cuts: each parameter keeps this process's columns.
-    ValueError where one has too few. ``places``: modules, and the names of the tables that they read by their ``sum_rows``."""
+    """The ``tables`` of a model, as the optimizers know them, which this cuts: each parameter keeps this process's
+    columns. ValueError where one has too few. ``places``: modules, and names of tables that their ``sum_rows`` read."""
 
     def __init__(self, places: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
         self._places, self._processes = places, processes

@@ -29,7 +29,7 @@ class ClippedAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient; where ``found_inf`` is 1 gradients are 0, and change nothing."""
+        """One update of every parameter that has a gradient; where ``found_inf`` is 1 nothing changes."""
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):

@@ -67,8 +67,8 @@ class Schedule:
 
     Args:
         warmup_fraction: fraction of the budget over which the rate rises from 0; 0 for none.
-        warmup_steps: updates over which it rises, the first made at ``1 / warmup_steps``; 0 for none. With both kinds given,
-            the lower share counts.
+        warmup_steps: updates over which it rises, the first made at ``1 / warmup_steps``; 0 for none. With both kinds
+            given, the lower share counts.
         decay_fraction: fraction of the budget, at its end, over which the rate falls; it is constant before.
         floor: share of the peak at which the decay ends.
     """

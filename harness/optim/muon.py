@@ -43,8 +43,8 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
     """The dtype of the products under ``precision`` for parameters such as ``like``.
 
-    ``auto`` is float64 for float64. For narrower ones it is bfloat16 where the hardware has matrix units for it (CUDA, and
-    processors with AMX tiles: 0.4 of the time in float32 for 24 small matrices), and elsewhere float32.
+    ``auto`` is float64 for float64. For narrower ones it is bfloat16 where the hardware has matrix units for it (CUDA,
+    and processors with AMX tiles: 0.4 of the time in float32 for 24 small matrices), and elsewhere float32.
     """
     if precision != "auto":
         return getattr(torch, precision)
@@ -87,8 +87,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient, unless ``found_inf`` is 1. Where each process has some rows of
-        every matrix, all gather what goes into the products, and each computes all of them."""
+        """One update of every parameter that has a gradient, unless ``found_inf`` is 1. Where each process has some
+        rows of every matrix, all gather what goes into the products, and each computes all of them."""
         parts = self.units.parts if self.units else {}
         for group in self.param_groups:
             alike = defaultdict(list)

@@ -100,15 +100,15 @@ def assign(
 
     A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
     ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Weight decay is for weights of
-    ``nn.Linear``. All others have none unless their group names one: biases, norms, spans, and tables of vectors (bytes,
-    relative positions, persistent vectors, half-keys, values), which are embeddings whatever holds them.
+    ``nn.Linear``. All others have none unless their group names one: biases, norms, spans, and tables of vectors
+    (bytes, relative positions, persistent vectors, half-keys, values), which are embeddings whatever holds them.
 
     Args:
         model: the raw model, neither compiled nor wrapped.
         default: ``optim.default``, a partial of an optimizer.
         matrices: ``optim.matrices``: ``optimizer`` and ``lr_scale``.
-        groups: the variant's ``groups``, name to ``match`` (patterns; ``*`` crosses dots; every name of a shared parameter
-            counts) and keywords of :class:`Group`; the run's default where there is no optimizer.
+        groups: the variant's ``groups``, name to ``match`` (patterns; ``*`` crosses dots; every name of a shared
+            parameter counts) and keywords of :class:`Group`; the run's default where there is no optimizer.
 
     Raises:
         ValueError: a pattern that matches nothing, or a parameter in two groups.

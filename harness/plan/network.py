@@ -1,4 +1,5 @@
-"""Network: the layers and the language model that a configuration describes; torch and the contract suffice to build it."""
+"""Network: the layers and the language model that a configuration describes; torch and the contract suffice to build
+it."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -13,7 +14,8 @@ from harness.plan.settings import ModelSettings, checked
 from variants.contract import WAYS, LayerContext, Position, Sublayer
 
 KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
-"""Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file pins it."""
+"""Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file
+pins it."""
 CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 """Keys of ``model`` that a sublayer gets; the others but ``layers`` and ``default_bytes`` are ``LanguageModel``'s."""
 
@@ -98,7 +100,8 @@ def _make(make: functools.partial, key: str, context: LayerContext) -> Sublayer:
 
 
 def _refuse_unfollowed(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
-    """ValueError where the mechanism does not follow a choice of the run, rather than a run in which it means nothing."""
+    """ValueError where the mechanism does not follow a choice of the run, rather than a run in which it means
+    nothing."""
     honours, who = sublayer.honours, f"{key} ({type(sublayer).__name__})"
     for name in ("cache", "attend_self"):
         value, allowed = getattr(context, name), getattr(honours, name)
