@@ -29,9 +29,9 @@ from harness.model import LanguageModel
 
 # They move, make or read numbers and compute none. Views are recognised by torch itself.
 SILENT = """arange empty empty_like empty_strided full full_like new_empty new_empty_strided new_full new_ones new_zeros
-    ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense _to_copy _unsafe_view cat clone constant_pad_nd copy
-    fill flip repeat stack zero embedding gather index index_select masked_select _sparse_coo_tensor_with_dims_and_tensors
-    is_coalesced"""
+    ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense _to_copy _unsafe_view cat clone
+    constant_pad_nd copy fill flip repeat stack zero embedding gather index index_select masked_select
+    _sparse_coo_tensor_with_dims_and_tensors is_coalesced"""
 SILENT = frozenset(SILENT.split())
 Arguments = dict[str, object]
 """Of an operation, by the names of its schema; what is left at its default may be missing."""

@@ -14,7 +14,7 @@ ROWS_AT_ONCE = 2**20
 
 class Units:
     """The ``parameters`` of a model in its only process, as the optimizers know them; ``whole`` are those whose
-    gradients are averaged when the backward pass has ended, ``parts`` those of which it has some rows, with the whole."""
+    gradients are averaged when the backward pass has ended, ``parts`` those of which it has rows, with the whole."""
 
     def __init__(self, model: nn.Module):
         self.parameters = list(model.parameters())
