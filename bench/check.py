@@ -114,7 +114,7 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
             config = copy.deepcopy(composed(position))
             config.model.cache, config.model.attend_self = cache, attend_self
             own_keys(config, *OWN)
-            plan = with_small(of_mechanism(bench_plan(config), named_kind(cfg.runtime.device)), given=typed)
+            plan = with_small(of_mechanism(bench_plan(config), named_kind(cfg.runtime.device)), typed=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
             yield combination, error

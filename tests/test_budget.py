@@ -16,15 +16,6 @@ def test_fraction_and_done_follow_the_unit_that_is_set(unit):
     assert not budget.done(Spent(**{unit: 7})) and budget.done(Spent(**{unit: 8}))
 
 
-def test_budgets_and_what_is_spent():
-    budget = Budget(default_bytes=1000)
-    assert (budget.unit, budget.amount) == ("bytes", 1000)
-    assert budget.fraction(Spent(bytes=250, seconds=1e9, steps=10**9, flops=10**18)) == 0.25
-    total = Spent(bytes=1, seconds=0.5, steps=1, flops=10) + Spent(bytes=2, seconds=0.25, steps=1, flops=20)
-    assert total == Spent(bytes=3, seconds=0.75, steps=2, flops=30)
-    assert plan("budget.bytes=1e8").budget.fraction(Spent(bytes=10**7)) == 0.1, "whole amounts may be written as floats"
-
-
 WRONG = ("budget.bytes=0", "budget.seconds=nan", "budget.steps=2.5", "optim.lr=0", "optim.clip=-1.0")
 WRONG += ("optim.schedule.warmup_fraction=1.5", "optim.schedule.decay=exp", "optim.schedule.floor=low")
 WRONG += ("optim.matrices.optimizer.momentum=1.0", "optim.matrices.optimizer.precision=float16")

@@ -59,6 +59,8 @@ def test_an_object_lives_between_questions_in_a_process_and_the_folder_of_its_ow
         assert one.ask("add", 2, twice=True) == 8 and one.ask("ask", 3) == 4, "a cell may ask another"
         (first, folder), (second, _) = one.ask("place"), other.ask("place")
         assert len({os.getpid(), first, second}) == 3 and Path(folder).samefile(tmp_path) and one.alive
+        with pytest.raises(ValueError, match="number=-1: must be at least 0"):  # a user's mistake stays one
+            Cell(Toy, -1).ask("place")
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
 
@@ -89,8 +91,3 @@ def test_a_process_that_hangs_is_killed_with_what_it_has_started():
         cell.ask("hang", limit_seconds=0.5)
     assert error.value.status == "failed" and not cell.alive
     wait_for(lambda: not child.exists() or not child.read_bytes(), "its end")
-
-
-def test_a_users_mistake_stays_one():
-    with pytest.raises(ValueError, match="number=-1: must be at least 0"):
-        Cell(Toy, -1).ask("place")

@@ -34,12 +34,12 @@ VARIANTS = sorted(path.stem for path in (ROOT / "conf" / "variant").glob("*.yaml
 MISTAKES = {
     ("variant=nonsense",): ("variant=nonsense", *VARIANTS),
     ("sweep=wandb_grid",): ("wandb sweep conf/sweep/wandb_grid.yaml",),
-    ("sublayer@variant.nonsense=mhsa",): ("sublayer@variant.nonsense", "sublayer@variant.attention"),
     ("model.widht=3",): ("model.widht=3", "d_model", "default_bytes"),
     ("recip=none",): ("recip=none", "recipe", "budget", "variant"),
     ("variant=mhsa,all_attention",): ("variant=mhsa,all_attention", "--multirun"),
     ("data.bytes=200", "batch.streams=8", "batch.carry=true"): ("batch.streams=8", "180", "longer corpus"),
     ("outputs=${nonsense}",): ("outputs", "nonsense"),
+    ("variant.name=a/b",): ("variant.name=a/b",),
     ("trust=[abc]",): ("trust=abc", "source file"),
     ("-cd", "nowhere"): ("nowhere",),
 }
@@ -66,9 +66,9 @@ def test_a_mistake_in_files(here, tmp_path):
 
 
 def test_what_the_machine_has_not(here, monkeypatch, tmp_path):
-    pretend(monkeypatch, None)
+    pretend(monkeypatch, devices=0)
     message = refused(here, *MADE, "runtime.device=cuda")
-    assert "sees 0 accelerators" in message and "allowed are auto, cpu" in message
+    assert "sees 0 CUDA devices" in message and "allowed are auto, cpu" in message
     (tmp_path / "file").write_text("")
     outputs = tmp_path / "file" / "below"
     assert f"outputs={outputs}: cannot be written (Not a directory)" in refused(here, *MADE, f"outputs={outputs}")

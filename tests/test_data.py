@@ -80,7 +80,7 @@ def test_plain_file(tmp_path, monkeypatch):
 def test_folder_in_sorted_order_without_dot_files(tmp_path):
     folder = tmp_path / "corpus"
     # "a-b" sorts before "a/z" as a string: "-" is below "/".
-    for name, data in {"b": b"4" * 90, "a/z": b"3" * 90, "a-b": b"1" * 90, "a.gz": gzip.compress(b"2" * 90)}.items():
+    for name, data in {"b": b"4" * 90, "a/z": b"3" * 90, "a-b": b"1" * 90, "a.zip": zipped(b"2" * 90)}.items():
         written(folder, name, data)
     written(folder, ".git/object", b"x")
     assert whole(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
@@ -89,9 +89,9 @@ def test_folder_in_sorted_order_without_dot_files(tmp_path):
         load("file", path=str(folder))
 
 
-@pytest.mark.parametrize("suffix", PACK)
-def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, suffix):
-    packed = PACK[suffix](TEXT)
+@pytest.mark.parametrize(("suffix", "pack"), PACK.items())
+def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, suffix, pack):
+    packed = pack(TEXT)
     assert whole(load("file", path=written(tmp_path, f"small.{suffix}", packed))) == TEXT
     middle = len(packed) // 2
     flipped = packed[:middle] + bytes([packed[middle] ^ 255]) + packed[middle + 1 :]
@@ -99,17 +99,16 @@ def test_a_compressed_file_is_the_same_corpus_or_refused(tmp_path, monkeypatch, 
         with pytest.raises(ValueError, match=r"data\.path=.* cannot be read, truncated or damaged perhaps"):
             load("file", path=written(tmp_path, f"damaged.{suffix}", damaged))
     monkeypatch.setattr(sources, "LARGE_BYTES", 10_000)
-    bomb = written(tmp_path, f"bomb.{suffix}", PACK[suffix](bytes(3_000_000)))
+    bomb = written(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
     with pytest.raises(ValueError, match="more than 200 times its .* bytes; if that is meant, unpack it"):
         load("file", path=bomb)
 
 
 BAD_PATHS = {
     "missing": (lambda folder: str(folder / "nowhere"), "no such file or folder"),
-    "empty archive": (lambda folder: written(folder, "empty.gz", gzip.compress(b"")), "no bytes"),
+    "empty archive": (lambda folder: written(folder, "empty.zip", zipped(b"")), "no bytes"),
     "empty folder": (lambda folder: str(folder), "no files"),
     "two files": (lambda folder: written(folder, "two.zip", zipped(TEXT, TEXT)), "2 files are in the archive"),
-    "impossible name": (lambda folder: str(folder / ("x" * 5000)), "cannot be read"),
     "no such user": (lambda folder: "~nobody-at-all/x", "cannot be read"),
 }
 
@@ -129,19 +128,14 @@ def test_bad_paths(tmp_path, case):
     [
         ("data.name", {"name": "enwik9"}),
         ("data.path", {"name": "file"}),
-        ("data.path", {"name": "stdlib", "path": "somewhere"}),
         ("data.fallback", {"name": "stdlib", "fallback": "stdlib"}),
-        ("data.vocabulary", {"name": "recall", "vocabulary": 257}),
         ("data.vocabulary", {"name": "recall", "vocabulary": 31}),
         ("data.split", {"name": "recall", "split": [0.9, 0.1, 0.1]}),
-        ("data.split", {"name": "recall", "split": [0.9, 0.1, 0.0]}),
         ("data.split", {"name": "recall", "bytes": 10, "distances": [1]}),
         ("data.seed", {"name": "stdlib", "seed": 0}),
         ("data.distances", {"name": "synthetic_text", "distances": [3]}),
         ("data.bytes", {"name": "recall", "bytes": 1}),
-        ("data.bytes", {"name": "synthetic_text", "bytes": 1}),
         ("data.distances", {"name": "recall", "distances": [1000], "bytes": 1000}),
-        ("data.distances", {"name": "recall", "distances": list(range(1, 18))}),
     ],
 )
 def test_bad_keys_are_named(key, keywords):
@@ -156,14 +150,13 @@ def test_a_known_corpus_must_be_that_corpus(tmp_path, monkeypatch):
         load("file", path=path, sha256="0" * 64)
     assert KNOWN["enwik8"].n_bytes == 100_000_000
     monkeypatch.setitem(KNOWN, "enwik8", Known(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=SHA256))
-    corpus = load("enwik8", path=written(tmp_path, "copy.xz", lzma.compress(TEXT)), fallback="stdlib")
+    corpus = load("enwik8", path=written(tmp_path, "copy.zip", zipped(TEXT)), fallback="stdlib")
     assert (corpus.name, corpus.fallback_from, corpus.n_bytes) == ("enwik8", None, len(TEXT))
     with pytest.raises(ValueError, match=r"data\.path=.*has 9,\d+ bytes, not 10,\d+"):
         load("enwik8", path=written(tmp_path, "short", TEXT[:-1000]), fallback="stdlib")
     with pytest.raises(ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{SHA256}"):
         load("enwik8", path=written(tmp_path, "reversed", TEXT[::-1]), fallback="stdlib")
     letters = KNOWN["text8"].alphabet
-    assert len(letters) == 27
     monkeypatch.setitem(KNOWN, "text8", Known(url="http://127.0.0.1:9/", n_bytes=2700, alphabet=letters))
     corpus = load("text8", path=written(tmp_path, "text8", letters * 100), vocabulary=27)
     assert whole(corpus)[:27] == bytes(range(27))
@@ -180,11 +173,8 @@ def test_vocabulary_numbers_values_in_order_and_newlines_are_dropped_after_cutti
     dropped = load("file", path=path, vocabulary=3, drop_newlines=True)
     assert whole(dropped) == bytes([2, 1, 0, 1]) * 50
     assert (dropped.n_bytes, dropped.sha256, dropped.symbols) == (len(data), corpus.sha256, bytes([0, 65, 200]))
-    assert load("file", path=path).symbols == bytes(range(256))
     with pytest.raises(ValueError, match=r"data\.vocabulary=3: the corpus has 4"):
         load("file", path=path, vocabulary=3)
-    lines = load("file", path=written(tmp_path, "lines", b"\n" * 50 + b"x" * 950), drop_newlines=True)
-    assert [len(split) for split in lines.splits.values()] == [850, 50, 50]
     bare = written(tmp_path, "bare", b"x" * 960 + b"\n" * 40)
     with pytest.raises(ValueError, match=r"data\.drop_newlines"):
         load("file", path=bare, split=[0.9, 0.06, 0.04], drop_newlines=True)

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from harness.count.flops import count_flops, forward_flops_per_byte
 from harness.model import LanguageModel
-from tests.composing import TINY, plan
 from variants.adaptive_span import AdaptiveSpan
-from variants.all_attention import PersistentKV
 from variants.attention import Attention
 from variants.contract import LayerContext, Sublayer, SublayerOutput
 from variants.feed_forward import FeedForward
@@ -83,15 +81,6 @@ def test_gradients_of_reading_by_index():
         assert count_flops(lambda read=read: read().backward(torch.ones(3, 5)), gradients=True) == (3 * 5, {})
 
 
-def test_gradients_are_recorded_only_if_asked_for():
-    x = torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        count_flops(lambda: (x @ x.T).sum().backward())
-    assert x.grad is None and torch.is_grad_enabled()
-    with torch.no_grad():
-        assert count_flops(lambda: (x @ x.T).sum().backward(), gradients=True).total == 3 * 2 * 3 * 4 * 3
-
-
 def test_operations_without_a_formula_are_named():
     x, at = torch.randn(3, 4), torch.zeros(3, 4, dtype=torch.int64)
 
@@ -133,15 +122,6 @@ def test_the_kernel_executes_the_pairs_that_heads_see_and_little_more(old):
     backward = count_flops(lambda: attend().sum().backward(), gradients=True).total - forward
     learned = sum(n) if old else sum(min(met, rows) - min(met, rows) ** 2 / (2 * rows) for met in n)
     assert products * (3 * sum(n) + 2 * learned) <= backward <= 1.25 * products * (3 * sum(n) + 2 * learned + 2 * 48)
-
-
-def test_the_backward_of_the_plain_path_is_twice_the_forward():
-    planned = plan(*TINY, "runtime.backend=plain")
-    model, tokens = planned.make_model(), torch.randint(256, (2, 16))
-    forward = count_flops(lambda: model(tokens))
-    step = count_flops(lambda: model(tokens).logits.square().sum().backward(), gradients=True)
-    assert step.total == 3 * forward.total + 2 * 16 * 32  # and the additions into the embedding's gradient
-    assert forward.unknown.keys() < step.unknown.keys()
 
 
 # Models, in warm state
@@ -187,7 +167,7 @@ def band(segment: int, columns: int, chunk: int) -> int:
     return sum(4 * r * (columns - 1 + r) * K for r in rows)
 
 
-@pytest.mark.parametrize("segment, shift", [(1, 0), (7, 1), (100, 1)])
+@pytest.mark.parametrize("segment, shift", [(1, 0), (100, 1)])
 def test_attention_in_warm_state(segment, shift):
     plain = build(Attention, feed_forward, span=24, backend="plain", shift=shift)
     keys = segment + 24 - 1 + shift  # every query meets all of them, seen or not
@@ -208,24 +188,6 @@ def test_a_block_longer_than_a_segment_is_counted_whole():
     """Four queries at a time meet 4, 8 and 12 keys of their block."""
     model = build(partial(LocalAttention, block=12), span=12, backend="plain")
     assert per_byte(model, 4) == HEAD + PROJECTIONS + 4 * D * 8 >= model.ideal_flops()
-
-
-def test_persistent_vectors_and_a_hidden_cache():
-    for backend in ("plain", "fused"):
-        model = build(partial(Attention, persistent=partial(PersistentKV, number=VECTORS)), backend=backend)
-        without = per_byte(build(Attention, backend=backend), 7)
-        assert per_byte(model, 7) == pytest.approx(without + 4 * H * VECTORS * K, rel=1e-12)
-    segment, keys = 7, 7 + 23
-    model = build(Attention, backend="plain", cache="hidden")
-    projections = 2 * 2 * D * D * (1 + keys / segment)  # queries and output; keys and values, of the past again
-    assert per_byte(model, segment) == pytest.approx(HEAD + projections + 4 * H * keys * K, rel=1e-12)
-
-
-def test_product_key_memory():
-    per_head = 2 * D * 6 + 2 * 8 * 6 + 2 * 4 * D  # its query, its half-keys' scores, four values
-    flops = forward_flops_per_byte(build(memory_table), segment=7, most_bytes=100)
-    assert flops.per_byte == HEAD + 2 * per_head
-    assert "_softmax" in flops.unknown and flops.unknown.keys() & {"topk", "windtunnel::product_search"}
 
 
 def test_the_run_is_not_disturbed():
@@ -262,10 +224,3 @@ def test_a_state_that_never_stops_growing_is_not_called_warm():
     assert not flops.warm
     assert flops.per_byte == HEAD + 2 * D * (5 * 4 + 4)  # five segments fed, the sixth counted
     assert flops.state_bytes == 8 + 5 * 4 * D * 4
-
-
-@pytest.mark.gpu
-def test_on_cuda():
-    on_cpu = forward_flops_per_byte(build(Attention, feed_forward, backend="plain"), segment=7, most_bytes=1000)
-    on_cuda = build(Attention, feed_forward).to("cuda")
-    assert forward_flops_per_byte(on_cuda, segment=7, most_bytes=1000).per_byte == on_cpu.per_byte

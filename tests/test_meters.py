@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import measure
-from bench.measure import percentiles, times
+from bench.measure import times
 from harness.count import memory
 from harness.count.memory import (
     Peak,
@@ -16,7 +16,7 @@ from harness.count.memory import (
     parameter_bytes,
     tensor_bytes,
 )
-from harness.device import allocator
+from harness.device.machine import use_allocator
 from tests.test_flops import D, build, feed_forward, memory_table
 
 CPU, MIB = torch.device("cpu"), 2**20
@@ -77,7 +77,7 @@ def test_peak_of_a_known_allocation_and_reset_keeps_the_baseline():
 
 
 def test_peaks_of_calls_and_where_the_mark_cannot_be_read_or_lowered(monkeypatch, tmp_path):
-    allocator.use("return")  # an earlier test's run may have kept memory, which would be taken first
+    use_allocator("return")  # an earlier test's run may have kept memory, which would be taken first
     for mib in (200, 100):  # not that of the call before
         meter = PeakMemory(CPU)
         allocate(mib)
@@ -93,19 +93,15 @@ def test_peaks_of_calls_and_where_the_mark_cannot_be_read_or_lowered(monkeypatch
 
 
 def test_on_a_gpu_what_is_reserved_stands_beside_what_is_allocated(monkeypatch):
-    with pytest.raises(ValueError, match="runtime.device=meta"):
-        PeakMemory(torch.device("meta"))
     counted = {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
-    reset = {"reset_peak_memory_stats": lambda device: counted.update(dict.fromkeys(counted, 50))}
-    fakes = {"current_accelerator": lambda: torch.device("meta"), "memory_stats": lambda device: counted} | reset
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.accelerator, name, fake)
-    meter = PeakMemory(torch.device("meta"))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counted)
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: counted.update(dict.fromkeys(counted, 50))
+    )
+    meter = PeakMemory(torch.device("cuda"))
     assert meter.read() == Peak(50, False, 50), "the peak is that since the meter was made"
     counted |= {"allocated_bytes.all.peak": 250, "reserved_bytes.all.peak": 400}
     assert meter.read() == Peak(250, False, 400)
-    counted.clear()
-    assert meter.read() == Peak(None, False, None), "an allocator that does not count, as that of a Mac"
     one, other = Peak(5, False, 7), Peak(3, False, 9)
     assert one.or_higher(other) == other.or_higher(one) == Peak(5, False, 9)
     assert Peak(None, False).or_higher(Peak(4, True)) == Peak(4, True)
@@ -144,9 +140,3 @@ def test_calls_are_timed_alone_after_warm_up_until_the_time_is_over(monkeypatch)
     )
     assert not waits and each == [0, 250, 2000]
     assert times(lambda: clock.sleep(0.25), synchronise=synchronise, most_seconds=0.9, warm_calls=1) == [250] * 4
-
-
-def test_percentiles():
-    assert percentiles(range(19)) == {"p20": None, "p50": 9, "p80": None, "n": 19}  # of so few, the ends say nothing
-    assert percentiles(range(20)) == pytest.approx({"p20": 3.8, "p50": 9.5, "p80": 15.2, "n": 20})
-    assert percentiles([6, 1, 5, 2, 4, 3] * 4) == {"p20": 2, "p50": 3.5, "p80": 5, "n": 24}

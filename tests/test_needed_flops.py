@@ -75,16 +75,16 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     return forward, backward
 
 
-@pytest.mark.parametrize("given", covering(CASES, strength=2), ids=lambda given: "-".join(map(str, given.values())))
-def test_attention_by_loops(given):
-    attention = Case(**given).build()
-    needed = attention.needed_flops(given["length"], carried=given["past"])
-    sizes = {"segment": given["length"], "carried": given["past"]}
-    forward, backward = by_loops(attention, relative=given["position"] == "relative", **sizes)
-    assert needed.forward * given["length"] == pytest.approx(forward, rel=1e-12)
-    assert needed.backward * given["length"] == pytest.approx(backward, rel=1e-12)
-    for carried in (given["span"] + 1, 10**6):  # a warm byte needs the ideal forward; past inputs are projected again
-        if given["cache"] == "kv":
+@pytest.mark.parametrize("sizes", covering(CASES, strength=2), ids=lambda sizes: "-".join(map(str, sizes.values())))
+def test_attention_by_loops(sizes):
+    attention = Case(**sizes).build()
+    needed = attention.needed_flops(sizes["length"], carried=sizes["past"])
+    lengths = {"segment": sizes["length"], "carried": sizes["past"]}
+    forward, backward = by_loops(attention, relative=sizes["position"] == "relative", **lengths)
+    assert needed.forward * sizes["length"] == pytest.approx(forward, rel=1e-12)
+    assert needed.backward * sizes["length"] == pytest.approx(backward, rel=1e-12)
+    for carried in (sizes["span"] + 1, 10**6):  # a warm byte needs the ideal forward; past inputs are projected again
+        if sizes["cache"] == "kv":
             assert attention.needed_flops(1, carried=carried).forward == pytest.approx(attention.ideal_flops(), abs=0.5)
 
 
@@ -122,11 +122,11 @@ def test_who_does_not_say_is_charged_three_forwards_and_named():
 
 def charged(run) -> list[int]:
     """FLOPs of each step of a run of eight steps."""
-    found = [0]
+    spent = [0]
     for _ in range(8):
         run.step()
-        found.append(run.spent.flops)
-    return [after - before for before, after in pairwise(found)]
+        spent.append(run.spent.flops)
+    return [after - before for before, after in pairwise(spent)]
 
 
 def test_windows_that_start_cold_are_charged_for_the_keys_that_they_see():

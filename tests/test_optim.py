@@ -1,16 +1,14 @@
-"""Groups, clips, rates and exact resume of a run's optimizers, and the files that configure them."""
+"""Groups, clips, rates and exact resume of a run's optimizers."""
 
 import io
 from functools import partial
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import ClippedAdagrad, Muon, Optimizers, assign
-from tests.composing import CONF, plan
 
 pytestmark = pytest.mark.numeric
 
@@ -156,14 +154,12 @@ def test_the_runs_clip_spares_groups_with_their_own():
     assert all(torch.allclose(move, torch.full_like(move, 0.125)) for move in moves.values())
 
 
-@pytest.mark.parametrize("clip", [0.5, 1e3])
-def test_sparse_gradients_are_clipped_apart_on_coalesced_rows(clip):
-    moves = sgd_step(clip=clip, sparse=True)
+def test_sparse_gradients_are_clipped_apart_on_coalesced_rows():
+    moves = sgd_step(clip=0.5, sparse=True)
     table = moves.pop("layers.0.memory.weight")
     assert torch.count_nonzero(table) == 8
-    assert joint_norm([table]) == pytest.approx(min(clip, 2 * 8**0.5)), "the row came twice with ones"
-    if clip == 0.5:
-        assert joint_norm(moves.values()) == pytest.approx(0.5)
+    assert joint_norm([table]) == pytest.approx(0.5), "the row came twice with ones"
+    assert joint_norm(moves.values()) == pytest.approx(0.5)
 
 
 def test_rates_are_base_times_scale_times_schedule():
@@ -177,7 +173,6 @@ def test_rates_are_base_times_scale_times_schedule():
     ("sparse", "optimizer", "message"),
     [
         (True, ADAMW, r"variant\.groups\.values\.optimizer=AdamW.*layers\.0\.memory\.weight is sparse.*SparseAdam"),
-        (True, MUON, r"variant\.groups\.values\.optimizer=Muon"),
         (False, torch.optim.SparseAdam, r"variant\.groups\.values\.optimizer=SparseAdam.*is dense"),
     ],
 )
@@ -224,38 +219,3 @@ def test_resume_is_exact_and_what_no_gradient_has_reached_is_named(default):
     other = Optimizers(assign(Toy(), default=ADAMW), lr=0.01, schedule=Schedule())
     with pytest.raises(ValueError, match="matrices"):
         other.load_state_dict(optimizers.state_dict())
-
-
-def test_describe_gives_rates_and_shares():
-    rows = Optimizers(assign(Toy(), default=ADAMW, matrices=MATRICES), lr=0.01, schedule=Schedule()).describe()
-    matrices = {"name": "matrices", "optimizer": "Muon", "lr": 0.05, "parameters": 128, "share": 128 / 530}
-    assert rows == [
-        {"name": "default", "optimizer": "AdamW", "lr": 0.01, "parameters": 402, "share": 402 / 530},
-        matrices | {"products": ["float32"]},
-    ]
-
-
-# Configuration
-
-
-def keys(node, prefix=""):
-    for key, value in node.items():
-        yield prefix + key
-        if isinstance(value, dict) and "_target_" not in value and key != "matrices":
-            yield from keys(value, f"{prefix}{key}.")
-
-
-def test_every_file_has_the_same_keys_and_lowers_the_loss():
-    paths = sorted((CONF / "optim").glob("*.yaml"))
-    found = [set(keys(OmegaConf.to_container(OmegaConf.load(path)))) for path in paths]
-    assert len(found) >= 3 and all(names == found[0] for names in found), found
-    tokens = torch.arange(16)
-    for path in paths:
-        model, o = Toy(), plan(f"optim={path.stem}", "optim.schedule.warmup_steps=0").optim
-        groups = assign(model, default=o["default"], matrices=o["matrices"])
-        optimizers = Optimizers(groups, lr=o["lr"], schedule=o["schedule"], clip=o["clip"])
-        losses = []
-        for first in (0, 20):
-            losses.append(nn.functional.cross_entropy(model(tokens), (tokens * 3 + 1) % 16).item())
-            train(model, optimizers, first=first, last=first + 20, of=40)
-        assert losses[1] < losses[0] - 0.05, path

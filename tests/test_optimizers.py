@@ -65,7 +65,7 @@ def test_adagrad_takes_sparse_gradients_with_repeated_rows():
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((3, 32, 32), torch.float32), ((2, 64, 16), torch.float32), ((2, 16, 64), torch.bfloat16)],
+    [((2, 64, 16), torch.float32), ((2, 16, 64), torch.bfloat16)],
 )
 def test_orthogonalize_moves_singular_values_near_one_and_keeps_vectors(shape, dtype):
     torch.manual_seed(3)
@@ -81,15 +81,6 @@ def test_orthogonalize_moves_singular_values_near_one_and_keeps_vectors(shape, d
     assert diagonal[clear].max() < 1.3
     rest = inside - torch.diag_embed(diagonal)
     assert rest.abs().max() < (1e-4 if dtype == torch.float32 else 0.1)
-
-
-def test_orthogonalize_treats_each_matrix_alone_and_leaves_zeros():
-    torch.manual_seed(4)
-    matrices = torch.stack([torch.randn(8, 12) * 1e-3, torch.zeros(8, 12), torch.randn(8, 12) * 1e3])
-    together = orthogonalize(matrices, dtype=torch.float32)
-    alone = torch.cat([orthogonalize(m[None], dtype=torch.float32) for m in matrices])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    assert torch.equal(together[1], torch.zeros(8, 12))
 
 
 @pytest.mark.parametrize(
@@ -123,11 +114,6 @@ def test_muon_is_torchs(precision, dtype, tolerance, monkeypatch):
             optimizer.step()
     for a, b, value in zip(ours, theirs, start, strict=True):
         assert (a - b).norm() < tolerance * (b - value).norm(), a.shape
-
-
-def test_muon_refuses_what_it_cannot_orthogonalize():
-    with pytest.raises(ValueError, match="matrices only"):
-        Muon([nn.Parameter(torch.zeros(2, 3, 4))], lr=0.1)
 
 
 @pytest.mark.parametrize("amx", [False, True])

@@ -145,9 +145,11 @@ def test_samples_are_spread_from_end_to_end(n_bytes, pairs, streams, segment, co
 @given(pairs=st.integers(1, 5000), streams=st.integers(1, 9), segment=st.integers(1, 50), context=st.integers(1, 400))
 def test_a_sample_is_scored_behind_whole_segments_of_context(pairs, streams, segment, context):
     number, before = sample_cut(pairs, streams=streams, segment=segment, context=context)
-    own = pairs // number
-    assert 1 <= number <= streams and before % segment == 0 and 2 * before <= own
-    assert before >= context or own < 2 * (context + segment)  # too short for all of it: as much as half of it holds
+    of_each = pairs // number
+    assert 1 <= number <= streams and before % segment == 0 and 2 * before <= of_each
+    assert before >= context or of_each < 2 * (
+        context + segment
+    )  # too short for all of it: as much as half of it holds
     assert before - context < segment and (number == 1 or before >= context or pairs < 2 * segment)
     assert before or number == min(streams, pairs)
 
@@ -169,9 +171,3 @@ def test_windows_score_each_pair_once_with_enough_context(n_bytes, window, strid
                 assert column == place or column >= window - stride  # all context there is, or enough of it
                 scored.append(place)
     assert scored == list(range(n_bytes - 1))
-
-
-def test_default_windows():
-    (inputs, _, mask) = next(iter(windows((torch.arange(5000) % 251).to(torch.uint8))))
-    assert inputs.shape == (9, 1024)
-    assert mask.sum(dim=1).tolist() == [1024] + [512] * 7 + [4999 - 1024 - 7 * 512]

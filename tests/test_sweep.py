@@ -12,12 +12,11 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from harness.compose import sweep
 from harness.device import runtime
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows, repeatable
 from tests.command import MADE, ROOT, TINY, call, empty_folder, run_folders, train  # noqa: F401 - a fixture
-from tests.composing import CONF, plan
+from tests.composing import plan
 from tests.forked import exit_code, started
 
 LONGER = ("budget.steps=12", "checkpoint.every_steps=2", "record.every_steps=2")
@@ -35,14 +34,11 @@ def summaries(outputs: Path) -> dict[str, dict]:
 
 def records(outputs: Path) -> dict[str, list[dict]]:
     """What must be equal bit for bit, by run folder."""
-    records_by_run = {
-        run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)
-    }
-    for rows in records_by_run.values():
+    rows_of = {run.name: [repeatable(row) for row in read_rows(run / "record.jsonl")] for run in run_folders(outputs)}
+    for rows in rows_of.values():
         assert rows[0].pop("command").startswith("python train.py ")
     return {
-        name: [{key: row[key] for key in row.keys() - {"commit"}} for row in rows]
-        for name, rows in records_by_run.items()
+        name: [{key: row[key] for key in row.keys() - {"commit"}} for row in rows] for name, rows in rows_of.items()
     }
 
 
@@ -87,15 +83,6 @@ def test_the_first_and_the_last_job_of_each_sweep_can_be_planned(name):
     jobs = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]
     plans = [plan(f"sweep={name}", *job) for job in (jobs[0], jobs[-1])]
     assert hydra.mode.name == "MULTIRUN" and len(jobs) > 1 and plans[0].config != plans[1].config
-
-
-def test_a_sweep_of_trials_goes_on_to_more_of_them(here):
-    words = (*MADE, "sweep=tuning", "variant=mhsa")
-    assert train(*words, "trial=0").code == 0
-    more = train(*words, "trial=range(0,2)")
-    assert more.out.count("finished before: ") == 1 and more.out.count("training: ") == 1
-    spoilt = train(*words, "trial=0", "optim.lr=0.1")
-    assert spoilt.code == 2 and "error: optim.lr: is given by trial=0" in spoilt.err
 
 
 DYING = """
@@ -149,29 +136,3 @@ def test_threads_and_random_numbers_are_each_jobs_own(here, monkeypatch):
     assert train("-m", *MADE, "runtime.deterministic=true", *words, "outputs=alone").code == 0
     first, second, alone = seen[1::2]
     assert (first[:2], second[:2]) == ((usual, False), (usual, True)) and second == alone
-
-
-def test_jobs_that_start_at_once_share_the_cores(monkeypatch):
-    """By the number of the sweep's jobs, so that what is left of a killed sweep computes with as many threads."""
-
-    class LocalLauncher:
-        """By submitit's name."""
-
-    def threads(launcher, n_jobs: int) -> str | None:
-        return sweep.environment(launcher, n_jobs).get("OMP_NUM_THREADS")
-
-    for name in sweep.CORES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert [threads(LocalLauncher(), n) for n in (1, 3, 40)] == ["16", "5", "1"]
-    assert threads(object(), 3) is None
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert threads(LocalLauncher(), 3) is None, "the user has said how many"
-
-
-def test_slurm_gets_one_array_of_jobs_with_a_gpu_each():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=["hydra/launcher=slurm"], return_hydra_config=True)
-    launcher = config.hydra.launcher
-    assert launcher._target_.endswith(".SlurmLauncher") and launcher.array_parallelism > 1
-    assert launcher.gpus_per_node == 1 and launcher.max_num_timeout > 0

@@ -46,8 +46,7 @@ def without_wandb(monkeypatch):
 
 
 def commands(ports: list[int]) -> list[command.Ended]:
-    """What a user types, one after the other, each on a port of its own. For ``data=file`` the second process has
-    another
+    """What a user types, one after the other, each on a port of its own. For ``data=file`` the second process has another
     current folder, as on another machine: it lacks a file that the first one has."""
     ended, here = [], Path.cwd()
     for port, words in zip(ports, [*REFUSED, command.MADE, command.MADE], strict=True):
@@ -87,18 +86,11 @@ def test_bench_and_sweeps_know_that_they_are_several():
         check_launch(arguments, many=many, launch=Launch())
     check_launch(("variant=mhsa", "optim.lr=-m"), many=True, launch=several)
     assert read_launch(FOURTH) == (3, 4, 1, 2)
-    for alone in ({"RANK": "3"}, {"RANK": "", "WORLD_SIZE": ""}, {"RANK": "0", "WORLD_SIZE": "1"}):
+    for alone in ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}):
         assert read_launch(alone) == Launch()
-
-
-@pytest.mark.parametrize("changes", [{"WORLD_SIZE": "four"}, {"MASTER_PORT": ""}])
-def test_a_launch_that_cannot_be_is_one_message(changes, monkeypatch, here):
-    for name, value in (FOURTH | changes).items():
-        monkeypatch.setenv(name, value)
-    ended = command.train("variant=mhsa", *SMALL)
-    (line,) = ended.err.splitlines()
-    assert ended.code == 2 and line.startswith("error: ") and "=".join(*changes.items()) in line
-    assert not os.listdir(here)
+    for wrong in ({"WORLD_SIZE": "four"}, {"MASTER_PORT": ""}):
+        with pytest.raises(ValueError, match="=".join(*wrong.items())):
+            read_launch(FOURTH | wrong)
 
 
 def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
@@ -118,10 +110,10 @@ def test_who_meets_nobody_says_where_in_one_line(here, monkeypatch):
 def lost(how: str) -> tuple[int, int, str]:
     """The second process ends, or stands still with its connections open, in its third step; the exit code that the
     first has of it, its steps, and why."""
-    processes.TIMEOUT = timedelta(seconds=10)
+    processes.TIMEOUT = timedelta(seconds=6)
 
     def stand_still() -> None:
-        subprocess.Popen(["sh", "-c", f"sleep 15; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {os.getpid()}"])
         signal.raise_signal(signal.SIGSTOP)
         os._exit(0)
 

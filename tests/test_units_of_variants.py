@@ -8,7 +8,6 @@ import yaml
 
 from harness.device.processes import SINGLE, ProcessGroup, joined
 from harness.device.units import gathered
-from harness.loop.trainer import Trainer
 from tests.composing import CONF, small
 from tests.many import launch
 from tests.runs import CARRY, SPARSE, own_folder, restored  # noqa: F401 - fixtures
@@ -21,41 +20,35 @@ COMMON = ("runtime.shard=full", "batch.streams=4", "model.head_zero_init=false",
 
 def words_of(variant: str) -> tuple[str, ...]:
     sizes = (yaml.safe_load((CONF / "variant" / f"{variant}.yaml").read_text()).get("small") or {}).get("model") or {}
-    return (f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes.items()))
+    return (f"variant={variant}", *small(variant), *(f"model.{key}={size}" for key, size in sizes.items()))
 
 
 CASES = {path.stem: (*words_of(path.stem), "optim=adamw") for path in sorted((CONF / "variant").glob("*.yaml"))}
 CASES |= {
-    "relative positions": ("variant=mhsa", "position=relative", "model.cache=hidden", "optim=adamw", "optim.clip=0.1"),
     "accumulated": ("variant=mhsa", "batch.accumulate=2", "runtime.checkpoint=layers", "optim=adamw"),
     "sparse rows": SPARSE,
-    "adagrad": ("variant=mhsa", "optim=adagrad", "optim.lr=0.003", "optim.schedule.warmup_steps=0"),
     "muon": ("variant=mhsa", "optim=muon", "optim.clip=0.1"),
-    "tied": ("variant=mhsa", "model.tied=true", "optim=adamw"),
-    "odd": ("variant=mhsa", "model.d_model=20", "model.heads=5", "optim=adamw"),
+    "odd": ("variant=mhsa", "model.d_model=20", "model.heads=5", "model.tied=true", "optim=adamw"),
 }
 
 
 def trained(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
     """Bits of all steps and the weights at the end; again from the content in the middle."""
-
-    def bits(run: Trainer, until: int) -> list[float]:
-        each = []
-        while run.spent.steps < until:
-            run.step()
-            each.append(run.train_row()["bits_per_byte"])
-        return each
-
+    results, middle, first = {}, None, []
     try:
-        run = divided_run(processes, *COMMON, *words, precision="float64")
-        first = bits(run, STEPS // 2)
-        middle = copy.deepcopy(gathered(run.content()))
-        whole = first + bits(run, STEPS), gathered(run.model.state_dict())
-        run = divided_run(processes, *COMMON, *words, precision="float64")
-        run.restore(middle)
-        return {"whole": whole, "again": (first + bits(run, STEPS), gathered(run.model.state_dict()))}
+        for name in ("whole", "again"):
+            run, bits = divided_run(processes, *COMMON, *words, precision="float64"), []
+            if middle:
+                run.restore(middle)
+            while run.spent.steps < STEPS:
+                run.step()
+                bits.append(run.train_row()["bits_per_byte"])
+                if name == "whole" and run.spent.steps == STEPS // 2:
+                    middle, first = copy.deepcopy(gathered(run.content())), [*bits]
+            results[name] = (bits if name == "whole" else first + bits), gathered(run.model.state_dict())
     except ValueError as error:
         return {"refused": str(error)}
+    return results
 
 
 def trained_by_all(words: tuple[str, ...]) -> dict:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from harness.device.compile_clock import CompileClock
+from harness.device.runtime import CompileClock
 from tests.runs import make_job, make_run, own_folder, restored, rows_of, run_job, stop, whole_run  # noqa: F401 - fixtures
 
 

@@ -1,8 +1,8 @@
 """Around Hydra: one clear message and exit code 2 for a user's mistake, where Hydra prints a trace and exits with 1.
 
-Hydra raises what it would print if HYDRA_FULL_ERROR is 1: ``run_command`` sets that, and is the outermost frame. How a job
-ends, the callback in ``harness.compose.sweep`` hears first. An error that is nobody's mistake keeps its trace and exits with
-1; with ``HYDRA_FULL_ERROR=1`` the user sees the trace of a mistake, too.
+Hydra raises what it would print if HYDRA_FULL_ERROR is 1: ``run_command`` sets that, and is the outermost frame. How a
+job ends, the callback in ``harness.compose.sweep`` hears first. An error that is nobody's mistake keeps its trace and
+exits with 1; with ``HYDRA_FULL_ERROR=1`` the user sees the trace of a mistake, too.
 """
 
 import inspect
@@ -36,7 +36,7 @@ running: TaskFunction | None = None
 
 
 class JobFailed(RuntimeError):
-    """The message alone of what ended a sweep's job: it travels between processes, and keeps no frames with their tensors.
+    """The message of what ended a sweep's job: it travels between processes, and keeps no frames with their tensors.
 
     Attributes:
         code: exit code.
@@ -45,11 +45,8 @@ class JobFailed(RuntimeError):
 
 
 def run_command(command: Callable[[], object], *, many: bool = False) -> None:
-    """Call a function decorated with ``hydra.main``; where it fails, exit as ``docs/exit_codes.md`` says.
-
-    Args:
-        many: whether several processes, started by ``torchrun``, may do it together.
-    """
+    """Call a function decorated with ``hydra.main``; where it fails, exit as ``docs/exit_codes.md`` says. ``many``:
+    whether several processes, started by ``torchrun``, may do it together."""
     global running
     running = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's own source of files
@@ -76,17 +73,14 @@ def exit_code(errors: Sequence[Exception]) -> int:
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print what went wrong, once.
+    """Print what went wrong, once; ``job``: overrides of the sweep's job.
 
     Of several processes the first one speaks of a mistake that all of them meet before they have joined; after that an
-    error is a process's ``own``, or another has ``already_printed`` it.
-
-    Args:
-        job: overrides of the sweep's job.
+    error is ``of_process``, or another has ``already_printed`` it.
     """
     status = os.fstat(2)
     terminal = status.st_dev, status.st_ino  # a launcher may run jobs where the user does not read along
-    others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "own", False)
+    others = isinstance(error, MISTAKES) and is_later() and not getattr(error, "of_process", False)
     if others or getattr(error, "already_printed", None) in (True, terminal):
         return
     has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.kind_of(error)
@@ -122,7 +116,7 @@ def own_command() -> str:
 
 
 def explain(error: Exception) -> str:
-    """One message that names the key, the value, and what is allowed, where Hydra knows it; of an endless one, both ends."""
+    """One message that names the key, the value, and what is allowed, where Hydra knows it; of a long one its ends."""
     message = _explain(error)
     return message if len(message) <= 4000 else f"{message[:3000]} [..] {message[-1000:]}"
 

@@ -1,4 +1,4 @@
-"""Sweeps: every job is launched, and each sees to itself: a finished one returns what it recorded, one that was killed goes on.
+"""Sweeps: every job is launched, and sees to itself: a finished one returns what it recorded, a killed one goes on.
 
 So a sweep that is typed again, under any launcher, does what is left of it.
 """
@@ -16,14 +16,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.experimental.callback import Callback
-from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.compose import cli
 from harness.compose.cli import MISTAKES, exit_code, portable, print_error
-
-CORES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Endings(Callback):
@@ -40,7 +37,7 @@ class Endings(Callback):
         job_return._return_value = portable(error)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        """Hydra's own refuses the whole sweep for one job that does not compose, and hides what follows one that fails."""
+        """Hydra's own refuses all for one job that does not compose, and hides what follows one that fails."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
         errors: list[Exception] = []
@@ -70,7 +67,8 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
             errors.append(error)
     digest = hashlib.sha256(json.dumps(sorted(typed)).encode()).hexdigest()[:8]
     name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
-    variables, trains = environment(launcher, len(jobs)), config.hydra.job.name == "train"
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables, trains = {"PYTHONPATH": os.pathsep.join(paths)}, config.hydra.job.name == "train"
     if trains and config.record.wandb.group is None:
         variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", name)
     with env_override(variables):
@@ -81,16 +79,3 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
             errors.append(result._return_value)
     if trains:
         print(f"sweep {name}: {sum(r.status != JobStatus.FAILED for r in results)} of {len(jobs)} done")
-
-
-def environment(launcher: Launcher, n_jobs: int) -> dict[str, str]:
-    """Variables for jobs in fresh processes: they import this very source, and those that start at once share the cores.
-
-    Submitit's local executor knows nothing of cores, joblib divides them. It goes by the number of the sweep's jobs, also
-    where some are finished: a resumed job must have as many threads as before.
-    """
-    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths)}
-    if type(launcher).__name__ == "LocalLauncher" and not any(name in os.environ for name in CORES):
-        variables |= dict.fromkeys(CORES, str(max(1, len(os.sched_getaffinity(0)) // max(1, n_jobs))))
-    return variables

@@ -1,4 +1,4 @@
-"""Configuration from outside: a folder of the user's (``-cd``), and the ``config.yaml`` of a run folder that others made.
+"""Configuration from outside: a folder of the user's (``-cd``), and the ``config.yaml`` of a run folder of others.
 
 In a user's folder, ``hydra.*`` and ``trust`` count from the command line only, so that no file says what may run.
 """
@@ -27,8 +27,8 @@ ENTRY = rf"{PLACE}(=({PARTS}|\$\{{[\w./@-]+\}}|\?\?\?|None))?"
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's files of YAML, by Hydra's name, which a launcher's process registers again. ValueError where a user's sets what
-    is to be typed, or has the name of one of ours."""
+    """Hydra's files of YAML, by Hydra's name, which a launcher's process registers again. ValueError where a user's
+    sets what is to be typed, or has the name of one of ours."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)
@@ -44,7 +44,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
-    """ValueError where a file, by its group and ``name``, its package or a key, sets what counts from the command line."""
+    """ValueError where a file, by its group and ``name``, its package or a key, sets what is to be typed."""
     wrong = [place for place in (name.rpartition("/")[0], loaded.header["package"] or "") if re.search(TYPED, place)]
     for key, value in _leaves(OmegaConf.to_container(loaded.config, resolve=False)):
         entry = re.fullmatch(r"defaults\.\d+\.?(.*)", key)  # {group: choice}, or one text

@@ -1,8 +1,8 @@
 """FLOPs of the code that ran: floating-point operations, two per multiply-add.
 
 One counter sees every operation that reaches a kernel, in the forward pass and in the backward. Matrix products,
-convolutions and the project's kernels count by the formulas in torch's registry. Torch's own ``FlopCounterMode`` (2.13) names
-no operation without a formula, and hooks every module. What its registry lacks or has otherwise:
+convolutions and the project's kernels count by the formulas in torch's registry. Torch's own ``FlopCounterMode`` (2.13)
+names no operation without a formula, and hooks every module. What its registry lacks or has otherwise:
 
 - Attention on a CPU, weighted reads of a table and their gradients count 0 there.
 - Causal attention (``is_causal``) counts every query against every key there. Here it counts the pairs that are
@@ -29,22 +29,17 @@ from harness.model import LanguageModel
 
 # They move, make or read numbers and compute none. Views are recognised by torch itself.
 SILENT = """arange empty empty_like empty_strided full full_like new_empty new_empty_strided new_full new_ones new_zeros
-    ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense _to_copy _unsafe_view cat clone constant_pad_nd copy fill
-    flip repeat stack zero embedding gather index index_select masked_select _sparse_coo_tensor_with_dims_and_tensors
-    is_coalesced"""
+    ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense _to_copy _unsafe_view cat clone
+    constant_pad_nd copy fill flip repeat stack zero embedding gather index index_select masked_select
+    _sparse_coo_tensor_with_dims_and_tensors is_coalesced"""
 SILENT = frozenset(SILENT.split())
 Arguments = dict[str, object]
 """Of an operation, by the names of its schema; what is left at its default may be missing."""
 
 
 class Flops(NamedTuple):
-    """What a call executed.
-
-    Attributes:
-        total: FLOPs of all operations that have a formula.
-        unknown: calls of every other operation, most frequent first; in-place forms are counted with the others.
-            Views, copies and the making of tensors are left out.
-    """
+    """What a call executed: FLOPs of all operations that have a formula, and calls of every other one but views, copies
+    and the making of tensors, most frequent first; in-place forms count with the others."""
 
     total: int
     unknown: dict[str, int]
@@ -69,8 +64,8 @@ class ForwardFlops(NamedTuple):
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
     """Run ``call`` once and count what it executes; a backward pass in it works and counts with ``gradients``.
 
-    Kernels that torch's dispatcher does not see (Triton templates of ``torch.compile``) are not counted: give it code
-    that is not compiled. ``flex_attention`` runs uncompiled here, forward only, and counts all pairs.
+    Give it code that is not compiled, whose kernels torch's dispatcher sees. ``flex_attention`` runs uncompiled here,
+    forward only, and counts all pairs.
     """
     # flex_attention compiles itself otherwise, which a dispatch mode forbids.
     uncompiled = patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -80,12 +75,11 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
 
 
 def forward_flops_per_byte(model: LanguageModel, *, segment: int, most_bytes: int = 2**16) -> ForwardFlops:
-    """Count the evaluation of one segment of one stream, in warm state, on the model's device; of as many as the longest block
-    of a mechanism takes (``Sublayer.period``), where a segment alone would tell of its place in one.
+    """Count the evaluation of one segment of one stream, in warm state, on the model's device; of as many as the
+    longest block of a mechanism takes (``Sublayer.period``), where a segment alone would tell of its place in one.
 
-    Random bytes are fed until two segments in a row have left all shapes of the carried state as they were. The
-    model's modes, its gradients and the generators of random numbers are left as they are found. Call it in the run's
-    precision: under autocast the state is smaller.
+    Random bytes are fed until two segments in a row have left all shapes of the carried state as they were. Modes,
+    gradients and generators are as before at the end. Call it in the run's precision: autocast makes the state smaller.
 
     Args:
         segment: T, at least 1.

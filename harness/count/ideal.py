@@ -1,6 +1,6 @@
 """Ideal FLOPs, which a mechanism says of itself, beside those that its code executes: no more, and not much less.
 
-The whole is compared from above. Each sublayer is from below: a feed-forward beside it would hide one that says too little.
+The whole is compared from above. Each sublayer is from below: a feed-forward beside it would hide too few.
 """
 
 from collections import deque

@@ -1,9 +1,8 @@
 """Memory: what is kept, in bytes, and the peak of what was in use.
 
-On a GPU the peak is what torch allocated for tensors, exactly, and beside it what its allocator reserved for them, which
-decides what runs out of memory. A CPU has no such counters, so there it is the high-water mark of the process above a
-baseline, called approximate: freed blocks that the allocator keeps, libraries that are loaded late and pages of mapped
-files that were read count too.
+On a GPU the peak is what torch allocated for tensors, exactly, and beside it what its allocator reserved, which decides
+what runs out of memory. On a CPU it is the high-water mark of the process above a baseline, called approximate: freed
+blocks that the allocator keeps, libraries that are loaded late and pages of mapped files that were read count too.
 """
 
 import ctypes
@@ -24,9 +23,9 @@ from variants.contract import State
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def tensors_of(value: object) -> list[Tensor]:
+def tensors_of(tree: object) -> list[Tensor]:
     """All tensors in a structure, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -63,10 +62,10 @@ class Peak(NamedTuple):
     """Most bytes that were in use at one time.
 
     Attributes:
-        bytes: None where the device's allocator does not say.
+        bytes: None where nothing was measured.
         approximate: whether that is the process's memory and not the tensors'.
-        reserved_bytes: most that the device's allocator held, in use or not: it gives nothing back, so after an evaluation
-            what that took is in it too. None where there is no such number, as on a CPU.
+        reserved_bytes: most that the GPU's allocator held, in use or not: it gives nothing back, so after an evaluation
+            what that took is in it too. None on a CPU.
     """
 
     bytes: int | None
@@ -89,14 +88,11 @@ class PeakMemory:
     """The peak of memory in use since the last ``reset``.
 
     Make it before the model, so that on a CPU all that the run needs lies above the baseline; reset it after warm-up,
-    because first steps allocate and compile. On a CPU it resets the high-water mark of the whole process. Where the system
-    does not permit that, the mark only rises, and the peak is the rise since the meter was made.
+    because first steps allocate and compile. On a CPU that resets the high-water mark of the whole process, or, where
+    the system does not permit it, nothing, and the peak is the rise since the meter was made.
     """
 
     def __init__(self, device: torch.device):
-        accelerator = torch.accelerator.current_accelerator()
-        if device.type not in ("cpu", accelerator and accelerator.type):
-            raise ValueError(f"runtime.device={device}: peak memory is known on a CPU and on the GPU that torch sees")
         self.device = device
         self.reset()
         self._baseline_bytes = high_water_bytes() if device.type == "cpu" else 0
@@ -104,7 +100,7 @@ class PeakMemory:
     def reset(self) -> None:
         """Forget the peak so far."""
         if self.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
             return
         # Freed blocks go back to the system first: glibc keeps those below 32 MiB, and a later peak would hide in them.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
@@ -114,9 +110,8 @@ class PeakMemory:
     def read(self) -> Peak:
         if self.device.type == "cpu":
             return Peak(max(0, high_water_bytes() - self._baseline_bytes), approximate=True)
-        statistics = torch.accelerator.memory_stats(self.device)  # without these keys where an allocator does not count
-        names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
-        allocated, reserved = (statistics.get(name) for name in names)
+        statistics = torch.cuda.memory_stats(self.device)
+        allocated, reserved = (statistics[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved"))
         return Peak(allocated, approximate=False, reserved_bytes=reserved)
 
 

@@ -2,9 +2,9 @@
 
     p_k(b | c) = (n(c b) + d(c) p_{k-1}(b | c')) / (n(c) + d(c))        Witten and Bell, 1991
 
-n counts in train, d(c) is the number of different bytes that followed the context c of k bytes, c' is c without its oldest
-byte, and p_{-1} = 1/256. A context that train does not have, or that begins before the split, leaves p_{k-1} as it is.
-Counted once on train and not adapted to what is scored.
+n counts in train, d(c) is the number of different bytes that followed the context c of k bytes, c' is c without its
+oldest byte, and p_{-1} = 1/256. A context that train does not have, or that begins before the split, leaves p_{k-1} as
+it is. Counted once on train and not adapted to what is scored.
 """
 
 import bz2

@@ -54,8 +54,8 @@ class Corpus:
     fallback_from: str | None = None
 
     def reported(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
-        """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the ones
-        that choose the weights."""
+        """The bytes of a split whose score is reported, at most the first ``limit``; of valid only those before the
+        ones that choose the weights."""
         whole = self.splits[split]
         return whole[: len(whole) - len(self.choosing(selection_bytes)) * (split == "valid")][:limit]
 
@@ -66,7 +66,7 @@ class Corpus:
         return valid[len(valid) - (half if selection_bytes is None else min(selection_bytes, half)) :]
 
     def answered(self, part: Tensor) -> dict[str, Tensor]:
-        """By each label of ``answers``: which targets of a part of a split, uint8 ``[n]``, are such, bool ``[n - 1]``."""
+        """By each label of ``answers``: which targets of a part, uint8 ``[n]``, are such, bool ``[n - 1]``."""
         answers = self.answers(self._values(part)) if self.answers else {}
         return {label: torch.from_numpy(where[1:]) for label, where in answers.items()}
 
@@ -111,13 +111,13 @@ def load(
         drop_newlines: leave byte 10 out of each split, after cutting (as Transformer-XL's preparation does).
         split: shares of train, valid and test, each above 0, 1 in sum.
         first_bytes: read so many bytes of the corpus, and no more; None for all.
-        bytes, distances, seed: of what is made: `harness.data.recall`, `harness.data.skills`, `harness.data.synthetic_text`.
+        bytes, distances, seed: of what is made, by ``recall``, ``skills`` and ``synthetic_text`` of this package.
 
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
     options = {"bytes": bytes, "distances": distances, "seed": seed}
-    options = {key: value for key, value in options.items() if value is not None}
+    options = {key: option for key, option in options.items() if option is not None}
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*KNOWN, "file"):
@@ -131,32 +131,13 @@ def load(
     for key in options.keys() - set(MADE.get(name, ())):
         users = ", ".join(made for made, keys in MADE.items() if key in keys)
         raise ValueError(f"data.{key}={options[key]}: allowed for data={users} only")
-    asked, reason = name, None
-    if name in MADE:
-        make = {"recall": recall_stream, "synthetic_text": synthetic_text}.get(name) or SKILLS[name].stream
-        content = make(**{"n_bytes" if key == "bytes" else key: value for key, value in options.items()})
-    elif name == "stdlib":
-        content = read_stdlib()
-    elif name == "file":
-        content = read_path(path)
-        last = Path(path).expanduser().resolve().name
-        name = "file:" + "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in last)
-    else:
-        try:
-            content = read_known(name, path)
-        except OSError as error:
-            if not fallback:
-                raise ValueError(
-                    f"data={name} with data.path=null cannot be had: {error}. Allowed: data.path=FILE with a copy on disk, "
-                    f"python -m harness.data {name} where there is a network, or, in a single run, data.fallback=stdlib"
-                ) from error
-            content, name, reason = read_stdlib(), fallback, error
+    asked, content, name, reason = name, *_read(name, path, fallback, options)
     if first_bytes is not None:
         if first_bytes > len(content):
             raise ValueError(f"data.first_bytes={first_bytes}: allowed is at most {len(content)}, which {name} has")
         content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
     actual = digest(content)
-    name = next((corpus for corpus, known in KNOWN.items() if known.sha256 == actual), name)
+    name = next((pinned for pinned, corpus in KNOWN.items() if corpus.sha256 == actual), name)
     if reason:
         print(
             f"data: {asked.upper()} IS NOT HERE ({reason}). READING {name.upper()} INSTEAD: "
@@ -183,6 +164,27 @@ def load(
         answers=answers,
         fallback_from=asked if reason else None,
     )
+
+
+def _read(name: str, path: str | None, fallback: str | None, options: dict) -> tuple[np.ndarray, str, OSError | None]:
+    """The bytes, what they are called, and why they are those of ``fallback``, where they are."""
+    if name in MADE:
+        make = {"recall": recall_stream, "synthetic_text": synthetic_text}.get(name) or SKILLS[name].stream
+        return make(**{"n_bytes" if key == "bytes" else key: option for key, option in options.items()}), name, None
+    if name == "stdlib":
+        return read_stdlib(), name, None
+    if name == "file":
+        content, last = read_path(path), Path(path).expanduser().resolve().name
+        return content, "file:" + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in last), None
+    try:
+        return read_known(name, path), name, None
+    except OSError as error:
+        if fallback:
+            return read_stdlib(), fallback, error
+        raise ValueError(
+            f"data={name} with data.path=null cannot be had: {error}. Allowed: data.path=FILE with a copy on disk, "
+            f"python -m harness.data {name} where there is a network, or, in a single run, data.fallback=stdlib"
+        ) from error
 
 
 def _cut(content: np.ndarray, split: Sequence[float]) -> list[np.ndarray]:

@@ -8,8 +8,8 @@ capital of index i. Where nothing stood yet, the small letter is random too.
 
 A capital costs log2(16) = 4 bits whoever predicts it, a small letter 0 bits for a model that sees far enough, 4 for
 one that does not: two bits per byte against four. The cost of each byte is fixed by its position, so the floor
-holds for every split and every prefix. No causal predictor saves more than k bits in total with a probability above 2^-k,
-so 40 bits below the floor mean a leak.
+holds for every split and every prefix. No causal predictor saves more than k bits in total with a probability above
+2^-k, so 40 bits below the floor mean a leak.
 
 The default distances are less than one ramp (32) apart: a soft mask feels only what its ramp touches, so a span can
 climb to the next one, and has no slope towards one copy that is far away.
@@ -64,6 +64,6 @@ def copies(values: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[
 
 
 def recall_floor(n_bytes: int) -> float:
-    """Fewest bits per byte that a causal predictor can need on the targets of ``n_bytes`` consecutive stream bytes: of the
-    ``n_bytes - 1``, at least half, rounded down, are capitals."""
+    """Fewest bits per byte that a causal predictor can need on the targets of ``n_bytes`` consecutive stream bytes: of
+    the ``n_bytes - 1``, at least half, rounded down, are capitals."""
     return LETTER_BITS * ((n_bytes - 1) // 2) / (n_bytes - 1)

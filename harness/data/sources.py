@@ -1,10 +1,7 @@
-"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and the running Python's own source.
+"""Sources of bytes: files and folders, plain or compressed, corpora of the literature, and Python's own source.
 
-Each reader returns one uint8 array: mapped where a plain file is large, else in memory.
-
-A corpus of the literature is downloaded once into the user's cache, goes on where an earlier attempt stopped, and is checked.
-A machine without a network must not wait: name lookup, connection and answer share one deadline of a few seconds, which a
-socket's own timeout does not give.
+Each reader returns one uint8 array: mapped where a plain file is large, else in memory. A corpus of the literature is
+downloaded once into the user's cache, goes on where an earlier attempt stopped, and is checked.
 """
 
 import bz2
@@ -13,10 +10,8 @@ import hashlib
 import http.client
 import lzma
 import os
-import queue
 import sys
 import sysconfig
-import threading
 import urllib.error
 import urllib.request
 import zipfile
@@ -36,7 +31,7 @@ MOST_TIMES = 200
 """What is not text unpacks to more times its size; enwik8 to four."""
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """What reading a damaged or impossible file raises."""
-ANSWER_S, READ_S, ATTEMPTS, CHUNK_BYTES = 5.0, 30.0, 5, 2**18
+ANSWER_S, ATTEMPTS, CHUNK_BYTES = 10.0, 5, 2**18
 NOT_STDLIB = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
 NOT_STDLIB |= {"site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"}
 
@@ -71,7 +66,7 @@ KNOWN = {
     "enwik8_4m": Known(url=ENWIK8, n_bytes=4_000_000, sha256=BEGIN, part_of="enwik8"),
     "text8": Known(url="http://mattmahoney.net/dc/text8.zip", n_bytes=100_000_000, alphabet=LETTERS),
 }
-PINNED = frozenset(name for name, known in KNOWN.items() if known.sha256)
+PINNED = frozenset(name for name, corpus in KNOWN.items() if corpus.sha256)
 """Corpora whose bytes are known by their digest."""
 
 
@@ -106,8 +101,8 @@ def read_known(name: str, path: str | None) -> np.ndarray:
 def read_path(path: str) -> np.ndarray:
     """All bytes of a file, or of a folder's files one after the other: uint8 ``[n]``, n >= 1.
 
-    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. A folder is read with all that is below it, in the
-    order of POSIX paths relative to it; names that begin with a dot are left out.
+    ``.gz``, ``.bz2``, ``.xz`` and ``.zip`` (of one file) are unpacked. A folder is read with all that is below it, in
+    the order of POSIX paths relative to it; names that begin with a dot are left out.
 
     Raises:
         ValueError: naming ``data.path`` and what is wrong: missing, no files, empty, truncated, unreadable.
@@ -126,13 +121,13 @@ def read_path(path: str) -> np.ndarray:
 
 
 def _joined(folder: Path, suffix: str = "", *, left_out: Set[str] = frozenset()) -> np.ndarray:
-    """Files below ``folder`` one after the other, by relative POSIX path; no hidden ones, and none below ``left_out``."""
+    """Files below ``folder`` one after the other, by relative POSIX path; no hidden ones, none below ``left_out``."""
     names = []
-    for here, folders, files in os.walk(folder):
+    for path, folders, files in os.walk(folder):
         folders[:], files = (
             [name for name in some if not name.startswith(".") and name not in left_out] for some in (folders, files)
         )
-        names += [Path(here, name).relative_to(folder) for name in files if name.endswith(suffix)]
+        names += [Path(path, name).relative_to(folder) for name in files if name.endswith(suffix)]
     if not names:
         raise OSError(f"{folder} has no files")
     return np.concatenate([_read_file(folder / name) for name in sorted(names, key=Path.as_posix)])
@@ -156,18 +151,18 @@ def unpack(path: Path) -> bytes:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(
-            f"it unpacks to more than {MOST_TIMES} times its {packed_bytes:,} bytes; if that is meant, unpack it yourself "
-            "and name what comes out"
+            f"it unpacks to more than {MOST_TIMES} times its {packed_bytes:,} bytes; if that is meant, unpack it "
+            "yourself and name what comes out"
         )
     return content
 
 
 def _open_zip(path: Path) -> BinaryIO:
     archive = zipfile.ZipFile(path)
-    files = [member for member in archive.infolist() if not member.is_dir()]
-    if len(files) != 1:
-        raise zipfile.BadZipFile(f"{len(files)} files are in the archive, allowed is one")
-    return archive.open(files[0])
+    members = [member for member in archive.infolist() if not member.is_dir()]
+    if len(members) != 1:
+        raise zipfile.BadZipFile(f"{len(members)} files are in the archive, allowed is one")
+    return archive.open(members[0])
 
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_zip}
@@ -176,9 +171,8 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zip": _open_z
 def read_stdlib() -> np.ndarray:
     """The Python source of the running Python's standard library, sorted by POSIX path: uint8 ``[n]``.
 
-    Left out: tests and IDLE (they would be half of it), tables that are hardly text (``encodings``, ``pydoc_data``),
-    what newer Pythons dropped (``lib2to3``), and whatever an installation writes there itself. The same for one build
-    of Python, another digest for another version.
+    Left out: tests and IDLE (half of it), tables that are hardly text, what newer Pythons dropped, and whatever an
+    installation writes there itself. The same for one build of Python, another digest for another version.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     installed = {path.name for name in ("config-*", "_sysconfigdata*") for path in folder.glob(name)}
@@ -189,10 +183,8 @@ def read_stdlib() -> np.ndarray:
 
 
 def fetch(name: str) -> Path:
-    """Where ``enwik8`` or ``text8`` lies in the user's cache; downloaded and checked if it is not there.
-
-    Parallel jobs download once. OSError says why it cannot be had.
-    """
+    """Where ``enwik8`` or ``text8`` lies in the user's cache; downloaded once by parallel jobs, and checked. OSError
+    says why it cannot be had."""
     corpus, target = KNOWN[name], cache_folder() / name
     if target.is_file():
         return target
@@ -216,31 +208,30 @@ def fetch(name: str) -> Path:
     return target
 
 
-def download(url: str, target: Path, *, answer_s: float = ANSWER_S) -> None:
+def download(url: str, target: Path) -> None:
     """Fetch ``url`` into ``target``; what came so far waits in ``<target>.part``, and a later call goes on from there.
-
-    A dropped connection is taken up again, at most five times in all. OSError (which URLError and HTTPError are) says
-    why it failed; the part stays.
-    """
+    Connections may drop five times. OSError (which URLError and HTTPError are) says why it failed; the part stays."""
     part = target.with_name(f"{target.name}.part")
     for _ in range(ATTEMPTS):
-        if _fetch_rest(url, part, answer_s):
+        if _fetch_rest(url, part):
             os.replace(part, target)
             return
     raise OSError(f"{url}: the connection broke {ATTEMPTS} times, {part.stat().st_size:,} bytes are in {part}")
 
 
-def _fetch_rest(url: str, part: Path, answer_s: float) -> bool:
+def _fetch_rest(url: str, part: Path) -> bool:
     """Append what is missing to ``part``; whether it is complete now."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": "attention-windtunnel"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
-        response = _answer(urllib.request.Request(url, headers=headers), answer_s)
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=ANSWER_S)
     except urllib.error.HTTPError as error:
         if error.code != 416 or not have:
             raise
         part.unlink()  # there is nothing beyond what is there: all of it, or the beginning of something else
         return False
+    except http.client.HTTPException as error:
+        raise OSError(f"{url}: {error!r} is no answer of a web server") from error
     with response:
         resumed, begins = response.status == 206, response.headers.get("Content-Range", "")
         if resumed and not begins.startswith(f"bytes {have}-"):
@@ -253,25 +244,3 @@ def _fetch_rest(url: str, part: Path, answer_s: float) -> bool:
             except (TimeoutError, ConnectionError, http.client.HTTPException):
                 return False
         return not response.length  # bytes still to come; None where the server does not say
-
-
-def _answer(request: urllib.request.Request, answer_s: float) -> http.client.HTTPResponse:
-    """``urlopen`` within a deadline for all of it, name lookup included."""
-    answers = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(urllib.request.urlopen(request, timeout=READ_S))
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=ask, daemon=True).start()  # a lookup that hangs cannot be stopped, only left behind
-    try:
-        answer = answers.get(timeout=answer_s)
-    except queue.Empty:
-        raise TimeoutError(f"no answer from {request.host} within {answer_s:g} s") from None
-    if isinstance(answer, http.client.HTTPException):
-        raise OSError(f"{request.full_url}: {answer!r} is no answer of a web server") from answer
-    if isinstance(answer, Exception):
-        raise answer
-    return answer

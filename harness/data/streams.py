@@ -35,23 +35,15 @@ class Batches:
 
 
 class Streams:
-    """What is trained on: B streams read side by side, T bytes a step.
+    """What is trained on: B ``streams`` of ``split``, uint8 ``[n]``, read side by side, T bytes (``segment``) a step.
 
-    With ``carry`` the split is a ring of n bytes, cut into B streams of n // B bytes, which are read segment after
-    segment so that state can be carried. After ``steps_per_turn`` whole segments a new turn begins: the ring is shifted by
-    an offset drawn from the seed and the turn, and state must be dropped. Without it each step reads B windows at places
-    drawn from the seed, the step and the stream.
-
-    Args:
-        split: uint8 ``[n]``.
-        streams, segment: B streams and T bytes, each at least 1.
-        seed: another seed is another order.
+    With ``carry`` the split is a ring, cut into B streams of n // B bytes, which are read segment after segment so that
+    state can be carried. After ``steps_per_turn`` whole segments a new turn begins: the ring is shifted by an offset
+    drawn from the seed and the turn, and state must be dropped. Without it each step reads B windows at places drawn
+    from the seed, the step and the stream. ValueError if a stream (or the split) has fewer than T + 1 bytes.
 
     Attributes:
         bytes_per_step: targets in one step, B x T.
-
-    Raises:
-        ValueError: if a stream (or without ``carry`` the split) has fewer than T + 1 bytes.
     """
 
     def __init__(self, split: Tensor, *, streams: int, segment: int, seed: int, carry: bool = True):
@@ -95,11 +87,9 @@ def share(number: int, part: tuple[int, int]) -> slice:
 
 
 def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple[int, int]]:
-    """Cut pairs 0..n_pairs - 1 into ``streams`` contiguous ranges (first, end) that are scored.
-
-    Every stream but the first also reads ``context`` pairs before its range, unscored. What the streams read differs by at
-    most one pair. ValueError naming ``eval.streams`` if there are fewer pairs than streams.
-    """
+    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end) to score. Every stream but the first also reads
+    ``context`` pairs before its own, unscored; what they read differs by at most one pair. ValueError naming
+    ``eval.streams``."""
     if not 1 <= streams <= n_pairs:
         raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the (input, target) pairs to be scored")
     read = n_pairs + (streams - 1) * context
@@ -107,17 +97,16 @@ def score_streams(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple
 
 
 def whole_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
-    """Pairs of unscored context before a stream's range: ``context`` of them in whole segments, so that a segment is scored
-    or is not; at most as many as a stream scores, so that reading takes at most twice the time."""
+    """Pairs of unscored context before a stream's range: ``context`` of them in whole segments, so that a segment is
+    scored or is not; at most as many as a stream scores, so that reading takes at most twice the time."""
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
 def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE) -> Batches:
-    """All pairs of ``split [n]`` once: L streams in step, T pairs at a time, state carried from each to the next.
+    """All pairs of ``split [n]`` once: L streams in step, ``[L, T]`` pairs at a time, with carried state.
 
-    Every segment is ``[L, T]``, the last as wide as what is left. The mask is false for the first ``context`` pairs of all
-    streams but the first, ``whole_context``, and beyond the end of a stream that is a pair shorter than others. A part of
-    the streams has as many segments as all of them. ValueError naming ``eval.streams``.
+    The mask is false for the ``context`` (``whole_context``) of all streams but the first, and beyond the end of a
+    stream that is a pair shorter than others. A part of them has as many segments as all. ValueError: ``eval.streams``.
     """
     ranges = torch.tensor(score_streams(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
@@ -127,11 +116,10 @@ def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, par
 
 
 def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
-    """How a sample that reads ``pairs`` is cut: streams, and unscored pairs before each one's own.
+    """How a sample that reads ``pairs`` is cut: streams, at most so many, and unscored pairs before each one's own.
 
-    A model that was trained with full windows is another one where streams begin, so ``context`` pairs, in whole segments,
-    are read first, or half of a stream where it is short. There are at most ``streams``, fewer where they would be short,
-    and no context where not even one stream has two segments.
+    A model that was trained with full windows is another one where streams begin, so ``context`` pairs, in whole
+    segments, are read first; half of a stream where it is short, none where not even one stream has two segments.
     """
     whole = -(-context // segment) * segment
     few = max(1, min(streams, pairs // (2 * whole)))
@@ -142,8 +130,8 @@ def sample_cut(pairs: int, *, streams: int, segment: int, context: int) -> tuple
 def samples(
     split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time, the
-    first ``context`` of each with a false mask."""
+    """``pairs`` or a few less, from places spread evenly over ``split [n]``: L streams of as many, T pairs at a time,
+    the first ``context`` of each with a false mask."""
     n_pairs = len(split) - 1
     longest = min(pairs, n_pairs) // streams
     begin = (torch.arange(streams) * (n_pairs - longest) // max(streams - 1, 1))[share(streams, part), None]
@@ -151,7 +139,7 @@ def samples(
 
 
 def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: tuple[Tensor, Tensor]) -> Batches:
-    """Streams from ``begin [L, 1]`` on, ``longest`` pairs of each; those of ``scored`` (first, end) have a true mask."""
+    """Streams from ``begin [L, 1]`` on, ``longest`` pairs of each; those of ``scored`` (first, end) are to score."""
     first, end = scored
 
     def read(done: int) -> Segment:
@@ -164,15 +152,11 @@ def _read(split: Tensor, begin: Tensor, *, longest: int, segment: int, scored: t
 def windows(
     split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, part: tuple[int, int] = WHOLE
 ) -> Batches:
-    """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``.
+    """Score all pairs of ``split [n]`` once without carried state: windows of ``window`` pairs, one every ``stride``,
+    at most ``batch`` at a time, and a ``part`` of these batches.
 
     A window scores its last ``stride`` pairs, the first window all of its pairs: each prediction sees more than
-    ``window - stride`` bytes, or all there are. What lies beyond the split, at the end of the last window, has a false mask.
-
-    Args:
-        window, stride: in pairs, 1 <= stride <= window.
-        batch: windows at a time, fewer if there are not as many; the last batch is filled up with a false mask.
-        part: of the batches, in order.
+    ``window - stride`` bytes, or all there are. What lies beyond the split, or fills up a batch, has a false mask.
     """
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)

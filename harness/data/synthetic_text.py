@@ -1,5 +1,5 @@
-"""Synthetic text: made-up bytes with the statistics of a Wikipedia dump, for measurements of cost, which depends on bytes: a
-table that is looked up for 32 letters is read from a cache. The same on every machine, with nothing to download:
+"""Synthetic text: made-up bytes with the statistics of a Wikipedia dump, for measurements of cost, which depends on
+bytes: a table that is looked up for 32 letters is read from a cache. The same on every machine:
 
 - a lexicon of 8191 words, made of syllables in which common sounds come first, one in 128 of Greek letters;
 - words by Zipf's law: a rank's octave is drawn, then a rank in it, so that rank r has a chance of about 1 / (9 r);

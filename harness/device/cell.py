@@ -1,8 +1,8 @@
 """Fresh processes that answer one question at a time: what is measured has a heap and a clock to itself, and what
 crashes or hangs ends nobody else.
 
-A cell is forked from a server that has imported torch and computed nothing: its memory is its own, and it is there in a
-fraction of a second. While one is asked the others wait, so that several can be asked in turn, A B A B.
+A cell is forked, in a fraction of a second, from a server that has imported torch and computed nothing. While one is
+asked the others wait, so that several can be asked in turn, A B A B.
 """
 
 import atexit
@@ -21,8 +21,7 @@ from typing import Self
 from harness.failures import OutOfMemory, is_out_of_memory
 
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.loop.prepare"]
-OUT_OF_MEMORY = OutOfMemory.status
-FAILED = "failed"
+OUT_OF_MEMORY, FAILED = OutOfMemory.status, "failed"
 
 
 class CellError(Exception):
@@ -37,13 +36,8 @@ class CellError(Exception):
 
 
 class Cell:
-    """A process that makes one object and calls its methods when asked.
-
-    Args:
-        make: a function or class of a module; called there with ``arguments``, which are pickled.
-        memory_limit_bytes: most memory for data that the process may have beyond what it began with; more is answered
-            by ``CellError("out of memory")``. None for what the machine gives.
-    """
+    """A process that makes one object, by ``make`` of a module and ``arguments`` that are pickled, and calls its
+    methods when asked. More than ``memory_limit_bytes`` beyond what it began with is a CellError."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")
@@ -57,10 +51,7 @@ class Cell:
 
     def ask(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
         """What the object's method gives; CellError if it raises or hangs or the process dies, and then the cell is
-        closed.
-
-        A ValueError, a user's mistake, is raised here as it was there.
-        """
+        closed. A ValueError, a user's mistake, is raised here as it was there."""
         try:
             self._connection.send((method, arguments, keywords))
             if not self._connection.poll(limit_seconds):
@@ -69,7 +60,12 @@ class Cell:
             answer, error = self._connection.recv()
         except (EOFError, OSError) as lost:
             self.close()
-            raise self._death() from lost
+            code = self._process.exitcode or 0
+            if code == -signal.SIGKILL:
+                reason = "the process was killed by SIGKILL, as the system does when memory is short"
+                raise CellError(OUT_OF_MEMORY, reason) from lost
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise CellError(FAILED, f"the process ended by {name}") from lost
         if error is not None:
             self.close()
             raise error
@@ -95,15 +91,6 @@ class Cell:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-    def _death(self) -> CellError:
-        code = self._process.exitcode or 0
-        if code == -signal.SIGKILL:
-            return CellError(
-                OUT_OF_MEMORY, "the process was killed by SIGKILL, as the system does when memory is short"
-            )
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return CellError(FAILED, f"the process ended by {name}")
 
 
 def _serve(connection: Connection, folder: str, limit: int | None, make: Callable, arguments: tuple) -> None:

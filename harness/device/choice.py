@@ -14,8 +14,7 @@ MULTIPLIES_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 
 
 class Abilities(NamedTuple):
-    """What a device can do: its type, as torch calls it, whether it multiplies bfloat16 in hardware, and whether
-    compiled code is its usual way."""
+    """A device's type, as torch calls it, whether it multiplies bfloat16 in hardware, and whether it compiles code."""
 
     kind: str
     bfloat16: bool
@@ -23,33 +22,28 @@ class Abilities(NamedTuple):
 
 
 def named(name: str) -> torch.device:
-    """The device of ``runtime.device``; ValueError where it is not there or not in this build of torch.
-
-    ``auto`` is a CUDA or ROCm device, or the CPU: on other accelerators nothing of this has been run, so that nobody
-    gets one unasked.
-    """
-    built, count = torch.accelerator.current_accelerator(check_available=False), device_count()
-    kind = built.type if built else "cpu"
+    """The device of ``runtime.device``: the CPU, or a CUDA or ROCm device; ValueError where there is none such here."""
+    count = device_count()
     if name == "auto":
-        return torch.device("cuda" if kind == "cuda" and count else "cpu")
+        return torch.device("cuda" if count else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is not None and (device.type == "cpu" or (device.type == kind and (device.index or 0) < count)):
+    if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
         return device
-    kinds = f", {kind}, {kind}:N" if built else ""
-    here = f"torch {torch.__version__} sees {count} accelerators here"
-    raise ValueError(f"runtime.device={name}: {here}; allowed are auto, cpu{kinds}")
+    raise ValueError(
+        f"runtime.device={name}: torch {torch.__version__} sees {count} CUDA devices here; allowed are auto, cpu"
+        + ", cuda, cuda:N" * bool(count)
+    )
 
 
 def of_rank(name: str, processes: ProcessGroup) -> torch.device:
-    """One GPU for each process of this machine, or the CPU for all; ValueError as ``named``, and for a device of
-    one."""
+    """One GPU for each process of this machine, or the CPU for all; ValueError for fewer GPUs, and for one by index."""
     device, needed = named(name), processes.local_world_size
     if device.type == "cpu":
         return device
-    if device.index is not None or device.type != "cuda":
+    if device.index is not None:
         raise ValueError(f"runtime.device={name} with {processes.world_size} processes: allowed are auto, cpu, cuda")
     if device_count() < needed:
         raise ValueError(
@@ -60,8 +54,8 @@ def of_rank(name: str, processes: ProcessGroup) -> torch.device:
 
 
 def device_count() -> int:
-    """Accelerators that this process sees."""
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    """CUDA or ROCm devices that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def abilities(name: str) -> Abilities:
@@ -69,17 +63,14 @@ def abilities(name: str) -> Abilities:
     kind = named(name).type
     if kind == "cpu":
         capabilities = torch.cpu.get_capabilities()
-        return Abilities(kind, any(capabilities.get(one) for one in MULTIPLIES_BFLOAT16), compiles=False)
-    supported = getattr(torch.get_device_module(kind), "is_bf16_supported", None)  # MPS does not say
-    bfloat16 = supported is not None and supported(including_emulation=False)
-    return Abilities(kind, bfloat16, compiles=kind == "cuda" and find_spec("triton") is not None)
+        return Abilities(kind, any(map(capabilities.get, MULTIPLIES_BFLOAT16)), compiles=False)
+    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Abilities(kind, bfloat16, compiles=find_spec("triton") is not None)
 
 
 def settled(settings: RuntimeSettings) -> RuntimeSettings:
-    """The same with a word in place of each ``auto`` but the device's, which may be any GPU of its kind.
-
-    Precision: bfloat16 where the device multiplies it. Compilation: on CUDA.
-    """
+    """The same with a word in place of each ``auto`` but the device's: bfloat16 where the device multiplies it, and
+    compilation on CUDA."""
     if "auto" not in (settings.precision, settings.compile):
         return settings
     of_device = abilities(settings.device)

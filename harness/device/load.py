@@ -1,6 +1,6 @@
 """Load: what others took of the machine's cores while something was timed. Their work makes times longer, not memory.
 
-Linux says how long all cores were busy and how long a hypervisor withheld them (``/proc/stat``), and how long each
+Linux counts how long all cores were busy, how long a hypervisor withheld them (``/proc/stat``), and how long each
 process ran; what is left after this process and its descendants is others'. Elsewhere the load average has to do.
 """
 
@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROC = Path("/proc")
-TAKEN_CORES = 0.1
-"""From here on a machine is busy: a step waits for its slowest thread, and one that shares its core so takes a tenth
-longer."""
-LEAST_SECONDS = 0.2
-"""Of others' work that make a verdict: the system counts in hundredths."""
-WAITING = 0.5
-"""Of the load average beyond the cores that are free, where nothing else is known."""
+TAKEN_CORES, LEAST_SECONDS, WAITING = 0.1, 0.2, 0.5
+"""Busy is a tenth of a core, since a step waits for its slowest thread; at least 0.2 s of work, since the system counts
+in hundredths; and half a process too many in the load average, where nothing else is counted."""
 
 
 class Reading(NamedTuple):
-    """Seconds since some moment in the past: by the clock, and of processor time: others', and withheld by a
-    hypervisor."""
+    """Seconds since some moment in the past: by the clock, others' of processor time, and withheld by a hypervisor."""
 
     clock: float
     others: float
@@ -31,12 +26,8 @@ class Reading(NamedTuple):
 
 
 class LoadMeter:
-    """What others took since this was made.
-
-    Args:
-        wanted: cores that the measured process computes on, at most.
-        root: the process whose descendants are the measurement's own, itself included; None for this one.
-    """
+    """What others took since this was made, beside a process that computes on so many cores (``wanted``): descendants
+    of ``root``, or of this one, are no others."""
 
     def __init__(self, *, wanted: int, root: int | None = None):
         self._wanted, self._root = wanted, root or os.getpid()
@@ -48,16 +39,16 @@ class LoadMeter:
         load |= dict.fromkeys(("seconds", "others_cores", "stolen_cores"))
         after = read(self._root)
         if self._before and after:
-            seconds, others, stolen = (now - then for now, then in zip(after, self._before, strict=True))
+            seconds, others, stolen = (end - begin for end, begin in zip(after, self._before, strict=True))
             seconds = max(seconds, 1e-9)
             load |= {"seconds": seconds, "others_cores": max(0.0, others) / seconds, "stolen_cores": stolen / seconds}
         return load | {"busy": is_busy(load)}
 
 
 def read(root: int) -> Reading | None:
-    """The machine's counters now, without the processor time of the process ``root`` and its descendants; None where
-    there are none."""
-    parents, ticks, a_second = {}, {}, os.sysconf("SC_CLK_TCK")
+    """The machine's counters without the processor time of the process ``root`` and its descendants; None without
+    counters."""
+    parents, ticks, hertz = {}, {}, os.sysconf("SC_CLK_TCK")
     try:
         counters = (PROC / "stat").read_text(encoding="ascii").partition("\n")[0].split()[1:9]
     except OSError:
@@ -74,15 +65,12 @@ def read(root: int) -> Reading | None:
 
     busy = user + nice + system + interrupts + soft
     others = busy - sum(ticks[number] for number in ticks if descends(number))
-    return Reading(time.monotonic(), others / a_second, stolen / a_second) if busy else None
+    return Reading(time.monotonic(), others / hertz, stolen / hertz) if busy else None
 
 
 def is_busy(load: Mapping[str, float | None]) -> bool:
-    """Whether others had more than a tenth of one of the cores that were wanted.
-
-    What they did on cores that would have been idle does not count. What a hypervisor withheld does: it can do so only
-    where something is to run.
-    """
+    """Whether others had more than a tenth of the cores that were wanted, what a hypervisor withheld included; what
+    they did on cores that would have been idle does not count."""
     spare = max(0, load["cores"] - load["wanted_cores"])
     if load["others_cores"] is None:
         return load["average_at_start"] > spare + WAITING

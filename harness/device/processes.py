@@ -5,8 +5,7 @@
 run folder and speaks. With one process nothing here does anything.
 
 torch averages gradients of dense matrices during the backward pass (``spread.py``), and the few others are averaged
-here
-after it: vectors, what layers share, and sparse rows, for which torch has no way.
+here after it: vectors, what layers share, and sparse rows, for which torch has no way.
 """
 
 import math
@@ -55,7 +54,7 @@ class ProcessGroup(Launch):
         return self.rank, self.world_size
 
     def meet(self) -> None:
-        """Make torch's process group: tensors on a GPU travel by NCCL, all others by gloo. ``ProcessLost`` if that
+        """Make torch's process group: tensors on a GPU travel by NCCL, all others by gloo. ``ProcessLost`` if it
         fails."""
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
@@ -78,13 +77,12 @@ class ProcessGroup(Launch):
         reason = f"another one has ended or is silent ({_first_line(error)})"
         return ProcessLost(f"process {self.rank} of {self.world_size}: {reason}. {self.standing()}".strip())
 
-    def all_gather(self, value: T, *, patient: bool = False) -> list[T]:
-        """Everybody's values by rank: anything that pickles, tensors on the CPU. ``patient`` waits for ten minutes."""
-        if self.world_size == 1:
-            return [value]
-        values: list[T] = [value] * self.world_size
-        self._call(dist.all_gather_object, values, value, group=self._patient if patient else None)
-        return values
+    def all_gather(self, local: T, *, patient: bool = False) -> list[T]:
+        """Everybody's, by rank: anything that pickles, tensors on the CPU. ``patient`` waits for ten minutes."""
+        everybodys: list[T] = [local] * self.world_size
+        if self.world_size > 1:
+            self._call(dist.all_gather_object, everybodys, local, group=self._patient if patient else None)
+        return everybodys
 
     def largest(self, number: int) -> int:
         """The largest of everybody's numbers."""
@@ -107,18 +105,17 @@ class ProcessGroup(Launch):
 
     def on_main(self, make: Callable[[], T]) -> T:
         """What ``make`` returns in the first process, which alone calls it; its failure is everybody's."""
-        result = [None]
+        made = [None]
         with self.fail_together():
             if self.is_main:
-                result = [make()]
+                made = [make()]
         if self.world_size > 1:
-            self._call(dist.broadcast_object_list, result, src=0)
-        return result[0]
+            self._call(dist.broadcast_object_list, made, src=0)
+        return made[0]
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Ranks may run different numbers of forward passes inside; whoever is done takes part in what the others
-        read."""
+    def uneven(self) -> Iterator[None]:
+        """Ranks may run different numbers of forwards inside; whoever is done takes part in what the others read."""
         yield
         if self.tables is not None:
             self.tables.serve()
@@ -131,8 +128,6 @@ class ProcessGroup(Launch):
         try:
             yield
         except Exception as error:
-            if self.world_size == 1:
-                raise
             failure = error
         codes = self.all_gather(0 if failure is None else exit_code(failure), patient=True)
         speaker = next((rank for rank, code in enumerate(codes) if code), None)
@@ -172,7 +167,7 @@ class ProcessGroup(Launch):
             flat = torch.cat([tensor.flatten() for tensor in alike])
             self._call(dist.all_reduce, flat)
             parts = flat.div_(self.world_size).split([tensor.numel() for tensor in alike])
-            torch._foreach_copy_(alike, [part.view_as(one) for part, one in zip(parts, alike, strict=True)])
+            torch._foreach_copy_(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
 
     def _sparse_mean(self, parameter: nn.Parameter) -> Tensor:
         gradient, shape = parameter.grad, parameter.shape
@@ -198,8 +193,7 @@ SINGLE = ProcessGroup()
 
 @contextmanager
 def joined() -> Iterator[ProcessGroup]:
-    """The processes that ``torchrun`` started with this one, while the ``with`` statement lasts; only the first
-    prints."""
+    """The processes that ``torchrun`` started with this one, in a ``with`` statement; only the first prints."""
     launch = read_launch()
     if launch.world_size == 1:
         yield SINGLE
@@ -213,7 +207,7 @@ def joined() -> Iterator[ProcessGroup]:
             dist.destroy_process_group()
             raise
         except Exception as error:
-            error.own = True  # what all of them met has been said by one
+            error.of_process = True  # what all of them met has been said by one
             raise
     dist.destroy_process_group()
 

@@ -1,5 +1,4 @@
-"""Random state: all generators of this process, seeded and saved together. Draws after the model is made are
-dropout's."""
+"""Random state: all generators of this process, seeded and saved as one."""
 
 import random
 
@@ -21,13 +20,11 @@ def seed_apart(number: int, *, step: int, rank: int) -> None:
 
 
 def random_state() -> dict[str, object]:
-    """Every generator's state, for a checkpoint; None for an accelerator's that this process has not used: asking allocates."""
-    module = torch.get_device_module() if torch.accelerator.is_available() else None
-    used = module and getattr(module, "is_initialized", lambda: True)()  # MPS has always begun
+    """Every generator's state, for a checkpoint; None for a GPU that this process has not used: asking allocates."""
     name, keys, *rest = _numpy().get_state()
     return {
         "torch": torch.get_rng_state(),
-        "accelerator": module.get_rng_state() if used else None,
+        "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *rest),
     }
@@ -36,8 +33,8 @@ def random_state() -> dict[str, object]:
 def set_random_state(state: dict[str, object]) -> None:
     """Go on from ``random_state``."""
     torch.set_rng_state(state["torch"])
-    if torch.accelerator.is_available() and state.get("accelerator") is not None:
-        torch.get_device_module().set_rng_state(state["accelerator"])
+    if torch.cuda.is_available() and state.get("accelerator") is not None:
+        torch.cuda.set_rng_state(state["accelerator"])
     random.setstate(state["python"])
     _numpy().set_state(tuple(state["numpy"]))
 

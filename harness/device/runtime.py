@@ -7,14 +7,15 @@ import contextlib
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from harness.device import allocator, choice, machine
-from harness.device.compile_clock import CompileClock
+from harness.device import choice, machine
 from harness.device.load import LoadMeter
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.plan.settings import RuntimeSettings
@@ -22,17 +23,45 @@ from harness.plan.settings import RuntimeSettings
 _THREADS = torch.get_num_threads()  # PyTorch's choice, before any job of this process made its own
 
 
+class CompileClock:
+    """Counts ``seconds`` in which torch traces and compiles, while the ``with`` statement lasts, so that a budget of
+    seconds is one of training. Unless something is ``compiled`` at all, nothing of the compiler is imported."""
+
+    def __init__(self, *, compiled: bool):
+        self.compiled, self.seconds = compiled, 0.0
+
+    def __enter__(self) -> Self:
+        if self.compiled:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._end)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.compiled:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.remove_start_callback(self._start)
+            callback_handler.remove_end_callback(self._end)
+
+    def _start(self, _arguments: object) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _arguments: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """A device with its precision.
 
     Attributes:
-        device: where tensors live.
+        device: where tensors live; each process of the run has one of its own.
         precision: ``float32``, or ``bfloat16`` for autocast with float32 parameters.
         compile: whether the model's forward is compiled.
         tf32: whether products of float32 round their factors to 10 bits, which GPUs by NVIDIA do several times faster.
-        allocator: what becomes of freed memory, or None where that is not ours to say; see ``allocator.use``.
-        processes: of the run; each has a device of its own.
+        allocator: what becomes of freed memory, or None where that is not ours to say; see ``machine.use_allocator``.
     """
 
     device: torch.device
@@ -50,10 +79,8 @@ class Runtime:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def forward(self, model: nn.Module) -> Callable:
-        """What to call for a forward pass of the model: compiled if that was asked for.
-
-        Shapes may become dynamic: the past grows until it is as long as the window.
-        """
+        """What to call for a forward pass of the model: compiled if that was asked for. Shapes may become dynamic: the
+        past grows until it is as long as the window."""
         if not self.compile:
             return model
         compiled, trim = torch.compile(model), getattr(model, "trim", None)
@@ -67,8 +94,8 @@ class Runtime:
         return segment
 
     def send(self, *batches: Tensor) -> tuple[Tensor, ...]:
-        """Bytes (int64 on the host, from 0 to 255) as int64 on the device. To an accelerator an eighth of that travels,
-        from memory that its copy engine reads, and nobody waits."""
+        """Bytes (int64 on the host, from 0 to 255) as int64 on the device. To a GPU an eighth of that travels, from
+        memory that its copy engine reads, and nobody waits."""
         if self.device.type == "cpu":
             return batches
         narrow = [batch.to(torch.uint8).pin_memory() for batch in batches]
@@ -81,20 +108,19 @@ class Runtime:
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
 
     def to_host(self, number: Tensor) -> Callable[[], float]:
-        """A number of the device sets out for the host: what is returned gives it, and waits only for what came before
-        it."""
+        """Start a copy of a scalar to the host; what is returned gives it, and waits only for what came before it."""
         if self.device.type == "cpu":
             return number.clone().item
-        there = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
         sent = torch.Event(self.device)
         sent.record()
 
         def read() -> float:
             sent.synchronize()
-            return there.item()
+            return copy.item()
 
         return read
 
@@ -106,22 +132,18 @@ class Runtime:
 
     def describe(self) -> dict[str, object]:
         """Device, processes, versions and the machine around them, for provenance."""
-        of_gpu = {"hip": torch.version.hip}
-        if self.device.type == "cuda":
-            of_gpu |= {"cudnn": torch.backends.cudnn.version(), "driver": machine.driver()}
-        name = machine.cpu_name()
-        if self.device.type != "cpu":  # torch has no name for an accelerator that is a part of the chip
-            name = getattr(torch.get_device_module(self.device), "get_device_name", lambda _: name)(self.device)
+        on_gpu, name = self.device.type == "cuda", machine.cpu_name()
+        of_gpu = {"cudnn": torch.backends.cudnn.version(), "driver": machine.driver()} if on_gpu else {}
         return {
-            "device": name,
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else name,
             "device_kind": self.device.type,
             "threads": torch.get_num_threads(),
             "precision": self.precision,
             "compile": self.compile,
             "tf32": self.tf32,
             "processes": self.processes.world_size,
-            "versions": machine.versions(**of_gpu),
-            "machine": {"cpu": machine.cpu_name(), "cores": os.cpu_count() or 1},
+            "versions": machine.versions(hip=torch.version.hip, **of_gpu),
+            "machine": {"cpu": name, "cores": os.cpu_count() or 1},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),
             "allocator": self.allocator,
@@ -129,20 +151,8 @@ class Runtime:
 
 
 def device_kind(settings: RuntimeSettings) -> str:
-    """``cpu``, ``cuda``, ...: where a run of these settings computes. ValueError as ``start`` has it."""
+    """``cpu`` or ``cuda``: where a run of these settings computes. ValueError as ``start`` has it."""
     return choice.named(settings.device).type
-
-
-def take_gpu(settings: RuntimeSettings) -> machine.Lease | None:
-    """Where ``auto`` finds GPUs, one that no other job of this machine has, else None; waits while all are taken."""
-    names = gpu_names() if settings.device == "auto" else []
-    return machine.take_free(names) if names else None
-
-
-def gpu_names() -> list[str]:
-    """One for each GPU that this process sees, the same in all processes whatever CUDA_VISIBLE_DEVICES says."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
 
 
 def forget_earlier_jobs() -> None:
@@ -154,25 +164,16 @@ def forget_earlier_jobs() -> None:
         torch.cuda.empty_cache()
 
 
-def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: ProcessGroup = SINGLE) -> Runtime:
-    """Choose the device and set what is global: threads, determinism and the allocator.
-
-    Args:
-        gpu: the index of the GPU that ``auto`` means, for one process.
-        processes: of the run; of several, each has the GPU of its own rank.
-
-    Raises:
-        ValueError: naming ``runtime.device`` if it is not there or not in this build of torch, or ``runtime.tf32``.
-    """
-    if processes.world_size > 1:
-        device = choice.of_rank(settings.device, processes)
-    else:
-        device = choice.named(settings.device if gpu is None else f"cuda:{gpu}")
+def start(settings: RuntimeSettings, *, processes: ProcessGroup = SINGLE) -> Runtime:
+    """Choose the device, of several processes the GPU of this one's rank, and set what is global: threads, determinism
+    and the allocator. ValueError naming ``runtime.device`` if it is not there, or ``runtime.tf32``."""
+    several = processes.world_size > 1
+    device = choice.of_rank(settings.device, processes) if several else choice.named(settings.device)
     if settings.tf32 and device.type != "cuda":
         raise ValueError(f"runtime.tf32=true: runtime.device={device.type} has no such products; allowed is false")
     settings = choice.settled(settings)
-    if device.index is not None and device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # or libraries put their workspaces on the first one
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device.index)  # or libraries put their workspaces on the first one
     torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
     torch.set_num_threads(settings.threads or _THREADS)
     machine.use_own_compiled_graphs()
@@ -185,6 +186,6 @@ def start(settings: RuntimeSettings, *, gpu: int | None = None, processes: Proce
         precision=settings.precision,
         compile=settings.compile,
         tf32=settings.tf32,
-        allocator=allocator.use(settings.allocator),
+        allocator=machine.use_allocator(settings.allocator),
         processes=processes,
     )

@@ -1,5 +1,4 @@
-"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows, so that no device need hold a
-table.
+"""Sharded tables: with ``runtime.shard=full`` each process has some columns of all rows; no device need hold a table.
 
     rows that all bytes of all processes read, and their weights    gathered
     this process's columns of all of these sums                     computed here, as one process does
@@ -24,15 +23,8 @@ DONE = -1
 
 
 class ShardedTables:
-    """The tables of a model, which this cuts: each parameter keeps this process's columns. ValueError where one has too
-    few.
-
-    Args:
-        places: modules with the names of their tables, which they read by their ``sum_rows``.
-
-    Attributes:
-        tables: as the optimizers know them.
-    """
+    """The ``tables`` of a model, as the optimizers know them, which this cuts: each parameter keeps this process's
+    columns. ValueError where one has too few. ``places``: modules, and names of tables that their ``sum_rows`` read."""
 
     def __init__(self, places: Sequence[tuple[nn.Module, str]], processes: ProcessGroup):
         self._places, self._processes = places, processes

@@ -1,5 +1,4 @@
-"""Spreading: units of a model, its pieces whose gradients torch averages among processes while the backward pass goes
-on.
+"""Spreading: a model in units, whose gradients torch averages among processes while the backward pass goes on.
 
 A unit is a residual sublayer; what belongs to none of them, such as the embedding and the head, is the last one. With
 ``runtime.shard=none`` each process has all parameters (torch's ``replicate``), with ``full`` some rows of each, of its

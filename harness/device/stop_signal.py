@@ -1,4 +1,4 @@
-"""Stop signal: SIGTERM or Ctrl-C as a request that the loop answers between two steps."""
+"""Stop signal: SIGTERM or Ctrl-C as a request that the loop answers between two steps; a second one stops at once."""
 
 import contextlib
 import signal
@@ -6,16 +6,12 @@ from typing import Self
 
 
 class StopSignal:
-    """Turns signals into a request that the loop answers between two steps; a second one stops at once.
-
-    SIGTERM and SIGINT, and the two of users where somebody listens already: a launcher that has jobs queued again.
-
-    Args:
-        alone: whether this process decides alone; several must first agree on the step.
+    """Listens to SIGTERM and SIGINT, and to the signals of users where somebody listens already: a launcher that has
+    jobs queued again.
 
     Attributes:
-        heard: the signal that this process received, or 0.
-        agreed: the signal that any process received, once all know of it, or 0.
+        alone: whether this process decides alone; several must first agree on the step.
+        heard, agreed: the signal that this process received, or 0; that any received, once all know of it.
     """
 
     def __init__(self, *, alone: bool = True):

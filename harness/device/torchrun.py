@@ -12,12 +12,7 @@ PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Launch(NamedTuple):
-    """What ``torchrun`` says in the environment.
-
-    Attributes:
-        rank, world_size: this process among all of the command, and how many there are.
-        local_rank, local_world_size: the same on this machine.
-    """
+    """This process among all of the command, and among those of this machine; and how many there are."""
 
     rank: int = 0
     world_size: int = 1
@@ -35,8 +30,8 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch of this process; one that is alone where ``RANK`` and ``WORLD_SIZE`` are not both set. ValueError
-    where one of all that torchrun sets is missing or no number."""
+    """The launch of this process, alone where ``RANK`` and ``WORLD_SIZE`` are not both set. ValueError where one of all
+    that torchrun sets is missing or no number."""
     if not environment.get("RANK") or environment.get("WORLD_SIZE", "") in ("", "1"):
         return Launch()
     texts = {name: environment.get(name, "") for name in (*RANKS, *PLACE)}
@@ -56,13 +51,8 @@ def is_later() -> bool:
 
 
 def check_launch(arguments: Sequence[str], *, many: bool, launch: Launch | None = None) -> None:
-    """ValueError where several processes were started for what is done by one.
-
-    Args:
-        arguments: of the command line, without the script.
-        many: whether the command can be done by several processes together.
-        launch: None for that of this process.
-    """
+    """ValueError where several processes (``launch``, or this one's) were started for what is done by one: a command
+    that is not for ``many``, or a sweep, as its ``arguments`` say."""
     number = (launch or read_launch()).world_size
     if number == 1:
         return

@@ -13,13 +13,8 @@ ROWS_AT_ONCE = 2**20
 
 
 class Units:
-    """The parameters of a model in its only process.
-
-    Attributes:
-        parameters: all, as the optimizers know them.
-        whole: those whose gradients are averaged when the backward pass has ended.
-        parts: those of which this process has some rows, and the whole.
-    """
+    """The ``parameters`` of a model in its only process, as the optimizers know them; ``whole`` are those whose
+    gradients are averaged when the backward pass has ended, ``parts`` those of which it has rows, with the whole."""
 
     def __init__(self, model: nn.Module):
         self.parameters = list(model.parameters())
@@ -42,14 +37,14 @@ class Units:
         return tensor
 
 
-def is_divided(value: object) -> bool:
+def is_divided(leaf: object) -> bool:
     """Whether it is a ``DTensor`` of torch, whose class takes most of a second to import."""
-    return hasattr(value, "full_tensor")
+    return hasattr(leaf, "full_tensor")
 
 
-def gathered(value: object) -> object:
-    """A value in which no tensor is divided; all processes call it."""
-    return tree_map(lambda leaf: _whole(leaf) if is_divided(leaf) else leaf, value)
+def gathered(tree: object) -> object:
+    """The same structure in which no tensor is divided; all processes call it."""
+    return tree_map(lambda leaf: _whole(leaf) if is_divided(leaf) else leaf, tree)
 
 
 def _whole(divided: Tensor) -> Tensor:

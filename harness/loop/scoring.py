@@ -151,7 +151,7 @@ def _predicted(
         nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
         return nats.float().cpu(), out
 
-    with runtime.processes.apart():
+    with runtime.processes.uneven():
         for number, (inputs, targets, mask) in enumerate(batches):
             again = partial(predict, targets, stats_from is not None and number >= stats_from)
             nats, out = again(inputs)

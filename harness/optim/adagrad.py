@@ -29,13 +29,12 @@ class ClippedAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient; where ``found_inf`` is 1 gradients are 0, and change nothing."""
+        """One update of every parameter that has a gradient; where ``found_inf`` is 1 nothing changes."""
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
-                if not self.state[parameter]:
-                    self.state[parameter]["sum"] = torch.zeros_like(parameter)
-                total = self.state[parameter]["sum"]
+                state = self.state[parameter]
+                total = state["sum"] = state["sum"] if state else torch.zeros_like(parameter)
                 gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else None
                 values = parameter.grad if gradient is None else gradient.values()
                 if found_inf is not None:

@@ -29,11 +29,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One amount of one unit, or ``default_bytes`` of the model's configuration; ``harness.plan.settings.parse`` checks types.
-
-    Raises:
-        ValueError: two amounts.
-    """
+    """One amount of one unit, or ``default_bytes`` of the model's configuration; ValueError for two amounts."""
 
     bytes: Annotated[int, Gt(0)] | None = None
     seconds: Annotated[float, Gt(0)] | None = None
@@ -67,12 +63,12 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Learning rate as a share of its peak: linear warm-up times decay; ``harness.plan.settings.parse`` checks the types.
+    """Learning rate as a share of its peak: linear warm-up times decay.
 
     Args:
         warmup_fraction: fraction of the budget over which the rate rises from 0; 0 for none.
-        warmup_steps: updates over which it rises, the first made at ``1 / warmup_steps``; 0 for none. With both kinds given,
-            the lower share counts.
+        warmup_steps: updates over which it rises, the first made at ``1 / warmup_steps``; 0 for none. With both kinds
+            given, the lower share counts.
         decay_fraction: fraction of the budget, at its end, over which the rate falls; it is constant before.
         floor: share of the peak at which the decay ends.
     """

@@ -22,17 +22,11 @@ ITERATIONS = 5
 
 
 def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Move all singular values of each matrix near 1 and keep its singular vectors.
+    """Move all singular values of each matrix, ``[n, rows, columns]``, near 1 and keep its singular vectors.
 
-    Five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X on X = U / |U|_F. The coefficients trade accuracy
-    for speed: a singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one lower.
-
-    Args:
-        matrices: ``[n, rows, columns]``.
-        dtype: precision of the products; the norm is taken in the matrices' own.
-
-    Returns:
-        ``[n, rows, columns]`` in the matrices' dtype; a matrix of zeros stays zeros.
+    Five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X on X = U / |U|_F, products in ``dtype``, the norm in
+    the matrices' own. The coefficients trade accuracy for speed: a singular value of at least 0.002 |U|_F ends between
+    0.68 and 1.21, a smaller one lower. A matrix of zeros stays zeros.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.size(-2) > matrices.size(-1)
@@ -49,8 +43,8 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
     """The dtype of the products under ``precision`` for parameters such as ``like``.
 
-    ``auto`` is float64 for float64. For narrower ones it is bfloat16 where the hardware has matrix units for it (CUDA, and
-    processors with AMX tiles, where a step over 24 small matrices took 0.4 of its time in float32), and elsewhere float32.
+    ``auto`` is float64 for float64. For narrower ones it is bfloat16 where the hardware has matrix units for it (CUDA,
+    and processors with AMX tiles: 0.4 of the time in float32 for 24 small matrices), and elsewhere float32.
     """
     if precision != "auto":
         return getattr(torch, precision)
@@ -60,20 +54,14 @@ def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
 
 
 def _has_amx() -> bool:
-    """Whether the processor multiplies bfloat16 in AMX tiles; False if this torch cannot tell."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    """Whether the processor multiplies bfloat16 in AMX tiles."""
+    capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("amx_tile") and capabilities.get("amx_bf16"))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for 2-D parameters.
-
-    Args:
-        lr: learning rate, before the factor ``max(1, rows / columns) ** 0.5``.
-        momentum: mu; Nesterov's form.
-        weight_decay: decoupled, times ``lr``.
-        precision: of the products inside ``orthogonalize``.
-    """
+    """Muon for 2-D parameters: ``lr`` before the factor ``max(1, rows / columns) ** 0.5``, Nesterov's ``momentum``,
+    ``weight_decay`` decoupled, times ``lr``, and the ``precision`` of the products inside ``orthogonalize``."""
 
     def __init__(
         self,
@@ -99,8 +87,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient, unless ``found_inf`` is 1. Where each process has some rows of
-        every matrix, all gather what goes into the products, and each computes all of them."""
+        """One update of every parameter that has a gradient, unless ``found_inf`` is 1. Where each process has some
+        rows of every matrix, all gather what goes into the products, and each computes all of them."""
         parts = self.units.parts if self.units else {}
         for group in self.param_groups:
             alike = defaultdict(list)

@@ -1,12 +1,12 @@
 """Optimizers of a run, moved together. Every rate is optim.lr * lr_scale * schedule(fraction of the budget spent): one
 number scales a whole run. A group with ``schedule: constant`` leaves out the last factor.
 
-An update that a loss or a gradient would spoil that is not finite is left out on the device, and nobody waits to know. torch's
-fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change nothing where their attribute ``found_inf`` is 1,
-and say so by ``_step_supports_amp_scaling``. Ours do the same; for one that cannot, the host asks first, which waits.
+An update that a loss or a gradient would spoil that is not finite is left out on the device, and nobody waits to know.
+torch's fused optimizers have what it takes, for ``torch.amp.GradScaler``: they change nothing where their attribute
+``found_inf`` is 1, and say so by ``_step_supports_amp_scaling``. Ours do the same; for others the host asks, and waits.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -27,12 +27,11 @@ class Optimizers:
     """All optimizers of a run, moved together.
 
     Args:
-        lr: ``optim.lr``, the peak rate of a group with ``lr_scale`` 1.
-        schedule: share of the peak by fraction of the budget and update.
-        clip: ``optim.clip``, the largest joint norm of the dense gradients of all groups without a clip of their own,
-            and of each such group's sparse gradients apart; or None.
-        skip_nonfinite: whether updates are made again after one that was left out. Otherwise all later ones are left out,
-            too, so that whoever reads ``found_inf`` late finds everything as it was before that step.
+        lr, schedule: the peak rate of a group with ``lr_scale`` 1, and the share of it along the way.
+        clip: the largest joint norm of the dense gradients of all groups without a clip of their own, and of each such
+            group's sparse gradients apart; or None.
+        skip_nonfinite: whether updates are made again after one that was left out. Otherwise all later ones are left
+            out, too, so that whoever reads ``found_inf`` late finds everything as it was before that step.
 
     Attributes:
         found_inf: 1 on the device if the last update was left out, otherwise 0; None before the first.
@@ -83,7 +82,7 @@ class Optimizers:
 
     @torch.no_grad()
     def _find_inf(self, tensors: list[Tensor]) -> None:
-        """Set ``found_inf``: what unscales gradients in ``GradScaler`` looks at them in one pass, here with a scale of 1."""
+        """Set ``found_inf``: what unscales gradients in ``GradScaler`` looks at them in one pass, by a scale of 1."""
         if self.found_inf is None:
             parameter = next(iter(self.optimizers.values())).param_groups[0]["params"][0]
             self.found_inf = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -149,11 +148,11 @@ class Optimizers:
             optimizer.load_state_dict(self._changed(name, state["groups"][name], "part_of"))
 
     def _changed(self, name: str, state: dict, method: str) -> dict:
-        """An optimizer's state; of divided parameters, with what a method of ``units`` makes of each tensor kept for one."""
+        """An optimizer's state; of divided parameters, with what a method of ``units`` makes of each tensor of one."""
         if not self.units:
             return state
         parameters = [parameter for part in self.optimizers[name].param_groups for parameter in part["params"]]
-        change: Callable[[Tensor, Tensor], Tensor] = getattr(self.units, method)
+        change = getattr(self.units, method)
         changed = {
             i: {key: change(parameters[i], v) if isinstance(v, Tensor) else v for key, v in values.items()}
             for i, values in state["state"].items()
@@ -161,8 +160,8 @@ class Optimizers:
         return state | {"state": changed}
 
     def unreached(self) -> list[str]:
-        """Parameters to which no gradient but zero has ever come, as the optimizers' moments tell; those that are divided among
-        processes are left out, and those of plain SGD, which has none. Waits for the device."""
+        """Parameters to which no gradient but zero has ever come, as the optimizers' moments tell: not of plain SGD,
+        nor of those that are divided among processes. Waits for the device."""
 
         def moved(moments: dict) -> bool:
             return any(isinstance(v, Tensor) and v.count_nonzero() for key, v in moments.items() if key != "step")
@@ -177,8 +176,8 @@ class Optimizers:
         ]
 
     def describe(self) -> list[dict]:
-        """One row a group: name, optimizer, peak lr, number of parameters, their share of all that are trained, and the dtypes
-        of the optimizer's products where it has some."""
+        """One row a group: name, optimizer, peak lr, number of parameters, their share of all that are trained, and the
+        dtypes of the optimizer's products where it has some."""
         rows, total = [], sum(self._sizes.values())
         for name, group in self.groups.items():
             optimizer, size = self.optimizers[name], self._sizes[name]

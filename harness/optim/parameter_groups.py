@@ -23,8 +23,7 @@ class Group:
     """Parameters that share an optimizer, a rate and a clip.
 
     Args:
-        name: the group's name; errors name its configuration ``key``.
-        parameters: by name, one name each.
+        parameters: by name, one name each; errors name the group's configuration ``key``.
         undecayed: names of the parameters that get no weight decay by rule.
         optimizer: makes the optimizer from parameter groups and ``lr``; a partial without a rate of its own.
         lr_scale: learning rate relative to ``optim.lr``; 0 leaves the parameters as they start.
@@ -101,16 +100,15 @@ def assign(
 
     A parameter that a variant's pattern matches is in that group. Of the rest, weights of ``nn.Linear`` inside
     ``layers.`` are in ``matrices`` if the run has it, all others in ``default``. Weight decay is for weights of
-    ``nn.Linear``, inside ``layers.`` or not. All others have none unless their group names one: biases, norms and
-    spans, and tables of vectors, which are embeddings whether they are an ``nn.Embedding`` or a bare parameter
-    (bytes, relative positions, persistent vectors, half-keys, values).
+    ``nn.Linear``. All others have none unless their group names one: biases, norms, spans, and tables of vectors
+    (bytes, relative positions, persistent vectors, half-keys, values), which are embeddings whatever holds them.
 
     Args:
         model: the raw model, neither compiled nor wrapped.
         default: ``optim.default``, a partial of an optimizer.
         matrices: ``optim.matrices``: ``optimizer`` and ``lr_scale``.
-        groups: the variant's ``groups``, name to ``match`` (patterns; ``*`` crosses dots; every name of a shared parameter
-            counts) and keywords of :class:`Group`; the run's default where there is no optimizer.
+        groups: the variant's ``groups``, name to ``match`` (patterns; ``*`` crosses dots; every name of a shared
+            parameter counts) and keywords of :class:`Group`; the run's default where there is no optimizer.
 
     Raises:
         ValueError: a pattern that matches nothing, or a parameter in two groups.
@@ -126,8 +124,8 @@ def assign(
     for name, node in (groups or {}).items():
         if name in ("default", "matrices"):
             raise ValueError(f"variant.groups.{name}: the names default and matrices belong to the run")
-        own = {option: value for option, value in node.items() if option != "match"}
-        settings[name] = {"optimizer": default, "key": f"variant.groups.{name}", **own}
+        settings[name] = {"optimizer": default, "key": f"variant.groups.{name}", **node}
+        settings[name].pop("match")
         for parameter in _matched(names, name, node["match"]):
             if owner.setdefault(parameter, name) != name:
                 raise ValueError(

@@ -33,8 +33,9 @@ class Plan(RunSettings):
     """A run as it was asked for.
 
     ``config`` is the resolved configuration as a plain dictionary, for hashing and for the record; ``data`` is
-    keyword arguments of ``harness.data.corpora.load``; ``point`` is where a trial's keys lie between the ends of their space;
-    ``backend_choice`` is how ``runtime.backend`` was settled, where it was; ``admission`` is whether the mechanism was checked.
+    keyword arguments of ``harness.data.corpora.load``; ``point`` is where a trial's keys lie between the ends of their
+    space; ``backend_choice`` is how ``runtime.backend`` was settled, where it was; ``admission`` is whether the
+    mechanism was checked.
     """
 
     variant: str
@@ -72,7 +73,7 @@ class Plan(RunSettings):
 
 
 def streamed_context(span: int, layers: int) -> int:
-    """Bytes that each stream of a score reads before its own: from so many a prediction can have anything, to a limit."""
+    """Bytes that each stream of a score reads before its own: a prediction can have anything from these."""
     return min(span * layers, LONGEST_CONTEXT)
 
 
@@ -87,7 +88,6 @@ def plan_run(
     """Check a composed configuration whole.
 
     Args:
-        cfg: what Hydra composed from ``conf/train.yaml`` and the command line.
         trusted: modules that are trusted beside those of its ``trust``.
         sweeping: whether this is a job of a sweep, where a fallback corpus would spoil a table.
         beside_others: whether other jobs of it run at the same time, and may write to the same terminal.
@@ -118,7 +118,8 @@ def plan_run(
     plan = Plan(**vars(settings) | objects | facts)
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
         raise ValueError(
-            "init_from.run=null: init_from.restore=everything needs a run's folder; without one init_from.restore=weights"
+            "init_from.run=null: init_from.restore=everything needs a run's folder; "
+            "without one init_from.restore=weights"
         )
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
         raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the run folder's name")
@@ -134,7 +135,8 @@ def varied(plan: Plan, **sections: dict) -> Plan:
 
 
 def _resolved(cfg: DictConfig, *, typed: Collection[str]) -> tuple[dict, dict | None]:
-    """The configuration at its trial as a plain dictionary that has every section, and nothing else; and the trial's point."""
+    """The configuration at its trial as a plain dictionary that has every section, and nothing else; and the trial's
+    point."""
     if "sweep" in cfg:  # Hydra's own sweeps leave no such key behind
         raise ValueError(
             "sweep: what was chosen is a sweep of W&B, which Hydra cannot run; "
@@ -190,16 +192,12 @@ def _group(node: object, hints: Mapping[str, object], trust: tuple[str, ...], *,
     return values
 
 
-def hydra_facts(hydra: DictConfig | None = None) -> dict[str, object]:
-    """Keywords of ``plan_run`` that only Hydra knows: what was typed, and what launched this job.
-
-    Args:
-        hydra: Hydra's own configuration; None for that of the job that is running now.
-    """
+def hydra_facts() -> dict[str, object]:
+    """Keywords of ``plan_run`` that only Hydra knows: what was typed, and what launched this job."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    hydra = hydra or HydraConfig.get()
+    hydra = HydraConfig.get()
     sweeping = hydra.mode == RunMode.MULTIRUN
     words = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # what is in them is not ours to resolve
     return {

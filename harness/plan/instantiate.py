@@ -1,10 +1,10 @@
 """Instantiation: a node with ``_target_`` becomes a partial of the class it names; nothing is called here.
 
-A target must be a class, a subclass of a contract type, and defined in our packages, in torch.optim, or in a module that the
-command line's ``trust`` names. The constructor's signature is the schema, types included.
+A target must be a class, a subclass of a contract type, and defined in our packages, in torch.optim, or in a module
+that the command line's ``trust`` names. The constructor's signature is the schema, types included.
 
-Where a constructor's annotation asks for a torch.nn.Module and no more, any of a module that the user named is taken, and none
-of ours or torch's; in its keywords no target is followed.
+Where a constructor's annotation asks for a torch.nn.Module and no more, any of a module that the user named is taken,
+and none of ours or torch's; in its keywords no target is followed.
 """
 
 import collections.abc
@@ -28,16 +28,14 @@ CONTRACT = tuple(PASSED)
 
 
 def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Callable:
-    """A partial of the node's class, with nested targets resolved the same way.
+    """A partial of the node's class, with nested targets resolved the same way; ValueError by ``key``, which says where
+    the node stands.
 
     Args:
         node: ``_target_``, ``_partial_: true`` and the class's own keywords. A module needs no ``_partial_``.
-        key: where the node stands in the configuration, for messages.
-        kind: what the class must be derived from: a contract type, or the part or module that a constructor's annotation names.
+        kind: what the class must be derived from: a contract type, or the part or module that a constructor's
+            annotation names.
         trust: modules, beside ours, that targets may come from; of a module, these alone.
-
-    Raises:
-        ValueError: naming the key, the value and what is allowed.
     """
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be {PART}")
@@ -62,11 +60,8 @@ def resolve(node: object, *, key: str, kind: type, trust: tuple[str, ...]) -> Ca
 
 
 def keywords(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
-    """The keywords of a class that are configuration: name to (annotation, whether it must be given).
-
-    Not among them is what the harness passes itself: the first argument (a ``LayerContext``, or parameters), the width of a head
-    to positions and parts, the learning rate to optimizers; and nothing to a module outside the contract.
-    """
+    """The keywords of a class that are configuration, ``{name: (annotation, whether it must be given)}``: all but what
+    the harness passes itself, the first argument and those of ``PASSED``."""
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     if base and (

@@ -1,4 +1,5 @@
-"""Network: the layers and the language model that a configuration describes; torch and the contract suffice to build it."""
+"""Network: the layers and the language model that a configuration describes; torch and the contract suffice to build
+it."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -13,19 +14,17 @@ from harness.plan.settings import ModelSettings, checked
 from variants.contract import WAYS, LayerContext, Position, Sublayer
 
 KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
-"""Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file pins it."""
+"""Keys of a variant that are no sublayers; ``numerics`` is the number of what it computes, null where no golden file
+pins it."""
 CONTEXT = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 """Keys of ``model`` that a sublayer gets; the others but ``layers`` and ``default_bytes`` are ``LanguageModel``'s."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
-    """For each layer, the sublayers' names and partials.
+    """For each layer, the sublayers' names and partials; ValueError by key.
 
     ``layers`` is what every layer has, in order. ``at`` has other lists for single layers, counted from 0, or from the
     top if negative; null there takes back what the variant's file says.
-
-    Raises:
-        ValueError: naming the key, the value and what is allowed.
     """
     checked(variant.get("numerics"), Annotated[int, Ge(1)] | None, key="variant.numerics")
     sublayers = {name: _sublayer(name, node, trust) for name, node in variant.items() if name not in KEYS}
@@ -72,10 +71,7 @@ def make_network(
     checkpoint: str = "none",
 ) -> LanguageModel:
     """The model, initialised by torch's generator; arguments as ``LanguageModel`` and ``LayerContext`` have them.
-
-    Raises:
-        ValueError: sizes that do not fit together, or a choice that a mechanism does not follow, by name.
-    """
+    ValueError: sizes that do not fit together, or a choice that a mechanism does not follow."""
     pool: dict = {}
     common = {name: getattr(sizes, name) for name in CONTEXT}
     common |= {"n_layers": sizes.layers, "pool": pool, "backend": backend, "scheme": scheme}
@@ -104,7 +100,8 @@ def _make(make: functools.partial, key: str, context: LayerContext) -> Sublayer:
 
 
 def _refuse_unfollowed(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
-    """ValueError where the mechanism does not follow a choice of the run, rather than a run in which it means nothing."""
+    """ValueError where the mechanism does not follow a choice of the run, rather than a run in which it means
+    nothing."""
     honours, who = sublayer.honours, f"{key} ({type(sublayer).__name__})"
     for name in ("cache", "attend_self"):
         value, allowed = getattr(context, name), getattr(honours, name)

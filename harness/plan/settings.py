@@ -1,4 +1,5 @@
-"""The sections of the configuration as values: a dataclass each, whose annotations are the allowed keys, types and bounds.
+"""The sections of the configuration as values: a dataclass each, whose annotations are the allowed keys, types and
+bounds.
 
 pydantic reads the values, strictly but for whole numbers: 1e6 is an integer, text and truths are no numbers.
 """
@@ -169,12 +170,8 @@ class RunSettings:
 
 
 def parse(cls: type, node: object, *, key: str):
-    """A dataclass from a section of the configuration; ``key`` is empty for keys at the top.
-
-    Raises:
-        ValueError: naming the key, the value and what is allowed, for a key too many, one missing that has no default, or a
-            wrong value.
-    """
+    """A dataclass from a section of the configuration; ``key`` is empty for keys at the top. ValueError by key, for one
+    too many, one missing that has no default, or a wrong value."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)

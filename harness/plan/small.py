@@ -19,22 +19,19 @@ SPANS = (13, 64)
 """Odd and prime, or for mechanisms that want a multiple of something."""
 
 
-def with_small(plan: Plan, *, given: Collection[str] = ()) -> Plan:
-    """The plan with what its variant says under ``small``, but for keys that were ``given`` on the command line.
-
-    Raises:
-        ValueError: naming the key below ``variant.small``, the value and what is allowed.
-    """
+def with_small(plan: Plan, *, typed: Collection[str] = ()) -> Plan:
+    """The plan with what its variant says under ``small``, but for keys that were ``typed`` on the command line.
+    ValueError by the key below ``variant.small``."""
     variant = plan.config["variant"]
     small = checked(variant.get("small"), dict | None, key="variant.small") or {}
     check_keys(small, [*(name for name in variant if name not in KEYS), "model"], key="variant.small", required=())
     if not small:
         return plan
     changed = OmegaConf.create({"variant": variant, "model": plan.config["model"]})
-    for key, value in _leaves(small):
+    for key, leaf in _leaves(small):
         key = key if key.startswith("model.") else f"variant.{key}"
-        if key not in given:
-            OmegaConf.update(changed, key, value, force_add=True)
+        if key not in typed:
+            OmegaConf.update(changed, key, leaf, force_add=True)
     try:
         return varied(plan, **OmegaConf.to_container(changed))
     except ValueError as error:
@@ -48,43 +45,34 @@ def _leaves(node: Mapping, key: str = "") -> list[tuple[str, object]]:
 
 
 def shrunk(plan: Plan) -> Plan:
-    """A small plan of the same kind.
-
-    - Layers: one of each kind, in order, where a kind is its list of sublayers; two if all are alike.
-    - What the variant has under ``small``, which goes before what follows.
-    - Width: 2 heads of 16, or as many heads as asked for, or all as asked for: the first with which a model runs.
-    - Span: 13, or 64 where none runs with that, or the one asked for, which takes long.
-
-    Other keywords of sublayers (an explicit ``d_head``) stay as they are, so one that was interpolated from
-    ``model.d_model`` needs all the width asked for.
-    """
+    """A small plan of the same kind: one layer of each kind (or two alike), what the variant has under ``small``, 2
+    heads of 16, and a span of 13; or the first of larger widths and spans, up to those asked for, with which a model
+    runs."""
     small, sizes = with_small(plan), (plan.config["variant"].get("small") or {}).get("model", {})
     return _first_that_runs(small, spans=(*SPANS, plan.model.span), layers=(_kinds(plan),), model=sizes)
 
 
 def narrow(plan: Plan) -> Plan:
-    """The plan with few layers and small width, and all else as in the run: its span too, and nothing of ``small``.
-
-    All its layers are there where keywords of sublayers fit no other number of them, such as a list with one for each.
-    """
+    """The plan with few layers and small width, and all else as in the run: its span too, and nothing of ``small``; all
+    its layers where keywords of sublayers fit no other number of them."""
     layers = (_kinds(plan), [tuple(layer) for layer in plan.layers])
     return _first_that_runs(plan, spans=(plan.model.span,), layers=layers, model={})
 
 
 def at_own_width(plan: Plan, *, sublayers: Collection[str], longest: int) -> Plan:
-    """The plan on a CPU with one layer of each kind, of these sublayers alone, a span of at most ``longest`` bytes and two
-    streams; heads and widths as in the run."""
-    own = [tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers]
-    kinds = [kind for kind in dict.fromkeys(own) if set(kind) & set(sublayers)]
+    """The plan on a CPU with one layer of each kind, of these sublayers alone, a span of at most ``longest`` bytes and
+    two streams; heads and widths as in the run."""
+    layers = [tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers]
+    kinds = [kind for kind in dict.fromkeys(layers) if set(kind) & set(sublayers)]
     m = plan.model
     sizes = {"heads": m.heads, "d_model": m.d_model, "embedding_dropout": 0.0}
     few = varied(plan, runtime=ON_CPU, batch={"streams": 2, "accumulate": 1})
-    return _first_that_runs(few, spans=(min(longest, m.span), m.span), layers=(kinds, own), model=sizes)
+    return _first_that_runs(few, spans=(min(longest, m.span), m.span), layers=(kinds, layers), model=sizes)
 
 
 def of_mechanism(plan: Plan, kind: str) -> Plan:
-    """The plan as the contract is checked, on a CPU: in plain PyTorch where it is to run on a device of another ``kind``,
-    whose kernels are not the CPU's."""
+    """The plan as the contract is checked: in plain PyTorch on a CPU where it is to run on a device of another
+    ``kind``."""
     return plan if kind == "cpu" else varied(plan, runtime=ON_CPU)
 
 

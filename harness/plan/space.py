@@ -24,24 +24,19 @@ class Interval:
 
     low: float
     high: float
-    scale: Literal["log", "linear", "integer"]
+    scale: Literal["log", "linear"]
 
     def __post_init__(self):
         if self.low >= self.high:
             raise ValueError(f"low={self.low}: must be below high={self.high}")
         if self.scale == "log" and self.low <= 0:
             raise ValueError(f"low={self.low}: must be above 0 on a logarithmic scale")
-        if self.scale == "integer" and (self.low % 1 or self.high % 1):
-            raise ValueError(f"low={self.low}: must be a whole number, as high={self.high}, with scale=integer")
 
     def at(self, unit: float) -> tuple[float, float]:
-        """The value at ``unit`` of [0, 1), and where between the ends it lies, from 0 to 1."""
-        if self.scale == "integer":
-            value = int(self.low) + int(unit * (self.high - self.low + 1))
-            return value, (value - self.low) / (self.high - self.low)
-        if self.scale == "log":
-            return float(f"{self.low * (self.high / self.low) ** unit:.4g}"), unit
-        return float(f"{self.low + (self.high - self.low) * unit:.4g}"), unit
+        """The number at ``unit`` of [0, 1), and where between the ends it lies, from 0 to 1."""
+        low, high = self.low, self.high
+        number = low * (high / low) ** unit if self.scale == "log" else low + (high - low) * unit
+        return float(f"{number:.4g}"), unit
 
 
 @section
@@ -60,9 +55,8 @@ class Choice:
 
 
 def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, dict[str, float] | None]:
-    """The configuration at the point of its ``trial``, and where between the ends of ``space`` each key lies, from 0 to 1.
-
-    Without a trial it is ``cfg`` with no space and None.
+    """The configuration at the point of its ``trial``, and where between the ends of ``space`` each key lies, from 0
+    to 1; without a trial with no space, and None.
 
     Args:
         typed: keys that the user gave: the space's own must not be among them.
@@ -93,6 +87,6 @@ def take_trial(cfg: DictConfig, *, typed: Collection[str]) -> tuple[DictConfig, 
         if OmegaConf.select(cfg, key, default=MISSING) is MISSING:
             raise ValueError(f"space.{key}: there is no such key in the configuration")
         kind = Choice if isinstance(space[key], Mapping) and "choices" in space[key] else Interval
-        value, point[key] = parse(kind, space[key], key=f"space.{key}").at(unit)
-        OmegaConf.update(cfg, key, value)
+        choice, point[key] = parse(kind, space[key], key=f"space.{key}").at(unit)
+        OmegaConf.update(cfg, key, choice)
     return cfg, point
