@@ -163,8 +163,8 @@ class Reformer(MultiHead):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """A key that two rounds find is computed in both. Hashes have no gradient; with ``cache: kv`` past keys and
         values have none either, and with ``hidden`` they are made anew, with gradients for the weights."""
-        own, past = self._met(segment, carried)
-        forward, hashing = self._forward_flops(own + past), 2 * self.rotations.numel()
+        new, past = self._met(segment, carried)
+        forward, hashing = self._forward_flops(new + past), 2 * self.rotations.numel()
         backward = 2 * (forward - hashing)
         if self.cache == "kv":
             return NeededFlops(forward, backward - 4 * self.heads * self.d_head * past)
@@ -222,8 +222,8 @@ def lsh_attention(
         visible = (keys_at < total)[..., None, :] & (distance <= farthest) & meets(r, queries_at, keys_at)
         for earlier in range(r):  # the first round that finds a key has it
             visible &= ~meets(earlier, queries_at, keys_at)
-        own, met = _take(keys, queries_at), _take(keys, keys_at)
-        queries = own[..., :width] * _take(sizes, queries_at)[..., None].to(keys.dtype)
+        met = _take(keys, keys_at)
+        queries = _take(keys, queries_at)[..., :width] * _take(sizes, queries_at)[..., None].to(keys.dtype)
         scores = (queries @ met[..., :width].mT).to(exact)
         if bias is not None:
             column = (distance - shift).clamp_(0, bias.shape[1] - 1).flatten(2).long()
