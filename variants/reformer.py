@@ -84,15 +84,15 @@ class Reformer(MultiHead):
     ) -> SublayerOutput:
         """A state is keys beside values ``[B, H, P, 2K]`` and their hashes ``[B, H, R, P]``, or past inputs ``[B, P,
         D]``."""
-        length, start, old = x.shape[1], start_of(x, start), self._newest(state)
+        length, start = x.shape[1], start_of(x, start)
         if self.cache == "hidden":
-            state = x if old is None else torch.cat([old.to(x.dtype), x], dim=1)
+            state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
             keys, sizes, hashes = self._encode(state, start - (state.shape[1] - length))
             sizes, state = sizes[:, :, -length:], state.detach()
         else:
             keys, sizes, hashes = self._encode(x, start)
-            if old is not None:
-                keys, hashes = torch.cat([old[0].to(keys.dtype), keys], 2), torch.cat([old[1], hashes], 3)
+            if state is not None:
+                keys, hashes = torch.cat([state[0].to(keys.dtype), keys], 2), torch.cat([state[1], hashes], 3)
             state = keys.detach(), hashes
         y, met = self._attend(keys, sizes, hashes)
         stats = head_stats(y, keys=met, alone=met == 0) if collect_stats else None
@@ -130,13 +130,6 @@ class Reformer(MultiHead):
         with torch.autocast(shared.device.type, enabled=False):  # in bfloat16 many numbers tie
             turned = rearrange(shared @ matrices, "B H n (R b) -> B H R n b", R=self.rounds)
         return torch.cat([turned, -turned], dim=-1).argmax(-1).to(torch.int32)
-
-    def _newest(self, state: State) -> State:
-        """What of a state the window can reach, where that was wider when it was made."""
-        if state is None or isinstance(state, Tensor):
-            return None if state is None else state[:, max(0, state.shape[1] - self.reach()) :]
-        first = max(0, state[0].shape[2] - self.reach())
-        return state[0][:, :, first:], state[1][..., first:]
 
     def trim(self, state: State) -> State:
         if state is None or torch.compiler.is_compiling():

@@ -20,7 +20,8 @@ from variants.contract import State, Sublayer, map_state
 MOST_PAIRS = 2**23
 """Of a query and a key of one head in a forward pass: fewer streams are looked at where they would be more."""
 MOST_SEGMENTS = 8  # read on after the first change; who reaches farther than they are long is not looked at
-EVERY, SOME, ROWS = 128, 18, 64  # places of a small stream and of a segment of the run; streams of a small batch
+EVERY, ROWS = 128, 64  # places of a small stream; streams of a small batch
+SOME, TURNS = 18, 6  # places of a segment of the run, and forward passes that they may take, the most telling first
 LONGEST = 1000  # bytes of the longest small stream; who reaches farther is not looked at
 
 
@@ -122,9 +123,11 @@ class _Streams:
 
     def __init__(self, subject: Subject, size: Size, *, segments: int = 1):
         self.model, self.still = subject.build(mode=size.mode), subject.still.get(size.mode, NoDropout)
-        self.size, self.places = size, size.places(subject.period)
+        self.size = size
         before = -(-subject.span // size.segment) * size.segment if size.carry else 0
         number = min(size.streams, max(1, MOST_PAIRS // (size.segment * (size.segment + subject.span))))
+        places = size.places(subject.period)
+        self.places = places if size.small else places[: TURNS * number]
         tokens = subject.bytes(length=before + segments * size.segment, streams=number, seed=2)
         past, self.tokens = tokens.tensor_split([before], dim=1)
         other_past, self.other = subject.other(tokens).tensor_split([before], dim=1)
